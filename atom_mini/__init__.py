@@ -1,3 +1,8 @@
 """atom_mini: an LLM serving engine that reads like a book. The notebooks in `nbs/` are its source."""
 
 __version__ = "0.1.0"
+
+from atom_mini.config import Config, SamplingParams
+from atom_mini.llm import LLM, CompletionOutput
+
+__all__ = ["LLM", "CompletionOutput", "Config", "SamplingParams", "__version__"]

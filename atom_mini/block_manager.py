@@ -179,7 +179,9 @@ class BlockManager:
             self.pool.share(block_id)
         fresh = [self._fresh_block() for _ in range(seq.num_blocks - len(cached))]
         seq.block_table = cached + fresh
-        seq.num_cached_tokens = seq.num_computed_tokens = len(cached) * self.block_size
+        seq.num_computed_tokens = len(cached) * self.block_size
+        if not seq.num_preemptions:  # what others had computed, not what it finds of its own
+            seq.num_cached_tokens = seq.num_computed_tokens
         seq.num_published_blocks = len(cached)
         seq.blocks_needed = 0
         seq.row = self._free_rows.pop()

@@ -20,8 +20,8 @@ from .config import SUPPORTED_ARCHITECTURES, require
 
 # %% auto #0
 __all__ = ['linear', 'Linear', 'RMSNorm', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'SelfAttention', 'MLP',
-           'DecoderLayer', 'CausalLM', 'check_supported', 'weight_targets', 'checkpoint_files', 'load_weights',
-           'load_model']
+           'DecoderLayer', 'Decoder', 'CausalLM', 'check_supported', 'weight_targets', 'checkpoint_files',
+           'load_weights', 'load_model']
 
 # %% ../nbs/06_models.ipynb #51de2361
 def _has_onednn(x: Tensor) -> bool:
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A matrix [sum of parts, in_features] made of the checkpoint's matrices `parts` (name -> rows), one below the other."""
+    """A matrix [sum of parts, in_features]: the checkpoint's matrices `parts` (name -> rows), one below the other."""
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__()
@@ -78,7 +78,8 @@ def _yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     """YaRN: the blend is linear in the index of the pair, between `beta_fast` and `beta_slow` turns."""
 
     def pair(turns: float) -> float:  # the (fractional) pair that makes so many turns within the trained context
-        return dim * math.log(p["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(p["rope_theta"]))
+        wavelength = p["original_max_position_embeddings"] / turns
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(p["rope_theta"]))
 
     low, high = pair(p.get("beta_fast") or 32), pair(p.get("beta_slow") or 1)
     if p.get("truncate", True):
@@ -95,12 +96,13 @@ def _yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
 
 
 def rotary_frequencies(hf_config: Any, dim: int) -> tuple[Tensor, float]:
-    """(radians per token of each pair [dim / 2], factor on cos and sin) for the config's rope type; ValueError by name."""
+    """(radians per token of each pair [dim / 2], factor on cos and sin); ValueError names a rope type we lack."""
     p = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
     p.setdefault("rope_theta", getattr(hf_config, "rope_theta", 10000.0))  # where configs before transformers 5 keep it
     p.setdefault("original_max_position_embeddings", hf_config.max_position_embeddings)
     kind = p.get("rope_type", p.get("type", "default"))
-    require(p.get("partial_rotary_factor", 1.0) == 1.0, f"partial_rotary_factor={p.get('partial_rotary_factor')} is not supported")
+    part = p.get("partial_rotary_factor", 1.0)
+    require(part == 1, f"partial_rotary_factor={part} is not supported: 1 is")
     freqs = p["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
     if kind == "default":
         return freqs, 1.0
@@ -187,26 +189,37 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 # %% ../nbs/06_models.ipynb #62fd289a
+class Decoder(nn.Module):
+    """Embedding, layers, norm: token ids and positions [T] -> hidden states [T, hidden]."""
+
+    def __init__(self, cfg: Any, max_position: int) -> None:
+        super().__init__()
+        head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
+        table = torch.empty(cfg.vocab_size, cfg.hidden_size)  # given, so that nobody fills it with random numbers first
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size, _weight=table)
+        self.layers = nn.ModuleList(DecoderLayer(cfg, head_dim) for _ in range(cfg.num_hidden_layers))
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.rotary = RotaryEmbedding(cfg, head_dim, max_position)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.rotary(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
 class CausalLM(nn.Module):
-    """Token ids and positions [T] -> hidden states [T, hidden]; `compute_logits` -> [rows, vocabulary]."""
+    """A decoder with a head on it: `forward` -> hidden [T, hidden], `compute_logits` -> [rows, vocabulary]."""
 
     def __init__(self, cfg: Any, max_position: int) -> None:
         super().__init__()
         check_supported(cfg)
-        head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size, _weight=torch.empty(cfg.vocab_size, cfg.hidden_size))
-        self.model.layers = nn.ModuleList(DecoderLayer(cfg, head_dim) for _ in range(cfg.num_hidden_layers))
-        self.model.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.model = Decoder(cfg, max_position)
         self.head = None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, {"lm_head": cfg.vocab_size})
-        self.rotary = RotaryEmbedding(cfg, head_dim, max_position)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.model.embed_tokens(input_ids)
-        cos, sin = self.rotary(positions, x.dtype)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin)
-        return self.model.norm(x)
+        return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.model.embed_tokens.weight) if self.head is None else self.head(hidden)
@@ -217,7 +230,8 @@ def check_supported(cfg: Any) -> None:
     name = (cfg.architectures or [cfg.model_type])[0]
     require(name in SUPPORTED_ARCHITECTURES, f"{name} is not supported: {', '.join(SUPPORTED_ARCHITECTURES)} are")
     require(cfg.hidden_act == "silu", f"hidden_act={cfg.hidden_act!r} is not supported: 'silu' is")
-    sliding = getattr(cfg, "use_sliding_window", False) or "sliding_attention" in (getattr(cfg, "layer_types", None) or [])
+    sliding = "sliding_attention" in (getattr(cfg, "layer_types", None) or [])
+    sliding = sliding or getattr(cfg, "use_sliding_window", False)
     require(not sliding, "sliding-window attention is not supported: full attention is")
     require(getattr(cfg, "quantization_config", None) is None, "quantised weights are not supported: float ones are")
 
@@ -230,8 +244,8 @@ def weight_targets(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, Linear):
             for kind, whole in (("weight", module.weight), ("bias", module.bias)):
                 if whole is not None:
-                    pieces = whole.data.split(list(module.parts.values()))
-                    targets |= {f"{prefix}{part}.{kind}": piece for part, piece in zip(module.parts, pieces, strict=True)}
+                    names = [f"{prefix}{part}.{kind}" for part in module.parts]
+                    targets |= zip(names, whole.data.split(list(module.parts.values())), strict=True)
         elif isinstance(module, RMSNorm | nn.Embedding):
             targets[f"{path}.weight"] = module.weight.data
     return targets
@@ -262,9 +276,9 @@ def _open(file: Path) -> Any:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Fill every weight of `model` from the checkpoint, each exactly once; ValueError names what is missing, extra or mis-shaped.
+    """Fill every weight of `model` from the checkpoint, each exactly once, converted to its dtype and device.
 
-    Source: safetensors; weights are converted to the model's dtype and device one at a time.
+    ValueError names the weights that are missing, extra or mis-shaped.
     """
     targets, files = weight_targets(model), checkpoint_files(folder)
     tied = "lm_head.weight" not in targets  # some checkpoints store the tied matrix a second time

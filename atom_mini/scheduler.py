@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
@@ -106,7 +107,7 @@ def _stop_reason(seq: Sequence, token_id: int, eos_token_ids: frozenset[int], ma
     return "max_model_len" if seq.num_tokens == max_model_len else "kv_cache"
 
 # %% ../nbs/04_scheduler.ipynb #6fb9c006
-class BaseScheduler:
+class BaseScheduler(ABC):
     """Queues, block manager and postprocessing: what all policies share. `config.num_kvcache_blocks` must be set."""
 
     def __init__(self, config: Config) -> None:
@@ -122,6 +123,10 @@ class BaseScheduler:
         self.max_len = config.num_kvcache_blocks * config.kv_cache_block_size + 1
         self.max_len = min(self.max_len, config.max_model_len or self.max_len)
         self.num_preemptions = 0
+
+    @abstractmethod
+    def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """The next step's batch and its sequences by id, in order; None when everything is finished."""
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -239,7 +244,6 @@ class Scheduler(BaseScheduler):
         self.last_was_prefill = False
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """The next step's batch and its sequences by id, in order; None when everything is finished."""
         if self.is_finished():
             return None
         decodable = [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1]

@@ -65,7 +65,7 @@ class Sequence:
         self.num_prompt_tokens = len(token_ids)
         self.num_tokens = len(token_ids)
         self.last_token = self.token_ids[-1]
-        self.num_cached_tokens = 0  # of the latest admission, served by the prefix cache
+        self.num_cached_tokens = 0  # of the prompt, served by the prefix cache when it was first admitted
         self.num_computed_tokens = 0  # with K/V in the cache
         self.num_scheduled_tokens = 0  # in the step that runs now
         self.num_preemptions = 0

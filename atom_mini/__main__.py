@@ -1,0 +1,6 @@
+"""`python -m atom_mini`: see `atom_mini.command_line`."""
+
+from atom_mini.command_line import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

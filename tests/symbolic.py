@@ -1,0 +1,321 @@
+"""A model without numbers: runs the whole engine on hashes, and knows what must come out.
+
+`SymbolicRunner` has the face of `ModelRunner`. It is a transformer of two layers in which a vector is a hash and
+attending means hashing everything attended, in order. As in the real one, each layer stores all new K/V of the step
+before anybody reads. So a slot of the second layer depends on everything that its token saw *through the block table*,
+and the next token on all slots of its sequence. One wrong slot anywhere, and the output is another.
+
+`continuation` is the oracle: the same function of the token list alone, without blocks, steps or batches.
+
+`run_trial(seed)` plays one random load on a random, tiny engine and compares. It returns what happened, counted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, chain
+from types import SimpleNamespace
+
+import atom_mini.model_runner as model_runner
+import atom_mini.scheduler as scheduler_module
+from atom_mini.config import Config, SamplingParams
+from atom_mini.engine_core import EngineCore
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.sequence import Sequence, SequenceType
+
+
+def mix(state: int, value: int) -> int:
+    """Ints and tuples of ints hash to the same number in every process."""
+    return hash((state, value))
+
+
+def embed(token_id: int, position: int) -> int:
+    return hash((token_id, position))
+
+
+def sample(state: int, seed: int | None, alphabet: int) -> int:
+    """The next token: twins with different seeds part ways, as they do at a temperature."""
+    return mix(state, seed or 0) % alphabet
+
+
+def continuation(prompt: list[int], seed: int | None, alphabet: int) -> Iterator[tuple[int, int]]:
+    """The oracle: (token, hash of everything before it), for ever."""
+    hidden = output = position = 0
+    tokens = iter(prompt)
+    token = next(tokens)
+    while True:
+        hidden = mix(hidden, embed(token, position))
+        output = mix(output, hidden)
+        position += 1
+        if (following := next(tokens, None)) is None:
+            following = sample(output, seed, alphabet)
+            yield following, output
+        token = following
+
+
+class StepFailed(Exception):
+    """What a runner raises whose device has gone."""
+
+
+class SymbolicRunner:
+    """`forward(batch)` on hashes. `strict` also asserts what must hold of every batch, before any output is wrong."""
+
+    def __init__(self, config: Config, alphabet: int, strict: bool = True, fails: Callable[[], bool] = bool) -> None:
+        assert config.num_kvcache_blocks is not None
+        self.config, self.alphabet, self.strict, self.fails = config, alphabet, strict, fails
+        self.size = config.kv_cache_block_size
+        slots = config.num_kvcache_blocks * self.size
+        self.layers = [[-1 - slot for slot in range(slots)], [-1 - slot - slots for slot in range(slots)]]  # garbage
+        self.block_slots = [range(i * self.size, (i + 1) * self.size) for i in range(config.num_kvcache_blocks)]
+        self.stats: Counter[str] = Counter()
+        self.running: list[Sequence] = []  # set by `run_trial`, to see who else holds a block
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        positions, slots, cu_seqlens = (a.tolist() for a in model_runner.locate(batch, self.size))
+        tokens, lens = batch.scheduled_tokens.tolist(), batch.context_lens.tolist()
+        contexts = [  # through the table: the slot of each position
+            list(chain.from_iterable(map(self.block_slots.__getitem__, table)))[:length]
+            for table, length in zip(batch.block_tables.tolist(), lens, strict=True)
+        ]
+        if self.strict:
+            self._check_batch(batch, positions, slots, tokens)
+        first, second = self.layers
+        for token, position, slot in zip(tokens, positions, slots, strict=True):
+            first[slot] = embed(token, position)
+        if self.fails():
+            raise StepFailed  # in the middle: half of the step is stored
+        rows = range(len(lens))
+        for row in rows:
+            start, end = cu_seqlens[row], cu_seqlens[row + 1]
+            hidden = list(accumulate(map(first.__getitem__, contexts[row]), mix, initial=0))
+            for i, slot in enumerate(slots[start:end], start - end):
+                second[slot] = hidden[i]
+        ids, logprobs = {}, {}
+        for row in rows:
+            if not batch.is_sampled[row]:
+                self.stats["chunks"] += 1
+                continue
+            output = reduce(mix, map(second.__getitem__, contexts[row]), 0)
+            token = sample(output, batch.sampling_params[row].seed, self.alphabet)
+            ids[batch.req_ids[row]] = (token,)
+            logprobs[batch.req_ids[row]] = [{token: output}]  # the whole hash: few tokens would hide much
+        self._count_hits(batch, contexts, set(slots))
+        return ScheduledBatchOutput(ids, logprobs)
+
+    def _check_batch(self, batch: ScheduledBatch, positions: list[int], slots: list[int], tokens: list[int]) -> None:
+        config, counts = self.config, batch.num_scheduled_tokens
+        assert counts.min() >= 1, "a sequence without a query token"
+        assert 1 <= batch.total_tokens_num == counts.sum() <= config.max_num_batched_tokens, "tokens over the budget"
+        assert batch.total_seqs_num <= config.max_num_seqs, "sequences over the limit"
+        assert len(set(batch.req_ids)) == batch.total_seqs_num, "a sequence twice in one batch"
+        assert len(set(slots)) == len(slots), "two tokens of one step in one slot"
+        assert (counts == 1).all() or batch.type is SequenceType.PREFILL
+        owners = Counter(chain.from_iterable(s.block_table for s in self.running))
+        for token, position, slot in zip(tokens, positions, slots, strict=True):
+            if owners[slot // self.size] > 1 and self.layers[0][slot] != embed(token, position):
+                block = slot // self.size
+                readers = [s for s in self.running if block in s.block_table and s.num_computed_tokens > position]
+                assert not readers, f"slot {slot} is overwritten under {readers}"
+
+    def _count_hits(self, batch: ScheduledBatch, contexts: list[list[int]], written: set[int]) -> None:
+        if batch.type is not SequenceType.PREFILL:
+            return
+        for context, n in zip(contexts, batch.num_scheduled_tokens.tolist(), strict=True):
+            self.stats["same_step_hits"] += len(context) > n and context[-n - 1] in written
+
+
+@dataclass
+class Request:
+    """One request of a trial: when it comes, what it asks, when it is taken back, two tokens that stop it."""
+
+    arrival: int
+    prompt: list[int]
+    params: SamplingParams
+    abort_at: int | None = None
+    stop_pair: tuple[int, int] | None = None
+
+    def stop_checker(self) -> Callable[[int], str | None] | None:
+        """As the text side makes them: called once per new token, and it remembers."""
+        if self.stop_pair is None:
+            return None
+        seen: list[int] = []
+
+        def check(token_id: int) -> str | None:
+            seen.append(token_id)
+            return "stop" if tuple(seen[-2:]) == self.stop_pair else None
+
+        return check
+
+
+@dataclass
+class Trial:
+    """A random engine and a random load."""
+
+    config: Config
+    eos_token_ids: tuple[int, ...]
+    alphabet: int
+    requests: list[Request]
+    failure_rate: float
+
+    @property
+    def max_len(self) -> int:
+        """The pool and one token more, or the model."""
+        pool = (self.config.num_kvcache_blocks or 0) * self.config.kv_cache_block_size + 1
+        return min(pool, self.config.max_model_len or pool)
+
+    def expected(self, request: Request) -> tuple[list[int], list[int], str]:
+        """(token ids, hashes, leave reason) by recomputing everything from the token list."""
+        tokens: list[int] = []
+        hashes: list[int] = []
+        params, check = request.params, request.stop_checker()
+        for token, state in continuation(request.prompt, params.seed, self.alphabet):
+            tokens.append(token)
+            hashes.append(state)
+            total = len(request.prompt) + len(tokens)
+            if check and check(token):
+                return tokens, hashes, "stop_sequence"
+            if token in self.eos_token_ids and not params.ignore_eos:
+                return tokens, hashes, "eos"
+            if token in params.stop_token_ids:
+                return tokens, hashes, f"stop_{token}"
+            if len(tokens) == params.max_tokens:
+                return tokens, hashes, "max_tokens"
+            if total == self.max_len:
+                return tokens, hashes, "max_model_len" if total == self.config.max_model_len else "kv_cache"
+        raise AssertionError("a continuation never ends by itself")
+
+
+def make_trial(seed: int) -> Trial:
+    """Small enough that everything happens often: preemption, eviction, sharing, chunks, all together."""
+    rng = random.Random(seed)
+    size = rng.randint(1, 8)
+    blocks = rng.randint(2, rng.choice((4, 8, 24 // size + 4)))
+    pool, chunked = blocks * size, rng.random() < 0.8
+    budget = rng.randint(1, rng.choice((3, 12, 40)))
+    max_model_len = rng.randint(2, pool + 2) if rng.random() < 0.3 else None
+    if not chunked:
+        max_model_len = min(max_model_len or pool + 2, rng.randint(2, pool + 2))
+        budget = max(budget, max_model_len)
+    config = Config(
+        kv_cache_block_size=size,
+        num_kvcache_blocks=blocks,
+        max_num_seqs=rng.randint(1, 6),
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        enable_prefix_caching=rng.random() < 0.8,
+        enable_chunked_prefill=chunked,
+        interleave_decode=rng.random() < 0.5,
+        scheduler_delay_factor=rng.choice((0.5, 1.0, 4.0)) if rng.random() < 0.15 else 0.0,
+    )
+    alphabet = rng.choice((3, 3, 6, 12))
+    trial = Trial(config, tuple(rng.sample(range(alphabet), rng.choice((0, 0, 1, 2)))), alphabet, [], 0.0)
+    stems = [[rng.randrange(3) for _ in range(pool)] for _ in range(rng.randint(1, 3))]
+    rush, prompts = rng.choice((1, 4, 12)), []
+    for _ in range(rng.randint(1, 10)):
+        prompt = rng.choice(stems)[: rng.randint(0, max(1, trial.max_len * 2 // 3))]
+        prompt = [*prompt, *(rng.randrange(3) for _ in range(rng.choice((0, 1, 1, 2, size + 1))))]
+        if prompts and rng.random() < 0.25:
+            prompt = rng.choice(prompts)
+        prompts.append(prompt or [0])
+        arrival = rng.randrange(rush)
+        params = SamplingParams(
+            max_tokens=rng.randint(1, rng.choice((3, 12, 30))),
+            seed=rng.choice((None, None, 1, 2)),
+            ignore_eos=rng.random() < 0.5,
+            stop_token_ids=rng.sample(range(alphabet), 1) if rng.random() < 0.1 else (),
+        )
+        abort_at = arrival + rng.randrange(30) if rng.random() < 0.12 else None
+        pair = (rng.randrange(alphabet), rng.randrange(alphabet)) if rng.random() < 0.1 else None
+        trial.requests.append(Request(arrival, prompts[-1], params, abort_at, pair))
+    trial.failure_rate = rng.choice((0.03, 0.2)) if rng.random() < 0.2 else 0.0
+    return trial
+
+
+def run_trial(seed: int, strict: bool = True) -> Counter[str]:
+    """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
+
+    `strict=False` leaves out the checks of every step, so that only wrong outputs count (and exceptions).
+    """
+    trial = make_trial(seed)
+    luck, ticks = random.Random(~seed), iter(range(10**9))
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))  # the delay gate must not depend on this machine
+    real_time, scheduler_module.time = scheduler_module.time, clock  # type: ignore[assignment]
+    try:
+        fails = (lambda: luck.random() < trial.failure_rate) if trial.failure_rate else bool
+        runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
+        return _play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
+    finally:
+        scheduler_module.time = real_time
+
+
+def _play(
+    trial: Trial, core: EngineCore, runner: SymbolicRunner, strict: bool, now: Callable[[], float]
+) -> Counter[str]:
+    scheduler, manager, stats = core.scheduler, core.scheduler.block_manager, runner.stats
+    scheduler.eos_token_ids = frozenset(trial.eos_token_ids)
+    runner.running = scheduler.running  # type: ignore[assignment]
+    todo = sorted(range(len(trial.requests)), key=lambda i: trial.requests[i].arrival, reverse=True)
+    aborts = Counter(r.abort_at for r in trial.requests if r.abort_at is not None)
+    seqs: dict[int, Sequence] = {}
+    streams: dict[int, list[int]] = {}
+    ended: dict[int, str | None] = {}
+    step = 0
+    while todo or not core.is_finished():
+        assert step < 5000, "no end in sight"
+        while todo and trial.requests[todo[-1]].arrival <= step:
+            i = todo.pop()
+            request = trial.requests[i]
+            seq = Sequence(
+                request.prompt, trial.config.kv_cache_block_size, request.params, i, request.stop_checker()
+            )
+            seq.arrive_time = now()
+            try:
+                core.add(seq)
+                seqs[i], streams[i] = seq, []
+            except ValueError:
+                assert len(request.prompt) >= trial.max_len and seq not in scheduler.waiting
+                stats["refused"] += 1
+            else:
+                assert len(request.prompt) < trial.max_len
+        for i in [i for i in seqs if trial.requests[i].abort_at == step] if aborts[step] else ():
+            alive, held = i not in ended, bool(seqs[i].block_table)
+            assert (core.abort(i) is seqs[i]) == alive, "abort must find exactly those that are in the engine"
+            if alive:
+                ended[i] = "abort"
+                stats["aborts_running" if held else "aborts_waiting"] += 1
+        idle = core.is_finished()
+        try:
+            result = core.step()
+        except StepFailed:
+            stats["failures"] += 1
+        else:
+            assert (result is None) == idle
+            for output in result.outputs if result else ():
+                streams[output.request_id] += output.output_tokens
+                if output.finished:
+                    ended[output.request_id] = output.finish_reason
+        stats["steps"] += 1
+        step += 1
+        if strict:
+            manager.check(scheduler.running)
+            assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
+            for i, seq in seqs.items():
+                assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"
+    assert manager.num_free_blocks == len(manager.pool.blocks), "blocks are lost"
+    manager.check([])
+    stats["preemptions"] = scheduler.num_preemptions
+    for i, seq in seqs.items():
+        tokens, hashes, reason = trial.expected(trial.requests[i])
+        if ended[i] == "abort":
+            tokens, hashes, reason = tokens[: len(streams[i])], hashes[: len(streams[i])], "abort"
+        assert streams[i] == seq.completion_token_ids == tokens, f"request {i}: other tokens than the oracle's"
+        assert [h for entry in seq.logprobs for h in entry.values()] == hashes, f"request {i} saw another past"
+        assert ended[i] == seq.leave_reason == reason and seq.is_finished, f"request {i}: {seq.leave_reason}"
+        stats[reason.split("_")[0] if reason[-1].isdigit() else reason] += 1
+        stats["tokens"] += len(tokens)
+        stats["prefix_hits"] += seq.num_cached_tokens > 0
+    return stats
