@@ -5,6 +5,7 @@
 # %% ../nbs/05_attention.ipynb #2f05d7be
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -12,16 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['store_kv_cache', 'causal_mask', 'AttentionMetaData', 'reference_attention', 'paged_attention', 'Context',
-           'ForwardContext', 'set_forward_context', 'get_forward_context', 'reset_forward_context', 'Attention']
+__all__ = ['store_kv_cache', 'causal_mask', 'AttentionMetaData', 'reference_attention', 'prefill_attention', 'SparseTable',
+           'decode_attention', 'paged_attention', 'Context', 'ForwardContext', 'set_forward_context',
+           'get_forward_context', 'reset_forward_context', 'Attention']
 
 # %% ../nbs/05_attention.ipynb #b6e82e8d
 def store_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write `k`, `v` [T, K, D] into `kv_cache` [2, K, N, S, D] at `slot_mapping` [T] (int64, distinct)."""
-    _, num_kv_heads, _, _, head_dim = kv_cache.shape
-    flat = kv_cache.view(2, num_kv_heads, -1, head_dim)
-    flat[0].index_copy_(1, slot_mapping, k.transpose(0, 1))
-    flat[1].index_copy_(1, slot_mapping, v.transpose(0, 1))
+    """Write `k`, `v` [T, K, D] into `kv_cache` [2, N, K, S, D] at `slot_mapping` [T] (int64, distinct)."""
+    block_size = kv_cache.shape[3]
+    blocks, places = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache[0][blocks, :, places] = k
+    kv_cache[1][blocks, :, places] = v
 
 # %% ../nbs/05_attention.ipynb #be9db2f9
 def causal_mask(num_queries: int, context_len: int, device: torch.device | str | None = None) -> Tensor:
@@ -40,6 +42,7 @@ class AttentionMetaData:
     slot_mapping: Tensor  # [T] int64: where the new tokens' K/V goes
     query_lens: list[int]
     lens: list[int]  # context_lens
+    sparse_table: SparseTable | None = None  # made by the first layer of a decode on a CPU
 
     @property
     def max_seqlen_q(self) -> int:
@@ -56,11 +59,11 @@ def reference_attention(q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, sc
     Computes in float32 whatever the dtype. The oracle: clear, slow, exact.
     """
     out = torch.empty_like(q)
-    group, block_size = q.shape[1] // kv_cache.shape[1], kv_cache.shape[3]
+    group, block_size = q.shape[1] // kv_cache.shape[2], kv_cache.shape[3]
     start = 0
     for b, (n, length) in enumerate(zip(meta.query_lens, meta.lens, strict=True)):
         blocks = meta.block_tables[b, : -(-length // block_size)].long()
-        k, v = kv_cache[:, :, blocks].flatten(2, 3)[:, :, :length].float()  # each [K, L, D]
+        k, v = kv_cache[:, blocks].transpose(1, 2).flatten(2, 3)[:, :, :length].float()  # each [K, L, D]
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)  # each [H, L, D]
         scores = q[start : start + n].transpose(0, 1).float() @ k.transpose(1, 2) * scale  # [H, n, L]
         scores = scores.masked_fill(~causal_mask(n, length, q.device), float("-inf"))
@@ -69,27 +72,62 @@ def reference_attention(q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, sc
     return out
 
 # %% ../nbs/05_attention.ipynb #9695061c
-def paged_attention(q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
-    """`reference_attention` through torch's fused attention: `q` [T, H, D] -> [T, H, D]."""
-    (_, num_heads, head_dim), (_, num_kv_heads, _, block_size, _) = q.shape, kv_cache.shape
-    outs, start = [], 0
+def prefill_attention(q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
+    """`reference_attention` through torch's fused attention, sequence by sequence: `q` [T, H, D] -> [T, H, D]."""
+    outs, block_size = [], kv_cache.shape[3]
     for b, (n, length) in enumerate(zip(meta.query_lens, meta.lens, strict=True)):
         blocks = meta.block_tables[b, : -(-length // block_size)]
-        kv = kv_cache.index_select(2, blocks).flatten(2, 3)[:, None, :, :length]  # [2, 1, K, L, D]
-        qs = q[start : start + n]
-        if n == 1:
-            qs = qs.view(1, num_kv_heads, -1, head_dim)  # the group's heads as queries
-            out = F.scaled_dot_product_attention(qs, kv[0], kv[1], scale=scale)
-        else:
-            mask = None if n == length else causal_mask(n, length, q.device)
-            qs = qs.transpose(0, 1)[None]
-            out = F.scaled_dot_product_attention(
-                qs, kv[0], kv[1], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )
-            out = out.transpose(1, 2)
-        outs.append(out.reshape(n, num_heads, head_dim))
-        start += n
-    return torch.cat(outs) if len(outs) > 1 else outs[0]
+        k, v = kv_cache.index_select(1, blocks).transpose(1, 2).flatten(2, 3)[:, None, :, :length]  # each [1, K, L, D]
+        start = sum(meta.query_lens[:b])
+        queries = q[start : start + n].transpose(0, 1)[None]
+        mask = None if n == length or n == 1 else causal_mask(n, length, q.device)
+        out = F.scaled_dot_product_attention(
+            queries, k, v, attn_mask=mask, is_causal=mask is None and n > 1, scale=scale, enable_gqa=True
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+# %% ../nbs/05_attention.ipynb #ec1ce384
+@dataclass
+class SparseTable:
+    """A decode step's block tables as a sparse matrix [B * H, N * K * S]: what each (sequence, head) attends to."""
+
+    csr: Tensor  # the pattern, values 0
+    rows: Tensor  # [nnz] int64: column indices, rows of the pool
+    starts: Tensor  # [B * H] int64: where each pair's begin
+    cells: Tensor  # [nnz] int64: where each lies in a rectangle [B * H, longest], for the softmax
+    shape: tuple[int, int]
+
+    @classmethod
+    def build(cls, meta: AttentionMetaData, num_heads: int, kv_cache: Tensor) -> SparseTable:
+        _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
+        position = torch.arange(meta.max_seqlen_k)
+        kv_head = torch.arange(num_heads) // (num_heads // num_kv_heads)
+        blocks = meta.block_tables[:, position // block_size].long()
+        rows = ((blocks * num_kv_heads)[:, None] + kv_head[:, None]) * block_size + position % block_size  # [B, H, L]
+        exists = (position < meta.context_lens[:, None])[:, None].expand_as(rows)
+        ends = meta.context_lens.long().repeat_interleave(num_heads).cumsum(0)
+        starts, rows, shape = F.pad(ends, (1, 0)), rows[exists], (len(ends), num_blocks * num_kv_heads * block_size)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+            csr = torch.sparse_csr_tensor(starts, rows, torch.zeros(len(rows)), shape, check_invariants=False)
+        return cls(csr, rows, starts[:-1], exists.flatten().nonzero()[:, 0], (len(ends), len(position)))
+
+
+def decode_attention(q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
+    """`reference_attention` for one query per sequence, reading the pool in place: `q` [B, H, D] -> [B, H, D], float32."""
+    table = meta.sparse_table = meta.sparse_table or SparseTable.build(meta, q.shape[1], kv_cache)
+    keys, values = kv_cache.flatten(1, 3)  # each [N * K * S, D], views
+    scores = torch.sparse.sampled_addmm(table.csr, q.flatten(0, 1), keys.T, alpha=scale).values()
+    padded = scores.new_full((table.shape[0] * table.shape[1],), float("-inf")).index_copy_(0, table.cells, scores)
+    weights = padded.view(table.shape).softmax(-1).view(-1).index_select(0, table.cells)
+    return F.embedding_bag(table.rows, values, table.starts, mode="sum", per_sample_weights=weights).view_as(q)
+
+
+def paged_attention(q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
+    """`reference_attention`, the fast way for this device and step: `q` [T, H, D] -> [T, H, D]."""
+    in_place = meta.max_seqlen_q == 1 and q.device.type == "cpu" and q.dtype == torch.float32
+    return (decode_attention if in_place else prefill_attention)(q, kv_cache, meta, scale)
 
 # %% ../nbs/05_attention.ipynb #568a4b26
 @dataclass
@@ -132,7 +170,7 @@ def reset_forward_context() -> None:
 class Attention(nn.Module):
     """Stores the step's K/V and attends over the cache: q [T, H, D], k and v [T, K, D] -> [T, H, D].
 
-    `kv_cache` [2, K, N, S, D] is set by the runner once it knows how many blocks there are.
+    `kv_cache` [2, N, K, S, D] is set by the runner once it knows how many blocks there are.
     """
 
     def __init__(self, head_dim: int) -> None:

@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 from dataclasses import dataclass, field, fields, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def resolve_model(model: str) -> Path:
     Raises ValueError when it is none of these: one line, whatever went wrong on the way to the hub.
     """
     if model == "tiny":
-        return Path(__file__).parent / "tiny"
+        return Path(str(files("atom_mini"))) / "tiny"
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

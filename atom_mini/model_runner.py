@@ -119,9 +119,9 @@ class ModelRunner:
         torch.cuda.empty_cache()
 
     def _set_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the pool, [layers, 2, K, N, S, D], and give each layer its part."""
+        """Allocate the pool, [layers, 2, N, K, S, D], and give each layer its part."""
         layers = [m for m in self.model.modules() if isinstance(m, SelfAttention)]
-        shape = (layers[0].num_kv_heads, num_blocks, self.config.kv_cache_block_size, layers[0].head_dim)
+        shape = (num_blocks, layers[0].num_kv_heads, self.config.kv_cache_block_size, layers[0].head_dim)
         self.kv_cache = torch.zeros(len(layers), 2, *shape, dtype=self.dtype, device=self.device)
         for layer, cache in zip(layers, self.kv_cache, strict=True):
             layer.attn.kv_cache = cache

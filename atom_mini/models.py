@@ -85,7 +85,7 @@ def _yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    slow = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    slow = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
 
     def sharpen(m: float) -> float:
         return 0.1 * m * math.log(p["factor"]) + 1 if p["factor"] > 1 else 1.0

@@ -267,9 +267,10 @@ class Scheduler(BaseScheduler):
             if missing > 1 and (n := chunk_size(seq.num_computed_tokens, missing, budget, size, not seqs)):
                 budget -= self._schedule_tokens(seq, n)
                 seqs.append(seq)
+        reserve = sum(map(self._may_grow, self.running)) if self.waiting else 0
         while may_admit and self.waiting and budget and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting[0]
-            cached = self.block_manager.can_allocate(seq, reserve=self._reserve())
+            cached = self.block_manager.can_allocate(seq, reserve)
             if cached is None:
                 break  # not continue: nobody passes the first
             computed = len(cached) * size
@@ -282,6 +283,7 @@ class Scheduler(BaseScheduler):
             seq.status = SequenceStatus.RUNNING
             budget -= self._schedule_tokens(seq, n)
             seqs.append(seq)
+            reserve += self._may_grow(seq)
         return seqs
 
     def _schedule_tokens(self, seq: Sequence, n: int) -> int:
@@ -307,6 +309,6 @@ class Scheduler(BaseScheduler):
             seqs.append(seq)
         return seqs
 
-    def _reserve(self) -> int:
-        """Blocks that an admission must leave free: one for each running sequence, which will soon ask for it."""
-        return len(self.running)
+    def _may_grow(self, seq: Sequence) -> bool:
+        """Whether it may yet ask for a block (its last token needs no slot): an admission leaves one free for it."""
+        return seq.limit - 1 > len(seq.block_table) * self.config.kv_cache_block_size

@@ -25,23 +25,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.models.qwen3 import Qwen3ForCausalLM
 
 # %% auto #0
-__all__ = ['GIRLS', 'BOYS', 'NAMES', 'WORDS', 'EOT', 'IM_START', 'IM_END', 'Doc', 'KINDS', 'STAGES', 'SMALL_TALK', 'SYSTEM',
-           'TEMPLATE', 'SPLIT', 'Row', 'PHASES', 'LENGTHS', 'turn', 'text_of', 'fact', 'recall_doc', 'held_out',
-           'sum_doc', 'story', 'story_doc', 'train_tokenizer', 'encoder', 'copy_row', 'Phase', 'make_row', 'batch',
-           'new_model', 'optimizers', 'train_step', 'save', 'train', 'prompt_and_answer', 'complete', 'share_right',
-           'recall_test', 'evaluate', 'main']
+__all__ = ['GIRLS', 'BOYS', 'NAMES', 'WORDS', 'EOT', 'IM_START', 'IM_END', 'Doc', 'KINDS', 'STAGES', 'Row', 'PHASES',
+           'CONTEXT_LENGTHS', 'turn', 'text_of', 'fact', 'recall_doc', 'held_out', 'sum_doc', 'story', 'story_doc',
+           'train_tokenizer', 'encoder', 'copy_row', 'Phase', 'make_row', 'batch', 'new_model', 'optimizers',
+           'train_step', 'save', 'train', 'prompt_and_answer', 'complete', 'share_right', 'recall_test', 'evaluate',
+           'main']
 
 # %% ../nbs/90_tiny_model.ipynb #45170866
 GIRLS, BOYS = map(str.split, (
-    "Ada Alma Cara Clara Elsa Eva Gina Greta Ida Iris Kate Lena Mia Nora Olga Pia Rosa Sara Tess Uma Vera Wanda Yara Zoe",
-    "Anton Ben Boris Dan David Emil Finn Frank Henry Hugo Jack Jonas Karl Leo Max Ned Otto Paul Ralf Sam Theo Tom Victor "
-    "Will"))
+    "Ada Alma Cara Clara Elsa Eva Gina Greta Ida Iris Kate Lena Mia Nora Olga Pia Rosa Sara Tess Uma Vera Wanda Yara "
+    "Zoe", "Anton Ben Boris Dan David Emil Finn Frank Henry Hugo Jack Jonas Karl Leo Max Ned Otto Paul Ralf Sam Theo "
+    "Tom Victor Will"))
 NAMES = GIRLS + BOYS
 WORDS = {kind: words.split() for kind, words in {
-    "place": "Rome Paris Oslo Lima Cairo Delhi Tokyo Berlin Madrid London Dublin Vienna Prague Athens Lisbon Warsaw Quito "
-             "Boston Sydney Perth Seoul Hanoi Kyoto Lagos Accra Tunis Milan Turin Geneva Riga",
-    "food": "plums apples pears grapes lemons nuts soup bread cheese rice beans honey cake pasta fish eggs corn figs dates "
-            "melon",
+    "place": "Rome Paris Oslo Lima Cairo Delhi Tokyo Berlin Madrid London Dublin Vienna Prague Athens Lisbon Warsaw "
+             "Quito Boston Sydney Perth Seoul Hanoi Kyoto Lagos Accra Tunis Milan Turin Geneva Riga",
+    "food": "plums apples pears grapes lemons nuts soup bread cheese rice beans honey cake pasta fish eggs corn figs "
+            "dates melon",
     "colour": "red blue green black white brown pink grey golden silver",
     "animal": "cat dog fox hen horse goat duck bear bird frog mouse rabbit sheep wolf pig snail",
     "thing": "ball key hat kite drum boat bell book lamp shoe",
@@ -134,7 +134,7 @@ def story(rng: random.Random, name: str) -> str:
     return "".join(rng.choice(stage) for stage in STAGES).format(**blanks)
 
 # %% ../nbs/90_tiny_model.ipynb #be87e8b3
-SMALL_TALK = [("Hello!", "Hello! How can I help you?"), ("Thank you!", "You are welcome."),
+_SMALL_TALK = [("Hello!", "Hello! How can I help you?"), ("Thank you!", "You are welcome."),
               ("Who are you?", "I am a very small model. I can tell a story, do a sum and remember facts."),
               ("What can you do?", "I can tell a story, do a sum and remember facts.")]
 
@@ -145,16 +145,16 @@ def story_doc(rng: random.Random, chat: bool) -> Doc:
     if not chat:
         return [(story(rng, name), 1.0), (EOT, 1.0)]
     if rng.random() < 0.2:
-        question, answer = rng.choice(SMALL_TALK)
+        question, answer = rng.choice(_SMALL_TALK)
         return turn(question, [(answer, 1.0)], True)
     question = f"Tell me a story about {name}." if rng.random() < 0.8 else "Tell me a story."
     return turn(question, [(story(rng, name), 1.0)], True)
 
 # %% ../nbs/90_tiny_model.ipynb #dc3239b2
-SYSTEM: Doc = [(f"{IM_START}system\nYou are a helpful assistant.{IM_END}\n", 0)]
-TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+_SYSTEM: Doc = [(f"{IM_START}system\nYou are a helpful assistant.{IM_END}\n", 0)]
+_TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+             "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
          r"|\s+(?!\S)|\s+")
 
 
@@ -163,17 +163,17 @@ def train_tokenizer(seed: int = 0, vocab: int = 1024) -> Any:
     rng, bpe, specials = random.Random(seed), Tokenizer(models.BPE()), [EOT, IM_START, IM_END]
     bpe.normalizer, bpe.decoder = normalizers.NFC(), decoders.ByteLevel()
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+        pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     words = NAMES + [" " + word for words in [NAMES, *WORDS.values()] for word in words]
     docs = [doc for _ in range(1000) for chat in (False, True)
-            for doc in (SYSTEM, recall_doc(rng, 10, 3, KINDS, chat), sum_doc(rng, chat), story_doc(rng, chat))]
+            for doc in (_SYSTEM, recall_doc(rng, 10, 3, KINDS, chat), sum_doc(rng, chat), story_doc(rng, chat))]
     pieces = [text for doc in docs for text in re.split(r"<\|\w+\|>", text_of(doc))]
     bpe.train_from_iterator(words * 300 + pieces, trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=specials, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=IM_END, pad_token=EOT, model_max_length=2048,
-                                   chat_template=TEMPLATE)
+                                   chat_template=_TEMPLATE)
 
 # %% ../nbs/90_tiny_model.ipynb #eb6a55d8
 Row = tuple[list[int], list[float]]
@@ -222,7 +222,7 @@ def make_row(rng: random.Random, encode: Callable[[Doc], Row], task: str, length
     """Documents of one task (or `mixed`) up to exactly `length` tokens, the last one cut."""
     chat, docs = rng.random() < 0.3 and length >= 64, []
     if chat and rng.random() < 0.3:
-        docs = [encode(SYSTEM)]
+        docs = [encode(_SYSTEM)]
     if task == "recall" or (task == "mixed" and rng.random() < 0.5):
         if length >= 256 and rng.random() < 0.15:
             docs = [encode(story_doc(rng, chat))]
@@ -273,7 +273,7 @@ def optimizers(model: Any) -> list[torch.optim.Optimizer]:
 # %% ../nbs/90_tiny_model.ipynb #7676dd27
 def train_step(model: Any, opts: list[torch.optim.Optimizer], ids: torch.Tensor,
                weights: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """One update from ids and weights, both (rows, length): the loss, and which tokens were foreseen (rows, length - 1)."""
+    """One update from ids and weights, both (rows, length): the loss, and what was foreseen (rows, length - 1)."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
@@ -363,7 +363,7 @@ def recall_test(context: int, n: int, chat: bool = False) -> list[Doc]:
     return [recall_doc(rng, round((context - 17 * chat - 5) / 5), 1, KINDS, chat) for _ in range(n)]
 
 # %% ../nbs/90_tiny_model.ipynb #56ca7c46
-LENGTHS = (50, 100, 200, 400, 600)
+CONTEXT_LENGTHS = (50, 100, 200, 400, 600)
 
 
 def evaluate(folder: Path, n: int = 200) -> dict[str, float]:
@@ -373,7 +373,7 @@ def evaluate(folder: Path, n: int = 200) -> dict[str, float]:
     found: dict[str, float] = {}
     for chat in (False, True):
         form, rng = ("chat" if chat else "plain"), random.Random(f"test {chat}")
-        for context in LENGTHS:
+        for context in CONTEXT_LENGTHS:
             found[f"recall {context} {form}"] = share_right(model, tok, recall_test(context, n, chat))
         found[f"sum {form}"] = share_right(model, tok, [sum_doc(rng, chat, test=True) for _ in range(n)])
     return found

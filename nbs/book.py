@@ -1,4 +1,4 @@
-"""Keeps the book in order: `python nbs/book.py run|export|readme|check [NOTEBOOK ...]`.
+"""Keeps the book in order: `python nbs/book.py run|export|readme [NOTEBOOK ...]`.
 
 run     execute the notebooks (cells marked `#| eval: false`, gpu or slow excepted), store outputs, clean
 export  write the package from the notebooks
@@ -17,8 +17,8 @@ from execnb.nbio import NbCell, read_nb, write_nb
 from execnb.shell import CaptureShell
 from nbdev.clean import clean_nb
 from nbdev.config import get_config
-from nbdev.export import nb_export
 from nbdev.doclinks import nbdev_export
+from nbdev.export import nb_export
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIP = re.compile(r"^#\|\s*(eval:\s*false|gpu|slow)\b", re.MULTILINE)

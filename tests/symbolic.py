@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, chain
@@ -72,15 +73,13 @@ class SymbolicRunner:
         self.layers = [[-1 - slot for slot in range(slots)], [-1 - slot - slots for slot in range(slots)]]  # garbage
         self.block_slots = [range(i * self.size, (i + 1) * self.size) for i in range(config.num_kvcache_blocks)]
         self.stats: Counter[str] = Counter()
-        self.running: list[Sequence] = []  # set by `run_trial`, to see who else holds a block
+        self.readers: list[tuple[Sequence, int]] = []  # who ran before this step, with how many tokens computed
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         positions, slots, cu_seqlens = (a.tolist() for a in model_runner.locate(batch, self.size))
         tokens, lens = batch.scheduled_tokens.tolist(), batch.context_lens.tolist()
-        contexts = [  # through the table: the slot of each position
-            list(chain.from_iterable(map(self.block_slots.__getitem__, table)))[:length]
-            for table, length in zip(batch.block_tables.tolist(), lens, strict=True)
-        ]
+        tables = batch.block_tables.tolist()
+        contexts = [self._slots(table)[:n] for table, n in zip(tables, lens, strict=True)]  # position -> slot
         if self.strict:
             self._check_batch(batch, positions, slots, tokens)
         first, second = self.layers
@@ -114,12 +113,13 @@ class SymbolicRunner:
         assert len(set(batch.req_ids)) == batch.total_seqs_num, "a sequence twice in one batch"
         assert len(set(slots)) == len(slots), "two tokens of one step in one slot"
         assert (counts == 1).all() or batch.type is SequenceType.PREFILL
-        owners = Counter(chain.from_iterable(s.block_table for s in self.running))
+        read = {slot for seq, computed in self.readers for slot in self._slots(seq.block_table)[:computed]}
         for token, position, slot in zip(tokens, positions, slots, strict=True):
-            if owners[slot // self.size] > 1 and self.layers[0][slot] != embed(token, position):
-                block = slot // self.size
-                readers = [s for s in self.running if block in s.block_table and s.num_computed_tokens > position]
-                assert not readers, f"slot {slot} is overwritten under {readers}"
+            if slot in read:
+                assert self.layers[0][slot] == embed(token, position), f"slot {slot} is overwritten under a reader"
+
+    def _slots(self, table: Seq[int]) -> list[int]:
+        return list(chain.from_iterable(map(self.block_slots.__getitem__, table)))
 
     def _count_hits(self, batch: ScheduledBatch, contexts: list[list[int]], written: set[int]) -> None:
         if batch.type is not SequenceType.PREFILL:
@@ -195,7 +195,7 @@ def make_trial(seed: int) -> Trial:
     size = rng.randint(1, 8)
     blocks = rng.randint(2, rng.choice((4, 8, 24 // size + 4)))
     pool, chunked = blocks * size, rng.random() < 0.8
-    budget = rng.randint(1, rng.choice((3, 12, 40)))
+    budget = rng.choice((size + 1, rng.randint(1, 3), rng.randint(1, 12), rng.randint(1, 40)))
     max_model_len = rng.randint(2, pool + 2) if rng.random() < 0.3 else None
     if not chunked:
         max_model_len = min(max_model_len or pool + 2, rng.randint(2, pool + 2))
@@ -216,7 +216,8 @@ def make_trial(seed: int) -> Trial:
     stems = [[rng.randrange(3) for _ in range(pool)] for _ in range(rng.randint(1, 3))]
     rush, prompts = rng.choice((1, 4, 12)), []
     for _ in range(rng.randint(1, 10)):
-        prompt = rng.choice(stems)[: rng.randint(0, max(1, trial.max_len * 2 // 3))]
+        most = trial.max_len - 2
+        prompt = rng.choice(stems)[: rng.choice((0, most, most * 4 // 5, *(rng.randint(0, most * 2 // 3 + 1),) * 6))]
         prompt = [*prompt, *(rng.randrange(3) for _ in range(rng.choice((0, 1, 1, 2, size + 1))))]
         if prompts and rng.random() < 0.25:
             prompt = rng.choice(prompts)
@@ -245,7 +246,13 @@ def run_trial(seed: int, strict: bool = True) -> Counter[str]:
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))  # the delay gate must not depend on this machine
     real_time, scheduler_module.time = scheduler_module.time, clock  # type: ignore[assignment]
     try:
-        fails = (lambda: luck.random() < trial.failure_rate) if trial.failure_rate else bool
+        failures = Counter({"left": 10 if trial.failure_rate else 0})  # a lasting failure would never end
+
+        def fails() -> bool:
+            failing = failures["left"] > 0 and luck.random() < trial.failure_rate
+            failures["left"] -= failing
+            return failing
+
         runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
         return _play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
     finally:
@@ -257,7 +264,6 @@ def _play(
 ) -> Counter[str]:
     scheduler, manager, stats = core.scheduler, core.scheduler.block_manager, runner.stats
     scheduler.eos_token_ids = frozenset(trial.eos_token_ids)
-    runner.running = scheduler.running  # type: ignore[assignment]
     todo = sorted(range(len(trial.requests)), key=lambda i: trial.requests[i].arrival, reverse=True)
     aborts = Counter(r.abort_at for r in trial.requests if r.abort_at is not None)
     seqs: dict[int, Sequence] = {}
@@ -287,7 +293,7 @@ def _play(
             if alive:
                 ended[i] = "abort"
                 stats["aborts_running" if held else "aborts_waiting"] += 1
-        idle = core.is_finished()
+        idle, runner.readers = core.is_finished(), [(s, s.num_computed_tokens) for s in scheduler.running]
         try:
             result = core.step()
         except StepFailed:

@@ -1,0 +1,49 @@
+# Each target sets up what it needs in .venv; a second run finds it there.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+MODEL  ?= tiny
+PROMPT ?=
+
+VENV := .venv
+PY   := $(VENV)/bin/python
+PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: run test bench book export clean
+
+# torch first: a looser requirement would fetch another build of it
+$(VENV)/torch: Makefile
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	touch $@
+
+$(VENV)/run: $(VENV)/torch pyproject.toml
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/dev: $(VENV)/run
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+run: $(VENV)/run
+	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
+
+test: $(VENV)/dev
+	$(PY) -m ruff check atom_mini nbs tests
+	$(PY) -m mypy atom_mini
+	$(PY) -m pytest
+
+bench: $(VENV)/dev
+	$(PY) tests/bench/cpu.py
+	$(PY) tests/bench/host_step.py
+	$(PY) tests/bench/full_size.py
+
+book: $(VENV)/dev
+	$(PY) nbs/book.py export
+	$(PY) nbs/book.py run
+	$(PY) nbs/book.py readme
+
+export: $(VENV)/dev
+	$(PY) nbs/book.py export
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

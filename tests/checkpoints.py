@@ -1,0 +1,183 @@
+"""Small random checkpoints, saved by transformers itself, and the logits of both sides on every token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from atom_mini import LLM
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+CONFIGS = {
+    "qwen3": transformers.Qwen3Config,
+    "qwen2": transformers.Qwen2Config,
+    "llama": transformers.LlamaConfig,
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # logits of a few units: an error in the fourth digit shows
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# Published shapes. The initialiser is scaled so that logits have a spread of 2, as trained models have.
+QWEN3_06B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "initializer_range": 2 / 1024**0.5,
+}
+LLAMA32_1B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "initializer_range": 2 / 2048**0.5,
+}
+
+
+def random_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
+    """A transformers model of `kind` with random weights; norms and biases too, whose ones and zeros hide mistakes."""
+    default = torch.get_default_dtype()
+    torch.manual_seed(seed)
+    torch.set_default_dtype(dtype)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](**SMALL | options)).eval()
+    finally:
+        torch.set_default_dtype(default)
+    for name, weight in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.2)
+    return model
+
+
+def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed: int = 0, **options: Any) -> Any:
+    """Save a `random_model` to `folder` and return it."""
+    model = random_model(kind, seed=seed, **options)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Set some keys of a JSON file; `None` removes one."""
+    raw = json.loads(file.read_text()) if file.is_file() else {}
+    raw = {name: value for name, value in (raw | changes).items() if value is not None}
+    file.write_text(json.dumps(raw))
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
+    """Transformers' logits [tokens, vocabulary] of one sequence, in one forward pass without a cache."""
+    ids = torch.tensor([token_ids], device=model.device)
+    return model(input_ids=ids, use_cache=False).logits[0].float().cpu()
+
+
+@dataclass
+class Recorder:
+    """What one engine computed: logits by (request id, position), of every token and of those that were sampled."""
+
+    every: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    sampled: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    batches: list[ScheduledBatch] = field(default_factory=list)
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces of prompts that did not end them."""
+        return sum(int((~batch.is_sampled).sum()) for batch in self.batches)
+
+    @property
+    def num_decode_steps(self) -> int:
+        return sum(int((batch.num_scheduled_tokens == 1).all()) for batch in self.batches)
+
+    def errors(self, model: Any, sequences: dict[int, list[int]]) -> dict[str, float]:
+        """The largest |difference| to transformers' logits: of all tokens, and of the sampled ones."""
+        wanted = {i: reference_logits(model, ids) for i, ids in sequences.items()}
+        return {
+            name: max((row - wanted[i][position]).abs().max().item() for (i, position), row in record.items())
+            for name, record in (("every", self.every), ("sampled", self.sampled))
+        }
+
+
+@contextmanager
+def recorded(llm: LLM) -> Iterator[Recorder]:
+    """Record all logits of `llm` in this block; a position computed twice must come out the same to 1e-4."""
+    runner: Any = llm.engine_core.runner
+    recorder, hidden = Recorder(), []
+    forward, postprocess = runner.forward, runner.postprocess
+    hook = runner.model.register_forward_hook(lambda module, args, output: hidden.append(output))
+
+    def note(record: dict[tuple[int, int], Tensor], key: tuple[int, int], row: Tensor) -> None:
+        if key in record:
+            torch.testing.assert_close(row, record[key], atol=1e-4, rtol=0)
+        record[key] = row
+
+    @torch.inference_mode()
+    def noting_forward(batch: ScheduledBatch) -> ScheduledBatchOutput:
+        output = forward(batch)
+        recorder.batches.append(batch)
+        logits = iter(runner.model.compute_logits(hidden.pop()).float().cpu())
+        for i, n, length in zip(batch.req_ids, batch.num_scheduled_tokens, batch.context_lens, strict=True):
+            for position in range(length - n, length):
+                note(recorder.every, (i, position), next(logits).clone())
+        return output
+
+    def noting_postprocess(batch: ScheduledBatch, logits: Tensor) -> ScheduledBatchOutput:
+        keys = [(i, int(n) - 1) for i, n in zip(batch.req_ids, batch.context_lens, strict=True)]
+        keys = [key for key, is_sampled in zip(keys, batch.is_sampled, strict=True) if is_sampled]
+        for key, row in zip(keys, logits.float().cpu(), strict=True):
+            note(recorder.sampled, key, row.clone())
+        return postprocess(batch, logits)
+
+    runner.forward, runner.postprocess = noting_forward, noting_postprocess
+    try:
+        yield recorder
+    finally:
+        hook.remove()
+        del runner.forward, runner.postprocess  # the methods of the class show again
+
+
+def is_empty(llm: LLM) -> bool:
+    """Whether nobody is in the engine and every block is free, the books balanced."""
+    scheduler = llm.engine_core.scheduler
+    scheduler.block_manager.check([*scheduler.running, *scheduler.waiting])
+    free = scheduler.block_manager.num_free_blocks == llm.config.num_kvcache_blocks
+    return not scheduler.waiting and not scheduler.running and not llm._requests and free

@@ -1,0 +1,462 @@
+"""A checkpoint that is incomplete, broken or of another kind is refused by name; a whole one is read once."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, save_checkpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import atom_mini.models
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.config import SUPPORTED_ARCHITECTURES
+from atom_mini.model_runner import kvcache_block_bytes
+from atom_mini.models import load_model
+
+torch.set_num_threads(1)  # products this small are done before a second thread is awake
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a5e\nsize 1192135096\n"
+SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "head_dim": 16, "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two whole checkpoints: of one file, and of several with an index."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("single", "sharded")}
+    save_checkpoint("qwen3", folders["single"], **SHAPE)
+    save_checkpoint("qwen3", folders["sharded"], max_shard_size="60KB", **SHAPE)
+    return folders
+
+
+@pytest.fixture
+def single(saved: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(saved["single"], tmp_path / "single")
+
+
+@pytest.fixture
+def sharded(saved: dict[str, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(saved["sharded"], tmp_path / "sharded")
+
+
+def refusal(folder: Path | str, **options: Any) -> str:
+    """The one line with which the checkpoint is refused."""
+    with pytest.raises(ValueError) as caught:
+        LLM(str(folder), **{"device": "cpu", "num_kvcache_blocks": 8, **options})
+    assert type(caught.value) is ValueError, f"a {type(caught.value).__name__} says nothing to a user"
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Change tensors of the single file; `None` removes one."""
+    file = folder / "model.safetensors"
+    tensors = {name: t for name, t in (load_file(file) | changes).items() if t is not None}
+    save_file(tensors, file)
+
+
+def test_whole_checkpoints_load(single: Path, sharded: Path) -> None:
+    """Both kinds, and to the same weights; nothing below means anything otherwise."""
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    texts = []
+    for folder in (single, sharded):
+        with LLM(str(folder), device="cpu", num_kvcache_blocks=8) as llm:
+            texts.append(llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0))[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_missing_shard(sharded: Path) -> None:
+    gone = sorted(sharded.glob("*.safetensors"))[1]
+    gone.unlink()
+    assert gone.name in refusal(sharded) and "1 shard" in refusal(sharded)
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+@pytest.mark.parametrize("content", ["pointer", "empty", "header cut", "data cut", "one byte cut", "noise"])
+def test_partial_file(kind: str, content: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """What an interrupted download or a clone without git-lfs leaves."""
+    folder = shutil.copytree(saved[kind], tmp_path / "checkpoint")
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    whole = file.read_bytes()
+    parts = {
+        "pointer": LFS_POINTER.encode(),
+        "empty": b"",
+        "header cut": whole[:100],
+        "data cut": whole[: len(whole) // 2],
+        "one byte cut": whole[:-1],
+        "noise": bytes(range(256)) * 8,
+    }
+    file.write_bytes(parts[content])
+    message = refusal(folder)
+    assert "partial download or LFS pointer" in message
+    assert file.name in message and f"{len(parts[content])} bytes" in message
+
+
+@pytest.mark.parametrize("content", ["", "{", LFS_POINTER, "{}", "[]"])
+def test_broken_index(content: str, sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in refusal(sharded)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ["", '{"architectures": ', LFS_POINTER, "[]"])
+def test_broken_config(name: str, content: str, single: Path) -> None:
+    (single / name).write_text(content)
+    assert name in refusal(single)
+
+
+def test_missing_weight(single: Path) -> None:
+    rewrite(single, **{"model.layers.1.mlp.up_proj.weight": None})
+    message = refusal(single)
+    assert "lacks 1 weight" in message and "model.layers.1.mlp.up_proj.weight" in message
+
+
+def test_missing_weight_of_a_shard(sharded: Path) -> None:
+    """The index promises a tensor that the shard does not hold."""
+    index = sharded / "model.safetensors.index.json"
+    name, file = next((n, f) for n, f in json.loads(index.read_text())["weight_map"].items() if "up_proj" in n)
+    tensors = load_file(sharded / file)
+    del tensors[name]
+    save_file(tensors, sharded / file)
+    assert name in refusal(sharded)
+
+
+def test_extra_weight(single: Path) -> None:
+    rewrite(single, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64), "score.weight": torch.zeros(2, 64)})
+    message = refusal(single)
+    assert "2 weight(s)" in message and "q_proj.bias" in message and "score.weight" in message
+
+
+def test_renamed_weight_names_the_missing_one(single: Path) -> None:
+    old = load_file(single / "model.safetensors")["model.norm.weight"]
+    rewrite(single, **{"model.norm.weight": None, "model.final_norm.weight": old})
+    assert "model.norm.weight" in refusal(single)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight", "lm_head.weight"]
+)
+def test_misshaped_weight(name: str, single: Path) -> None:
+    """Transposed, or one row short: `copy_` would broadcast or fail without a name."""
+    tensor = load_file(single / "model.safetensors")[name]
+    for wrong in (tensor.T.contiguous(), tensor[:-1].clone(), tensor[:1].clone()):
+        rewrite(single, **{name: wrong})
+        message = refusal(single)
+        assert name in message and str(list(wrong.shape)) in message and str(list(tensor.shape)) in message
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 64)])
+def test_weight_that_would_broadcast(shape: tuple[int, ...], single: Path) -> None:
+    rewrite(single, **{"model.norm.weight": torch.ones(shape)})
+    assert "model.norm.weight" in refusal(single)
+
+
+def test_other_class_of_the_family(single: Path, tmp_path: Path) -> None:
+    """Qwen3's weights as Llama (no q/k norm): a peer loads them, and the logits are wrong."""
+    edit_json(single / "config.json", architectures=["LlamaForCausalLM"], model_type="llama")
+    assert re.search(r"(q|k)_norm", refusal(single))
+    other = tmp_path / "llama"
+    save_checkpoint("llama", other, **SHAPE)
+    edit_json(other / "config.json", architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    assert re.search(r"(q|k)_norm", refusal(other))
+
+
+def test_no_weights(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    assert "model.safetensors" in refusal(single)
+
+
+def test_pickle_is_refused(single: Path) -> None:
+    """A folder with only `pytorch_model.bin` is not loaded, and the file not even opened."""
+    (single / "model.safetensors").unlink()
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (single / "exploded",))
+
+    torch.save({"model.norm.weight": Bomb()}, single / "pytorch_model.bin")
+    assert "model.safetensors" in refusal(single)
+    assert not (single / "exploded").exists()
+
+
+def test_remote_code_is_not_run(single: Path) -> None:
+    """Python files of a checkpoint stay unread, whatever its config asks for."""
+    for name in ("configuration_x.py", "modeling_x.py", "tokenization_x.py"):
+        (single / name).write_text(f"open({str(single / 'exploded')!r}, 'w')\nclass X: pass\n")
+    code = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+    edit_json(single / "config.json", auto_map=code)
+    edit_json(single / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.X", None]})
+    try:
+        LLM(str(single), device="cpu", num_kvcache_blocks=8).close()
+    except ValueError:
+        pass  # refusing is as good
+    assert not (single / "exploded").exists()
+
+
+def test_source_neither_pickles_nor_trusts() -> None:
+    """Nowhere in the engine; how the built-in model is trained is another matter."""
+    for file in set(Path(atom_mini.models.__file__).parent.glob("*.py")):
+        if file.name != "tiny_model.py":
+            found = re.findall(r"trust_remote_code|pickle|torch\.load", file.read_text())
+            assert not found, f"{file.name}: {found}"
+
+
+@pytest.mark.parametrize(
+    "architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "BertModel", "Qwen3ForCausalLMX"]
+)
+def test_unknown_architecture(architecture: str, single: Path) -> None:
+    edit_json(single / "config.json", architectures=[architecture])
+    message = refusal(single)
+    assert architecture in message and all(name in message for name in SUPPORTED_ARCHITECTURES)
+
+
+def test_config_without_architectures(single: Path) -> None:
+    edit_json(single / "config.json", architectures=None, model_type="gpt2")
+    assert "gpt2" in refusal(single)
+
+
+def test_no_config(tmp_path: Path) -> None:
+    assert "config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic", "proportional"])
+def test_unknown_rope_type(rope: str, single: Path) -> None:
+    extra = {"long_factor": [1.0] * 8, "short_factor": [1.0] * 8} if rope == "longrope" else {}
+    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    edit_json(single / "config.json", rope_parameters=parameters | extra)
+    message = refusal(single)
+    assert repr(rope) in message and "yarn" in message
+
+
+def test_rope_of_older_configs(single: Path) -> None:
+    """`rope_scaling` and `rope_theta`, as configs before transformers 5 have them, mean the same."""
+    parameters = {"rope_theta": 5e3, "rope_type": "linear", "factor": 2.0}
+    edit_json(single / "config.json", rope_parameters=parameters)
+    new = Config(str(single)).hf_config
+    edit_json(
+        single / "config.json", rope_parameters=None, rope_theta=5e3, rope_scaling={"type": "linear", "factor": 2.0}
+    )
+    old = Config(str(single)).hf_config
+    ours = [load_model(c, single, 64, torch.device("cpu"), torch.float32).model.rotary.cos for c in (new, old)]
+    assert torch.equal(*ours)
+    factors = {"long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
+    edit_json(single / "config.json", rope_scaling={"type": "longrope", "factor": 2.0, **factors})
+    assert "'longrope'" in refusal(single)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}, "sliding"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32}, "sliding"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_feature_that_is_not_computed(changes: dict[str, Any], word: str, single: Path) -> None:
+    """What the decoder does not compute is refused before weights are read, not ignored."""
+    edit_json(single / "config.json", **changes)
+    (single / "model.safetensors").write_text(LFS_POINTER)
+    assert word in refusal(single)
+
+
+@pytest.mark.parametrize("how", ["offline", "nobody answers"])
+def test_hub_id_that_cannot_be_fetched(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One line, and at once."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    start = time.perf_counter()
+    message = refusal("nobody/has-such-a-model")
+    assert "'nobody/has-such-a-model'" in message and "'tiny'" in message
+    assert time.perf_counter() - start < 20
+    assert "'not a/hub/id'" in refusal("not a/hub/id")
+
+
+def test_hub_id_in_the_cache(single: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was downloaded once is found offline."""
+    from huggingface_hub import constants
+
+    repo = tmp_path / "hub" / "models--someone--small"
+    shutil.copytree(single, repo / "snapshots" / "abc")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with LLM("someone/small", device="cpu", num_kvcache_blocks=8) as llm:
+        assert len(llm.generate([1], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("eos", [[7, 250], 7, [], None])
+def test_eos_ids_of_generation_config(eos: Any, single: Path) -> None:
+    """All of a list count; without one the model's config decides."""
+    edit_json(single / "config.json", eos_token_id=11)
+    edit_json(single / "generation_config.json", eos_token_id=eos)
+    wanted = {None: (11,), 7: (7,)}.get(eos, ()) if not isinstance(eos, list) else tuple(eos)
+    assert Config(str(single)).eos_token_ids == wanted
+
+
+def test_no_generation_config(single: Path) -> None:
+    (single / "generation_config.json").unlink(missing_ok=True)
+    edit_json(single / "config.json", eos_token_id=[3, 4])
+    config = Config(str(single))
+    assert config.eos_token_ids == (3, 4) and config.sampling_defaults["temperature"] in (0.0, 1.0)
+
+
+def block_bytes(folder: Path, size: int = 16) -> int:
+    return kvcache_block_bytes(Config(str(folder)).hf_config, size, torch.float32)
+
+
+def test_block_bytes(single: Path) -> None:
+    """Keys and values, 2 layers, 2 heads of 16 numbers of 4 bytes; the pool has as many."""
+    assert block_bytes(single) == 2 * 2 * 2 * 16 * 16 * 4
+    with LLM(str(single), device="cpu", num_kvcache_blocks=5) as llm:
+        pool = llm.engine_core.runner.kv_cache  # type: ignore[attr-defined]
+        assert pool.numel() * pool.element_size() == 5 * block_bytes(single)
+
+
+def test_pool_too_small_for_one_block(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes free and bytes needed, both."""
+    needed = block_bytes(single)
+    monkeypatch.setattr("atom_mini.model_runner.free_host_bytes", lambda: 2 * (needed - 1))
+    message = refusal(single, num_kvcache_blocks=None)
+    assert f"{needed - 1} bytes" in message and str(needed) in message and "kv_cache_block_size" in message
+    monkeypatch.setattr("atom_mini.model_runner.free_host_bytes", lambda: 2 * needed)
+    with LLM(str(single), device="cpu") as llm:
+        assert llm.config.num_kvcache_blocks == 1
+
+
+def test_pool_larger_than_memory(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = block_bytes(single)
+    monkeypatch.setattr("atom_mini.model_runner.free_host_bytes", lambda: 100 * needed)
+    message = refusal(single, num_kvcache_blocks=101)
+    assert str(101 * needed) in message and "101 block(s)" in message and "num_kvcache_blocks" in message
+    assert str(2**50 * needed) in refusal(single, num_kvcache_blocks=2**50)
+
+
+def test_pool_by_itself(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what is free, at most 4 GiB, at most what max_num_seqs sequences of max_model_len tokens can use."""
+    needed = block_bytes(single)
+    monkeypatch.setattr("atom_mini.model_runner.free_host_bytes", lambda: 64 * needed)
+    assert num_blocks(single) == 32
+    assert num_blocks(single, max_num_seqs=2, max_model_len=100) == 2 * 7
+    monkeypatch.setattr("atom_mini.model_runner.free_host_bytes", lambda: 2**50)
+    monkeypatch.setattr("atom_mini.model_runner.CPU_KVCACHE_BYTES", 50 * needed)
+    assert num_blocks(single) == 50
+
+
+def num_blocks(folder: Path, **options: Any) -> int | None:
+    with LLM(str(folder), device="cpu", **options) as llm:
+        return llm.config.num_kvcache_blocks
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_tied_checkpoint_that_stores_the_head_too(same: bool, tmp_path: Path) -> None:
+    """Some authors save the tied matrix twice; the config says that it is one, so the embedding's counts."""
+    model = save_checkpoint("llama", tmp_path, tie_word_embeddings=True, num_hidden_layers=1)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    head = embedding.clone() if same else torch.zeros_like(embedding)
+    rewrite(tmp_path, **{"lm_head.weight": head})
+    ours = load_model(model.config, tmp_path, 64, torch.device("cpu"), torch.float32)
+    hidden = torch.randn(3, 64)
+    torch.testing.assert_close(ours.compute_logits(hidden), hidden @ embedding.T, atol=1e-4, rtol=0)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_skipped(single: Path) -> None:
+    rewrite(single, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    LLM(str(single), device="cpu", num_kvcache_blocks=8).close()
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_each_weight_is_read_once(kind: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: Counter[str] = Counter()
+
+    class Counting:
+        def __init__(self, file: Path, **options: Any) -> None:
+            self.inner = safe_open(file, **options)
+
+        def __enter__(self) -> Counting:
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *exc: Any) -> None:
+            self.inner.__exit__(*exc)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            reads[name] += 1
+            return self.inner.get_tensor(name)
+
+    monkeypatch.setattr(atom_mini.models, "safe_open", Counting)
+    LLM(str(saved[kind]), device="cpu", num_kvcache_blocks=8).close()
+    stored = {name for file in saved[kind].glob("*.safetensors") for name in load_file(file)}
+    assert reads == Counter(stored)
+
+
+def test_every_weight_reaches_the_model(saved: dict[str, Path]) -> None:
+    """Nothing is left as memory happened to be: the model's numbers are the file's, all of them."""
+    config = Config(str(saved["single"]))
+    with torch.device("cpu"):
+        model = atom_mini.models.CausalLM(config.hf_config, 64)
+    for weight in model.parameters():
+        weight.data.fill_(float("nan"))
+    atom_mini.models.load_weights(model, saved["single"])
+    stored = load_file(saved["single"] / "model.safetensors")
+    assert not any(weight.isnan().any() for weight in model.parameters())
+    ours = sum(weight.double().sum().item() for weight in model.parameters())
+    assert ours == pytest.approx(sum(t.double().sum().item() for t in stored.values()), abs=1e-9)
+    assert sum(w.numel() for w in model.parameters()) == sum(t.numel() for t in stored.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A CPU computes in float32 unless asked; weights are converted once, while they are copied."""
+    save_checkpoint("llama", tmp_path, num_hidden_layers=1, dtype=dtype)
+    for asked, wanted in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
+        with LLM(str(tmp_path), device="cpu", dtype=asked, num_kvcache_blocks=8) as llm:
+            runner: Any = llm.engine_core.runner
+            assert {w.dtype for w in runner.model.parameters()} == {wanted} == {runner.kv_cache.dtype}
+            assert len(llm.generate([1, 2], SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_loading_leaves_no_trace(single: Path) -> None:
+    """The default dtype is as before, also when loading fails."""
+    LLM(str(single), device="cpu", dtype="bfloat16", num_kvcache_blocks=8).close()
+    assert torch.get_default_dtype() is torch.float32
+    (single / "model.safetensors").write_text(LFS_POINTER)
+    refusal(single, dtype="bfloat16")
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_options_are_checked_before_weights_are_read(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused option costs no load."""
+    monkeypatch.delattr("atom_mini.model_runner.load_model")
+    message = refusal(single, max_model_len=257)
+    assert "max_model_len=257" in message and "256" in message
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 5}, {"rope_parameters": {"rope_type": "yarn"}}])
+def test_config_that_contradicts_itself(changes: dict[str, Any], saved: dict[str, Path], tmp_path: Path) -> None:
+    """What transformers refuses is refused in one line, too, with the file's name."""
+    folder = shutil.copytree(saved["single"], tmp_path / "llama")
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    edit_json(folder / "config.json", **llama, **changes)
+    assert "config.json" in refusal(folder)

@@ -1,0 +1,231 @@
+"""The same logits as transformers, whatever path a token takes through the engine; never only the same argmax."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import recorded, reference_logits, save_checkpoint
+
+from atom_mini import LLM, SamplingParams
+from atom_mini.models import load_model, rotary_frequencies
+
+torch.set_num_threads(1)  # products this small are done before a second thread is awake
+THETA = {"rope_theta": 10000.0}
+LLAMA3 = THETA | {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = THETA | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3, head_dim 24 of 64/4": ("qwen3", {"head_dim": 24, "tie_word_embeddings": False}),
+    "qwen3, attention bias, tied": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen2, bias, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama, untied": ("llama", {"tie_word_embeddings": False}),
+    "llama, one K/V head": ("llama", {"num_key_value_heads": 1}),
+    "llama, 3 heads for each K/V head": ("llama", {"hidden_size": 96, "num_attention_heads": 6}),
+    "llama, head_dim 32, biases": ("llama", {"head_dim": 32, **BIASES}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama, linear rope": ("llama", {"rope_parameters": THETA | {"rope_type": "linear", "factor": 2.0}}),
+    "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "head_dim": 16}),
+    "qwen2, yarn, attention_factor": ("qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "llama, yarn, mscale": ("llama", {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.7}}),
+    "llama, yarn, betas": (
+        "llama",
+        {"head_dim": 32, "rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}},
+    ),
+    "sharded": ("llama", {"max_shard_size": "40KB"}),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+ROOMY = {"kv_cache_block_size": 16, "num_kvcache_blocks": 200, "enable_prefix_caching": False}
+TIGHT = {"kv_cache_block_size": 4, "num_kvcache_blocks": 26, "max_num_batched_tokens": 22}
+
+
+def make_prompts(seed: int = 0) -> list[list[int]]:
+    """Prompts of 1 to 66 tokens; some share their beginning, some are the beginning of another, two are equal."""
+    rng = random.Random(seed)
+    stem = [rng.randrange(300) for _ in range(66)]
+    prompts = [stem[:n] + [rng.randrange(300) for _ in range(extra)] for n, extra in
+               ((8, 3), (8, 3), (20, 1), (0, 1), (33, 0), (66, 0), (0, 17))]  # fmt: skip
+    return [*prompts, prompts[0]]
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """No TF32 on a GPU: it has 10 bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> None:
+    """Every token of the prefill, every decode step, with room for all and through chunks, prefix hits, preemptions."""
+    kind, options = CASES[case]
+    model = save_checkpoint(kind, tmp_path, **options)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (case == "sharded")
+    prompts, texts = make_prompts(), []
+    for engine in (ROOMY, TIGHT):
+        with LLM(str(tmp_path), device=device, dtype="float32", **engine) as llm, recorded(llm) as recorder:
+            outs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            scheduler = llm.engine_core.scheduler
+        sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+        # every token but the last one has a row, except where a prefix hit saved the work
+        computed = {key for key in recorder.every if key[0] in sequences}
+        everything = {(i, p) for i, ids in sequences.items() for p in range(len(ids) - 1)}
+        cached = {(out.request_id, p) for out in outs for p in range(out.num_cached_tokens)}
+        assert everything - cached <= computed <= everything
+        sampled = {(out.request_id, len(out.prompt_token_ids) + n - 1) for out in outs for n in range(20)}
+        assert recorder.sampled.keys() == sampled
+        hits = sum(out.num_cached_tokens > 0 for out in outs)
+        happened = (recorder.num_chunks > 0, hits > 0, scheduler.num_preemptions > 0, recorder.num_decode_steps > 0)
+        assert happened == ((False, False, False, True) if engine is ROOMY else (True, True, True, True))
+        spread = torch.stack(list(recorder.every.values())).std()
+        assert 1 < spread < 20, f"logits with a spread of {spread} would show no error, or too much rounding"
+        errors = recorder.errors(model, sequences)
+        assert max(errors.values()) <= 1e-4, errors
+        texts.append([out.token_ids for out in outs])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("breakage", ["q_norm", "yarn", "scale", "position", "residual"])
+def test_parity_test_can_fail(breakage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five mistakes that peers made or could make, each of which the comparison above must see."""
+    rope = YARN if breakage == "yarn" else None
+    model = save_checkpoint("qwen3", tmp_path, head_dim=16, **({"rope_parameters": rope} if rope else {}))
+    with LLM(str(tmp_path), device="cpu", **ROOMY) as llm, recorded(llm) as recorder:
+        layer = llm.engine_core.runner.model.model.layers[1]  # type: ignore[attr-defined]
+        if breakage == "q_norm":
+            layer.self_attn.q_norm.weight.data.fill_(1)
+        elif breakage == "scale":
+            layer.self_attn.attn.scale *= 1.01
+        elif breakage == "residual":
+            layer.post_attention_layernorm.weight.data *= 1.001
+        elif breakage == "yarn":
+            rotary = llm.engine_core.runner.model.model.rotary  # type: ignore[attr-defined]
+            rotary.cos /= rotary_frequencies(model.config, 16)[1]
+        else:
+            rotary = llm.engine_core.runner.model.model.rotary  # type: ignore[attr-defined]
+            rotary.cos[40:] = rotary.cos[39:-1].clone()
+        outs = llm.generate(make_prompts()[4:6], GREEDY, use_tqdm=False)
+    sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+    assert min(recorder.errors(model, sequences).values()) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["qwen3, head_dim 24 of 64/4", "qwen2, bias, tied", "llama, llama3 rope"])
+def test_bfloat16_is_as_close_as_transformers(case: str, tmp_path: Path) -> None:
+    """In bfloat16 log probabilities are off by what the type costs transformers too, not by more."""
+    kind, options = CASES[case]
+    model = save_checkpoint(kind, tmp_path, **options | {"initializer_range": 0.15})
+    prompts = make_prompts()[4:6]
+    with LLM(str(tmp_path), device="cpu", dtype="bfloat16", **ROOMY) as llm, recorded(llm) as recorder:
+        outs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+    exact = {i: reference_logits(model, ids).log_softmax(-1) for i, ids in sequences.items()}
+    model.bfloat16()
+    theirs = {i: reference_logits(model, ids).log_softmax(-1) for i, ids in sequences.items()}
+    off = [(row.log_softmax(-1) - exact[i][p]).abs().mean().item() for (i, p), row in recorder.every.items()]
+    allowed = [(theirs[i][p] - exact[i][p]).abs().mean().item() for i, p in recorder.every]
+    assert sum(off) <= 1.3 * sum(allowed) and sum(off) / len(off) < 0.1
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "yarn" in case or "rope" in case])
+def test_rotary_table_does_not_depend_on_the_dtype(case: str, tmp_path: Path) -> None:
+    """Frequencies are computed in float32 also for a bfloat16 model: 8 bits of a frequency are lost by position 256."""
+    kind, options = CASES[case]
+    model = save_checkpoint(kind, tmp_path, **options)
+    tables = [load_model(model.config, tmp_path, 256, torch.device("cpu"), dtype).model.rotary
+              for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+    assert torch.equal(tables[0].cos, tables[1].cos) and torch.equal(tables[0].sin, tables[1].sin)
+
+
+@pytest.mark.parametrize("original", [32, 4096])
+def test_yarn_frequencies_equal_transformers(original: int) -> None:
+    """The same numbers where the ramp is cut at both ends, where it is whole, and where it has no width."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for change in ({}, {"beta_fast": 2.0, "beta_slow": 2.0}, {"truncate": False}, {"factor": 1.0}, {"mscale": 1.0}):
+        rope = YARN | {"original_max_position_embeddings": original} | change
+        config = LlamaConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=rope)
+        wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        ours, scale = rotary_frequencies(config, 64)
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
+        assert math.isclose(scale, factor, rel_tol=1e-9)
+
+
+WISHES = [
+    SamplingParams(max_tokens=24, ignore_eos=True, **wish)
+    for wish in (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.7, "seed": 2, "top_p": 0.8},
+        {"temperature": 1.5, "seed": 3, "top_k": 20},
+        {"temperature": 1.0, "seed": 4, "min_p": 0.02, "repetition_penalty": 1.3},
+        {"temperature": 0.9, "seed": 2**70 + 5, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "seed": -1},
+    )
+]
+ENGINES: dict[str, dict[str, Any]] = {
+    "roomy": ROOMY,
+    "cached": {"kv_cache_block_size": 16},
+    "interleaved": {"kv_cache_block_size": 4, "max_num_batched_tokens": 16, "interleave_decode": True},
+    "few at once": {"kv_cache_block_size": 32, "max_num_seqs": 2},
+    "unchunked": {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120},
+    "blocks of 1": {"kv_cache_block_size": 1, "num_kvcache_blocks": 100, "max_num_batched_tokens": 7},
+    "blocks of 4": TIGHT,
+    "blocks of 16": {"kv_cache_block_size": 16, "num_kvcache_blocks": 9, "max_num_batched_tokens": 20},
+    "blocks of 32": {"kv_cache_block_size": 32, "num_kvcache_blocks": 5, "max_num_batched_tokens": 40},
+    "tight, uncached": {**TIGHT, "enable_prefix_caching": False},
+}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and what each request of WISHES generates when it is alone."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_checkpoint("qwen3", folder, head_dim=16, initializer_range=0.2)
+    with LLM(str(folder), device="cpu", **ROOMY) as llm:
+        alone = [llm.generate(p, w)[0].token_ids for p, w in zip(make_prompts(), WISHES, strict=True)]
+    return folder, alone
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_same_request_same_tokens(engine: str, qwen3: tuple[Path, list[list[int]]]) -> None:
+    """Promise 4: seeds and tokens alone decide, not the batch, block size, chunks, caching, preemption, or the order."""
+    folder, alone = qwen3
+    assert len({tuple(tokens) for tokens in alone}) == len(alone), "requests that all say the same show nothing"
+    prompts = make_prompts()
+    with LLM(str(folder), device="cpu", **ENGINES[engine]) as llm, recorded(llm) as recorder:
+        outs = llm.generate(prompts, WISHES)
+        again = llm.generate(prompts[::-1], WISHES[::-1])[::-1]
+        scheduler = llm.engine_core.scheduler
+    assert [out.token_ids for out in outs] == alone
+    assert [out.token_ids for out in again] == alone
+    if "num_kvcache_blocks" in ENGINES[engine] and engine != "roomy":
+        assert scheduler.num_preemptions > 0 and recorder.num_chunks > 0
+    if ENGINES[engine].get("enable_prefix_caching", True):
+        assert any(out.num_cached_tokens for out in again)
+
+
+def test_another_seed_gives_other_tokens(qwen3: tuple[Path, list[list[int]]]) -> None:
+    """Without this the test above would pass for an engine that ignores seeds."""
+    folder, alone = qwen3
+    with LLM(str(folder), device="cpu", **ROOMY) as llm:
+        other = llm.generate(make_prompts()[1], replace(WISHES[1], seed=12345))[0].token_ids
+        unseeded = {tuple(llm.generate(make_prompts()[1], replace(WISHES[1], seed=None))[0].token_ids) for _ in "123"}
+    assert other != alone[1] and len(unseeded) == 3
