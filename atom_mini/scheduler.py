@@ -297,12 +297,13 @@ class Scheduler(BaseScheduler):
         for seq in decodable[: self.config.max_num_batched_tokens]:
             if seq.status is SequenceStatus.WAITING:
                 break  # preempted for somebody before it, and so is everyone behind it
-            while not manager.can_append(seq):
-                victim = self.running[-1]
-                self.preempt(victim)
-                if victim is seq:
-                    return seqs
-            manager.may_append(seq)
+            if seq.num_blocks > len(seq.block_table):  # seldom: its last block is full
+                while not manager.can_append(seq):
+                    victim = self.running[-1]
+                    self.preempt(victim)
+                    if victim is seq:
+                        return seqs
+                manager.may_append(seq)
             seq.num_scheduled_tokens, seq.type = 1, SequenceType.DECODE
             if seq.last_block_num_tokens == size:
                 manager.stage(seq, seq.num_tokens)

@@ -232,6 +232,11 @@ def make_trial(seed: int) -> Trial:
         abort_at = arrival + rng.randrange(30) if rng.random() < 0.12 else None
         pair = (rng.randrange(alphabet), rng.randrange(alphabet)) if rng.random() < 0.1 else None
         trial.requests.append(Request(arrival, prompts[-1], params, abort_at, pair))
+    if config.interleave_decode and chunked and size in (2, 3):  # rare otherwise: a cut prompt under a long decode
+        config.max_num_batched_tokens, config.max_model_len = size + 1, None
+        long = [rng.randrange(3) for _ in range(max(1, trial.max_len - 3 * size))]
+        trial.requests.insert(0, Request(0, long, SamplingParams(max_tokens=2)))
+        trial.requests.insert(1, Request(0, [rng.randrange(3)], SamplingParams(max_tokens=30, ignore_eos=True)))
     trial.failure_rate = rng.choice((0.03, 0.2)) if rng.random() < 0.2 else 0.0
     return trial
 

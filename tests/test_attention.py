@@ -1,0 +1,235 @@
+"""Attention through a block table against two oracles, with every slot that nobody may read poisoned."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atom_mini.attention import AttentionMetaData, paged_attention, reference_attention, store_kv_cache
+from atom_mini.config import SamplingParams
+from atom_mini.model_runner import locate
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import SequenceType
+
+torch.set_num_threads(1)  # products this small are done before a second thread is awake
+BLOCK_SIZES = [1, 16, 32, 256]
+HEADS = [(2, 2), (4, 2), (6, 2), (3, 1), (8, 1)]  # query and K/V heads: ratios 1, 2, 3, 3, 8
+Lens = list[tuple[int, int]]  # (queries, context with them) of each sequence
+
+
+def make_batch(lens: Lens, block_size: int, seed: int, spare: int = 3) -> tuple[AttentionMetaData, int]:
+    """Random, scattered, disjoint block tables; entries past a sequence's own blocks name the last block of the pool."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-length // block_size) for _, length in lens]
+    num_blocks = sum(needed) + spare
+    ids = rng.permutation(num_blocks - 1)  # the last one stays nobody's
+    tables = np.full((len(lens), max(needed) + 1), num_blocks - 1, dtype=np.int32)
+    start = 0
+    for row, n in enumerate(needed):
+        tables[row, :n] = ids[start : start + n]
+        start += n
+    slots = [int(tables[row, p // block_size]) * block_size + p % block_size
+             for row, (n, length) in enumerate(lens) for p in range(length - n, length)]  # fmt: skip
+    queries = [n for n, _ in lens]
+    meta = AttentionMetaData(
+        cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32),
+        context_lens=torch.tensor([length for _, length in lens], dtype=torch.int32),
+        block_tables=torch.from_numpy(tables),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        query_lens=queries,
+        lens=[length for _, length in lens],
+    )
+    return meta, num_blocks
+
+
+def fill(
+    meta: AttentionMetaData, num_blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """(a pool that holds NaN but where a sequence's tokens are, each sequence's K and V [heads, length, D])."""
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.full((2, heads, num_blocks, block_size, head_dim), float("nan"), dtype=dtype)
+    plain = []
+    for row, length in enumerate(meta.lens):
+        kv = torch.randn(2, heads, length, head_dim, generator=generator).to(dtype)
+        for position in range(length):
+            block = int(meta.block_tables[row, position // block_size])
+            pool[:, :, block, position % block_size] = kv[:, :, position]
+        plain.append((kv[0], kv[1]))
+    return pool, plain
+
+
+def contiguous_attention(q: Tensor, plain: list[tuple[Tensor, Tensor]], lens: Lens, scale: float) -> Tensor:
+    """What torch makes of each sequence when K and V are simply there, in float64."""
+    outs, start = [], 0
+    for (n, length), (k, v) in zip(lens, plain, strict=True):
+        group = q.shape[1] // len(k)
+        qs = q[start : start + n].transpose(0, 1).double()
+        ks, vs = k.repeat_interleave(group, 0).double(), v.repeat_interleave(group, 0).double()
+        seen = torch.ones(n, length, dtype=torch.bool).tril(length - n)
+        outs.append(F.scaled_dot_product_attention(qs, ks, vs, attn_mask=seen, scale=scale).transpose(0, 1))
+        start += n
+    return torch.cat(outs)
+
+
+def relative_error(ours: Tensor, wanted: Tensor) -> float:
+    return ((ours.double() - wanted).norm() / wanted.norm()).item()
+
+
+def edge_lens(block_size: int) -> Lens:
+    """Decodes, whole prompts, chunks and the tails of chunks, around the borders of blocks."""
+    edges = sorted({1, 2, max(1, block_size - 1), block_size, block_size + 1, min(2 * block_size, 300), 17, 300})
+    lens = [(n, length) for length in edges for n in {1, length, max(1, length - block_size), max(1, length // 2)}]
+    rng = random.Random(block_size)
+    lens += [(rng.randint(1, length), length) for length in (rng.randint(1, 300) for _ in range(6))]
+    rng.shuffle(lens)
+    return lens
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+def test_paged_attention(
+    dtype: torch.dtype, limit: float, block_size: int, heads: tuple[int, int], head_dim: int
+) -> None:
+    """Both implementations equal torch's on contiguous K and V; one NaN read would spoil the whole norm."""
+    if head_dim != 64 and (heads != (6, 2) or block_size == 256):
+        pytest.skip("each axis against all values of the other two is enough")
+    lens = edge_lens(block_size)
+    meta, num_blocks = make_batch(lens, block_size, seed=head_dim)
+    pool, plain = fill(meta, num_blocks, block_size, heads[1], head_dim, dtype, seed=1)
+    q = torch.randn(sum(meta.query_lens), heads[0], head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
+    scale = head_dim**-0.5
+    wanted = contiguous_attention(q, plain, lens, scale)
+    for function in (reference_attention, paged_attention):
+        out = function(q, pool, meta, scale)
+        assert out.shape == q.shape and out.dtype == dtype
+        assert relative_error(out, wanted) < limit, function.__name__
+        ends = meta.cu_seqlens_q.tolist()
+        for start, end in itertools.pairwise(ends):  # a short sequence must not hide among long ones
+            assert relative_error(out[start:end], wanted[start:end]) < 2 * limit, (function.__name__, end - start)
+
+
+@pytest.mark.parametrize("function", [reference_attention, paged_attention])
+def test_poison_is_seen(function: object) -> None:
+    """The test above can fail: one token too many, one wrong block, one scale off by 1 %."""
+    lens = [(3, 20), (1, 16), (5, 5)]
+    meta, num_blocks = make_batch(lens, 16, seed=0)
+    pool, plain = fill(meta, num_blocks, 16, 2, 16, torch.float32, seed=1)
+    q = torch.randn(9, 4, 16)
+    wanted = contiguous_attention(q, plain, lens, 0.25)
+    assert relative_error(function(q, pool, meta, 0.2525), wanted) > 1e-4  # type: ignore[operator]
+    longer = AttentionMetaData(**{**vars(meta), "lens": [n + 1 for n in meta.lens]})
+    assert function(q, pool, longer, 0.25).isnan().any()  # type: ignore[operator]
+    other = meta.block_tables.clone()
+    other[0, 0], other[1, 0] = meta.block_tables[1, 0], meta.block_tables[0, 0]
+    swapped = AttentionMetaData(**{**vars(meta), "block_tables": other})
+    assert relative_error(function(q, pool, swapped, 0.25), wanted) > 0.1  # type: ignore[operator]
+
+
+def test_shared_blocks() -> None:
+    """Two sequences over the same first blocks (a prefix hit) read the same numbers."""
+    meta, num_blocks = make_batch([(4, 36), (4, 36)], 16, seed=3)
+    meta.block_tables[1, :2] = meta.block_tables[0, :2]
+    pool, _ = fill(meta, num_blocks, 16, 2, 16, torch.float32, seed=1)  # the second one's prefix is in both tables now
+    pool[:, :, meta.block_tables[1, 2]] = pool[:, :, meta.block_tables[0, 2]]
+    q = torch.randn(4, 6, 16).repeat(2, 1, 1)
+    out = paged_attention(q, pool, meta, 0.25)
+    assert torch.equal(out[:4], out[4:]) and not out.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_alone_or_among_others_bitwise(dtype: torch.dtype) -> None:
+    """A sequence's rows do not change by a bit with its company, its place in the batch, or its place in the pool."""
+    lens = [(1, 40), (7, 7), (5, 40), (1, 1), (33, 70), (1, 300), (16, 32)]
+    meta, num_blocks = make_batch(lens, 16, seed=5)
+    pool, plain = fill(meta, num_blocks, 16, 2, 64, dtype, seed=1)
+    q = torch.randn(sum(meta.query_lens), 6, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
+    together = paged_attention(q, pool, meta, 0.125)
+    starts = meta.cu_seqlens_q.tolist()
+    for row, pair in enumerate(lens):
+        alone, few_blocks = make_batch([pair], 16, seed=100 + row)
+        own = torch.full((2, 2, few_blocks, 16, 64), float("nan"), dtype=dtype)
+        for position in range(pair[1]):
+            block = int(alone.block_tables[0, position // 16])
+            own[0, :, block, position % 16], own[1, :, block, position % 16] = (t[:, position] for t in plain[row])
+        rows = q[starts[row] : starts[row + 1]].clone()
+        assert torch.equal(paged_attention(rows, own, alone, 0.125), together[starts[row] : starts[row + 1]]), pair
+    order = list(range(len(lens)))[::-1]
+    turned = AttentionMetaData(
+        cu_seqlens_q=torch.tensor([0, *itertools.accumulate(meta.query_lens[i] for i in order)], dtype=torch.int32),
+        context_lens=meta.context_lens[order],
+        block_tables=meta.block_tables[order],
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        query_lens=[meta.query_lens[i] for i in order],
+        lens=[meta.lens[i] for i in order],
+    )
+    rows = torch.cat([q[starts[i] : starts[i + 1]] for i in order])
+    again = paged_attention(rows, pool, turned, 0.125).split(turned.query_lens)
+    assert all(torch.equal(again[order.index(i)], together[starts[i] : starts[i + 1]]) for i in order)
+
+
+@pytest.mark.parametrize("head_dim", [16, 96])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_store_writes_exactly_the_slots(block_size: int, head_dim: int) -> None:
+    """The named slots hold the new K and V bit for bit; all others are untouched. K and V may be views, as in the model."""
+    meta, num_blocks = make_batch([(5, 9), (1, 30), (20, 20), (1, 1)], block_size, seed=7)
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(2, 3, num_blocks, block_size, head_dim, generator=generator)
+    qkv = torch.randn(27, 9, head_dim, generator=generator)
+    _, k, v = qkv.split([3, 3, 3], 1)
+    before, slots = pool.clone(), meta.slot_mapping
+    store_kv_cache(k, v, pool, slots)
+    flat, old = pool.flatten(2, 3), before.flatten(2, 3)
+    assert torch.equal(flat[0][:, slots], k.transpose(0, 1)) and torch.equal(flat[1][:, slots], v.transpose(0, 1))
+    others = torch.ones(num_blocks * block_size, dtype=torch.bool)
+    others[slots] = False
+    assert others.sum() == num_blocks * block_size - 27
+    assert torch.equal(flat[:, :, others], old[:, :, others])
+
+
+def make_scheduled(lens: Lens, tables: np.ndarray) -> ScheduledBatch:
+    scheduled = np.array([n for n, _ in lens], dtype=np.int32)
+    return ScheduledBatch(
+        type=SequenceType.PREFILL,
+        req_ids=list(range(len(lens))),
+        scheduled_tokens=np.zeros(int(scheduled.sum()), dtype=np.int64),
+        num_scheduled_tokens=scheduled,
+        context_lens=np.array([length for _, length in lens], dtype=np.int32),
+        block_tables=tables,
+        is_sampled=np.ones(len(lens), dtype=bool),
+        sampling_params=[SamplingParams()] * len(lens),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_locate_equals_a_loop(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice((1, 2, 3, 4, 16, 32, 256))
+    lens = [(rng.randint(1, length), length) for length in (rng.randint(1, 300) for _ in range(rng.randint(1, 9)))]
+    width = max(-(-length // size) for _, length in lens) + rng.randint(0, 2)
+    tables = np.array([[rng.randrange(10_000) for _ in range(width)] for _ in lens], dtype=np.int32)
+    positions, slots, cu_seqlens = locate(make_scheduled(lens, tables), size)
+    wanted = [(row, p) for row, (n, length) in enumerate(lens) for p in range(length - n, length)]
+    assert positions.tolist() == [p for _, p in wanted]
+    assert slots.tolist() == [int(tables[row, p // size]) * size + p % size for row, p in wanted]
+    assert cu_seqlens.tolist() == [0, *itertools.accumulate(n for n, _ in lens)]
+    assert positions.dtype == slots.dtype == np.int64
+
+
+@pytest.mark.parametrize("size", [1, 16, 256])
+def test_slots_do_not_wrap(size: int) -> None:
+    """Block ids are int32, slots are not: a pool of 2**31 slots is one of 28 layers' worth on a large GPU."""
+    top = 2**31 - 1
+    for block in (2**31 // size - 1, min(top, 2**31 // size), min(top, 2**31 // size + 12345), top):
+        tables = np.array([[0, block]], dtype=np.int32)
+        positions, slots, _ = locate(make_scheduled([(2, 2 * size)], tables), size)
+        first = positions[0] // size * block * size + positions[0] % size if size > 1 else 0
+        assert slots.tolist() == [first, block * size + size - 1]
+        assert slots.dtype == np.int64 and slots.min() >= 0
