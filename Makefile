@@ -10,13 +10,15 @@ PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .PHONY: run test bench book export clean
 
-# torch first: a looser requirement would fetch another build of it
-$(VENV)/torch: Makefile
+# torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
+TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+
+$(TORCH_STAMP):
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	touch $@
 
-$(VENV)/run: $(VENV)/torch pyproject.toml
+$(VENV)/run: $(TORCH_STAMP) pyproject.toml
 	$(PIP) --editable .
 	touch $@
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['SUPPORTED_ARCHITECTURES', 'require', 'check_options', 'SamplingParams', 'resolve_model', 'read_config',
+__all__ = ['SUPPORTED_ARCHITECTURES', 'require', 'check_options', 'SamplingParams', 'resolve_model', 'read_json', 'read_config',
            'read_generation_config', 'Config']
 
 # %% ../nbs/01_config.ipynb #28e93e66
@@ -28,9 +28,10 @@ def check_options(cls: type, options: dict[str, Any]) -> None:
     """Refuse an option that the dataclass `cls` does not have, with the nearest name that it has."""
     known = [f.name for f in fields(cls) if f.init]
     for name in options:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-        require(name in known, f"{cls.__name__} has no option {name!r}: {hint}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise ValueError(f"{cls.__name__} has no option {name!r}: {hint}")
 
 # %% ../nbs/01_config.ipynb #771ef795
 _RANGES: dict[str, tuple[float, float, bool, str]] = {  # name: (low, high, low itself allowed, what to set)
@@ -121,22 +122,35 @@ def resolve_model(model: str) -> Path:
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError names the file if there is none in it."""
+    try:
+        raw = json.loads(file.read_text())
+    except ValueError as error:  # no JSON, or no text at all
+        raise ValueError(f"{file} is no JSON (partial download or LFS pointer?): {error}") from None
+    require(isinstance(raw, dict), f"{file} holds a {type(raw).__name__}, not an object")
+    return raw
+
+
 def read_config(folder: Path) -> Any:
     """The transformers config of the checkpoint in `folder`; ValueError if missing or of an unknown architecture."""
     require((folder / "config.json").is_file(), f"{folder} has no config.json: this is not a checkpoint folder")
-    raw = json.loads((folder / "config.json").read_text())
+    raw = read_json(folder / "config.json")
     names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
     require(names[0] in SUPPORTED_ARCHITECTURES, f"{folder} holds {names[0]}: supported are {supported}")
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # a config that contradicts itself: transformers has many names for that
+        raise ValueError(f"{folder}/config.json is refused by transformers: {' '.join(str(error).split())}") from None
 
 
 def read_generation_config(folder: Path, hf_config: Any) -> tuple[tuple[int, ...], dict[str, Any]]:
     """(every id that ends a text, the authors' sampling defaults) of the checkpoint in `folder`."""
     path = folder / "generation_config.json"
-    raw = json.loads(path.read_text()) if path.is_file() else {}
+    raw = read_json(path) if path.is_file() else {}
     eos = raw.get("eos_token_id", getattr(hf_config, "eos_token_id", None))
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     defaults.update({name: raw[name] for name in defaults if raw.get(name) is not None})

@@ -5,7 +5,6 @@
 # %% ../nbs/06_models.ipynb #d751a4df
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .attention import Attention
-from .config import SUPPORTED_ARCHITECTURES, require
+from .config import SUPPORTED_ARCHITECTURES, read_json, require
 
 # %% auto #0
 __all__ = ['linear', 'Linear', 'RMSNorm', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'SelfAttention', 'MLP',
@@ -255,7 +254,9 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, for a single `model.safetensors` or a sharded checkpoint with its index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        weight_map = read_json(index).get("weight_map")
+        require(isinstance(weight_map, dict), f"{index} has no weight_map: it does not say which shard holds what")
+        names = {name: folder / file for name, file in (weight_map or {}).items()}
         missing = sorted({file.name for file in names.values() if not file.is_file()})
         require(not missing, f"{folder} lacks {len(missing)} shard(s) that its index names: {', '.join(missing)}")
         return names
@@ -288,6 +289,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     require(not extra, f"{folder} has {len(extra)} weight(s) that the model has no place for: {', '.join(extra[:5])}")
     for name, target in targets.items():
         with _open(files[name]) as tensors:
+            require(name in set(tensors.keys()), f"{files[name]} lacks weight {name}, which the index says it holds")
             tensor = tensors.get_tensor(name)
             shapes = f"{list(tensor.shape)} in {files[name].name}, {list(target.shape)} in the model"
             require(tensor.shape == target.shape, f"weight {name} has another shape: {shapes}")

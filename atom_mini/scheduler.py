@@ -249,14 +249,15 @@ class Scheduler(BaseScheduler):
         decodable = [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1]
         may_admit = self.gate.passed(self.waiting, bool(self.running))
         decode_first = self.config.interleave_decode and self.last_was_prefill and decodable
-        seqs = [] if decode_first else self._schedule_prefill(may_admit)
-        self.last_was_prefill = bool(seqs)
-        if seqs:
-            self.gate.prefill_scheduled()
-        else:
-            seqs = self._schedule_decode(decodable)
+        type, seqs = SequenceType.DECODE, self._schedule_decode(decodable) if decode_first else []
+        if not seqs:  # the usual beginning; or the only one to decode has just given its blocks back
+            type, seqs = SequenceType.PREFILL, self._schedule_prefill(may_admit)
+        if not seqs:
+            type, seqs = SequenceType.DECODE, self._schedule_decode(decodable)
         assert seqs, "every step schedules something, or everything is finished"
-        type = SequenceType.PREFILL if self.last_was_prefill else SequenceType.DECODE
+        self.last_was_prefill = type is SequenceType.PREFILL
+        if self.last_was_prefill:
+            self.gate.prefill_scheduled()
         return ScheduledBatch.pack(type, seqs, self.block_manager), {s.id: s for s in seqs}
 
     def _schedule_prefill(self, may_admit: bool) -> list[Sequence]:

@@ -20,6 +20,8 @@ from atom_mini.sequence import SequenceType
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
 BLOCK_SIZES = [1, 16, 32, 256]
 HEADS = [(2, 2), (4, 2), (6, 2), (3, 1), (8, 1)]  # query and K/V heads: ratios 1, 2, 3, 3, 8
+SHAPES = [(size, heads, 64) for size in BLOCK_SIZES for heads in HEADS]
+SHAPES += [(size, (6, 2), head_dim) for size in BLOCK_SIZES for head_dim in (16, 96, 128)]
 Lens = list[tuple[int, int]]  # (queries, context with them) of each sequence
 
 
@@ -53,13 +55,13 @@ def fill(
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """(a pool that holds NaN but where a sequence's tokens are, each sequence's K and V [heads, length, D])."""
     generator = torch.Generator().manual_seed(seed)
-    pool = torch.full((2, heads, num_blocks, block_size, head_dim), float("nan"), dtype=dtype)
+    pool = torch.full((2, num_blocks, heads, block_size, head_dim), float("nan"), dtype=dtype)
     plain = []
     for row, length in enumerate(meta.lens):
         kv = torch.randn(2, heads, length, head_dim, generator=generator).to(dtype)
         for position in range(length):
             block = int(meta.block_tables[row, position // block_size])
-            pool[:, :, block, position % block_size] = kv[:, :, position]
+            pool[:, block, :, position % block_size] = kv[:, :, position]
         plain.append((kv[0], kv[1]))
     return pool, plain
 
@@ -91,17 +93,16 @@ def edge_lens(block_size: int) -> Lens:
     return lens
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+@pytest.mark.parametrize(("block_size", "heads", "head_dim"), SHAPES, ids=str)
 def test_paged_attention(
-    dtype: torch.dtype, limit: float, block_size: int, heads: tuple[int, int], head_dim: int
+    block_size: int, heads: tuple[int, int], head_dim: int, kind: str, dtype: torch.dtype, limit: float
 ) -> None:
     """Both implementations equal torch's on contiguous K and V; one NaN read would spoil the whole norm."""
-    if head_dim != 64 and (heads != (6, 2) or block_size == 256):
-        pytest.skip("each axis against all values of the other two is enough")
     lens = edge_lens(block_size)
+    if kind == "decode":
+        lens = [(1, length) for _, length in lens]
     meta, num_blocks = make_batch(lens, block_size, seed=head_dim)
     pool, plain = fill(meta, num_blocks, block_size, heads[1], head_dim, dtype, seed=1)
     q = torch.randn(sum(meta.query_lens), heads[0], head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -138,41 +139,60 @@ def test_shared_blocks() -> None:
     meta, num_blocks = make_batch([(4, 36), (4, 36)], 16, seed=3)
     meta.block_tables[1, :2] = meta.block_tables[0, :2]
     pool, _ = fill(meta, num_blocks, 16, 2, 16, torch.float32, seed=1)  # the second one's prefix is in both tables now
-    pool[:, :, meta.block_tables[1, 2]] = pool[:, :, meta.block_tables[0, 2]]
+    pool[:, meta.block_tables[1, 2]] = pool[:, meta.block_tables[0, 2]]
     q = torch.randn(4, 6, 16).repeat(2, 1, 1)
     out = paged_attention(q, pool, meta, 0.25)
     assert torch.equal(out[:4], out[4:]) and not out.isnan().any()
 
 
+DECODES: Lens = [(1, 40), (1, 1), (1, 300), (1, 16), (1, 17), (1, 133)]
+PREFILLS: Lens = [(7, 7), (5, 40), (33, 70), (2, 300), (16, 32), (16, 16)]
+
+
+def pick(meta: AttentionMetaData, order: list[int]) -> AttentionMetaData:
+    """The metadata of some of the sequences, in that order."""
+    queries = [meta.query_lens[i] for i in order]
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+    width = -(-max(meta.lens[i] for i in order) // 16)
+    return AttentionMetaData(
+        cu_seqlens_q=cu_seqlens,
+        context_lens=meta.context_lens[order],
+        block_tables=meta.block_tables[order, :width].contiguous(),
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        query_lens=queries,
+        lens=[meta.lens[i] for i in order],
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_alone_or_among_others_bitwise(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lens", [DECODES, PREFILLS], ids=["decode", "prefill"])
+def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
     """A sequence's rows do not change by a bit with its company, its place in the batch, or its place in the pool."""
-    lens = [(1, 40), (7, 7), (5, 40), (1, 1), (33, 70), (1, 300), (16, 32)]
     meta, num_blocks = make_batch(lens, 16, seed=5)
     pool, plain = fill(meta, num_blocks, 16, 2, 64, dtype, seed=1)
     q = torch.randn(sum(meta.query_lens), 6, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
-    together = paged_attention(q, pool, meta, 0.125)
-    starts = meta.cu_seqlens_q.tolist()
-    for row, pair in enumerate(lens):
-        alone, few_blocks = make_batch([pair], 16, seed=100 + row)
-        own = torch.full((2, 2, few_blocks, 16, 64), float("nan"), dtype=dtype)
+    together, rows = paged_attention(q, pool, meta, 0.125).split(meta.query_lens), q.split(meta.query_lens)
+    for orders in [*([i] for i in range(len(lens))), [3, 1], [5, 4, 3, 2, 1, 0], [0, 2, 4]]:
+        some = pick(meta, orders)
+        out = paged_attention(torch.cat([rows[i] for i in orders]), pool, some, 0.125).split(some.query_lens)
+        assert all(torch.equal(out[at], together[i]) for at, i in enumerate(orders)), orders
+    for i, pair in enumerate(lens):  # elsewhere in another pool
+        alone, few_blocks = make_batch([pair], 16, seed=100 + i)
+        own = torch.full((2, few_blocks, 2, 16, 64), float("nan"), dtype=dtype)
         for position in range(pair[1]):
             block = int(alone.block_tables[0, position // 16])
-            own[0, :, block, position % 16], own[1, :, block, position % 16] = (t[:, position] for t in plain[row])
-        rows = q[starts[row] : starts[row + 1]].clone()
-        assert torch.equal(paged_attention(rows, own, alone, 0.125), together[starts[row] : starts[row + 1]]), pair
-    order = list(range(len(lens)))[::-1]
-    turned = AttentionMetaData(
-        cu_seqlens_q=torch.tensor([0, *itertools.accumulate(meta.query_lens[i] for i in order)], dtype=torch.int32),
-        context_lens=meta.context_lens[order],
-        block_tables=meta.block_tables[order],
-        slot_mapping=torch.zeros(0, dtype=torch.int64),
-        query_lens=[meta.query_lens[i] for i in order],
-        lens=[meta.lens[i] for i in order],
-    )
-    rows = torch.cat([q[starts[i] : starts[i + 1]] for i in order])
-    again = paged_attention(rows, pool, turned, 0.125).split(turned.query_lens)
-    assert all(torch.equal(again[order.index(i)], together[starts[i] : starts[i + 1]]) for i in order)
+            own[:, block, :, position % 16] = torch.stack([t[:, position] for t in plain[i]])
+        assert torch.equal(paged_attention(rows[i].clone(), own, alone, 0.125), together[i]), pair
+
+
+def test_one_query_among_chunks() -> None:
+    """The last token of a prompt, scheduled beside others' chunks, takes the path of chunks: the same up to rounding."""
+    meta, num_blocks = make_batch([*DECODES, *PREFILLS], 16, seed=6)
+    pool, _ = fill(meta, num_blocks, 16, 2, 64, torch.float32, seed=1)
+    q = torch.randn(sum(meta.query_lens), 6, 64, generator=torch.Generator().manual_seed(2))
+    mixed = paged_attention(q, pool, meta, 0.125)[: len(DECODES)]
+    decoded = paged_attention(q[: len(DECODES)], pool, pick(meta, list(range(len(DECODES)))), 0.125)
+    assert relative_error(mixed, decoded.double()) < 1e-6
 
 
 @pytest.mark.parametrize("head_dim", [16, 96])
@@ -181,17 +201,14 @@ def test_store_writes_exactly_the_slots(block_size: int, head_dim: int) -> None:
     """The named slots hold the new K and V bit for bit; all others are untouched. K and V may be views, as in the model."""
     meta, num_blocks = make_batch([(5, 9), (1, 30), (20, 20), (1, 1)], block_size, seed=7)
     generator = torch.Generator().manual_seed(0)
-    pool = torch.randn(2, 3, num_blocks, block_size, head_dim, generator=generator)
+    pool = torch.randn(2, num_blocks, 3, block_size, head_dim, generator=generator)
     qkv = torch.randn(27, 9, head_dim, generator=generator)
     _, k, v = qkv.split([3, 3, 3], 1)
-    before, slots = pool.clone(), meta.slot_mapping
-    store_kv_cache(k, v, pool, slots)
-    flat, old = pool.flatten(2, 3), before.flatten(2, 3)
-    assert torch.equal(flat[0][:, slots], k.transpose(0, 1)) and torch.equal(flat[1][:, slots], v.transpose(0, 1))
-    others = torch.ones(num_blocks * block_size, dtype=torch.bool)
-    others[slots] = False
-    assert others.sum() == num_blocks * block_size - 27
-    assert torch.equal(flat[:, :, others], old[:, :, others])
+    wanted = pool.clone()
+    for row, slot in enumerate(meta.slot_mapping.tolist()):
+        wanted[:, slot // block_size, :, slot % block_size] = torch.stack([k[row], v[row]])
+    store_kv_cache(k, v, pool, meta.slot_mapping)
+    assert torch.equal(pool, wanted)
 
 
 def make_scheduled(lens: Lens, tables: np.ndarray) -> ScheduledBatch:
@@ -230,6 +247,6 @@ def test_slots_do_not_wrap(size: int) -> None:
     for block in (2**31 // size - 1, min(top, 2**31 // size), min(top, 2**31 // size + 12345), top):
         tables = np.array([[0, block]], dtype=np.int32)
         positions, slots, _ = locate(make_scheduled([(2, 2 * size)], tables), size)
-        first = positions[0] // size * block * size + positions[0] % size if size > 1 else 0
-        assert slots.tolist() == [first, block * size + size - 1]
+        first = block * size + size - 2 if size > 1 else 0  # with blocks of 1 token it is in block 0
+        assert slots.tolist() == [first, block * size + size - 1] and positions.tolist() == [2 * size - 2, 2 * size - 1]
         assert slots.dtype == np.int64 and slots.min() >= 0

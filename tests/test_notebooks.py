@@ -57,7 +57,7 @@ def test_chapter_teaches(path: Path) -> None:
     assert any("image/png" in o.get("data", {}) for c in nb.cells if c.cell_type == "code" for o in c.outputs)
 
 
-def test_package_is_what_the_notebooks_export(tmp_path: Path) -> None:
+def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
     """Export a copy of the tree and compare every module."""
     for name in ("nbs", "atom_mini"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("tiny", "__pycache__"))
@@ -70,7 +70,7 @@ def test_package_is_what_the_notebooks_export(tmp_path: Path) -> None:
         assert (tmp_path / "atom_mini" / module.name).read_text() == module.read_text(), module.name
 
 
-def test_readme_is_the_index() -> None:
+def test_readme_is_in_sync_with_the_index() -> None:
     assert load_book().readme() == (ROOT / "README.md").read_text()  # type: ignore[attr-defined]
 
 
