@@ -115,7 +115,7 @@ class SparseTable:
 
 
 def decode_attention(q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
-    """`reference_attention` for one query per sequence, reading the pool in place: `q` [B, H, D] -> [B, H, D], float32."""
+    """`reference_attention` for one query per sequence, reading the pool in place: float32 `q` [B, H, D] -> same."""
     table = meta.sparse_table = meta.sparse_table or SparseTable.build(meta, q.shape[1], kv_cache)
     keys, values = kv_cache.flatten(1, 3)  # each [N * K * S, D], views
     scores = torch.sparse.sampled_addmm(table.csr, q.flatten(0, 1), keys.T, alpha=scale).values()

@@ -87,6 +87,9 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_range(name, getattr(self, name))
         require(self.seed is None or type(self.seed) is int, f"seed={self.seed!r} must be a whole number or None")
+        require(type(self.ignore_eos) is bool, f"ignore_eos={self.ignore_eos!r} must be True or False")
+        require(isinstance(self.stop, str | list | tuple), f"stop={self.stop!r} must be a text or a list of texts")
+        require(isinstance(self.stop_token_ids, list | tuple), f"stop_token_ids={self.stop_token_ids!r} must be a list")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         require(all(isinstance(s, str) and s for s in stop), f"stop={self.stop!r} holds an empty or non-text string")
         ids = tuple(self.stop_token_ids)
@@ -199,6 +202,10 @@ class Config:
             value = getattr(self, name)
             good = type(value) is int and value >= 1
             require(good or (value is None and name in _OPTIONAL), f"{name}={value!r} must be a whole number from 1")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "interleave_decode"):
+            require(type(getattr(self, name)) is bool, f"{name}={getattr(self, name)!r} must be True or False")
+        for name in ("gpu_memory_utilization", "scheduler_delay_factor"):
+            require(type(getattr(self, name)) in (int, float), f"{name}={getattr(self, name)!r} must be a number")
         share, delay = self.gpu_memory_utilization, self.scheduler_delay_factor
         require(0 < share <= 1, f"gpu_memory_utilization={share!r} must be above 0 and at most 1")
         require(0 <= delay < math.inf, f"scheduler_delay_factor={delay!r} must be at least 0 and finite")

@@ -17,10 +17,15 @@ from .engine_core import EngineCore, StepOutput
 from .sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['IncrementalDetokenizer', 'CompletionOutput', 'TextPiece', 'InputOutputProcessor', 'Request', 'Metrics', 'LLM',
-           'load_tokenizer']
+__all__ = ['decode', 'IncrementalDetokenizer', 'CompletionOutput', 'TextPiece', 'InputOutputProcessor', 'Request', 'Metrics',
+           'LLM', 'load_tokenizer']
 
 # %% ../nbs/09b_llm.ipynb #6096cb65
+def decode(tokenizer: Any, token_ids: list[int]) -> str:
+    """The text of all tokens but the special ones, with its spaces as they are."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 class IncrementalDetokenizer:
     """Tokens in, text out, up to the first stop string. The pieces of `take` joined are the text of all tokens."""
 
@@ -51,12 +56,9 @@ class IncrementalDetokenizer:
         self._taken = max(self._taken, end)
         return piece
 
-    def _decode(self, end: int | None) -> str:
-        ids = self._ids[self._start : end]
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
     def _extend(self, final: bool) -> None:
-        old, new = self._decode(self._end), self._decode(None)
+        old = decode(self.tokenizer, self._ids[self._start : self._end])
+        new = decode(self.tokenizer, self._ids[self._start :])
         if len(new) <= len(old) or (new.endswith("\ufffd") and not final):
             return
         self._start, self._end = self._end, len(self._ids)
@@ -116,11 +118,11 @@ class InputOutputProcessor:
             params = replace(params, seed=random.getrandbits(63))
         texts = isinstance(prompt, str) or bool(params.stop)
         require(not texts or self.tokenizer is not None, f"{self.config.model} has no tokenizer: pass token ids")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        require(isinstance(ids, list), f"a prompt is a str or a list of token ids, not {type(prompt).__name__}")
-        for name, values in (("prompt", ids), ("stop_token_ids", list(params.stop_token_ids))):
-            bad = next((i for i in values if type(i) is not int or not 0 <= i < self.vocab_size), None)
-            require(bad is None, f"token id {bad!r} in {name} is outside the vocabulary of {self.vocab_size} tokens")
+        require(isinstance(prompt, str | list | tuple), f"a prompt is text or token ids, not {type(prompt).__name__}")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for name, values in (("prompt", ids), ("stop_token_ids", params.stop_token_ids)):
+            bad = [i for i in values if type(i) is not int or not 0 <= i < self.vocab_size]
+            require(not bad, f"token id {bad[:1]} in {name} is outside the vocabulary of {self.vocab_size} tokens")
         detokenizer = None
         if self.tokenizer is not None and (stream or params.stop):
             detokenizer = IncrementalDetokenizer(self.tokenizer, tuple(params.stop))
@@ -136,7 +138,7 @@ class InputOutputProcessor:
             detokenizer.flush()
             text = detokenizer.text
         else:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer else ""
+            text = decode(self.tokenizer, token_ids) if self.tokenizer else ""
         finish_reason, stop_reason = _explain(seq, detokenizer)
         first = seq.first_token_time or seq.leave_time
         return CompletionOutput(
@@ -167,8 +169,8 @@ class Request:
 def _explain(seq: Sequence, detokenizer: IncrementalDetokenizer | None) -> tuple[str, str | int]:
     """(finish_reason, stop_reason) from ATOM's `leave_reason`."""
     reason = seq.leave_reason or "abort"
-    if reason == "stop_sequence" and detokenizer is not None:
-        return "stop", detokenizer.stopped or reason
+    if detokenizer is not None and detokenizer.stopped and reason != "abort":  # perhaps found while flushing
+        return "stop", detokenizer.stopped
     if reason.startswith("stop_"):
         return "stop", int(reason.removeprefix("stop_"))
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason
@@ -315,26 +317,30 @@ class LLM:
         return self.engine_core.abort(request_id) is not None
 
     def close(self) -> None:
-        """Give the memory back. What is still running is aborted."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        self._closed = True
-        del self.engine_core.runner
+        """Give the memory back; what is still running is aborted. Closing twice is closing once."""
+        if not self._closed:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._closed = True
+            del self.engine_core.runner
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._closed:
-            self.close()
+        self.close()
 
     def _prepare(self, prompts: Any, params: Any, stream: bool) -> list[Request]:
         """Check everything, queue nothing."""
         require(not self._closed, "this LLM is closed: make a new one")
+        require(isinstance(prompts, str | list | tuple), f"prompts are text or lists, not {type(prompts).__name__}")
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many = [prompts] if one else list(prompts)
-        wishes = list(params) if isinstance(params, list | tuple) else [params or SamplingParams()] * len(many)
+        default = SamplingParams() if params is None else params
+        wishes = list(params) if isinstance(params, list | tuple) else [default] * len(many)
         require(len(wishes) == len(many), f"{len(many)} prompts, {len(wishes)} sampling_params: give one, or one each")
+        wrong = [type(w).__name__ for w in wishes if not isinstance(w, SamplingParams)]
+        require(not wrong, f"sampling_params must be SamplingParams, not {', '.join(wrong[:1])}")
         requests = [self.processor.preprocess(p, w, stream) for p, w in zip(many, wishes, strict=True)]
         for request in requests:
             self.engine_core.scheduler.check_prompt(request.seq.num_prompt_tokens)

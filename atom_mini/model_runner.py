@@ -20,7 +20,7 @@ from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['CPU_KVCACHE_BYTES', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'ModelRunner']
+__all__ = ['CPU_KVCACHE_BYTES', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'choose_device', 'ModelRunner']
 
 # %% ../nbs/08_model_runner.ipynb #e386b0b6
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -51,6 +51,14 @@ def kvcache_block_bytes(hf_config: Any, block_size: int, dtype: torch.dtype) -> 
     return 2 * hf_config.num_hidden_layers * hf_config.num_key_value_heads * head_dim * block_size * dtype.itemsize
 
 # %% ../nbs/08_model_runner.ipynb #06f257a5
+def choose_device(name: str | None) -> torch.device:
+    """The device called `name`; None: the GPU if there is one. ValueError if this machine has no such device."""
+    gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
+    known = [*gpus, "cpu"]
+    require(name is None or name in known, f"device={name!r} is not here: set device to one of {', '.join(known)}")
+    return torch.device(name or known[0])
+
+# %% ../nbs/08_model_runner.ipynb #7e6fc43e
 class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens. Fills in `config.num_kvcache_blocks`.
 
@@ -60,7 +68,7 @@ class ModelRunner:
     def __init__(self, config: Config) -> None:
         assert config.folder is not None and config.max_model_len is not None, "a runner needs a checkpoint"
         self.config = config
-        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.model = load_model(config.hf_config, config.folder, config.max_model_len, self.device, self.dtype)
         self.sampler = Sampler()
@@ -122,7 +130,7 @@ class ModelRunner:
         """Allocate the pool, [layers, 2, N, K, S, D], and give each layer its part."""
         layers = [m for m in self.model.modules() if isinstance(m, SelfAttention)]
         shape = (num_blocks, layers[0].num_kv_heads, self.config.kv_cache_block_size, layers[0].head_dim)
-        self.kv_cache = torch.zeros(len(layers), 2, *shape, dtype=self.dtype, device=self.device)
+        self.kv_cache = torch.empty(len(layers), 2, *shape, dtype=self.dtype, device=self.device)
         for layer, cache in zip(layers, self.kv_cache, strict=True):
             layer.attn.kv_cache = cache
 

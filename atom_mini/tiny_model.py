@@ -173,7 +173,7 @@ def train_tokenizer(seed: int = 0, vocab: int = 1024) -> Any:
         vocab_size=vocab, special_tokens=specials, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=IM_END, pad_token=EOT, model_max_length=2048,
-                                   chat_template=_TEMPLATE)
+                                   chat_template=_TEMPLATE, model_input_names=["input_ids", "attention_mask"])
 
 # %% ../nbs/90_tiny_model.ipynb #eb6a55d8
 Row = tuple[list[int], list[float]]
@@ -213,7 +213,7 @@ PHASES = [
     Phase(400, 2304, (64,), 8, KINDS, {"copy words": 0.1, "copy any": 0.2, "recall": 0.7}),
     Phase(700, 4096, (64, 128, 256), 50, KINDS,
           {"copy any": 0.1, "recall": 0.5, "sum": 0.2, "story": 0.15, "mixed": 0.05}),
-    Phase(2800, 4096, (64, 128, 256, 512, 512, 768), 120, KINDS,
+    Phase(1400, 4096, (64, 128, 256, 512, 512, 768), 120, KINDS,
           {"copy any": 0.05, "recall": 0.5, "sum": 0.2, "story": 0.15, "mixed": 0.1}),
 ]
 
