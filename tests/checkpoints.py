@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +39,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# Published shapes. The initialiser is scaled so that logits have a spread of 2, as trained models have.
+# Published shapes. The initialiser is scaled so that logits and attention scores have a spread of about 1.
 QWEN3_06B: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -50,7 +52,7 @@ QWEN3_06B: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "initializer_range": 2 / 1024**0.5,
+    "initializer_range": 1024**-0.5,
 }
 LLAMA32_1B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -71,8 +73,10 @@ LLAMA32_1B: dict[str, Any] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    "initializer_range": 2 / 2048**0.5,
+    "initializer_range": 2048**-0.5,
 }
+
+FULL_SIZE = {"Qwen3-0.6B": ("qwen3", QWEN3_06B), "Llama-3.2-1B": ("llama", LLAMA32_1B)}
 
 
 def random_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
@@ -95,6 +99,33 @@ def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed:
     model = random_model(kind, seed=seed, **options)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def save_full_size(name: str, folder: Path) -> None:
+    """A checkpoint of a published shape as its authors store it, bfloat16 and in shards, with random weights."""
+    kind, shape = FULL_SIZE[name]
+    save_checkpoint(kind, folder, max_shard_size="400MB", dtype=torch.bfloat16, **shape)
+
+
+def measure_loading(folder: Path, dtype: str = "float32") -> dict[str, float]:
+    """What loading takes in a fresh process: `seconds`, `weights` and `peak`, bytes over what it had before (Linux)."""
+    code = """
+import json, re, sys, time
+from pathlib import Path
+import torch, transformers
+from atom_mini.config import Config
+from atom_mini.models import load_model
+config = Config(sys.argv[1], max_model_len=512)
+def peak():  # not getrusage's: that one remembers the parent's
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+before, start = peak(), time.perf_counter()
+model = load_model(config.hf_config, config.folder, 512, torch.device("cpu"), getattr(torch, sys.argv[2]))
+seconds = time.perf_counter() - start
+weights = sum(w.numel() * w.element_size() for w in model.parameters())
+print(json.dumps({"seconds": seconds, "weights": weights, "peak": peak() - before}))
+"""
+    command = [sys.executable, "-c", code, str(folder), dtype]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def edit_json(file: Path, **changes: Any) -> None:
@@ -181,3 +212,13 @@ def is_empty(llm: LLM) -> bool:
     scheduler.block_manager.check([*scheduler.running, *scheduler.waiting])
     free = scheduler.block_manager.num_free_blocks == llm.config.num_kvcache_blocks
     return not scheduler.waiting and not scheduler.running and not llm._requests and free
+
+
+def plain_search(text: str, stops: list[str]) -> tuple[str, str] | None:
+    """(text before the stop string that is complete first, that string), reading letter by letter."""
+    for end in range(1, len(text) + 1):
+        reached = [s for s in stops if text[:end].endswith(s)]
+        if reached:
+            longest = max(reached, key=len)
+            return text[: end - len(longest)], longest
+    return None

@@ -26,7 +26,7 @@ Lens = list[tuple[int, int]]  # (queries, context with them) of each sequence
 
 
 def make_batch(lens: Lens, block_size: int, seed: int, spare: int = 3) -> tuple[AttentionMetaData, int]:
-    """Random, scattered, disjoint block tables; entries past a sequence's own blocks name the last block of the pool."""
+    """Random, scattered, disjoint block tables; entries past a sequence's own blocks name the pool's last block."""
     rng = np.random.default_rng(seed)
     needed = [-(-length // block_size) for _, length in lens]
     num_blocks = sum(needed) + spare
@@ -186,7 +186,7 @@ def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
 
 
 def test_one_query_among_chunks() -> None:
-    """The last token of a prompt, scheduled beside others' chunks, takes the path of chunks: the same up to rounding."""
+    """A prompt's last token, scheduled beside others' chunks, takes the path of chunks: the same up to rounding."""
     meta, num_blocks = make_batch([*DECODES, *PREFILLS], 16, seed=6)
     pool, _ = fill(meta, num_blocks, 16, 2, 64, torch.float32, seed=1)
     q = torch.randn(sum(meta.query_lens), 6, 64, generator=torch.Generator().manual_seed(2))
@@ -198,7 +198,7 @@ def test_one_query_among_chunks() -> None:
 @pytest.mark.parametrize("head_dim", [16, 96])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_store_writes_exactly_the_slots(block_size: int, head_dim: int) -> None:
-    """The named slots hold the new K and V bit for bit; all others are untouched. K and V may be views, as in the model."""
+    """The slots hold the new K and V bit for bit, all others what they held. K and V may be views, as in the model."""
     meta, num_blocks = make_batch([(5, 9), (1, 30), (20, 20), (1, 1)], block_size, seed=7)
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(2, num_blocks, 3, block_size, head_dim, generator=generator)

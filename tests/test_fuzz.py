@@ -6,7 +6,38 @@
 A fuzz that never fails proves nothing until it has been seen to fail. So known bugs, most of them of other engines, are
 planted one at a time. Trials until caught, with every check of every step, and by wrong outputs (or an exception) alone:
 
-TABLE
+    planted bug                                     checks  outputs
+    publishes_at_allocation                              1        1
+    publishes_before_the_last_token_is_forwarded         7        7
+    compares_own_tokens_only                             7        7
+    trusts_the_hash                                      7        7
+    remembers_the_parent_by_block_id                   319      319
+    keeps_the_index_entry_of_a_reused_block              1       95
+    resets_a_free_block_on_a_hit                         1      246
+    leaves_a_hit_in_the_free_queue                       1        1
+    counts_free_hits_as_a_gift                           8        8
+    takes_back_shared_blocks                            13       67
+    shares_a_partial_block                               1        8
+    keeps_no_token_for_the_query                         3        3
+    appends_by_remainder                                 3        3
+    appends_one_token_too_late                           2        2
+    ends_a_second_prefill_at_the_prompt                 13       13
+    forgets_what_was_generated                           1        1
+    keeps_a_placeholder                                  1        1
+    keeps_the_computed_count                             1        1
+    preempts_the_first                                   8        8
+    bounds_the_batch_not_the_running                    21    never
+    overshoots_max_tokens                                1        1
+    ignores_the_pools_limit                              1        1
+    publishes_what_a_failed_step_staged                  1        1
+    does_not_undo_a_failed_step                        536    never
+    loses_aborted_blocks                                 6        6
+    writes_one_block_further                             2        2
+    starts_a_chunk_at_the_cached_part                    1        1
+    forgets_the_cut                                      1        1
+
+"never": not within 2,000 trials. More running than allowed changes no output, and a failed step that is merely
+repeated nearly none; only a check can see these two.
 """
 
 from __future__ import annotations
@@ -23,7 +54,6 @@ import pytest
 from symbolic import run_trial
 
 import atom_mini.block_manager as block_manager
-import atom_mini.engine_core as engine_core
 import atom_mini.model_runner as model_runner
 import atom_mini.scheduler as scheduler
 from atom_mini.block_manager import BlockManager, BlockPool, PrefixIndex
@@ -35,11 +65,11 @@ Patch = pytest.MonkeyPatch
 
 def test_outputs_equal_the_oracle_whatever_happens_on_the_way() -> None:
     """And everything that can happen does happen, often; otherwise equality would say little."""
-    stats = run_many(2000)
+    stats = run_many(3000)
     least = {
-        "preemptions": 500, "prefix_hits": 1000, "same_step_hits": 30, "chunks": 5000, "failures": 300, "refused": 300,
-        "aborts_running": 50, "aborts_waiting": 100, "max_tokens": 1000, "max_model_len": 300, "kv_cache": 300,
-        "eos": 500, "stop": 50, "stop_sequence": 50,
+        "preemptions": 1000, "prefix_hits": 1000, "same_step_hits": 50, "chunks": 9000, "failures": 800, "refused": 800,
+        "aborts_running": 90, "aborts_waiting": 200, "max_tokens": 3000, "max_model_len": 900, "kv_cache": 900,
+        "eos": 1000, "stop": 200, "stop_sequence": 80,
     }  # fmt: skip
     assert not {name: stats[name] for name in least if stats[name] < least[name]}
 
@@ -93,9 +123,6 @@ def publishes_at_allocation(patch: Patch) -> None:
 
 def publishes_before_the_last_token_is_forwarded(patch: Patch) -> None:
     """The sampled token fills the block, but its K/V comes with the next step only (ATOM counts it off by hand)."""
-    old = "now, finished = time.perf_counter(), []"
-    new = "now, finished = time.perf_counter(), []\n    early = self.block_manager"
-    mutate(patch, BaseScheduler, "postprocess", old, new)
     postprocess = BaseScheduler.postprocess
 
     def bug(self: BaseScheduler, seqs: list[Sequence], *args: Any) -> list[Sequence]:
@@ -138,7 +165,8 @@ def keeps_the_index_entry_of_a_reused_block(patch: Patch) -> None:
 
 def resets_a_free_block_on_a_hit(patch: Patch) -> None:
     """ATOM, be9d6c76e: the block loses the identity for which it was found."""
-    mutate(patch, BlockPool, "share", "del self.free_block_ids[block_id]", "del self.free_block_ids[block_id]; block.reset()")
+    old = "del self.free_block_ids[block_id]"
+    mutate(patch, BlockPool, "share", old, f"{old}; block.reset()")
 
 
 def leaves_a_hit_in_the_free_queue(patch: Patch) -> None:
@@ -197,7 +225,8 @@ def appends_one_token_too_late(patch: Patch) -> None:
 
 def ends_a_second_prefill_at_the_prompt(patch: Patch) -> None:
     """ATOM, defect C: "done?" compares with num_prompt_tokens, so generated tokens never get their K/V again."""
-    mutate(patch, ScheduledBatch, "pack", "context_lens == np.array([s.num_tokens for", "context_lens >= np.array([s.num_prompt_tokens for")
+    old = "context_lens == np.array([s.num_tokens"
+    mutate(patch, ScheduledBatch, "pack", old, "context_lens >= np.array([s.num_prompt_tokens")
     mutate(
         patch, BaseScheduler, "postprocess", "seq.num_computed_tokens += seq.num_scheduled_tokens",
         "seq.num_computed_tokens += seq.num_scheduled_tokens\n"
@@ -223,13 +252,18 @@ def keeps_a_placeholder(patch: Patch) -> None:
 
 def keeps_the_computed_count(patch: Patch) -> None:
     """nano-vLLM at first: after a preemption the old count is believed, though the blocks are gone."""
-    mutate(patch, BlockManager, "deallocate", "seq.num_computed_tokens = seq.num_published_blocks", "seq.num_published_blocks")
-    mutate(
-        patch, BlockManager, "allocate",
-        "seq.num_cached_tokens = seq.num_computed_tokens = len(cached) * self.block_size",
-        "seq.num_cached_tokens = len(cached) * self.block_size\n"
-        "    seq.num_computed_tokens = max(seq.num_computed_tokens, seq.num_cached_tokens)",
-    )  # fmt: skip
+    allocate, deallocate = BlockManager.allocate, BlockManager.deallocate
+
+    def keep(change: Callable[..., None]) -> Callable[..., None]:
+        def bug(self: BlockManager, seq: Sequence, *args: Any) -> None:
+            before = seq.num_computed_tokens
+            change(self, seq, *args)
+            seq.num_computed_tokens = max(before, seq.num_computed_tokens)
+
+        return bug
+
+    patch.setattr(BlockManager, "allocate", keep(allocate))
+    patch.setattr(BlockManager, "deallocate", keep(deallocate))
 
 
 def preempts_the_first(patch: Patch) -> None:
@@ -282,12 +316,7 @@ def starts_a_chunk_at_the_cached_part(patch: Patch) -> None:
 
 def forgets_the_cut(patch: Patch) -> None:
     """A chunk that does not end its prompt samples all the same (ATOM, 096d6cf51)."""
-    mutate(patch, ScheduledBatch, "pack", "context_lens == np.array([s.num_tokens for", "context_lens > 0 * np.array([s.num_tokens for")
-
-
-def skips_a_step_of_the_stream(patch: Patch) -> None:
-    """mini-sglang, ATOM's deferred mode: what the stream said and what the request holds are not the same."""
-    mutate(patch, BaseScheduler, "postprocess", "tuple(seq.token_ids[start:])", "tuple(seq.token_ids[start + (seq.num_preemptions == 2) :])")
+    mutate(patch, ScheduledBatch, "pack", "context_lens == np.array([s.num_tokens", "context_lens > np.array([0")
 
 
 def after_preemption(patch: Patch, change: Callable[[Sequence], None]) -> None:
@@ -300,40 +329,36 @@ def after_preemption(patch: Patch, change: Callable[[Sequence], None]) -> None:
     patch.setattr(BaseScheduler, "preempt", bug)
 
 
-PLANTED: dict[Callable[[Patch], None], int] = dict.fromkeys(
-    [
-        publishes_at_allocation,
-        publishes_before_the_last_token_is_forwarded,
-        compares_own_tokens_only,
-        trusts_the_hash,
-        remembers_the_parent_by_block_id,
-        keeps_the_index_entry_of_a_reused_block,
-        resets_a_free_block_on_a_hit,
-        leaves_a_hit_in_the_free_queue,
-        counts_free_hits_as_a_gift,
-        takes_back_shared_blocks,
-        shares_a_partial_block,
-        keeps_no_token_for_the_query,
-        appends_by_remainder,
-        appends_one_token_too_late,
-        ends_a_second_prefill_at_the_prompt,
-        forgets_what_was_generated,
-        keeps_a_placeholder,
-        keeps_the_computed_count,
-        preempts_the_first,
-        bounds_the_batch_not_the_running,
-        overshoots_max_tokens,
-        ignores_the_pools_limit,
-        publishes_what_a_failed_step_staged,
-        does_not_undo_a_failed_step,
-        loses_aborted_blocks,
-        writes_one_block_further,
-        starts_a_chunk_at_the_cached_part,
-        forgets_the_cut,
-        skips_a_step_of_the_stream,
-    ],
-    600,
-)
+PLANTED: list[Callable[[Patch], None]] = [
+    publishes_at_allocation,
+    publishes_before_the_last_token_is_forwarded,
+    compares_own_tokens_only,
+    trusts_the_hash,
+    remembers_the_parent_by_block_id,
+    keeps_the_index_entry_of_a_reused_block,
+    resets_a_free_block_on_a_hit,
+    leaves_a_hit_in_the_free_queue,
+    counts_free_hits_as_a_gift,
+    takes_back_shared_blocks,
+    shares_a_partial_block,
+    keeps_no_token_for_the_query,
+    appends_by_remainder,
+    appends_one_token_too_late,
+    ends_a_second_prefill_at_the_prompt,
+    forgets_what_was_generated,
+    keeps_a_placeholder,
+    keeps_the_computed_count,
+    preempts_the_first,
+    bounds_the_batch_not_the_running,
+    overshoots_max_tokens,
+    ignores_the_pools_limit,
+    publishes_what_a_failed_step_staged,
+    does_not_undo_a_failed_step,
+    loses_aborted_blocks,
+    writes_one_block_further,
+    starts_a_chunk_at_the_cached_part,
+    forgets_the_cut,
+]
 
 
 def trials_until_caught(plant: Callable[[Patch], None], most: int, strict: bool) -> tuple[int, BaseException] | None:
@@ -349,7 +374,7 @@ def trials_until_caught(plant: Callable[[Patch], None], most: int, strict: bool)
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_the_fuzz_catches(plant: Callable[[Patch], None]) -> None:
-    assert trials_until_caught(plant, PLANTED[plant], strict=True) is not None
+    assert trials_until_caught(plant, 1000, strict=True) is not None
 
 
 def _measure(most: int) -> None:
@@ -358,15 +383,15 @@ def _measure(most: int) -> None:
         for strict in (True, False):
             caught = trials_until_caught(plant, most, strict)
             counts.append(str(caught[0]) if caught else f"> {most}")
-            kinds.append(f"{type(caught[1]).__name__}: {caught[1]}"[:60] if caught else "-")
-        print(f"    {plant.__name__:46} {counts[0]:>7} {counts[1]:>7}   | {kinds[0]:60} | {kinds[1]}", flush=True)
+            kinds.append(f"{type(caught[1]).__name__}: {caught[1]}"[:48] if caught else "-")
+        print(f"    {plant.__name__:46} {counts[0]:>7} {counts[1]:>7}   {kinds[0]}", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["planted"]:
         _measure(int(sys.argv[2]) if len(sys.argv) > 2 else 2000)
     else:
-        trials, first = (int(x) for x in [*sys.argv[1:], 2000, 0][:2]) if len(sys.argv) > 2 else (int((sys.argv[1:] or [2000])[0]), 0)
+        trials, first = (int(x) for x in (sys.argv[1:] + ["3000", "0"][len(sys.argv) - 1 :]))
         start = time.perf_counter()
         counted = run_many(trials, first)
         seconds = time.perf_counter() - start

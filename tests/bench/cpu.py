@@ -1,0 +1,266 @@
+"""Tokens per second on a CPU: atom_mini beside transformers' `generate` and its continuous batching.
+
+All three run in one process, in turns (A B C A B C ...), on one random Qwen3 of 29 M parameters in float32, greedily,
+without an end token; figures are medians of the rounds, generated tokens per second of wall time. Two workloads:
+
+* 32 requests, prompts of 32 to 256 tokens and outputs of 32 to 256 (uniform, seeded), all there at the start;
+* one request, 128 tokens in and 128 out.
+
+`generate` gets all requests as one batch, left-padded, and runs to the longest output; only the tokens asked for count.
+That is what a static batch costs. Continuous batching is timed from the first request added to the last one finished,
+its cache and thread made before. No engine may keep anything of a round for the next: prefix caches are off.
+
+The limit is what this machine could do at best: a schedule with no waiting, where a step takes the larger of (weights +
+K/V read) / memory bandwidth and (flops of the matrices) / their rate at that many rows. Both rates are measured here:
+a sum over 1 GiB; the matrices of one layer, again and again, through the faster of `F.linear` and oneDNN with packed
+weights. Attention's own arithmetic, norms, sampling and Python count as free.
+
+Run: `python tests/bench/cpu.py [--json results.json]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from report import machine, print_table, write_json
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen3Config
+
+from atom_mini import LLM, SamplingParams
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
+    "tie_word_embeddings": True, "initializer_range": 2 / 512**0.5,  # logits spread as widely as a trained model's
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests: prompts, and how many tokens each wants."""
+
+    name: str
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    @classmethod
+    def random(cls, name: str, num: int, prompt: tuple[int, int], output: tuple[int, int], seed: int = 0) -> Workload:
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(SHAPE["vocab_size"]) for _ in range(rng.randint(*prompt))] for _ in range(num)]
+        return cls(name, prompts, [rng.randint(*output) for _ in range(num)])
+
+
+Result = tuple[list[list[int]], float]  # token ids per request, seconds
+
+
+class Generate:
+    """transformers' `generate`: one static batch, left-padded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def run(self, work: Workload) -> Result:
+        start = time.perf_counter()
+        longest = max(map(len, work.prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in work.prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in work.prompts])
+        out = self.model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=max(work.outputs), eos_token_id=None, pad_token_id=0
+        )
+        tokens = [row[longest : longest + n].tolist() for row, n in zip(out, work.outputs, strict=True)]
+        return tokens, time.perf_counter() - start
+
+
+class ContinuousBatching:
+    """transformers' continuous batching: a thread that schedules, a paged cache, scaled dot product attention."""
+
+    # as many blocks of 256 as 32 requests of 512 tokens can use
+    CONFIG: ClassVar[dict[str, Any]] = {"num_blocks": 64, "max_batch_tokens": 2048, "allow_block_sharing": False}
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def run(self, work: Workload) -> Result:
+        config = ContinuousBatchingConfig(**self.CONFIG)
+        with self.model.continuous_batching_context_manager(self.generation, continuous_batching_config=config) as manager:
+            start, finished = time.perf_counter(), {}
+            ids = [manager.add_request(p, max_new_tokens=n) for p, n in zip(work.prompts, work.outputs, strict=True)]
+            while len(finished) < len(ids):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    finished[result.request_id] = list(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching stopped before all requests were finished")
+            seconds = time.perf_counter() - start
+        return [finished[i] for i in ids], seconds
+
+
+class AtomMini:
+    """This project."""
+
+    def __init__(self, folder: Path) -> None:
+        self.llm = LLM(
+            str(folder), device="cpu", dtype="float32", max_num_seqs=32, num_kvcache_blocks=1024, enable_prefix_caching=False
+        )
+
+    def run(self, work: Workload) -> Result:
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.outputs]
+        start = time.perf_counter()
+        outs = self.llm.generate(work.prompts, params, use_tqdm=False)
+        return [list(out.token_ids) for out in outs], time.perf_counter() - start
+
+
+ENGINES: dict[str, Callable[[Path], Any]] = {
+    "transformers generate": Generate,
+    "transformers continuous batching": ContinuousBatching,
+    "atom_mini": AtomMini,
+}
+
+
+def seconds_per_call(call: Callable[[], Any], least: float = 0.2) -> float:
+    """Median seconds of a call, of at least 5 calls and `least` seconds."""
+    call()
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < least:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def memory_bandwidth() -> float:
+    """Bytes per second of a sum over 1 GiB."""
+    data = torch.ones(2**28)
+    return data.nbytes / seconds_per_call(data.sum, 1.0)
+
+
+class Limit:
+    """The least time this machine needs for a workload, from its measured rates."""
+
+    ROWS = (1, 2, 4, 8, 16, 24, 32, 512, 2048)
+
+    def __init__(self) -> None:
+        hidden, heads, kv, dim = (SHAPE[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
+        wide = SHAPE["intermediate_size"]
+        self.layer = [((heads + 2 * kv) * dim, hidden), (hidden, heads * dim), (2 * wide, hidden), (hidden, wide)]
+        self.layers, self.head = SHAPE["num_hidden_layers"], SHAPE["vocab_size"] * hidden
+        self.weights = self.layers * sum(o * i for o, i in self.layer)  # without the head
+        self.token_bytes = 4 * 2 * self.layers * kv * dim
+        self.bandwidth = memory_bandwidth()
+        self.rates = [self.matrix_rate(rows) for rows in self.ROWS]
+
+    @torch.inference_mode()
+    def matrix_rate(self, rows: int) -> float:
+        """Flops per second of one layer's matrices at so many rows, the faster of two ways."""
+        weights = [torch.randn(shape) for shape in self.layer]
+        inputs = [torch.randn(rows, w.shape[1]) for w in weights]
+        times = [seconds_per_call(lambda: [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)])]
+        if torch.backends.mkldnn.is_available():
+            ops = torch.ops.mkldnn
+            packed = [ops._reorder_linear_weight(w, 32) for w in weights]
+            pairs = list(zip(inputs, packed, strict=True))
+            times.append(seconds_per_call(lambda: [ops._linear_pointwise(x, w, None, "none", [], "") for x, w in pairs]))
+        return 2 * rows * sum(w.numel() for w in weights) / min(times)
+
+    def step(self, rows: int, sampled: int, context: int) -> float:
+        """Seconds of a step with so many new tokens, sampled ones, and tokens of K/V to read."""
+        rate = float(np.interp(rows, self.ROWS, self.rates))
+        reading = 4 * (self.weights + self.head) + self.token_bytes * context
+        return max(reading / self.bandwidth, 2 * (rows * self.weights + sampled * self.head) / rate)
+
+    def seconds(self, work: Workload) -> float:
+        """All prompts in the first step, then a step per token for those that still want one."""
+        lens = list(map(len, work.prompts))
+        total = self.step(sum(lens), len(lens), 0)
+        for i in range(1, max(work.outputs)):
+            running = [n for n, output in zip(lens, work.outputs, strict=True) if output > i]
+            total += self.step(len(running), len(running), sum(running) + i * len(running))
+        return total
+
+
+def make_checkpoint(folder: Path) -> None:
+    """A random Qwen3 of `SHAPE`, saved by transformers."""
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
+
+
+def agreement(wanted: list[list[int]], got: list[list[int]]) -> tuple[int, str]:
+    """(requests with the same tokens, where the first other one leaves)."""
+    different = [i for i, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b]
+    if not different:
+        return len(wanted), ""
+    i = different[0]
+    pairs = enumerate(zip(wanted[i], got[i], strict=False))
+    place = next((k for k, (a, b) in pairs if a != b), min(len(wanted[i]), len(got[i])))
+    return len(wanted) - len(different), f"request {i} differs from token {place} on"
+
+
+def measure(engines: dict[str, Any], work: Workload, rounds: int, limit: Limit) -> dict[str, Any]:
+    """Run the engines in turns; print and return the medians, the ratios, the agreement, the share of the limit."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    tokens: dict[str, list[list[int]]] = {}
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            tokens[name], elapsed = engine.run(work)
+            seconds[name].append(elapsed)
+    total, least = sum(work.outputs), limit.seconds(work)
+    reference = next(iter(engines))
+    rates = {name: total / statistics.median(times) for name, times in seconds.items()}
+    results, notes = {}, []
+    for name, rate in rates.items():
+        same, where = agreement(tokens[reference], tokens[name])
+        notes += [f"{name}: {where}"] if where else []
+        results[name] = {
+            "tokens_per_second": rate, "ratio_to_generate": rate / rates[reference],
+            "share_of_limit": rate * least / total, "requests_equal": same, "seconds": seconds[name],
+        }  # fmt: skip
+    print(f"\n{work.name}: {sum(map(len, work.prompts))} tokens in, {total} out; limit {total / least:.0f} tokens/s")
+    rows = [[name, *list(r.values())[:3], f"{r['requests_equal']} of {len(work.prompts)}"] for name, r in results.items()]
+    print_table(["", "tokens/s", "x generate", "of the limit", "same tokens"], rows)
+    print(*notes, sep="\n", end="\n" if notes else "")
+    return {"limit_tokens_per_second": total / least, "engines": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=["many", "one"], help="one of the two workloads")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    many = Workload.random("32 requests", 32, (32, 256), (32, 256))
+    one = Workload.random("one request", 1, (128, 128), (128, 128))
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    limit = Limit()
+    rates = ", ".join(f"{rows}: {rate / 1e9:.0f}" for rows, rate in zip(limit.ROWS, limit.rates, strict=True))
+    print(f"memory {limit.bandwidth / 1e9:.1f} GB/s; matrices, GFLOP/s by rows: {rates}")
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder))
+        engines = {name: make(Path(folder)) for name, make in ENGINES.items()}
+        short = Workload.random("warm-up", 4, (16, 32), (4, 8), seed=1)
+        for engine in engines.values():
+            engine.run(short)
+        chosen = {"many": (many, args.rounds), "one": (one, 2 * args.rounds + 1)}
+        results = {k: measure(engines, *v, limit) for k, v in chosen.items() if args.only in (None, k)}
+    shown = {"bandwidth": limit.bandwidth, "matrix_rates": dict(zip(limit.ROWS, limit.rates, strict=True))}
+    write_json(args.json, {"shape": SHAPE, **shown, **results})
+
+
+if __name__ == "__main__":
+    main()

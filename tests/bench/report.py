@@ -1,0 +1,55 @@
+"""What the benchmarks share: the machine they ran on, a table, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def machine() -> dict[str, Any]:
+    """Date, versions, processor: what a figure means nothing without."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Columns as wide as they must be, the first to the left; floats with three digits that count."""
+    texts = [list(head), *([format_cell(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+
+
+def format_cell(cell: Any) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:.1e}" if 0 < abs(cell) < 1e-3 else f"{cell:.{max(0, 3 - len(str(int(abs(cell)))))}f}"
+
+
+def write_json(path: Path | None, results: dict[str, Any]) -> None:
+    """Write `machine()` and the results, if a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(machine() | results, indent=2) + "\n")
+        print(f"written to {path}")

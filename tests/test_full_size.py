@@ -1,0 +1,57 @@
+"""Published shapes with random weights: what small models cannot show about rounding, time and memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FULL_SIZE, measure_loading, recorded, reference_logits, save_full_size
+
+from atom_mini import LLM, SamplingParams
+
+pytestmark = pytest.mark.slow  # minutes, 3 GB of disk and 10 GB of memory
+
+
+@pytest.fixture(scope="module", params=FULL_SIZE)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One checkpoint at a time, with all cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    folder = tmp_path_factory.mktemp(request.param, numbered=False)
+    save_full_size(request.param, folder)
+    yield folder
+    shutil.rmtree(folder)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading(folder: Path, dtype: str) -> None:
+    """Weights go from the file to their place: at no time is there a second copy of the model."""
+    used = measure_loading(folder, dtype)
+    ratio = used["peak"] / used["weights"]
+    print(f"\n{folder.name} {dtype}: {used['weights'] / 1e9:.2f} GB in {used['seconds']:.1f} s, peak {ratio:.2f} x")
+    assert 0.9 < ratio <= 1.3
+
+
+def test_logits_equal_transformers(folder: Path) -> None:
+    """To 1e-4 through all layers, prefill and decode."""
+    from transformers import AutoModelForCausalLM
+
+    prompt = torch.randint(0, 100_000, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "num_kvcache_blocks": 16}
+    with LLM(str(folder), **options) as llm, recorded(llm) as recorder:
+        (out,) = llm.generate(prompt, params)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wanted = reference_logits(model, prompt + out.token_ids)
+    assert 0.5 < wanted.std() < 5
+    assert {position for _, position in recorder.every} == set(range(25))
+    errors = [(row - wanted[position]).abs().max().item() for (_, position), row in recorder.every.items()]
+    print(f"\n{folder.name}: spread {wanted.std():.2f}, largest of {len(errors)} errors {max(errors):.1e}")
+    assert max(errors) <= 1e-4
+    assert out.token_ids == wanted[19:25].argmax(-1).tolist()

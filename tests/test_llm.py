@@ -1,0 +1,832 @@
+"""The whole interface: what goes in, what comes out, where it stops, and what a mistake leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
+
+from atom_mini import LLM, CompletionOutput, SamplingParams
+from atom_mini.command_line import main
+from atom_mini.llm import TextPiece
+
+torch.set_num_threads(1)  # products this small are done before a second thread is awake
+TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
+VOCABULARY: int = json.loads((TINY / "config.json").read_text())["vocab_size"]
+PROMPT = "Once upon a time"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+WILD = replace(GREEDY, temperature=1.5, seed=3)  # more kinds of tokens than the likeliest
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LLM]:
+    with LLM("tiny", **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM) -> Iterator[LLM]:
+    """One engine for all tests; each must leave it empty."""
+    yield shared
+    assert is_empty(shared)
+
+
+def tiny_folder(folder: Path, **generation_config: Any) -> str:
+    """A copy of the built-in model with another generation_config."""
+    shutil.copytree(TINY, folder, dirs_exist_ok=True)
+    edit_json(folder / "generation_config.json", **generation_config)
+    return str(folder)
+
+
+def collect(pieces: Iterator[TextPiece]) -> dict[int, list[TextPiece]]:
+    found: dict[int, list[TextPiece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.index, []).append(piece)
+    return found
+
+
+def check_pieces(pieces: list[TextPiece], out: CompletionOutput) -> None:
+    """The pieces of one prompt say together what `out` says at once."""
+    assert "".join(p.text for p in pieces) == out.text
+    assert [t for p in pieces for t in p.token_ids] == out.token_ids
+    assert [p.finished for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert pieces[-1].finish_reason == out.finish_reason
+    last = pieces[-1].output
+    assert last is not None and all(p.output is None for p in pieces[:-1])
+    assert (last.text, last.token_ids, last.stop_reason) == (out.text, out.token_ids, out.stop_reason)
+
+
+# what comes out
+
+
+def test_prompts_of_every_kind(llm: LLM) -> None:
+    """Text or ids, one or a list; a single prompt returns a list too; order is kept."""
+    ids = llm.tokenizer.encode(PROMPT)
+    other: Any = llm.tokenizer.encode("12 + 7 =")
+    for prompts in (PROMPT, ids, [PROMPT], [ids], tuple(ids)):
+        (out,) = llm.generate(prompts, GREEDY)
+        assert out.prompt_token_ids == ids
+        assert out.prompt == (PROMPT if prompts in (PROMPT, [PROMPT]) else None)
+    first, second = llm.generate([PROMPT, other], GREEDY)
+    assert first.token_ids == out.token_ids and second.prompt_token_ids == other and second.prompt is None
+    assert llm.generate([], GREEDY) == [] and list(llm.stream([], GREEDY)) == []
+
+
+def test_completion_output(llm: LLM) -> None:
+    (out,) = llm.generate(PROMPT, replace(GREEDY, max_tokens=9))
+    assert len(out.token_ids) == 9 and (out.finish_reason, out.stop_reason) == ("length", "max_tokens")
+    assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    assert 0 < out.ttft < out.latency < 60 and out.tpot > 0 and out.ttft + 8 * out.tpot == pytest.approx(out.latency)
+    assert out.logprobs is None
+    for name in ("text", "token_ids", "finish_reason", "ttft", "tpot", "latency", "num_cached_tokens", "logprobs"):
+        assert out[name] == getattr(out, name)
+    assert llm.generate(PROMPT, replace(GREEDY, max_tokens=1))[0].tpot == 0
+
+
+def test_num_cached_tokens() -> None:
+    """Whole blocks of the prompt, never its last token's."""
+    with LLM("tiny", **OPTIONS) as llm:
+        prompt = list(range(10, 42))
+        for wanted, n in ((0, 32), (16, 32), (32, 33), (16, 31)):
+            ids = (prompt + prompt)[:n]
+            assert llm.generate(ids, GREEDY)[0].num_cached_tokens == wanted, n
+
+
+def test_default_sampling_is_the_checkpoints(llm: LLM, tmp_path: Path) -> None:
+    """`None` is filled in from generation_config; what a request says itself counts more; greedy without do_sample."""
+    assert llm.generate(PROMPT)[0].token_ids == llm.generate(PROMPT, SamplingParams(temperature=0))[0].token_ids
+    authors = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    with LLM(tiny_folder(tmp_path, **authors), **OPTIONS) as other:
+        for wish, changed in (({}, {}), ({"top_k": 3, "temperature": 0.0}, {"top_k": 3, "temperature": 0.0})):
+            other.add_request(PROMPT, SamplingParams(**wish))  # type: ignore[arg-type]
+            (seq,) = other.engine_core.scheduler.waiting
+            used = {name: getattr(seq.sampling_params, name) for name in authors if name != "do_sample"}
+            assert used == {k: v for k, v in (authors | changed).items() if k != "do_sample"}
+            assert seq.sampling_params.min_p == 0
+            assert other.abort(seq.id) and is_empty(other)
+    with LLM(tiny_folder(tmp_path, do_sample=True, temperature=1.0, top_k=1), **OPTIONS) as other:
+        assert other.generate(PROMPT)[0].token_ids == llm.generate(PROMPT)[0].token_ids  # the likeliest of one
+
+
+def test_seeds(llm: LLM) -> None:
+    """The same seed, the same tokens, in company too; none given, others each time."""
+    wishes = [replace(WILD, seed=s) for s in (1, 2, 1, None, None)]
+    tokens = [tuple(out.token_ids) for out in llm.generate([PROMPT] * 5, wishes)]
+    assert tokens[0] == tokens[2] and len(set(tokens)) == 4
+    assert llm.generate(PROMPT, wishes[1])[0].token_ids == list(tokens[1])
+
+
+@pytest.mark.parametrize("wish", [{"temperature": 0}, {"temperature": 1.2, "seed": 1, "top_p": 0.9}], ids=str)
+def test_logprobs_equal_transformers(llm: LLM, wish: dict[str, Any]) -> None:
+    """Of the model's own distribution, the k likeliest and always the sampled one, for each token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    for k in (0, 1, 5):
+        (out,) = llm.generate(PROMPT, SamplingParams(**wish, max_tokens=12, ignore_eos=True, logprobs=k))
+        wanted = reference_logits(model, out.prompt_token_ids + out.token_ids).log_softmax(-1)
+        assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
+        for i, (token, got) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
+            row = wanted[len(out.prompt_token_ids) + i - 1]
+            likeliest = set(row.topk(k).indices.tolist())
+            assert set(got) == likeliest | {token}
+            assert all(abs(value - row[id].item()) <= 1e-4 for id, value in got.items())
+
+
+def test_logprobs_survive_preemption() -> None:
+    """One entry per token, in order, also for a request that was thrown out and came back."""
+    wishes = [replace(GREEDY, max_tokens=50, logprobs=i % 3) for i in range(6)]
+    prompts = [[20 + i] * 17 for i in range(6)]
+    with LLM("tiny", **OPTIONS) as llm:
+        wanted = llm.generate(prompts, wishes)
+    with LLM("tiny", device="cpu", num_kvcache_blocks=7) as tight:
+        outs = tight.generate(prompts, wishes)
+        assert tight.engine_core.scheduler.num_preemptions > 0
+    for out, other in zip(outs, wanted, strict=True):
+        assert out.token_ids == other.token_ids and out.logprobs is not None and other.logprobs is not None
+        for got, want in zip(out.logprobs, other.logprobs, strict=True):
+            assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_folder_without_tokenizer(tmp_path: Path) -> None:
+    """Ids work; text is refused with the reason."""
+    save_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        (out,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=3))
+        assert len(out.token_ids) == 3 and out.text == ""
+        pieces = collect(llm.stream([1, 2, 3], SamplingParams(max_tokens=3)))[0]
+        assert [t for p in pieces for t in p.token_ids] == out.token_ids
+        actions: list[Callable[[], Any]] = [
+            lambda: llm.generate("a"),
+            lambda: llm.generate([1], SamplingParams(stop="a")),
+            lambda: llm.chat([{"role": "user", "content": "hi"}]),
+        ]
+        for action in actions:
+            with pytest.raises(ValueError, match="token"):
+                action()
+        assert is_empty(llm)
+
+
+def test_metrics_count_tokens() -> None:
+    with LLM("tiny", **OPTIONS) as llm:
+        llm.generate([[5] * 10, [6] * 7], replace(GREEDY, max_tokens=4))
+        metrics = llm.metrics
+        assert (metrics.num_steps, metrics.num_prefill_tokens, metrics.num_decode_tokens) == (4, 17, 6)
+        assert metrics.prefill_tokens_per_second > 0 and metrics.decode_tokens_per_second > 0
+
+
+def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only where asked, or on a terminal; never on stdout."""
+    for use_tqdm in (None, False, True):
+        llm.generate(PROMPT, replace(GREEDY, max_tokens=2), use_tqdm=use_tqdm)
+        shown = capsys.readouterr()
+        assert shown.out == "" and ("requests" in shown.err) == bool(use_tqdm)
+
+
+# streaming
+
+
+@pytest.mark.parametrize(
+    "wish", [GREEDY, WILD, replace(WILD, seed=5, stop=["e", "th"])], ids=["greedy", "wild", "stop"]
+)
+def test_stream_equals_generate(llm: LLM, wish: SamplingParams) -> None:
+    """Alone and several at once, by index."""
+    prompts: list[Any] = [PROMPT, "12 + 7 =", "Ada lives in Rome.", [5, 6, 7, 900, 901]]
+    outs = llm.generate(prompts, wish)
+    found = collect(llm.stream(prompts, wish))
+    assert sorted(found) == [0, 1, 2, 3]
+    for index, out in enumerate(outs):
+        check_pieces(found[index], out)
+        check_pieces(collect(llm.stream(prompts[index], wish))[0], out)
+    many = collect(llm.stream([PROMPT], [wish]))
+    check_pieces(many[0], outs[0])
+
+
+def test_stream_comes_while_it_runs(llm: LLM) -> None:
+    """The first piece is there before the last token is computed."""
+    steps = llm.metrics.num_steps
+    pieces = llm.stream(PROMPT, GREEDY)
+    next(pieces)
+    assert llm.metrics.num_steps - steps < 5
+    assert len(list(pieces)) > 10
+
+
+def test_generate_between_two_pieces(llm: LLM) -> None:
+    """Both go through the same engine, and neither notices."""
+    wanted, between = llm.generate([PROMPT, "12 + 7 ="], GREEDY)
+    for when in (0, 1, 7, 20):
+        pieces = []
+        for i, piece in enumerate(llm.stream(PROMPT, GREEDY)):
+            pieces.append(piece)
+            if i == when:
+                (out,) = llm.generate("12 + 7 =", replace(GREEDY, max_tokens=30))
+                assert out.token_ids[:24] == between.token_ids
+        check_pieces(pieces, wanted)
+
+
+def test_two_streams_open(llm: LLM) -> None:
+    """Taken in turn, and with one left lying until the other has ended."""
+    wanted = llm.generate([PROMPT, "12 + 7 ="], [GREEDY, WILD])
+    streams = [llm.stream(PROMPT, GREEDY), llm.stream("12 + 7 =", WILD)]
+    pairs = list(itertools.zip_longest(*streams))
+    for i, out in enumerate(wanted):
+        check_pieces([pair[i] for pair in pairs if pair[i] is not None], out)
+    first, second = llm.stream(PROMPT, GREEDY), llm.stream("12 + 7 =", WILD)
+    start = next(first)
+    check_pieces(list(second), wanted[1])
+    check_pieces([start, *first], wanted[0])
+
+
+def test_stream_is_checked_at_once(llm: LLM) -> None:
+    """The error comes from the call, not from the first piece; a stream that nobody reads costs nothing."""
+    with pytest.raises(ValueError, match="empty prompt"):
+        llm.stream(["ok", ""])
+    untouched = llm.stream(PROMPT)
+    assert is_empty(llm)
+    del untouched
+
+
+@pytest.mark.parametrize("how", ["close", "throw", "break", "raise"])
+def test_dropped_stream_is_taken_back(llm: LLM, how: str) -> None:
+    """Whatever ends the consumer, its prompts leave the engine, and others in it go on."""
+    wanted = llm.generate([PROMPT, "12 + 7 ="], GREEDY)
+    other = llm.stream("12 + 7 =", GREEDY)
+    start = next(other)
+    prompts: list[Any] = [PROMPT, "Ada lives", [5] * 40]
+    pieces: Any = llm.stream(prompts, GREEDY)
+    next(pieces)
+    assert len(llm.engine_core.scheduler.running) == 4
+    if how == "close":
+        pieces.close()
+    elif how == "throw":
+        with pytest.raises(KeyboardInterrupt):
+            pieces.throw(KeyboardInterrupt())
+    elif how == "break":
+        for _ in pieces:
+            break
+        del pieces
+    else:
+        with pytest.raises(ZeroDivisionError):
+            for _ in pieces:
+                raise ZeroDivisionError
+        del pieces
+    assert len(llm.engine_core.scheduler.running) == 1
+    check_pieces([start, *other], wanted[1])
+    assert llm.generate(PROMPT, GREEDY)[0].token_ids == wanted[0].token_ids
+
+
+def test_chat_equals_generate_on_the_template(llm: LLM) -> None:
+    """One conversation or several; special tokens of the template become ids, once."""
+    one = [{"role": "user", "content": "Where does Ada live?"}]
+    two = [*one, {"role": "assistant", "content": "In Rome."}, {"role": "user", "content": "And Ben?"}]
+    ids = [llm.tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in (one, two)]
+    wanted = llm.generate(ids, GREEDY)
+    assert [out.token_ids for out in llm.chat([one, two], GREEDY)] == [out.token_ids for out in wanted]
+    (out,) = llm.chat(one, GREEDY)
+    assert (out.token_ids, out.prompt_token_ids) == (wanted[0].token_ids, ids[0])
+    assert llm.tokenizer.convert_tokens_to_ids("<|im_start|>") == out.prompt_token_ids[0]
+    with pytest.raises(ValueError, match="message"):
+        llm.chat([])
+
+
+def test_chat_adds_no_second_first_token(tmp_path: Path) -> None:
+    """Where the tokenizer puts a token before every text, as Llama's does, and the template has it too: once."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    folder = tiny_folder(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = "<|im_end|>"
+    pair = (first, tokenizer.convert_tokens_to_ids(first))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[pair])
+    tokenizer.chat_template = first + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    with LLM(folder, **OPTIONS) as llm:
+        text = llm.generate("12 + 7 =", GREEDY)[0].prompt_token_ids
+        chat = llm.chat([{"role": "user", "content": "12 + 7 ="}], GREEDY)[0].prompt_token_ids
+    assert text[0] == pair[1] and text.count(pair[1]) == 1 and chat == text
+
+
+# where it stops
+
+
+def test_every_cut_of_a_text_as_stop_string(llm: LLM) -> None:
+    """Wherever the stop string begins and ends, within a token or across many, it stops there and none of it shows."""
+    for wish in (GREEDY, WILD):
+        (whole,) = llm.generate(PROMPT, wish)
+        cuts = {whole.text[i : i + n] for n in (1, 2, 3, 5, 11) for i in range(len(whole.text) - n + 1)}
+        stops = sorted(cuts)
+        assert len(stops) > 100
+        wishes = [replace(wish, stop=s) for s in stops]
+        found = collect(llm.stream([PROMPT] * len(stops), wishes))
+        for i, (stop, out) in enumerate(zip(stops, llm.generate([PROMPT] * len(stops), wishes), strict=True)):
+            check_pieces(found[i], out)
+            wanted = plain_search(whole.text, [stop])
+            assert wanted is not None and (out.text, out.stop_reason) == wanted, stop
+            assert out.finish_reason == "stop" and out.token_ids == whole.token_ids[: len(out.token_ids)]
+            if whole.text.isascii():  # no token waits for the rest of a character
+                texts = [llm.tokenizer.decode(out.token_ids[:n]) for n in (-1, len(out.token_ids))]
+                assert [stop in text for text in texts] == [False, True], "it stops at once"
+
+
+def test_several_stop_strings(llm: LLM) -> None:
+    """The one that is complete first wins, not the first in the list; of two that end together the longer is hidden."""
+    text = llm.generate(PROMPT, GREEDY)[0].text
+    cases = [
+        [text[20:40], text[25:28]],
+        [text[10:13], text[30:33]],
+        [text[30:33], text[10:13]],
+        [text[16:20], text[12:20]],
+        [text[12:20], text[16:20], "never in it"],
+        [text[-4:] + "!", text[8:12]],
+    ]
+    outs = llm.generate([PROMPT] * len(cases), [replace(GREEDY, stop=stops) for stops in cases])
+    assert [(out.text, out.stop_reason) for out in outs] == [plain_search(text, stops) for stops in cases]
+
+
+def test_held_back_text_comes_at_the_end(llm: LLM) -> None:
+    """The beginning of a stop string that never ends is shown after all."""
+    (whole,) = llm.generate(PROMPT, GREEDY)
+    for n in (1, 2, 5, 20):
+        wish = replace(GREEDY, stop=whole.text[-n:] + "\0")
+        pieces = collect(llm.stream(PROMPT, wish))[0]
+        check_pieces(pieces, whole)
+        assert not any(p.text.endswith(whole.text[-n:]) for p in pieces[:-1])
+
+
+def test_stop_token_ids(llm: LLM) -> None:
+    """The first of them ends it; its own token is the last one and belongs to the output."""
+    (whole,) = llm.generate(PROMPT, GREEDY)
+    for token in set(whole.token_ids):
+        end = whole.token_ids.index(token)
+        (out,) = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[token, VOCABULARY - 1]))
+        assert out.token_ids == whole.token_ids[: end + 1]
+        assert (out.finish_reason, out.stop_reason) == ("stop", token)
+
+
+def test_eos_ids(llm: LLM, tmp_path: Path) -> None:
+    """Every id of the list in generation_config ends a text, unless ignored; then stop_token_ids still count."""
+    (whole,) = llm.generate(PROMPT, GREEDY)
+    late, early = whole.token_ids[12], whole.token_ids[6]
+    first = min(whole.token_ids.index(late), whole.token_ids.index(early))
+    ends = SamplingParams(temperature=0, max_tokens=24)
+    for eos in ([late, early], [VOCABULARY - 1, late, early], [early, VOCABULARY - 1]):
+        with LLM(tiny_folder(tmp_path, eos_token_id=eos), **OPTIONS) as other:
+            (out,) = other.generate(PROMPT, ends)
+            assert (out.finish_reason, out.stop_reason) == ("stop", "eos")
+            assert out.token_ids == whole.token_ids[: first + 1]
+            assert other.generate(PROMPT, GREEDY)[0].token_ids == whole.token_ids
+            (out,) = other.generate(PROMPT, replace(GREEDY, stop_token_ids=[early]))
+            assert (out.finish_reason, out.stop_reason) == ("stop", early)
+    with LLM(tiny_folder(tmp_path, eos_token_id=early), **OPTIONS) as other:
+        assert len(other.generate(PROMPT, ends)[0].token_ids) == whole.token_ids.index(early) + 1
+
+
+def test_special_tokens_are_not_in_the_text(llm: LLM, tmp_path: Path) -> None:
+    """An end token is in token_ids and not in text."""
+    special = llm.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with LLM("tiny", **OPTIONS) as other:
+        forward = other.engine_core.runner.forward
+
+        def always_end(batch: Any) -> Any:
+            out = forward(batch)
+            return replace(out, token_ids=dict.fromkeys(out.token_ids, (special,)))
+
+        other.engine_core.runner.forward = always_end  # type: ignore[method-assign]
+        (out,) = other.generate(PROMPT, SamplingParams(max_tokens=5))
+        assert (out.token_ids, out.text, out.stop_reason) == ([special], "", "eos")
+        (out,) = other.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
+        assert (out.token_ids, out.text, out.stop_reason) == ([special] * 5, "", "max_tokens")
+        check_pieces(collect(other.stream(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)))[0], out)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17])
+def test_max_tokens_is_exact(llm: LLM, n: int) -> None:
+    for prompt in ([7], list(range(15)), list(range(16)), list(range(17))):
+        (out,) = llm.generate(prompt, replace(GREEDY, max_tokens=n))
+        assert len(out.token_ids) == n and (out.finish_reason, out.stop_reason) == ("length", "max_tokens")
+
+
+def test_length_by_max_model_len(llm: LLM) -> None:
+    whole = llm.generate(list(range(9)), GREEDY)[0].token_ids
+    with LLM("tiny", max_model_len=20, **OPTIONS) as short:
+        for n in (1, 9, 19):
+            (out,) = short.generate(list(range(n)), replace(GREEDY, max_tokens=500))
+            assert len(out.token_ids) == 20 - n and (out.finish_reason, out.stop_reason) == ("length", "max_model_len")
+            assert n != 9 or out.token_ids == whole[:11]
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_length_by_the_pool(size: int, llm: LLM) -> None:
+    """A lone sequence may fill the pool, and one token more, whose K/V nobody needs."""
+    whole = llm.generate(list(range(9)), GREEDY)[0].token_ids
+    with LLM("tiny", device="cpu", kv_cache_block_size=size, num_kvcache_blocks=32 // size) as small:
+        for n in (1, 9, 31, 32):
+            (out,) = small.generate(list(range(n)), replace(GREEDY, max_tokens=500))
+            assert len(out.token_ids) == 33 - n and (out.finish_reason, out.stop_reason) == ("length", "kv_cache")
+            assert n != 9 or out.token_ids == whole
+        assert is_empty(small)
+
+
+# what is refused
+
+
+def refused(action: Callable[[], Any], *words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        action()
+    message = str(caught.value)
+    assert all(re.search(word, message) for word in words), f"{message!r} lacks one of {words}"
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", ["empty prompt", "0 tokens", "at least 1"]),
+        ([[]], ["empty prompt", "0 tokens", "at least 1"]),
+        ([5] * 2048, ["2048", "max_model_len=2048"]),
+        ([5] * 5000, ["5000", "max_model_len=2048"]),
+        ([5] * 1601, ["1601", "100 blocks x 16", "num_kvcache_blocks"]),
+        ([1, VOCABULARY], ["prompt", f"vocabulary of {VOCABULARY}"]),
+        ([2**40], [str(2**40), str(VOCABULARY)]),
+        ([3, -1], ["-1", str(VOCABULARY)]),
+        ([3, True], ["True"]),
+        ([True, 3], ["True"]),
+        ([3, 1.5], ["1.5"]),
+        ([3, "a"], ["'a'"]),
+        ([3, None], ["None"]),
+        ([1.5], ["float"]),
+        ([None], ["NoneType"]),
+        (5, ["int"]),
+        (1.5, ["float"]),
+        (None, ["NoneType"]),
+        (b"ab", ["bytes"]),
+        ({"prompt": "a"}, ["dict"]),
+    ],
+    ids=lambda value: str(value)[:24] if not isinstance(value, list) or len(value) < 9 else f"{len(value)} tokens",
+)
+def test_bad_prompts(prompt: Any, words: list[str], shared: LLM) -> None:
+    """Number, limit and knob; alone, in the middle of a list of good ones, streamed, and by add_request."""
+    with LLM("tiny", device="cpu", num_kvcache_blocks=100) as small:
+        refused(lambda: small.generate(prompt, GREEDY), *words)
+        refused(lambda: small.stream(prompt, GREEDY), *words)
+        one = prompt[0] if prompt == [[]] else prompt
+        if isinstance(one, str) or (isinstance(one, list) and one and isinstance(one[0], int)) or one == []:
+            refused(lambda: small.generate([PROMPT, one, PROMPT], GREEDY), *words)
+            refused(lambda: small.stream([PROMPT, one, PROMPT], GREEDY), *words)
+            refused(lambda: small.add_request(one, GREEDY), *words)
+        assert is_empty(small)
+        assert small.metrics.num_steps == 0
+        assert small.generate(PROMPT, GREEDY)[0].token_ids == shared.generate(PROMPT, GREEDY)[0].token_ids
+
+
+NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "logprobs"]
+COUNTS = ["kv_cache_block_size", "num_kvcache_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"]
+OUTSIDE = {
+    "temperature": (-0.1, -1, math.nan, math.inf, -math.inf),
+    "top_p": (0, 0.0, -0.5, 1.0001, 2, math.nan, math.inf),
+    "top_k": (-2, 1.5, 5.0, math.nan, math.inf),
+    "min_p": (-0.01, 1.01, math.nan, math.inf),
+    "repetition_penalty": (0, -1.0, math.nan, math.inf),
+    "max_tokens": (0, -1, 1.5, 16.0, math.nan, math.inf),
+    "logprobs": (-1, 21, 1.0, math.nan),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NUMBERS for value in OUTSIDE[name]])
+def test_sampling_params_out_of_range(name: str, value: float) -> None:
+    limit = {"top_p": "1", "min_p": "1", "logprobs": "20", "max_tokens": "1", "top_k": "-1"}.get(name, "0")
+    options: dict[str, Any] = {name: value}
+    refused(lambda: SamplingParams(**options), re.escape(f"{name}={value!r}"), limit, "set SamplingParams")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [True, False, "1", [1], "a", b"1", {}], ids=repr)
+def test_no_numbers(name: str, value: Any) -> None:
+    refused(lambda: SamplingParams(**{name: value}), re.escape(f"{name}={value!r}"), "number")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stop": ""}, ["stop", "empty"]),
+        ({"stop": ["a", ""]}, ["stop", "empty"]),
+        ({"stop": [1]}, ["stop", "1"]),
+        ({"stop": 5}, ["stop", "5"]),
+        ({"stop": True}, ["stop", "True"]),
+        ({"stop": [b"a"]}, ["stop"]),
+        ({"stop_token_ids": [-1]}, ["stop_token_ids", "-1"]),
+        ({"stop_token_ids": [True]}, ["stop_token_ids", "True"]),
+        ({"stop_token_ids": [1.0]}, ["stop_token_ids", "1.0"]),
+        ({"stop_token_ids": ["1"]}, ["stop_token_ids", "'1'"]),
+        ({"stop_token_ids": 5}, ["stop_token_ids", "5"]),
+        ({"stop_token_ids": "12"}, ["stop_token_ids"]),
+        ({"seed": 1.5}, ["seed=1.5"]),
+        ({"seed": True}, ["seed=True"]),
+        ({"seed": "1"}, ["seed='1'"]),
+        ({"ignore_eos": "no"}, ["ignore_eos='no'"]),
+        ({"temprature": 1.0}, ["'temprature'", "'temperature'"]),
+        ({"top_pp": 1.0}, ["'top_pp'", "'top_p'"]),
+        ({"n": 2}, ["'n'", "temperature"]),
+        ({"max_token": 2}, ["'max_token'", "'max_tokens'"]),
+    ],
+    ids=str,
+)
+def test_bad_sampling_params(options: dict[str, Any], words: list[str]) -> None:
+    refused(lambda: SamplingParams(**options), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(
+            ({name: value}, [re.escape(f"{name}={value!r}"), "1"])
+            for name in COUNTS
+            for value in (0, -1, 1.5, True, "16", math.nan)
+        ),
+        *(({"gpu_memory_utilization": v}, ["gpu_memory_utilization", repr(v)]) for v in (0, 1.1, math.nan, "1", True)),
+        *(({"scheduler_delay_factor": v}, ["scheduler_delay_factor", repr(v)]) for v in (-1, math.nan, math.inf, "1")),
+        *(({"dtype": v}, ["dtype", "float32"]) for v in ("int8", "fp32", 32)),
+        *(({"enable_prefix_caching": v}, ["enable_prefix_caching", repr(v)]) for v in ("no", 2)),
+        ({"max_model_len": 2049}, ["2049", "2048"]),
+        ({"max_num_seq": 4}, ["'max_num_seq'", "'max_num_seqs'"]),
+        ({"block_size": 4}, ["'block_size'"]),
+        ({"tensor_parallel_size": 2}, ["tensor_parallel_size"]),
+        ({"device": "gpu"}, ["device", "'gpu'", "cpu"]),
+        ({"device": 5}, ["device", "5"]),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ["2048", "100", "max_num_batched_tokens"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_options(options: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before a weight is read, with number, limit and knob, or the nearest name."""
+    monkeypatch.delattr("atom_mini.model_runner.load_model")
+    refused(lambda: LLM("tiny", **options), *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here there is one")
+def test_no_gpu_here() -> None:
+    refused(lambda: LLM("tiny", device="cuda"), "device", "'cuda'", "cpu")
+
+
+def test_bad_requests(llm: LLM) -> None:
+    """What needs the engine to be judged, and lists that do not match."""
+    refused(
+        lambda: llm.generate(PROMPT, SamplingParams(stop_token_ids=[VOCABULARY])),
+        str(VOCABULARY),
+        "stop_token_ids",
+        "vocabulary",
+    )
+    many: Any
+    for many in ([], [GREEDY], [GREEDY] * 3):
+        words = "2 prompts", f"{len(many)} sampling_params"
+        refused(partial(llm.generate, ["a", "b"], many), *words)
+        refused(partial(llm.stream, ["a", "b"], many), *words)
+    for many in ({"max_tokens": 3}, 5, "greedy", [{"max_tokens": 3}], [None]):
+        refused(partial(llm.generate, PROMPT, many), "SamplingParams")
+
+
+def test_sampling_params_stay_as_they_are(llm: LLM) -> None:
+    """One object for many prompts, used again; the caller's lists too."""
+    stop, ids = ["zz", "qq"], [900]
+    params = SamplingParams(temperature=1.0, max_tokens=6, stop=stop, stop_token_ids=ids)
+    before = copy.deepcopy(params)
+    prompts: list[Any] = [PROMPT, "12 + 7 =", [5, 6]]
+    llm.generate(prompts, params)
+    list(llm.stream(PROMPT, params))
+    assert params == before and (stop, ids) == (["zz", "qq"], [900])
+    stop.append("xx")
+    assert params == before
+    with pytest.raises(AttributeError):
+        params.max_tokens = 5  # type: ignore[misc]
+
+
+# steps, aborts, interrupts, the end
+
+
+def test_step_and_add_request(llm: LLM) -> None:
+    """Everything that `generate` does can be done by hand."""
+    (wanted,) = llm.generate(PROMPT, GREEDY)
+    assert llm.step() is None
+    ids = [llm.add_request(PROMPT, GREEDY), llm.add_request([5, 6, 7], replace(GREEDY, max_tokens=3))]
+    assert len(set(ids)) == 2 and len(llm.engine_core.scheduler.waiting) == 2
+    tokens: dict[int, list[int]] = {i: [] for i in ids}
+    finished: dict[int, str | None] = {}
+    while (step := llm.step()) is not None:
+        assert step.seconds > 0 and step.batch.total_seqs_num >= 1
+        for output in step.outputs:
+            tokens[output.request_id] += output.output_tokens
+        finished |= {seq.id: seq.leave_reason for seq in step.finished}
+    assert finished == dict.fromkeys(ids, "max_tokens")
+    assert tokens[ids[0]] == wanted.token_ids and len(tokens[ids[1]]) == 3
+    assert isinstance(llm.add_request(PROMPT), int)
+    llm.generate("12 + 7 =", replace(GREEDY, max_tokens=80))  # which runs the other one to its end as well
+
+
+def test_abort(llm: LLM) -> None:
+    """Waiting or running, once; the rest goes on."""
+    (wanted,) = llm.generate(PROMPT, GREEDY)
+    stays, goes, waits = (llm.add_request(PROMPT, GREEDY) for _ in range(3))
+    assert llm.abort(waits) and not llm.abort(waits)
+    for _ in range(3):
+        llm.step()
+    assert llm.abort(goes) and not llm.abort(goes) and not llm.abort(10**9)
+    assert [seq.id for seq in llm.engine_core.scheduler.running] == [stays]
+    tokens = list(llm.engine_core.scheduler.running[0].completion_token_ids)
+    while (step := llm.step()) is not None:
+        tokens += [t for output in step.outputs for t in output.output_tokens]
+    assert tokens == wanted.token_ids and not llm.abort(stays)
+
+
+def test_abort_of_a_stream(llm: LLM) -> None:
+    """The stream ends with what there was, and says so."""
+    (wanted,) = llm.generate(PROMPT, GREEDY)
+    pieces = llm.stream(PROMPT, GREEDY)
+    taken = [next(pieces) for _ in range(3)]
+    (request_id,) = llm._requests
+    assert llm.abort(request_id)
+    taken += pieces
+    out = taken[-1].output
+    assert out is not None and (out.finish_reason, out.stop_reason, taken[-1].finish_reason) == ("abort",) * 3
+    check_pieces(taken, out)
+    assert wanted.token_ids[: len(out.token_ids)] == out.token_ids and 3 <= len(out.token_ids) < 24
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("after", [False, True], ids=["before the step", "after it"])
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_interrupted_step(
+    call: int, after: bool, error: type[BaseException], shared: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C within a step: the interrupted requests are gone, others lose nothing, and the next call is right."""
+    prompts: list[Any] = [PROMPT, [5] * 40, "12 + 7 =", [5] * 33]
+    wanted = [out.token_ids for out in shared.generate(prompts, GREEDY)]
+    (alone,) = shared.generate("Ada lives in", GREEDY)
+    options = {"device": "cpu", "num_kvcache_blocks": 12, "max_num_batched_tokens": 32}  # chunks and preemptions too
+    with LLM("tiny", **options) as llm:
+        runner: Any = llm.engine_core.runner
+        runner.kv_cache.fill_(math.nan)  # a block that is taken for computed and is not will show
+        forward, calls = runner.forward, itertools.count(1)
+
+        def failing(batch: Any) -> Any:
+            fails = next(calls) == call
+            if fails and not after:
+                raise error
+            output = forward(batch)
+            if fails:
+                raise error
+            return output
+
+        bystander = llm.stream("Ada lives in", GREEDY)
+        pieces = [next(bystander)]
+        monkeypatch.setattr(runner, "forward", failing)
+        with pytest.raises(error):
+            llm.generate(prompts, GREEDY)
+        assert len(llm._requests) == 1
+        check_pieces(pieces + list(bystander), alone)
+        assert is_empty(llm)
+        assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == wanted
+        calls = itertools.count(1)
+        with pytest.raises(error):
+            list(llm.stream(prompts, GREEDY))
+        assert is_empty(llm)
+        assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == wanted
+
+
+def test_close() -> None:
+    """Afterwards every use says why not; closing twice is no mistake; what ran is aborted."""
+    llm = LLM("tiny", **OPTIONS)
+    pieces = llm.stream(PROMPT, GREEDY)
+    next(pieces)
+    request = llm.add_request(PROMPT, GREEDY)
+    runner = weakref.ref(llm.engine_core.runner)
+    assert llm.close() is None  # type: ignore[func-returns-value]
+    assert is_empty(llm)
+    gc.collect()
+    assert runner() is None, "something still holds the memory"
+    actions: list[Callable[[], Any]] = [
+        lambda: llm.generate(PROMPT),
+        lambda: llm.stream(PROMPT),
+        lambda: llm.chat([{"role": "user", "content": "hi"}]),
+        lambda: llm.add_request(PROMPT),
+        lambda: llm.step(),
+        lambda: next(pieces),
+    ]
+    for action in actions:
+        refused(action, "closed")
+    assert not llm.abort(request)
+    llm.close()
+    with LLM("tiny", **OPTIONS) as other:
+        other.close()
+
+
+def test_context_manager_closes_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), LLM("tiny", **OPTIONS) as llm:
+        raise ZeroDivisionError
+    refused(lambda: llm.generate(PROMPT), "closed")
+
+
+def test_two_engines_at_once(llm: LLM) -> None:
+    """Nothing is global: two models run step by step beside each other."""
+    (wanted,) = llm.generate(PROMPT, GREEDY)
+    with LLM("tiny", device="cpu", kv_cache_block_size=4, num_kvcache_blocks=50) as other:
+        pairs = list(zip(llm.stream(PROMPT, GREEDY), other.stream(PROMPT, GREEDY), strict=True))
+    assert all(a.text == b.text for a, b in pairs)
+    check_pieces([a for a, _ in pairs], wanted)
+
+
+def test_same_prompt_many_times(llm: LLM) -> None:
+    """Identical prompts in one call share their blocks, and all say the same."""
+    prompt = llm.tokenizer.encode("Ada lives in Rome. Ben likes plums. " * 4)
+    with recorded(llm) as recorder:
+        outs = llm.generate([prompt] * 5, GREEDY)
+    assert len({tuple(out.token_ids) for out in outs}) == 1
+    computed = sum(batch.total_tokens_num for batch in recorder.batches[:5] if batch.type.name == "PREFILL")
+    assert computed < 3 * len(prompt)
+
+
+# the package and the command
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=300)
+
+
+def test_import_is_light() -> None:
+    """`import atom_mini` and a `SamplingParams` need neither torch nor transformers."""
+    code = (
+        "import sys, json, atom_mini; atom_mini.SamplingParams(temperature=0.5); "
+        "print(json.dumps([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules]))"
+    )
+    assert json.loads(run_python("-c", code).stdout) == []
+
+
+def test_command() -> None:
+    done = run_python("-m", "atom_mini", "Once upon", "12 + 7 =", "--max-tokens", "5", "--temperature", "0")
+    assert done.returncode == 0, done.stderr
+    assert "Once upon" in done.stdout and "12 + 7 =" in done.stdout and "tokens/s" in done.stdout
+
+
+def test_command_with_a_bad_model() -> None:
+    done = run_python("-m", "atom_mini", "--model", "no/such-model")
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and "no/such-model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-tokens", "0"], "max_tokens=0"),
+        (["--temperature", "-1"], "temperature=-1"),
+        (["--top-p", "2"], "top_p=2"),
+        (["--model", "."], "config.json"),
+        ([""], "empty prompt"),
+    ],
+    ids=str,
+)
+def test_command_with_bad_options(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err and len(shown.err.strip().splitlines()) == 1
+
+
+def test_command_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atom_mini.model_runner.ModelRunner.forward", interrupt)
+    assert main(["Once", "--device", "cpu"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_command_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["Where is Ada?", "--chat", "--max-tokens", "3", "--seed", "1", "--top-p", "0.9", "--device", "cpu"]) == 0
+    )
+    assert "Where is Ada?" in capsys.readouterr().out

@@ -1,0 +1,495 @@
+"""The scheduler alone, without a model: who runs, with how many tokens, and why a request ends.
+
+What the field learned the hard way has tests by name in test_rules.py; whole random loads run in test_fuzz.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+
+import atom_mini.scheduler as scheduler_module
+from atom_mini.config import Config, SamplingParams
+from atom_mini.engine_core import EngineCore
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, chunk_size
+from atom_mini.sequence import RequestOutput, Sequence, SequenceStatus, SequenceType
+
+PREFILL, DECODE = SequenceType.PREFILL, SequenceType.DECODE
+
+
+def make(**options: Any) -> Scheduler:
+    return Scheduler(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}))
+
+
+def request(id: int, prompt: int | list[int], max_tokens: int = 8, size: int = 4, **params: Any) -> Sequence:
+    """A number stands for that many tokens that nobody else has."""
+    tokens = [1000 * (id + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    return Sequence(tokens, size, SamplingParams(max_tokens=max_tokens, **params), id=id)
+
+
+def add(scheduler: Scheduler, *seqs: Sequence) -> None:
+    for seq in seqs:
+        scheduler.add(seq)
+
+
+def step(scheduler: Scheduler, token: int = 1) -> tuple[SequenceType, dict[int, int]]:
+    """One step of a model that always says `token`: its type, and the tokens computed by request."""
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    batch, seqs = scheduled
+    scheduler.postprocess(list(seqs.values()), answer(batch, token))
+    scheduler.block_manager.check(scheduler.running)
+    return batch.type, dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True))
+
+
+def answer(batch: ScheduledBatch, token: int = 1) -> ScheduledBatchOutput:
+    return ScheduledBatchOutput({i: (token,) for i, last in zip(batch.req_ids, batch.is_sampled, strict=True) if last})
+
+
+def run(scheduler: Scheduler) -> list[tuple[SequenceType, dict[int, int]]]:
+    steps = []
+    while not scheduler.is_finished():
+        steps.append(step(scheduler))
+        assert len(steps) < 1000
+    return steps
+
+
+# ---- gates ----
+
+
+def test_prompts_share_a_step_up_to_the_budget() -> None:
+    scheduler = make(max_num_batched_tokens=12)
+    add(scheduler, request(0, 5), request(1, 5), request(2, 5))
+    assert step(scheduler) == (PREFILL, {0: 5, 1: 5})  # the 2 tokens left would cut a block
+    assert step(scheduler) == (PREFILL, {2: 5})
+    assert step(scheduler) == (DECODE, {0: 1, 1: 1, 2: 1})
+
+
+def test_admission_needs_the_blocks_of_the_whole_prompt() -> None:
+    """Memory for half a prompt would be a promise to nobody: 8 of its 28 tokens fit the step, 7 blocks are not free."""
+    scheduler = make(num_kvcache_blocks=8, max_num_batched_tokens=16)
+    add(scheduler, request(0, 5, max_tokens=2), request(1, 28))
+    assert step(scheduler) == (PREFILL, {0: 5})
+    assert step(scheduler) == (DECODE, {0: 1})  # and ends
+    assert step(scheduler) == (PREFILL, {1: 16})
+
+
+def test_admission_leaves_a_block_free_for_each_who_runs() -> None:
+    scheduler = make(num_kvcache_blocks=6)
+    add(scheduler, request(0, 8), request(1, 8), request(2, 4))
+    assert step(scheduler) == (PREFILL, {0: 8, 1: 8})  # 2 blocks are left and 2 run: the third, of 1 block, would need 3
+    assert scheduler.block_manager.num_free_blocks == 2
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
+    scheduler = make(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=16)
+    add(scheduler, request(0, 9), request(1, 9))
+    assert step(scheduler) == (PREFILL, {0: 9})
+    assert step(scheduler) == (PREFILL, {1: 9})
+
+
+def test_the_decode_batch_is_bounded_by_the_budget_too() -> None:
+    scheduler = make(max_num_batched_tokens=2)
+    add(scheduler, *(request(i, 1, max_tokens=2) for i in range(3)))
+    assert [step(scheduler)[1] for _ in range(2)] == [{0: 1, 1: 1}, {2: 1}]
+    assert step(scheduler) == (DECODE, {0: 1, 1: 1})
+    assert step(scheduler) == (DECODE, {2: 1})
+
+
+# ---- chunks ----
+
+
+@pytest.mark.parametrize(
+    ("computed", "missing", "budget", "may_exceed", "expected"),
+    [
+        (0, 100, 100, False, 100),  # all of it
+        (0, 3, 7, False, 3),
+        (0, 100, 7, False, 4),  # to the border
+        (5, 100, 8, False, 7),  # from inside a block to a border
+        (5, 100, 2, False, 0),  # no border in reach: leave it,
+        (5, 100, 2, True, 2),  # unless nothing else is in the step
+        (4, 100, 3, False, 0),
+        (0, 100, 0, True, 0),
+    ],
+)
+def test_chunk_size(computed: int, missing: int, budget: int, may_exceed: bool, expected: int) -> None:
+    assert chunk_size(computed, missing, budget, 4, may_exceed) == expected
+
+
+def test_chunks_end_at_block_borders_and_only_the_last_samples() -> None:
+    scheduler = make(max_num_batched_tokens=10)
+    add(scheduler, request(0, 21))
+    sampled = []
+    for n in (8, 8, 5):
+        batch, seqs = scheduler.schedule() or pytest.fail("nothing scheduled")
+        assert batch.num_scheduled_tokens.tolist() == [n]
+        sampled.append(batch.is_sampled.tolist())
+        scheduler.postprocess(list(seqs.values()), answer(batch))
+    assert sampled == [[False], [False], [True]]
+
+
+def test_what_a_chunk_leaves_of_the_budget_goes_to_the_next_prompt() -> None:
+    scheduler = make(max_num_batched_tokens=10)
+    add(scheduler, request(0, 21), request(1, 2), request(2, 9))
+    assert step(scheduler) == (PREFILL, {0: 8, 1: 2})
+    assert step(scheduler) == (PREFILL, {0: 8})
+    assert step(scheduler) == (PREFILL, {0: 5, 2: 4})  # 5 are left, 4 end a block
+
+
+def test_a_prompt_cut_before_its_last_token_ends_as_a_decode() -> None:
+    """One token to compute is a decode, however it came to that; no flag says so."""
+    scheduler = make(max_num_batched_tokens=8)
+    seq = request(0, 9, max_tokens=1)
+    add(scheduler, seq)
+    assert [step(scheduler), step(scheduler)] == [(PREFILL, {0: 8}), (DECODE, {0: 1})]
+    assert seq.leave_reason == "max_tokens"
+
+
+def test_a_budget_below_a_block_goes_on_all_the_same() -> None:
+    scheduler = make(max_num_batched_tokens=3)
+    add(scheduler, request(0, 8, max_tokens=1))
+    assert [n for _, n in run(scheduler)] == [{0: 3}, {0: 1}, {0: 3}, {0: 1}]
+
+
+# ---- the delay gate ----
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The scheduler's time, in seconds; set `clock[0]`."""
+    now = [100.0]
+    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_the_delay_gate_waits_for_a_multiple_of_the_last_prompt_step(clock: list[float]) -> None:
+    scheduler = make(scheduler_delay_factor=2.0)
+    add(scheduler, request(0, 4))
+    assert step(scheduler)[0] is PREFILL  # nothing runs: the gate is open
+    clock[0] += 3.0  # so long did the prompt take
+    late = request(1, 4)
+    assert late.arrive_time == 103.0
+    add(scheduler, late)
+    assert step(scheduler) == (DECODE, {0: 1})
+    clock[0] = 109.0  # has waited 2 x 3 seconds: not *longer* than that
+    assert step(scheduler) == (DECODE, {0: 1})
+    clock[0] = 109.1
+    assert step(scheduler) == (PREFILL, {1: 4})
+
+
+def test_the_delay_gate_opens_for_the_oldest_and_lets_the_others_in_with_it(clock: list[float]) -> None:
+    scheduler = make(scheduler_delay_factor=1.0)
+    add(scheduler, request(0, 4, max_tokens=20))
+    step(scheduler)
+    clock[0] += 1.0
+    add(scheduler, request(1, 4))
+    assert step(scheduler) == (DECODE, {0: 1})
+    clock[0] += 1.01
+    add(scheduler, request(2, 4))
+    assert step(scheduler) == (PREFILL, {1: 4, 2: 4})
+
+
+def test_the_delay_gate_does_not_stop_a_prompt_that_was_cut(clock: list[float]) -> None:
+    scheduler = make(scheduler_delay_factor=1e9, max_num_batched_tokens=5)
+    add(scheduler, request(0, 1), request(1, 12))
+    assert step(scheduler) == (PREFILL, {0: 1, 1: 4})
+    clock[0] += 1.0
+    add(scheduler, request(2, 1))
+    assert step(scheduler) == (PREFILL, {1: 4})
+    assert step(scheduler) == (PREFILL, {1: 4})
+    assert step(scheduler) == (DECODE, {0: 1, 1: 1})
+
+
+def test_a_delay_factor_of_zero_never_waits(clock: list[float]) -> None:
+    scheduler = make()
+    add(scheduler, request(0, 4))
+    step(scheduler)
+    clock[0] += 1e9
+    add(scheduler, request(1, 4))
+    assert step(scheduler) == (PREFILL, {1: 4})
+
+
+# ---- decodes between prompts ----
+
+
+def test_interleave_forbids_two_prompt_steps_in_a_row_while_somebody_decodes() -> None:
+    kinds = {}
+    for interleave in (False, True):
+        scheduler = make(max_num_batched_tokens=8, interleave_decode=interleave)
+        add(scheduler, request(0, 2, max_tokens=9))
+        step(scheduler)
+        add(scheduler, request(1, 24, max_tokens=1))
+        kinds[interleave] = [kind.name[0] for kind, _ in run(scheduler)]
+    assert "".join(kinds[False]) == "PPPDDDDDDDD"
+    assert "".join(kinds[True]) == "DPDPDPDDDDD"
+
+
+def test_interleave_does_not_wait_where_nobody_decodes() -> None:
+    scheduler = make(max_num_batched_tokens=8, interleave_decode=True)
+    add(scheduler, request(0, 24, max_tokens=1))
+    assert [kind for kind, _ in run(scheduler)] == [PREFILL] * 3
+
+
+def test_interleaved_decode_that_preempts_itself_lets_the_cut_prompt_go_on() -> None:
+    """The only sequence that could decode came last and outgrows the pool: it steps back, the prompt before it runs."""
+    scheduler = make(kv_cache_block_size=2, num_kvcache_blocks=12, max_num_batched_tokens=3, interleave_decode=True)
+    add(scheduler, request(0, 20, max_tokens=2, size=2), request(1, 1, max_tokens=20, size=2))
+    steps = run(scheduler)
+    assert scheduler.num_preemptions >= 1
+    first = next(i for i, (kind, ids) in enumerate(steps) if i and kind is PREFILL and steps[i - 1][0] is PREFILL)
+    assert steps[first][1].keys() == {0}
+
+
+# ---- preemption and failed steps ----
+
+
+def test_the_last_one_gives_its_blocks_and_is_the_first_to_come_back() -> None:
+    scheduler = make(num_kvcache_blocks=5)
+    seqs = [request(0, 7), request(1, 7), request(2, 3, max_tokens=2)]
+    add(scheduler, *seqs)
+    assert step(scheduler) == (PREFILL, {0: 7, 1: 7})
+    assert step(scheduler) == (DECODE, {0: 1, 1: 1})
+    assert step(scheduler) == (DECODE, {0: 1})  # 1 free block was left for two who wanted one each
+    assert [s.id for s in scheduler.running] == [0] and [s.id for s in scheduler.waiting] == [1, 2]
+    assert seqs[1].num_completion_tokens == 2 and not seqs[1].block_table
+    run(scheduler)
+    assert scheduler.num_preemptions == sum(s.num_preemptions for s in seqs) == 1
+
+
+def test_a_failed_step_leaves_the_queues_in_their_order() -> None:
+    scheduler = make(max_num_batched_tokens=12)
+    add(scheduler, *(request(i, 5) for i in range(4)))
+    scheduled = scheduler.schedule()
+    assert scheduled is not None and list(scheduled[1]) == [0, 1]
+    scheduler.rollback(list(scheduled[1].values()))
+    assert [s.id for s in scheduler.waiting] == [0, 1, 2, 3] and not scheduler.running
+    assert scheduler.block_manager.num_free_blocks == 64
+    scheduler.block_manager.check([])
+    assert step(scheduler) == (PREFILL, {0: 5, 1: 5})
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseException]) -> None:
+    class Runner:
+        calls = 0
+
+        def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+            self.calls += 1
+            if self.calls == 3:
+                raise error
+            return answer(batch)
+
+    core = EngineCore(Config(kv_cache_block_size=4, num_kvcache_blocks=8), Runner())
+    seqs = [request(i, 5, max_tokens=5) for i in range(2)]
+    for seq in seqs:
+        core.add(seq)
+    raised = 0
+    while not core.is_finished():
+        try:
+            core.step()
+        except error:
+            raised += 1
+            assert [len(s) for s in seqs] == [7, 7]  # what two steps gave is kept
+        core.scheduler.block_manager.check(core.scheduler.running)
+    assert raised == 1 and all(s.completion_token_ids == [1] * 5 for s in seqs)
+    assert core.step() is None
+
+
+# ---- stops and streams ----
+
+
+def finish(tokens: tuple[int, ...], checker: Callable[[int], str | None] | None = None, **params: Any) -> Sequence:
+    """One step that answers `tokens`, as speculative decoding will; ids 0 and 2 end a text."""
+    scheduler = make()
+    scheduler.eos_token_ids = frozenset([0, 2])
+    seq = Sequence([5, 6, 7], 4, SamplingParams(**params), stop_checker=checker)
+    scheduler.add(seq)
+    assert scheduler.schedule() is not None
+    logprobs = {seq.id: [{t: -float(i)} for i, t in enumerate(tokens)]}
+    scheduler.postprocess([seq], ScheduledBatchOutput({seq.id: tokens}, logprobs))
+    return seq
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "reason", "kept"),
+    [
+        ((4, 0, 9), {"stop_token_ids": [9]}, "eos", 2),
+        ((4, 2), {}, "eos", 2),  # one of several ids that end a text
+        ((4, 9, 0), {"stop_token_ids": [9]}, "stop_9", 2),
+        ((4, 0, 9), {"stop_token_ids": [9], "ignore_eos": True}, "stop_9", 3),
+        ((4, 4, 0), {"max_tokens": 2}, "max_tokens", 2),
+        ((4, 0, 4), {"max_tokens": 2}, "eos", 2),  # at the same token: the end of the text,
+        ((4, 9, 4), {"max_tokens": 2, "stop_token_ids": [9]}, "stop_9", 2),  # a stop id,
+        ((4, 4, 4), {"max_tokens": 2, "ignore_eos": True}, "max_tokens", 2),  # the length
+        ((0,), {"stop_token_ids": [0]}, "eos", 1),  # asked for twice
+        ((0, 4), {"stop_token_ids": [0], "ignore_eos": True}, "stop_0", 1),
+        ((4, 4, 4), {}, None, 3),
+    ],
+)
+def test_stop_order(tokens: tuple[int, ...], params: dict[str, Any], reason: str | None, kept: int) -> None:
+    seq = finish(tokens, **params)
+    assert seq.leave_reason == reason and seq.is_finished == (reason is not None)
+    assert tuple(seq.completion_token_ids) == tokens[:kept]
+    assert len(seq.logprobs) == kept, "log probabilities are cut with their tokens"
+
+
+def test_a_stop_string_comes_before_an_id_at_the_same_token_but_not_before_an_earlier_one() -> None:
+    at_nine = lambda token: "end" if token == 9 else None  # noqa: E731
+    assert finish((4, 9, 4), at_nine, stop_token_ids=[9]).leave_reason == "stop_sequence"
+    assert finish((4, 0, 9), at_nine).leave_reason == "eos"
+
+
+def test_the_stop_checker_sees_each_kept_token_once_in_order() -> None:
+    """The text side counts on it: a token after the stop, or one twice, would be in the text."""
+    seen: list[int] = []
+    finish((4, 5, 0, 6), seen.append, max_tokens=9)
+    assert seen == [4, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "reason", "length"),
+    [
+        (6, {"num_kvcache_blocks": 3}, "kv_cache", 13),  # the last token needs no slot
+        (6, {"max_model_len": 10}, "max_model_len", 10),
+        (6, {"max_model_len": 13, "num_kvcache_blocks": 3}, "max_model_len", 13),
+        (6, {"max_model_len": 14, "num_kvcache_blocks": 3}, "kv_cache", 13),
+    ],
+)
+def test_length_limits(prompt: int, options: dict[str, Any], reason: str, length: int) -> None:
+    scheduler = make(**options)
+    seq = request(0, prompt, max_tokens=100)
+    add(scheduler, seq)
+    run(scheduler)
+    assert (seq.leave_reason, seq.num_tokens) == (reason, length)
+
+
+def test_a_wish_that_ends_exactly_at_the_pool_is_max_tokens() -> None:
+    scheduler = make(num_kvcache_blocks=3)
+    seq = request(0, 6, max_tokens=7)
+    add(scheduler, seq)
+    run(scheduler)
+    assert (seq.leave_reason, seq.num_tokens) == ("max_tokens", 13)
+
+
+def test_stream_outputs_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
+    scheduler = make(max_num_batched_tokens=8)
+    add(scheduler, request(0, 3, max_tokens=2), request(1, 9, max_tokens=1))
+    streams: list[list[RequestOutput]] = []
+    while scheduled := scheduler.schedule():
+        streams.append([])
+        batch, seqs = scheduled
+        finished = scheduler.postprocess(list(seqs.values()), answer(batch, 7), streams[-1])
+        assert [s.id for s in finished] == [o.request_id for o in streams[-1] if o.finished]
+    assert streams == [
+        [RequestOutput(0, (7,))],  # the chunk of request 1 has nothing to say
+        [RequestOutput(1, (7,), True, "max_tokens")],
+        [RequestOutput(0, (7,), True, "max_tokens")],
+    ]
+
+
+def test_times_and_status_of_a_life(clock: list[float]) -> None:
+    scheduler = make()
+    seq = request(0, 3, max_tokens=2)
+    assert seq.status is SequenceStatus.WAITING and seq.arrive_time == 100.0
+    add(scheduler, seq)
+    clock[0] = 101.0
+    step(scheduler)
+    assert seq.status is SequenceStatus.RUNNING and seq.first_token_time == 101.0 and seq.leave_reason is None
+    clock[0] = 103.0
+    step(scheduler)
+    assert seq.status is SequenceStatus.FINISHED and (seq.first_token_time, seq.leave_time) == (101.0, 103.0)
+
+
+# ---- abort ----
+
+
+@pytest.mark.parametrize("state", ["waiting", "between chunks", "decoding", "preempted", "finished", "unknown"])
+def test_abort_in_every_state(state: str) -> None:
+    scheduler = make(num_kvcache_blocks=5, max_num_batched_tokens=4 if state == "between chunks" else 64)
+    other, seq = request(0, 7, max_tokens=9), request(1, 7, max_tokens=1 if state == "finished" else 9)
+    add(scheduler, *([seq] if state == "between chunks" else [other, seq]))
+    steps = {"waiting": 0, "between chunks": 1, "decoding": 2, "preempted": 4, "finished": 1, "unknown": 1}
+    for _ in range(steps[state]):
+        step(scheduler)
+    assert seq.num_preemptions == (state == "preempted") and bool(seq.block_table) == (
+        state in ("between chunks", "decoding", "unknown")
+    )
+    tokens = list(seq.token_ids)
+    aborted = scheduler.abort(99 if state == "unknown" else 1)
+    if state in ("finished", "unknown"):
+        assert aborted is None and seq.leave_reason != "abort"
+    else:
+        assert aborted is seq and seq.is_finished and seq.leave_reason == "abort" and seq.leave_time > 0
+        assert seq.token_ids == tokens and seq not in scheduler.running and seq not in scheduler.waiting
+        assert scheduler.abort(1) is None
+    scheduler.block_manager.check(scheduler.running)
+    run(scheduler)
+    assert scheduler.block_manager.num_free_blocks == 5
+
+
+# ---- what is refused, and what crosses the border ----
+
+
+def test_a_refusal_names_number_limit_and_knob_and_changes_nothing() -> None:
+    scheduler = make(num_kvcache_blocks=3, max_model_len=50)
+    add(scheduler, request(0, 4))
+    with pytest.raises(ValueError, match=r"13 tokens.*max_model_len=50.*3 blocks x 4.*num_kvcache_blocks"):
+        scheduler.add(request(1, 13))
+    assert [s.id for s in scheduler.waiting] == [0] and scheduler.block_manager.num_free_blocks == 3
+    run(scheduler)
+    add(scheduler, request(2, 12))  # one less fits
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_seqs": 0}, ["max_num_seqs=0", "from 1"]),
+        ({"max_num_batched_tokens": -1}, ["max_num_batched_tokens=-1", "from 1"]),
+        ({"kv_cache_block_size": 1.5}, ["kv_cache_block_size=1.5", "whole number"]),
+        ({"num_kvcache_blocks": True}, ["num_kvcache_blocks=True"]),
+        ({"scheduler_delay_factor": -0.1}, ["scheduler_delay_factor=-0.1", "at least 0"]),
+        ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0", "above 0"]),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 100, "max_num_batched_tokens": 99},
+            ["max_model_len=100", "max_num_batched_tokens=99", "enable_chunked_prefill=True"],
+        ),
+        ({"max_num_sequences": 4}, ["'max_num_sequences'", "did you mean 'max_num_seqs'"]),
+    ],
+)
+def test_config_refusals(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Config(**options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_batch_is_frozen_and_a_snapshot() -> None:
+    """If the runner could see live state it would soon read a field that has changed in the meantime."""
+    scheduler = make(max_num_batched_tokens=8)
+    one, two = request(0, [9, 8, 7], repetition_penalty=1.5), request(1, 9)
+    add(scheduler, one, two)
+    batch, seqs = scheduler.schedule() or pytest.fail("nothing scheduled")
+    assert (batch.type, batch.req_ids, batch.total_seqs_num, batch.total_tokens_num) == (PREFILL, [0, 1], 2, 7)
+    assert batch.scheduled_tokens.tolist() == [9, 8, 7, *two.token_ids[:4]]
+    assert batch.num_scheduled_tokens.tolist() == batch.context_lens.tolist() == [3, 4]
+    assert batch.is_sampled.tolist() == [True, False]
+    assert batch.block_tables[:, 0].tolist() == [one.block_table[0], two.block_table[0]]
+    dtypes = [batch.scheduled_tokens, batch.num_scheduled_tokens, batch.context_lens, batch.block_tables]
+    assert [a.dtype for a in dtypes] == [np.int64, np.int32, np.int32, np.int32]
+    assert batch.histories == {0: [9, 8, 7]}  # only for those who are penalised
+    with pytest.raises(FrozenInstanceError):
+        batch.req_ids = []  # type: ignore[misc]
+    before = batch.block_tables.copy()
+    scheduler.postprocess(list(seqs.values()), answer(batch))
+    run(scheduler)
+    assert (batch.block_tables == before).all() and batch.histories == {0: [9, 8, 7]}
+
+
+def test_tables_wider_than_the_matrix_make_it_grow() -> None:
+    scheduler = make(kv_cache_block_size=1, num_kvcache_blocks=64)
+    add(scheduler, request(0, 40, max_tokens=20, size=1), request(1, 2, max_tokens=3, size=1))
+    run(scheduler)  # `step` checks that the matrix holds the tables
+    assert scheduler.block_manager.block_tables.shape[1] >= 59
