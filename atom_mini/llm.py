@@ -224,7 +224,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Seq[int] | Seq[str] | Seq[list[int]],
+        prompts: str | Seq[int] | Seq[str | list[int]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[CompletionOutput]:
@@ -244,7 +244,7 @@ class LLM:
 
     def stream(
         self,
-        prompts: str | Seq[int] | Seq[str] | Seq[list[int]],
+        prompts: str | Seq[int] | Seq[str | list[int]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Iterator[TextPiece]:
         """Yield text as it comes, of one prompt or of several at once (`piece.index` says which).

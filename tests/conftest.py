@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+torch.set_num_threads(1)  # small models: more threads only wait for each other, above all on a busy machine
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests are skipped with a reason where there is no GPU."""
-    import torch
-
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -168,18 +168,16 @@ def test_yarn_frequencies_equal_transformers(original: int) -> None:
         assert math.isclose(scale, factor, rel_tol=1e-9)
 
 
+LONG = replace(GREEDY, max_tokens=24)
 WISHES = [
-    replace(GREEDY, max_tokens=24, **wish)
-    for wish in (
-        {"temperature": 0.0},
-        {"temperature": 1.0, "seed": 1},
-        {"temperature": 0.7, "seed": 2, "top_p": 0.8},
-        {"temperature": 1.5, "seed": 3, "top_k": 20},
-        {"temperature": 1.0, "seed": 4, "min_p": 0.02, "repetition_penalty": 1.3},
-        {"temperature": 0.9, "seed": 2**70 + 5, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
-        {"temperature": 0.0, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "seed": -1},
-    )
+    LONG,
+    replace(LONG, temperature=1.0, seed=1),
+    replace(LONG, temperature=0.7, seed=2, top_p=0.8),
+    replace(LONG, temperature=1.5, seed=3, top_k=20),
+    replace(LONG, temperature=1.0, seed=4, min_p=0.02, repetition_penalty=1.3),
+    replace(LONG, temperature=0.9, seed=2**70 + 5, top_k=30, top_p=0.9, min_p=0.01),
+    replace(LONG, repetition_penalty=1.2),
+    replace(LONG, temperature=1.0, seed=-1),
 ]
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": ROOMY,

@@ -122,11 +122,12 @@ def test_chunk_size(computed: int, missing: int, budget: int, may_exceed: bool, 
 
 def test_chunks_end_at_block_borders_and_only_the_last_samples() -> None:
     scheduler = make(max_num_batched_tokens=10)
-    add(scheduler, request(0, 21))
+    seq = request(0, 21)
+    add(scheduler, seq)
     sampled = []
-    for n in (8, 8, 5):
+    for start, end in ((0, 8), (8, 16), (16, 21)):
         batch, seqs = scheduler.schedule() or pytest.fail("nothing scheduled")
-        assert batch.num_scheduled_tokens.tolist() == [n]
+        assert batch.scheduled_tokens.tolist() == seq.token_ids[start:end] and batch.context_lens.tolist() == [end]
         sampled.append(batch.is_sampled.tolist())
         scheduler.postprocess(list(seqs.values()), answer(batch))
     assert sampled == [[False], [False], [True]]
