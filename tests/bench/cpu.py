@@ -11,8 +11,8 @@ That is what a static batch costs. Continuous batching is timed from the first r
 its cache and thread made before. No engine may keep anything of a round for the next: prefix caches are off.
 
 The limit is what this machine could do at best: a schedule with no waiting, where a step takes the larger of (weights +
-K/V read) / memory bandwidth and (flops of the matrices) / their rate at that many rows. Both rates are measured here:
-a sum over 1 GiB; the matrices of one layer, again and again, through the faster of `F.linear` and oneDNN with packed
+K/V read) / memory bandwidth and (flops of the matrices) / their rate at that many rows. Both rates are measured here, as
+the best of many tries: a sum over 1 GiB; the matrices of one layer, again and again, through the faster of `F.linear` and oneDNN with packed
 weights. Attention's own arithmetic, norms, sampling and Python count as free.
 
 Run: `python tests/bench/cpu.py [--json results.json]`.
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from report import machine, print_table, write_json
+from report import OtherLoad, machine, print_table, write_json
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen3Config
 
 from atom_mini import LLM, SamplingParams
@@ -69,7 +69,7 @@ class Generate:
     """transformers' `generate`: one static batch, left-padded."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def run(self, work: Workload) -> Result:
         start = time.perf_counter()
@@ -90,13 +90,13 @@ class ContinuousBatching:
     CONFIG: ClassVar[dict[str, Any]] = {"num_blocks": 64, "max_batch_tokens": 2048, "allow_block_sharing": False}
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(self, work: Workload) -> Result:
         config = ContinuousBatchingConfig(**self.CONFIG)
         with self.model.continuous_batching_context_manager(self.generation, continuous_batching_config=config) as manager:
-            start, finished = time.perf_counter(), {}
+            start, finished = time.perf_counter(), dict[str | None, list[int]]()
             ids = [manager.add_request(p, max_new_tokens=n) for p, n in zip(work.prompts, work.outputs, strict=True)]
             while len(finished) < len(ids):
                 result = manager.get_result(timeout=1)
@@ -130,21 +130,20 @@ ENGINES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def seconds_per_call(call: Callable[[], Any], least: float = 0.2) -> float:
-    """Median seconds of a call, of at least 5 calls and `least` seconds."""
-    call()
+def least_seconds(call: Callable[[], Any], together: float = 0.3) -> float:
+    """Seconds of the fastest call, of at least 5 calls and `together` seconds."""
     times: list[float] = []
-    while len(times) < 5 or sum(times) < least:
+    while len(times) < 5 or sum(times) < together:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return min(times)
 
 
 def memory_bandwidth() -> float:
     """Bytes per second of a sum over 1 GiB."""
     data = torch.ones(2**28)
-    return data.nbytes / seconds_per_call(data.sum, 1.0)
+    return data.nbytes / least_seconds(data.sum, 1.0)
 
 
 class Limit:
@@ -167,12 +166,12 @@ class Limit:
         """Flops per second of one layer's matrices at so many rows, the faster of two ways."""
         weights = [torch.randn(shape) for shape in self.layer]
         inputs = [torch.randn(rows, w.shape[1]) for w in weights]
-        times = [seconds_per_call(lambda: [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)])]
+        times = [least_seconds(lambda: [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)])]
         if torch.backends.mkldnn.is_available():
             ops = torch.ops.mkldnn
             packed = [ops._reorder_linear_weight(w, 32) for w in weights]
             pairs = list(zip(inputs, packed, strict=True))
-            times.append(seconds_per_call(lambda: [ops._linear_pointwise(x, w, None, "none", [], "") for x, w in pairs]))
+            times.append(least_seconds(lambda: [ops._linear_pointwise(x, w, None, "none", [], "") for x, w in pairs]))
         return 2 * rows * sum(w.numel() for w in weights) / min(times)
 
     def step(self, rows: int, sampled: int, context: int) -> float:
@@ -247,7 +246,7 @@ def main() -> None:
     many = Workload.random("32 requests", 32, (32, 256), (32, 256))
     one = Workload.random("one request", 1, (128, 128), (128, 128))
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    limit = Limit()
+    others, limit = OtherLoad(), Limit()
     rates = ", ".join(f"{rows}: {rate / 1e9:.0f}" for rows, rate in zip(limit.ROWS, limit.rates, strict=True))
     print(f"memory {limit.bandwidth / 1e9:.1f} GB/s; matrices, GFLOP/s by rows: {rates}")
     with tempfile.TemporaryDirectory() as folder:
@@ -259,7 +258,9 @@ def main() -> None:
         chosen = {"many": (many, args.rounds), "one": (one, 2 * args.rounds + 1)}
         results = {k: measure(engines, *v, limit) for k, v in chosen.items() if args.only in (None, k)}
     shown = {"bandwidth": limit.bandwidth, "matrix_rates": dict(zip(limit.ROWS, limit.rates, strict=True))}
-    write_json(args.json, {"shape": SHAPE, **shown, **results})
+    if (share := others.share()) is not None:
+        print(f"\nother processes used {share:.0%} of the processors meanwhile" + " (too much)" * (share > 0.05))
+    write_json(args.json, {"shape": SHAPE, "other_load": share, **shown, **results})
 
 
 if __name__ == "__main__":

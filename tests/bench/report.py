@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -31,6 +32,28 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+class OtherLoad:
+    """How much of the processors others used since it was made: a benchmark beside them is not worth its name."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    def share(self) -> float | None:
+        """0 to 1; None where there is no /proc."""
+        total, busy, own = (after - before for after, before in zip(self._now(), self.start, strict=True))
+        return max(0.0, (busy - own) / total) if total else None
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """CPU seconds: all, not idle, this process's."""
+        stat = Path("/proc/stat")
+        if not stat.is_file():
+            return 0.0, 0.0, 0.0
+        ticks = [int(n) / os.sysconf("SC_CLK_TCK") for n in stat.read_text().split("\n")[0].split()[1:9]]
+        used = os.times()
+        return sum(ticks), sum(ticks) - ticks[3] - ticks[4], sum(used[:4])
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
