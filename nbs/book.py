@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,8 +69,12 @@ def _printed(cell: NbCell) -> str:
 def main(command: str, *names: str) -> None:
     os.chdir(ROOT)
     if command == "run":
-        for path in notebooks(list(names)):
-            run(path)
+        paths = notebooks(list(names))
+        for path in paths:
+            if len(paths) == 1:
+                run(path)
+            else:  # a process each, so that no chapter sees what another has imported or counted
+                subprocess.run([sys.executable, __file__, "run", path], check=True)
     elif command == "export":
         get_config()
         if names:

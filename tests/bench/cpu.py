@@ -11,9 +11,9 @@ That is what a static batch costs. Continuous batching is timed from the first r
 its cache and thread made before. No engine may keep anything of a round for the next: prefix caches are off.
 
 The limit is what this machine could do at best: a schedule with no waiting, where a step takes the larger of (weights +
-K/V read) / memory bandwidth and (flops of the matrices) / their rate at that many rows. Both rates are measured here, as
-the best of many tries: a sum over 1 GiB; the matrices of one layer, again and again, through the faster of `F.linear` and oneDNN with packed
-weights. Attention's own arithmetic, norms, sampling and Python count as free.
+K/V read) / memory bandwidth and (flops of the matrices) / their rate at that many rows. Both rates are measured here,
+before each round, medians again: a sum over 1 GiB; the matrices of one layer, again and again, through the faster of
+`F.linear` and oneDNN with packed weights. Attention's own arithmetic, norms, sampling and Python count as free.
 
 Run: `python tests/bench/cpu.py [--json results.json]`.
 """
@@ -76,9 +76,8 @@ class Generate:
         longest = max(map(len, work.prompts))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in work.prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in work.prompts])
-        out = self.model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=max(work.outputs), eos_token_id=None, pad_token_id=0
-        )
+        options = {"do_sample": False, "max_new_tokens": max(work.outputs), "eos_token_id": None, "pad_token_id": 0}
+        out = self.model.generate(ids, attention_mask=mask, **options)
         tokens = [row[longest : longest + n].tolist() for row, n in zip(out, work.outputs, strict=True)]
         return tokens, time.perf_counter() - start
 
@@ -94,8 +93,8 @@ class ContinuousBatching:
         self.generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(self, work: Workload) -> Result:
-        config = ContinuousBatchingConfig(**self.CONFIG)
-        with self.model.continuous_batching_context_manager(self.generation, continuous_batching_config=config) as manager:
+        options = {"continuous_batching_config": ContinuousBatchingConfig(**self.CONFIG)}
+        with self.model.continuous_batching_context_manager(self.generation, **options) as manager:
             start, finished = time.perf_counter(), dict[str | None, list[int]]()
             ids = [manager.add_request(p, max_new_tokens=n) for p, n in zip(work.prompts, work.outputs, strict=True)]
             while len(finished) < len(ids):
@@ -112,9 +111,8 @@ class AtomMini:
     """This project."""
 
     def __init__(self, folder: Path) -> None:
-        self.llm = LLM(
-            str(folder), device="cpu", dtype="float32", max_num_seqs=32, num_kvcache_blocks=1024, enable_prefix_caching=False
-        )
+        room = {"max_num_seqs": 32, "num_kvcache_blocks": 1024, "enable_prefix_caching": False}
+        self.llm = LLM(str(folder), device="cpu", dtype="float32", **room)
 
     def run(self, work: Workload) -> Result:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.outputs]
@@ -130,7 +128,7 @@ ENGINES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def least_seconds(call: Callable[[], Any], together: float = 0.3) -> float:
+def least_seconds(call: Callable[[], Any], together: float = 0.1) -> float:
     """Seconds of the fastest call, of at least 5 calls and `together` seconds."""
     times: list[float] = []
     while len(times) < 5 or sum(times) < together:
@@ -143,7 +141,7 @@ def least_seconds(call: Callable[[], Any], together: float = 0.3) -> float:
 def memory_bandwidth() -> float:
     """Bytes per second of a sum over 1 GiB."""
     data = torch.ones(2**28)
-    return data.nbytes / least_seconds(data.sum, 1.0)
+    return data.nbytes / least_seconds(data.sum)
 
 
 class Limit:
@@ -152,14 +150,29 @@ class Limit:
     ROWS = (1, 2, 4, 8, 16, 24, 32, 512, 2048)
 
     def __init__(self) -> None:
-        hidden, heads, kv, dim = (SHAPE[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
-        wide = SHAPE["intermediate_size"]
+        hidden, wide, dim = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["head_dim"]
+        heads, kv = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
         self.layer = [((heads + 2 * kv) * dim, hidden), (hidden, heads * dim), (2 * wide, hidden), (hidden, wide)]
         self.layers, self.head = SHAPE["num_hidden_layers"], SHAPE["vocab_size"] * hidden
         self.weights = self.layers * sum(o * i for o, i in self.layer)  # without the head
         self.token_bytes = 4 * 2 * self.layers * kv * dim
-        self.bandwidth = memory_bandwidth()
-        self.rates = [self.matrix_rate(rows) for rows in self.ROWS]
+        self.bandwidths: list[float] = []
+        self.samples: list[list[float]] = []
+
+    def measure(self) -> None:
+        """Measure the rates once more: the machine is not the same all the time."""
+        self.bandwidths.append(memory_bandwidth())
+        self.samples.append([self.matrix_rate(rows) for rows in self.ROWS])
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second, the median of the measurements."""
+        return statistics.median(self.bandwidths)
+
+    @property
+    def rates(self) -> list[float]:
+        """Flops per second by `ROWS`, the medians."""
+        return [statistics.median(column) for column in zip(*self.samples, strict=True)]
 
     @torch.inference_mode()
     def matrix_rate(self, rows: int) -> float:
@@ -196,6 +209,15 @@ def make_checkpoint(folder: Path) -> None:
     transformers.Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
 
 
+def make_engines(folder: Path) -> dict[str, Any]:
+    """All engines on one checkpoint, each warmed up."""
+    make_checkpoint(folder)
+    engines = {name: make(folder) for name, make in ENGINES.items()}
+    for engine in engines.values():
+        engine.run(Workload.random("warm-up", 4, (16, 32), (4, 8), seed=1))
+    return engines
+
+
 def agreement(wanted: list[list[int]], got: list[list[int]]) -> tuple[int, str]:
     """(requests with the same tokens, where the first other one leaves)."""
     different = [i for i, (a, b) in enumerate(zip(wanted, got, strict=True)) if a != b]
@@ -212,6 +234,7 @@ def measure(engines: dict[str, Any], work: Workload, rounds: int, limit: Limit) 
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     tokens: dict[str, list[list[int]]] = {}
     for _ in range(rounds):
+        limit.measure()
         for name, engine in engines.items():
             tokens[name], elapsed = engine.run(work)
             seconds[name].append(elapsed)
@@ -227,8 +250,8 @@ def measure(engines: dict[str, Any], work: Workload, rounds: int, limit: Limit) 
             "share_of_limit": rate * least / total, "requests_equal": same, "seconds": seconds[name],
         }  # fmt: skip
     print(f"\n{work.name}: {sum(map(len, work.prompts))} tokens in, {total} out; limit {total / least:.0f} tokens/s")
-    rows = [[name, *list(r.values())[:3], f"{r['requests_equal']} of {len(work.prompts)}"] for name, r in results.items()]
-    print_table(["", "tokens/s", "x generate", "of the limit", "same tokens"], rows)
+    rows = [[name, *list(r.values())[:4]] for name, r in results.items()]
+    print_table(["", "tokens/s", "x generate", "of the limit", f"same tokens, of {len(work.prompts)}"], rows)
     print(*notes, sep="\n", end="\n" if notes else "")
     return {"limit_tokens_per_second": total / least, "engines": results}
 
@@ -247,20 +270,17 @@ def main() -> None:
     one = Workload.random("one request", 1, (128, 128), (128, 128))
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     others, limit = OtherLoad(), Limit()
-    rates = ", ".join(f"{rows}: {rate / 1e9:.0f}" for rows, rate in zip(limit.ROWS, limit.rates, strict=True))
-    print(f"memory {limit.bandwidth / 1e9:.1f} GB/s; matrices, GFLOP/s by rows: {rates}")
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder))
-        engines = {name: make(Path(folder)) for name, make in ENGINES.items()}
-        short = Workload.random("warm-up", 4, (16, 32), (4, 8), seed=1)
-        for engine in engines.values():
-            engine.run(short)
+        engines = make_engines(Path(folder))
         chosen = {"many": (many, args.rounds), "one": (one, 2 * args.rounds + 1)}
         results = {k: measure(engines, *v, limit) for k, v in chosen.items() if args.only in (None, k)}
-    shown = {"bandwidth": limit.bandwidth, "matrix_rates": dict(zip(limit.ROWS, limit.rates, strict=True))}
+    rates = dict(zip(limit.ROWS, limit.rates, strict=True))
+    print(f"\nmemory {limit.bandwidth / 1e9:.1f} GB/s; matrices, GFLOP/s by rows:", end=" ")
+    print(", ".join(f"{rows}: {rate / 1e9:.0f}" for rows, rate in rates.items()))
     if (share := others.share()) is not None:
         print(f"\nother processes used {share:.0%} of the processors meanwhile" + " (too much)" * (share > 0.05))
-    write_json(args.json, {"shape": SHAPE, "other_load": share, **shown, **results})
+    figures = {"shape": SHAPE, "other_load": share, "bandwidth": limit.bandwidth, "matrix_rates": rates}
+    write_json(args.json, figures | results)
 
 
 if __name__ == "__main__":

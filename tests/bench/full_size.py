@@ -1,7 +1,7 @@
 """Published sizes on a CPU: load time, memory while loading, and logits against transformers.
 
-Qwen3-0.6B's and Llama-3.2-1B's shapes with random weights, saved in bfloat16 in shards of 500 MB as their authors do, are
-loaded by atom_mini in float32 in a process of their own. Measured there, from before `LLM(...)` to after it:
+Qwen3-0.6B's and Llama-3.2-1B's shapes with random weights, saved in bfloat16 (as their authors do) in shards of 500 MB,
+are loaded by atom_mini in float32 in a process of their own. Measured there, from before `LLM(...)` to after it:
 
 * seconds (files in the page cache, as they were just written);
 * the peak of anonymous memory, sampled every 5 ms, and the peak resident set, which counts mapped files too, both
