@@ -188,7 +188,7 @@ class Config:
     interleave_decode: bool = False
     scheduler_delay_factor: float = 0.0
 
-    folder: Path | None = field(default=None, init=False)
+    folder: Path | None = field(default=None, init=False, repr=False)
     hf_config: Any = field(default=None, init=False, repr=False)
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
     sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
