@@ -87,7 +87,8 @@ def run(llm: LLM, prompts: list[str], params: SamplingParams, chat: bool) -> Non
     outs: list[CompletionOutput] = []
     width = min(100, shutil.get_terminal_size().columns - 2)
     with tqdm(total=len(prompts) * params.max_tokens, desc="tokens", unit="tok", leave=False, disable=None) as bar:
-        for piece, lines in lines_in_order(llm.stream(texts, params), prompts, width):
+        shown = [f"{p} -> " for p in prompts] if chat else prompts
+        for piece, lines in lines_in_order(llm.stream(texts, params), shown, width):
             bar.update(len(piece.token_ids))
             outs += [piece.output] if piece.output else []
             for line in lines:
