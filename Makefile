@@ -8,7 +8,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test bench book export clean
+.PHONY: run test bench kernels gpu book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -30,7 +30,7 @@ run: $(VENV)/run
 	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
 
 test: $(VENV)/dev
-	$(PY) -m ruff check atom_mini nbs tests
+	$(PY) -m ruff check atom_mini nbs tests kernels
 	$(PY) -m mypy atom_mini
 	$(PY) -m pytest
 
@@ -38,6 +38,16 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py
 	$(PY) tests/bench/host_step.py
 	$(PY) tests/bench/full_size.py
+
+kernels: $(VENV)/dev
+	$(PY) kernels/compile.py
+
+# On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed.
+gpu:
+	$(PYTHON) kernels/bench.py --check
+	$(PYTHON) -m pytest tests/test_kernels.py tests/test_graphs.py tests/test_gpu.py
+	$(PYTHON) -m pytest -m gpu tests/test_parity.py
+	$(PYTHON) kernels/bench.py
 
 book: $(VENV)/dev
 	$(PY) nbs/book.py export

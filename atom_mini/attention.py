@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,7 @@ class AttentionMetaData:
     query_lens: list[int]
     lens: list[int]  # context_lens
     sparse_table: SparseTable | None = None  # made by the first layer of a decode on a CPU
+    plan: Any = None  # the same step as a list of work items, made and read by the kernel of chapter 10
 
     @property
     def max_seqlen_q(self) -> int:
@@ -168,18 +171,19 @@ def reset_forward_context() -> None:
 
 # %% ../nbs/05_attention.ipynb #a8bc5c69
 class Attention(nn.Module):
-    """Stores the step's K/V and attends over the cache: q [T, H, D], k and v [T, K, D] -> [T, H, D].
+    """Attends over the cache, in which the step's own K/V are already: q [T, H, D] -> [T, H, D].
 
-    `kv_cache` [2, N, K, S, D] is set by the runner once it knows how many blocks there are.
+    `kv_cache` [2, N, K, S, D] is set by the runner once it knows how many blocks there are; `attend` is how: a function
+    with the signature of `reference_attention`.
     """
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, attend: Callable[..., Tensor] = paged_attention) -> None:
         super().__init__()
         self.scale = head_dim**-0.5
+        self.attend = attend
         self.kv_cache = torch.empty(0)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor) -> Tensor:
         meta = get_forward_context().attn_metadata
         assert meta is not None, "set_forward_context first"
-        store_kv_cache(k, v, self.kv_cache, meta.slot_mapping)
-        return paged_attention(q, self.kv_cache, meta, self.scale)
+        return self.attend(q, self.kv_cache, meta, self.scale)

@@ -187,6 +187,8 @@ class Config:
     enable_chunked_prefill: bool = True
     interleave_decode: bool = False
     scheduler_delay_factor: float = 0.0
+    attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
+    enforce_eager: bool = False  # no graphs on a GPU
 
     folder: Path | None = field(default=None, init=False, repr=False)
     hf_config: Any = field(default=None, init=False, repr=False)
@@ -202,15 +204,17 @@ class Config:
             value = getattr(self, name)
             good = type(value) is int and value >= 1
             require(good or (value is None and name in _OPTIONAL), f"{name}={value!r} must be a whole number from 1")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "interleave_decode"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "interleave_decode", "enforce_eager"):
             require(type(getattr(self, name)) is bool, f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("gpu_memory_utilization", "scheduler_delay_factor"):
             require(type(getattr(self, name)) in (int, float), f"{name}={getattr(self, name)!r} must be a number")
         share, delay = self.gpu_memory_utilization, self.scheduler_delay_factor
         require(0 < share <= 1, f"gpu_memory_utilization={share!r} must be above 0 and at most 1")
         require(0 <= delay < math.inf, f"scheduler_delay_factor={delay!r} must be at least 0 and finite")
-        dtypes = (None, "float32", "float16", "bfloat16")
-        require(self.dtype in dtypes, f"dtype={self.dtype!r} must be one of {', '.join(map(repr, dtypes))}")
+        choices = {"dtype": (None, "float32", "float16", "bfloat16"), "attention": (None, "triton", "torch")}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            require(value in known, f"{name}={value!r} must be one of {', '.join(map(repr, known))}")
         if self.model is not None:
             self._read_checkpoint(self.model)
         longest, budget = self.max_model_len, self.max_num_batched_tokens

@@ -213,9 +213,9 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config(model, **options)
-        from atom_mini.model_runner import ModelRunner  # torch and transformers load here
+        from atom_mini.graphs import make_runner  # torch and transformers load here
 
-        self.engine_core = EngineCore(self.config, ModelRunner(self.config))
+        self.engine_core = EngineCore(self.config, make_runner(self.config))
         self.tokenizer = load_tokenizer(self.config)
         self.processor = InputOutputProcessor(self.config, self.tokenizer)
         self.metrics = Metrics()

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,15 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionMetaData, Context, reset_forward_context, set_forward_context
-from .config import Config, require
-from .models import SelfAttention, load_model
-from .sampler import Sampler, SamplingMetaData, gather_logprobs
+from .config import Config, SamplingParams, require
+from .models import SelfAttention, TorchOps, head_dim, load_model
+from .sampler import Sampler, SamplingMetaData, gather_logprobs, on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['CPU_KVCACHE_BYTES', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'choose_device', 'ModelRunner']
+__all__ = ['CPU_KVCACHE_BYTES', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'choose_device', 'choose_ops', 'InputBuffer',
+           'ModelRunner', 'pack_output']
 
 # %% ../nbs/08_model_runner.ipynb #e386b0b6
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -47,8 +50,8 @@ def free_host_bytes() -> int:
 
 def kvcache_block_bytes(hf_config: Any, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers: 2 x layers x K/V heads x head_dim x tokens x bytes per number."""
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    return 2 * hf_config.num_hidden_layers * hf_config.num_key_value_heads * head_dim * block_size * dtype.itemsize
+    heads = hf_config.num_hidden_layers * hf_config.num_key_value_heads
+    return 2 * heads * head_dim(hf_config) * block_size * dtype.itemsize
 
 # %% ../nbs/08_model_runner.ipynb #06f257a5
 def choose_device(name: str | None) -> torch.device:
@@ -58,6 +61,63 @@ def choose_device(name: str | None) -> torch.device:
     require(name is None or name in known, f"device={name!r} is not here: set device to one of {', '.join(known)}")
     return torch.device(name or known[0])
 
+# %% ../nbs/08_model_runner.ipynb #4bfd0165
+def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> tuple[TorchOps, Sampler]:
+    """The operations for this device, and the sampler that goes with them; ValueError where they cannot run."""
+    if (config.attention or ("triton" if device.type == "cuda" else "torch")) == "torch":
+        return TorchOps(), Sampler()
+    require(
+        find_spec("triton") is not None,
+        "attention='triton' needs Triton, which is not installed (GPU builds of torch bring their own): "
+        "install atom_mini[triton], or set attention='torch'",
+    )
+    from atom_mini.triton_ops import TritonOps
+
+    require(
+        device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1",
+        "attention='triton' on a CPU runs in Triton's interpreter, for tests: set TRITON_INTERPRET=1 before Python "
+        "starts, or set attention='torch'",
+    )
+    cfg, dim = config.hf_config, head_dim(config.hf_config)
+    ops = TritonOps(device, cfg.num_attention_heads, cfg.num_key_value_heads, dim, dtype)
+    return ops, Sampler(ops.sample)
+
+# %% ../nbs/08_model_runner.ipynb #8d363b72
+class InputBuffer:
+    """Brings the arrays of a step to the device in one copy; on a CPU, just behind one another.
+
+    `grows=False`: the addresses must stay what they are.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int = 2**20, grows: bool = True) -> None:
+        self.device, self.grows = device, grows
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> None:
+        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.copied is not None)
+        self.there = torch.empty_like(self.host, device=self.device) if self.copied else self.host
+
+    def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Tensors on the device with the contents of `arrays`, valid until the next upload."""
+        if self.copied:
+            self.copied.synchronize()
+        ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]).tolist()  # kernels load 16 bytes at a time
+        if ends[-1] > len(self.host):
+            assert self.grows, (ends[-1], len(self.host))
+            self._allocate(2 * ends[-1])
+        views, start, host = [], 0, self.host.numpy()
+        for array, end in zip(arrays, ends, strict=True):
+            stop = start + array.nbytes
+            host[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+            views.append(self.there[start:stop].view(dtype).view(array.shape))
+            start = end
+        if self.copied:
+            self.there[:start].copy_(self.host[:start], non_blocking=True)
+            self.copied.record()
+        return views
+
 # %% ../nbs/08_model_runner.ipynb #7e6fc43e
 class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens. Fills in `config.num_kvcache_blocks`.
@@ -65,16 +125,20 @@ class ModelRunner:
     Source: ATOM's `model_runner.py` (prepare_model / run_model / postprocess).
     """
 
+    num_spare_blocks = 0  # beyond those that the block manager hands out; chapter 12 wants one
+
     def __init__(self, config: Config) -> None:
         assert config.folder is not None and config.max_model_len is not None, "a runner needs a checkpoint"
         self.config = config
         self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
-        self.model = load_model(config.hf_config, config.folder, config.max_model_len, self.device, self.dtype)
-        self.sampler = Sampler()
+        self.ops, self.sampler = choose_ops(config, self.device, self.dtype)
+        cfg, longest = config.hf_config, config.max_model_len
+        self.model = load_model(cfg, config.folder, longest, self.device, self.dtype, self.ops)
+        self.upload = on_cpu if self.device.type == "cpu" else InputBuffer(self.device).upload
         self.block_bytes = kvcache_block_bytes(config.hf_config, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
-        self._set_kv_cache(config.num_kvcache_blocks)
+        self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
 
     def _choose_dtype(self) -> torch.dtype:
         if self.config.dtype is not None:
@@ -134,33 +198,33 @@ class ModelRunner:
         for layer, cache in zip(layers, self.kv_cache, strict=True):
             layer.attn.kv_cache = cache
 
-    def _tensor(self, array: np.ndarray, dtype: type) -> Tensor:
-        return torch.from_numpy(array.astype(dtype, copy=False)).to(self.device, non_blocking=True)
-
     def prepare_model(self, batch: ScheduledBatch) -> tuple[Tensor, AttentionMetaData, Context, Tensor]:
         """(token ids [T], attention metadata, context, rows [R] whose logits are wanted), on the device."""
-        positions, slots, cu_seqlens = locate(batch, self.config.kv_cache_block_size)
+        where, slots, cu_seqlens = locate(batch, self.config.kv_cache_block_size)
+        plan = self.ops.plan(batch.num_scheduled_tokens, batch.context_lens, batch.block_tables)
+        arrays = [batch.scheduled_tokens, where, slots, cu_seqlens[1:][batch.is_sampled] - 1]
+        arrays += [cu_seqlens.astype(np.int32), batch.context_lens]
+        arrays += [batch.block_tables if plan is None else plan.data]  # a plan holds the tables
+        ids, positions, slot_mapping, last, cu_seqlens_q, context_lens, tables = self.upload(arrays)
         meta = AttentionMetaData(
-            cu_seqlens_q=self._tensor(cu_seqlens, np.int32),
-            context_lens=self._tensor(batch.context_lens, np.int32),
-            block_tables=self._tensor(batch.block_tables, np.int32),
-            slot_mapping=self._tensor(slots, np.int64),
-            query_lens=batch.num_scheduled_tokens.tolist(),
-            lens=batch.context_lens.tolist(),
+            cu_seqlens_q, context_lens, tables, slot_mapping,
+            batch.num_scheduled_tokens.tolist(), batch.context_lens.tolist(),
+            plan=None if plan is None else replace(plan, data=tables),
         )
-        context = Context(
-            self._tensor(positions, np.int64), batch.type is SequenceType.PREFILL, batch.total_seqs_num
-        )
-        last = self._tensor(cu_seqlens[1:][batch.is_sampled] - 1, np.int64)
-        return self._tensor(batch.scheduled_tokens, np.int64), meta, context, last
+        return ids, meta, Context(positions, batch.type is SequenceType.PREFILL, batch.total_seqs_num), last
 
     @torch.inference_mode()
     def run_model(self, ids: Tensor, meta: AttentionMetaData, context: Context, last: Tensor) -> Tensor:
         """Logits [R, vocabulary] of the rows in `last`, after storing the K/V of all T tokens."""
+        hidden = self.compute_hidden(ids, meta, context)
+        return self.model.compute_logits(hidden[last]) if len(last) else hidden[:0]
+
+    @torch.inference_mode()
+    def compute_hidden(self, ids: Tensor, meta: AttentionMetaData, context: Context) -> Tensor:
+        """Hidden states [T, hidden] of all tokens, whose K/V is stored on the way."""
         set_forward_context(meta, context)
         try:
-            hidden = self.model(ids, context.positions)
-            return self.model.compute_logits(hidden[last]) if len(last) else hidden[:0]
+            return self.model(ids, context.positions)
         finally:
             reset_forward_context()
 
@@ -171,15 +235,20 @@ class ModelRunner:
         params = [batch.sampling_params[row] for row in rows]
         histories = {i: batch.histories[row] for i, row in enumerate(rows) if row in batch.histories}
         lens = batch.context_lens[batch.is_sampled]
-        meta = SamplingMetaData.pack(params, lens, histories, logits.shape[-1], self.device)
-        token_ids = self.sampler(logits, meta).tolist()
-        logprobs = gather_logprobs(logits, token_ids, [p.logprobs for p in params])
-        ids = [batch.req_ids[row] for row in rows]
-        return ScheduledBatchOutput(
-            dict(zip(ids, zip(token_ids), strict=True)), {ids[row]: [lp] for row, lp in logprobs.items()}
-        )
+        meta = SamplingMetaData.pack(params, lens, histories, logits.shape[-1], self.upload)
+        return pack_output([batch.req_ids[row] for row in rows], params, logits, self.sampler(logits, meta).tolist())
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step."""
         logits = self.run_model(*self.prepare_model(batch))
         return self.postprocess(batch, logits) if batch.is_sampled.any() else ScheduledBatchOutput({})
+
+
+def pack_output(
+    req_ids: list[int], params: list[SamplingParams], logits: Tensor, token_ids: list[int]
+) -> ScheduledBatchOutput:
+    """What goes up to the scheduler: `token_ids`, sampled from the rows of `logits`, and log probabilities if asked."""
+    logprobs = gather_logprobs(logits, token_ids, [p.logprobs for p in params])
+    return ScheduledBatchOutput(
+        dict(zip(req_ids, zip(token_ids), strict=True)), {req_ids[row]: [lp] for row, lp in logprobs.items()}
+    )

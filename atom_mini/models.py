@@ -9,18 +9,19 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .attention import Attention
+from .attention import Attention, AttentionMetaData, get_forward_context, paged_attention, store_kv_cache
 from .config import SUPPORTED_ARCHITECTURES, read_json, require
 
 # %% auto #0
-__all__ = ['linear', 'Linear', 'RMSNorm', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'SelfAttention', 'MLP',
-           'DecoderLayer', 'Decoder', 'CausalLM', 'check_supported', 'weight_targets', 'checkpoint_files',
-           'load_weights', 'load_model']
+__all__ = ['linear', 'Linear', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'TorchOps', 'head_dim', 'RMSNorm',
+           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM', 'check_supported', 'weight_targets',
+           'checkpoint_files', 'load_weights', 'load_model']
 
 # %% ../nbs/06_models.ipynb #51de2361
 def _has_onednn(x: Tensor) -> bool:
@@ -51,18 +52,6 @@ class Linear(nn.Module):
         if _has_onednn(self.weight):
             packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, 32)
             self.weight = nn.Parameter(packed, requires_grad=False)
-
-# %% ../nbs/06_models.ipynb #4d51ea01
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019), never in place."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 # %% ../nbs/06_models.ipynb #2a5e39e1
 def _llama3(freqs: Tensor, p: dict[str, Any]) -> Tensor:
@@ -133,88 +122,147 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 # %% ../nbs/06_models.ipynb #655ce43b
+class TorchOps:
+    """What a layer does between its matrix products, in plain torch: the CPU's way, and the twin of each kernel."""
+
+    def plan(self, query_lens: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> Any:
+        """What `attend` wants prepared on the host once per step, for `AttentionMetaData.plan`: nothing, here."""
+        return None
+
+    def attend(self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
+        """`reference_attention`: q [T, H, D] -> [T, H, D]."""
+        return paged_attention(q, kv_cache, meta, scale)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(the norm of x + residual, x + residual), all [T, size], none in place; no residual counts as 0."""
+        residual = x if residual is None else x + residual
+        return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+    def rotate_and_store(
+        self, qkv: Tensor, qk_norm: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor,
+        kv_cache: Tensor, slot_mapping: Tensor,
+    ) -> Tensor:
+        """Norm and turn the heads of q and k in `qkv` [T, H + 2K, D], store k and v; returns q [T, H, D].
+
+        `qk_norm`: weights [D] for q and k. `cos`, `sin` [T, 1, D] as `RotaryEmbedding` gives them.
+        """
+        kv_heads = kv_cache.shape[2]
+        heads = qkv.shape[1] - 2 * kv_heads
+        qk, v = qkv.split([heads + kv_heads, kv_heads], 1)
+        if qk_norm is not None:
+            weights = torch.cat([qk_norm[0].expand(heads, -1), qk_norm[1].expand(kv_heads, -1)])
+            qk = F.rms_norm(qk, qk.shape[-1:], None, eps) * weights
+        q, k = rotate(qk, cos, sin).split([heads, kv_heads], 1)
+        store_kv_cache(k, v, kv_cache, slot_mapping)
+        return q
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of `gate_up` [T, 2 * size] -> [T, size]."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+# %% ../nbs/06_models.ipynb #a0714480
+def head_dim(cfg: Any) -> int:
+    """Numbers per head."""
+    return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis (Zhang & Sennrich 2019) of x + residual; returns (norm, sum)."""
+
+    def __init__(self, size: int, eps: float, ops: TorchOps) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps, self.ops = eps, ops
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
 class SelfAttention(nn.Module):
     """x [T, hidden] -> [T, hidden], keys and values through the paged cache."""
 
-    def __init__(self, cfg: Any, head_dim: int) -> None:
+    def __init__(self, cfg: Any, ops: TorchOps) -> None:
         super().__init__()
-        is_qwen2 = cfg.model_type == "qwen2"
+        is_qwen2, dim = cfg.model_type == "qwen2", head_dim(cfg)
         bias = getattr(cfg, "attention_bias", False)
-        self.head_dim, self.num_heads, self.num_kv_heads = head_dim, cfg.num_attention_heads, cfg.num_key_value_heads
-        q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        self.head_dim, self.num_heads, self.num_kv_heads = dim, cfg.num_attention_heads, cfg.num_key_value_heads
+        q, kv = self.num_heads * dim, self.num_kv_heads * dim
         self.qkv = Linear(cfg.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias or is_qwen2)
         self.o = Linear(q, {"o_proj": cfg.hidden_size}, bias=bias and not is_qwen2)
-        self.q_norm = RMSNorm(head_dim, cfg.rms_norm_eps) if cfg.model_type == "qwen3" else None
-        self.k_norm = RMSNorm(head_dim, cfg.rms_norm_eps) if cfg.model_type == "qwen3" else None
-        self.attn = Attention(head_dim)
+        self.q_norm = RMSNorm(dim, cfg.rms_norm_eps, ops) if cfg.model_type == "qwen3" else None
+        self.k_norm = RMSNorm(dim, cfg.rms_norm_eps, ops) if cfg.model_type == "qwen3" else None
+        self.attn = Attention(dim, ops.attend)
+        self.ops, self.eps = ops, cfg.rms_norm_eps
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), None, self.q_norm.eps)
-            weights = [self.q_norm.weight.expand(self.num_heads, -1), self.k_norm.weight.expand(self.num_kv_heads, -1)]
-            qk = qk * torch.cat(weights)
-        q, k = rotate(qk, cos, sin).split([self.num_heads, self.num_kv_heads], 1)
-        return self.o(self.attn(q, k, v).flatten(1))
+        meta = get_forward_context().attn_metadata
+        assert meta is not None, "set_forward_context first"
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        norm = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        q = self.ops.rotate_and_store(qkv, norm, self.eps, cos, sin, self.attn.kv_cache, meta.slot_mapping)
+        return self.o(self.attn(q).flatten(1))
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: Any, ops: TorchOps) -> None:
         super().__init__()
         size, bias = cfg.intermediate_size, getattr(cfg, "mlp_bias", False)
         self.gate_up = Linear(cfg.hidden_size, {"gate_proj": size, "up_proj": size}, bias)
         self.down = Linear(size, {"down_proj": cfg.hidden_size}, bias)
+        self.ops = ops
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the last addition is left to the norm that follows."""
 
-    def __init__(self, cfg: Any, head_dim: int) -> None:
+    def __init__(self, cfg: Any, ops: TorchOps) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(cfg, head_dim)
-        self.mlp = MLP(cfg)
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.self_attn = SelfAttention(cfg, ops)
+        self.mlp = MLP(cfg, ops)
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, ops)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, ops)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(self.self_attn(x, cos, sin), residual)
+        return self.mlp(x), residual
 
 # %% ../nbs/06_models.ipynb #62fd289a
 class Decoder(nn.Module):
     """Embedding, layers, norm: token ids and positions [T] -> hidden states [T, hidden]."""
 
-    def __init__(self, cfg: Any, max_position: int) -> None:
+    def __init__(self, cfg: Any, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
         table = torch.empty(cfg.vocab_size, cfg.hidden_size)  # given, so that nobody fills it with random numbers first
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size, _weight=table)
-        self.layers = nn.ModuleList(DecoderLayer(cfg, head_dim) for _ in range(cfg.num_hidden_layers))
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.rotary = RotaryEmbedding(cfg, head_dim, max_position)
+        self.layers = nn.ModuleList(DecoderLayer(cfg, ops) for _ in range(cfg.num_hidden_layers))
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, ops)
+        self.rotary = RotaryEmbedding(cfg, head_dim(cfg), max_position)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
+        residual = None
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.norm(x)
+            x, residual = layer(x, residual, cos, sin)
+        return self.norm(x, residual)[0]
 
 
 class CausalLM(nn.Module):
     """A decoder with a head on it: `forward` -> hidden [T, hidden], `compute_logits` -> [rows, vocabulary]."""
 
-    def __init__(self, cfg: Any, max_position: int) -> None:
+    def __init__(self, cfg: Any, max_position: int, ops: TorchOps) -> None:
         super().__init__()
         check_supported(cfg)
-        self.model = Decoder(cfg, max_position)
+        self.model = Decoder(cfg, max_position, ops)
         self.head = None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, {"lm_head": cfg.vocab_size})
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -296,13 +344,15 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             target.copy_(tensor)
 
 
-def load_model(cfg: Any, folder: Path, max_position: int, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """A `CausalLM` with the checkpoint's weights on `device`, packed for it."""
+def load_model(
+    cfg: Any, folder: Path, max_position: int, device: torch.device, dtype: torch.dtype, ops: TorchOps | None = None
+) -> CausalLM:
+    """A `CausalLM` with the checkpoint's weights on `device`, packed for it. `ops`: `TorchOps` unless given."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = CausalLM(cfg, max_position).eval()
+            model = CausalLM(cfg, max_position, ops or TorchOps()).eval()
     finally:
         torch.set_default_dtype(default)
     load_weights(model, folder)

@@ -5,6 +5,7 @@
 # %% ../nbs/07_sampler.ipynb #0f59a0e7
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from .config import SamplingParams
 
 # %% auto #0
-__all__ = ['uniforms', 'draw', 'keep_mask', 'SamplingMetaData', 'Sampler', 'gather_logprobs']
+__all__ = ['uniforms', 'draw', 'keep_mask', 'on_cpu', 'SamplingMetaData', 'soften', 'sample', 'Sampler', 'gather_logprobs']
 
 # %% ../nbs/07_sampler.ipynb #9c764baa
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -34,9 +35,10 @@ def uniforms(seeds: list[int], positions: np.ndarray) -> np.ndarray:
 def draw(probs: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulated `probs` [B, V] pass `u` [B] in [0, 1): int64 [B]. Never one of probability 0."""
     cumulated = probs.cumsum(-1)
-    total = cumulated[:, -1:]
-    passed = (cumulated <= u[:, None] * total).sum(-1)
-    return torch.minimum(passed, (cumulated < total).sum(-1))  # rounding must not go beyond the last possible token
+    possible = probs > 0  # asked for itself: a sum made in parallel is not quite monotone
+    hits = possible & (cumulated > u[:, None] * cumulated[:, -1:])
+    last = (possible * torch.arange(probs.shape[-1], device=probs.device)).argmax(-1)
+    return torch.where(hits.any(-1), hits.int().argmax(-1), last)  # no hit: rounding went beyond the last one
 
 # %% ../nbs/07_sampler.ipynb #e1f3d251
 def keep_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -48,71 +50,102 @@ def keep_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 # %% ../nbs/07_sampler.ipynb #f111ab06
+def on_cpu(arrays: list[np.ndarray]) -> list[Tensor]:
+    """The arrays as tensors, without a copy."""
+    return [torch.from_numpy(array) for array in arrays]
+
+
 @dataclass
 class SamplingMetaData:
     """The parameters of B requests as tensors [B]; `None` where nobody asks, so that nothing is computed."""
 
     temperature: Tensor | None  # None: everybody is greedy
-    u: Tensor
+    u: Tensor | None
     min_p: Tensor | None
     sorted_rows: Tensor | None  # int64 [R]: who wants top_k or top_p,
-    top_k: Tensor  # [R]
-    top_p: Tensor  # [R]
+    top_k: Tensor | None  # [R]
+    top_p: Tensor | None  # [R]
     penalty: Tensor | None  # [B]
-    seen: tuple[Tensor, Tensor]  # (rows, token ids) of all tokens that penalised requests have
+    seen: Tensor | None  # int64 [2, N]: (row, token id) of all tokens that penalised requests have
+
+    @property
+    def is_plain(self) -> bool:
+        """Nobody wants more than a temperature."""
+        return self.min_p is None and self.sorted_rows is None and self.penalty is None
 
     @classmethod
     def pack(
         cls, params: list[SamplingParams], positions: np.ndarray, histories: dict[int, list[int]], vocab_size: int,
-        device: torch.device | str = "cpu",
+        upload: Callable[[list[np.ndarray]], list[Tensor]] = on_cpu,
     ) -> SamplingMetaData:
-        """From resolved `params`; `positions` [B] count each request's tokens, `histories`: row -> its token ids."""
+        """From resolved `params`; `positions` [B] count each request's tokens, `histories`: row -> its token ids.
 
-        def tensor(values: object, dtype: torch.dtype) -> Tensor:
-            return torch.as_tensor(np.asarray(values), dtype=dtype).to(device, non_blocking=True)
-
+        `upload` brings the arrays to the device, all at once.
+        """
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
         want = {name: [getattr(p, name) for p in params] for name in names}
         random, top_k, top_p = any(want["temperature"]), want["top_k"], want["top_p"]
         sharp = [i for i, t in enumerate(want["temperature"]) if t and (0 < top_k[i] < vocab_size or top_p[i] < 1)]
         pairs = [(row, token) for row, tokens in histories.items() for token in set(tokens)]
-        return cls(
-            temperature=tensor(want["temperature"], torch.float32) if random else None,
-            u=tensor(uniforms([s or 0 for s in want["seed"]], positions) if random else [], torch.float32),
-            min_p=tensor(want["min_p"], torch.float32) if any(want["min_p"]) else None,
-            sorted_rows=tensor(sharp, torch.int64) if sharp else None,
-            top_k=tensor([top_k[i] if top_k[i] > 0 else vocab_size for i in sharp], torch.int64),
-            top_p=tensor([top_p[i] for i in sharp], torch.float32),
-            penalty=tensor(want["repetition_penalty"], torch.float32) if histories else None,
-            seen=(tensor([r for r, _ in pairs], torch.int64), tensor([t for _, t in pairs], torch.int64)),
-        )
+        fields = {
+            "temperature": np.array(want["temperature"], dtype=np.float32) if random else None,
+            "u": uniforms([s or 0 for s in want["seed"]], positions) if random else None,
+            "min_p": np.array(want["min_p"], dtype=np.float32) if any(want["min_p"]) else None,
+            "sorted_rows": np.array(sharp, dtype=np.int64) if sharp else None,
+            "top_k": np.array([top_k[i] if top_k[i] > 0 else vocab_size for i in sharp], dtype=np.int64),
+            "top_p": np.array([top_p[i] for i in sharp], dtype=np.float32),
+            "penalty": np.array(want["repetition_penalty"], dtype=np.float32) if histories else None,
+            "seen": np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy() if histories else None,
+        }
+        arrays = {name: array for name, array in fields.items() if array is not None and array.size}
+        return cls(**{**dict.fromkeys(fields), **dict(zip(arrays, upload(list(arrays.values())), strict=True))})
 
 # %% ../nbs/07_sampler.ipynb #a2ac0534
+def soften(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - their maximum) / temperature, float32 [B, V]; a temperature of 0 counts as 1."""
+    logits = logits - logits.amax(-1, keepdim=True)  # so that a tiny temperature divides nothing large
+    return logits / temperature.masked_fill(temperature == 0, 1)[:, None]
+
+
+def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
+    """One token per row of `logits` [B, V], unfiltered: the argmax at `temperature` [B] 0, else drawn with `u` [B]."""
+    logits = logits.float()
+    drawn = draw(soften(logits, temperature).softmax(-1), u)
+    return torch.where(temperature == 0, logits.argmax(-1), drawn)
+
+
 class Sampler:
-    """Logits [B, V] and the requests' wishes -> one token each, int64 [B], all on the logits' device."""
+    """Logits [B, V] and the requests' wishes -> one token each, int64 [B], all on the logits' device.
+
+    `plain` does what `sample` does, for batches without filters.
+    """
+
+    def __init__(self, plain: Callable[[Tensor, Tensor, Tensor], Tensor] = sample) -> None:
+        self.plain = plain
 
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
+        if meta.is_plain and meta.temperature is not None and meta.u is not None:
+            return self.plain(logits, meta.temperature, meta.u)
         logits = logits.float()
-        if meta.penalty is not None:
+        if meta.penalty is not None and meta.seen is not None:
             logits = self._penalise(logits, meta.penalty, meta.seen)
         greedy = logits.argmax(-1)
-        if meta.temperature is None:
+        if meta.temperature is None or meta.u is None:
             return greedy
-        is_greedy = meta.temperature == 0
-        logits = logits - logits.amax(-1, keepdim=True)  # so that a tiny temperature divides nothing large
-        logits = logits / meta.temperature.masked_fill(is_greedy, 1)[:, None]
-        if meta.sorted_rows is not None:
+        logits = soften(logits, meta.temperature)
+        if meta.sorted_rows is not None and meta.top_k is not None and meta.top_p is not None:
             keep = keep_mask(logits[meta.sorted_rows], meta.top_k, meta.top_p)
             logits[meta.sorted_rows] = logits[meta.sorted_rows].masked_fill(~keep, float("-inf"))
         probs = logits.softmax(-1)
         if meta.min_p is not None:
             probs = probs.masked_fill(probs < meta.min_p[:, None] * probs.amax(-1, keepdim=True), 0)
-        return torch.where(is_greedy, greedy, draw(probs, meta.u))
+        return torch.where(meta.temperature == 0, greedy, draw(probs, meta.u))
 
     @staticmethod
-    def _penalise(logits: Tensor, penalty: Tensor, seen: tuple[Tensor, Tensor]) -> Tensor:
-        values, factors = logits[seen], penalty[seen[0]]
-        return logits.index_put(seen, torch.where(values > 0, values / factors, values * factors))
+    def _penalise(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
+        rows, tokens = seen
+        values, factors = logits[rows, tokens], penalty[rows]
+        return logits.index_put((rows, tokens), torch.where(values > 0, values / factors, values * factors))
 
 
 def gather_logprobs(

@@ -414,7 +414,7 @@ def test_every_weight_reaches_the_model(saved: dict[str, Path]) -> None:
     """Nothing is left as memory happened to be: the model's numbers are the file's, all of them."""
     config = Config(str(saved["single"]))
     with torch.device("cpu"):
-        model = atom_mini.models.CausalLM(config.hf_config, 64)
+        model = atom_mini.models.CausalLM(config.hf_config, 64, atom_mini.models.TorchOps())
     for weight in model.parameters():
         weight.data.fill_(float("nan"))
     atom_mini.models.load_weights(model, saved["single"])

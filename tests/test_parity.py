@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> No
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (case == "sharded")
     prompts, texts = make_prompts(), []
     for engine in (ROOMY, TIGHT):
-        with LLM(str(tmp_path), device=device, dtype="float32", **engine) as llm, recorded(llm) as recorder:
+        options = {"device": device, "dtype": "float32", "enforce_eager": True}  # a replay calls no hooks
+        with LLM(str(tmp_path), **options, **engine) as llm, recorded(llm) as recorder:
             runner: Any = llm.engine_core.runner
             runner.kv_cache.fill_(math.nan)  # what was not stored is not read
             outs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -101,6 +103,24 @@ def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> No
         assert max(errors.values()) <= 1e-4, errors
         texts.append([out.token_ids for out in outs])
     assert texts[0] == texts[1]
+
+
+INTERPRETED = ["qwen3, head_dim 24 of 64/4", "llama, 3 heads for each K/V head"]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs the kernels on the GPU")
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_kernels_in_the_interpreter_equal_transformers(case: str, tmp_path: Path) -> None:
+    """The engine on its Triton kernels, through chunks and decodes; fewer tokens, since the interpreter is slow."""
+    kind, options = CASES[case]
+    model = save_checkpoint(kind, tmp_path, **options)
+    with LLM(str(tmp_path), device="cpu", attention="triton", **TIGHT) as llm, recorded(llm) as recorder:
+        llm.engine_core.runner.kv_cache.fill_(math.nan)  # type: ignore[attr-defined]
+        outs = llm.generate([make_prompts()[n] for n in (1, 4)], replace(GREEDY, max_tokens=4), use_tqdm=False)
+    sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+    assert recorder.num_chunks > 0 and recorder.num_decode_steps > 0
+    assert max(recorder.errors(model, sequences).values()) <= 1e-4
 
 
 @pytest.mark.parametrize("breakage", ["q_norm", "yarn", "scale", "position", "residual"])

@@ -1,0 +1,306 @@
+"""Cross-compile every Triton kernel for GPUs that need not be here, and check what the compiler made of it.
+
+The package itself launches its kernels, on tensors without memory (torch's "meta" device), for a driver that only names
+a target. So each kernel gets the tiles, options and alignment hints of a real launch; nothing is repeated here.
+
+    python kernels/compile.py [--target gfx942] [--json FILE] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+os.environ.pop("TRITON_INTERPRET", None)  # both are read when triton is imported
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from atom_mini import triton_attention
+from atom_mini.attention import AttentionMetaData
+from atom_mini.triton_attention import AttentionPlan
+from atom_mini.triton_ops import TritonOps
+
+
+class Hardware(NamedTuple):
+    """A target and what limits its occupancy. A unit is four SIMDs: a CU, an SM, or a pair of CUs of RDNA 3."""
+
+    target: GPUTarget
+    registers: int  # per lane of a SIMD, shared by its waves
+    granule: int  # in which they are given out
+    max_waves: int  # per SIMD
+    program_lds: int
+    unit_lds: int
+
+
+TARGETS = {
+    "gfx90a": Hardware(GPUTarget("hip", "gfx90a", 64), 512, 8, 8, 2**16, 2**16),
+    "gfx942": Hardware(GPUTarget("hip", "gfx942", 64), 512, 8, 8, 2**16, 2**16),
+    "gfx950": Hardware(GPUTarget("hip", "gfx950", 64), 512, 8, 8, 160 * 2**10, 160 * 2**10),
+    "gfx1100": Hardware(GPUTarget("hip", "gfx1100", 32), 1536, 24, 16, 2**16, 2**17),
+    "sm_90": Hardware(GPUTarget("cuda", 90, 32), 512, 8, 16, 227 * 2**10, 228 * 2**10),
+}
+# (target, start of the case): why spills are accepted
+WAIVERS: dict[tuple[str, str], str] = {
+    ("gfx1100", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
+    ("gfx1100", "prefill 256"): "the same",
+    ("gfx1100", "decode 128 fp32"): "one register with Triton 3.6; no matrix instructions, so never fast",
+    ("gfx1100", "prefill 128 fp32"): "the same",
+    ("sm_90", "prefill 256"): "under 100 bytes of stack; half the keys would be worse for the tensor cores",
+}
+
+
+class Shape(NamedTuple):
+    """What the kernels see of a model."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+    inner: int
+    vocab: int
+    qk_norm: bool
+
+
+QWEN = Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151936, True)
+LLAMA = Shape("Llama-3.1-8B", 32, 8, 128, 4096, 14336, 128256, False)
+LLAMA_1B = Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192, 128256, False)
+PHI = Shape("Phi-3-mini", 32, 32, 96, 3072, 8192, 32064, False)
+GEMMA = Shape("Gemma-2-9B", 16, 8, 256, 3584, 14336, 256000, False)
+POOLS = {"1 GiB": 2**30, "4 GiB": 2**32}  # up to 2 GiB, AMD's compiler may address with 32 bits: another kernel
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Row(NamedTuple):
+    """What the compiler made of one kernel."""
+
+    target: str
+    kernel: str
+    case: str
+    registers: int = 0  # per lane; on CDNA with the accumulation registers
+    accumulators: int = 0  # CDNA's AGPRs
+    scalars: int = 0
+    spills: int = 0  # AMD: registers; NVIDIA: bytes of stack
+    lds: int = 0
+    warps: int = 0
+    waves: float = 0.0  # that fit on a SIMD
+    matrix: str = ""  # matrix instructions: how many of which kind
+    wide: int = 0  # loads of 16 bytes
+    narrow: int = 0  # loads of 2 bytes
+    loads: int = 0  # all, without scalar ones
+    error: str = ""
+
+
+def empty(shape: Iterable[int], dtype: torch.dtype = torch.float32, misaligned: bool = False) -> Tensor:
+    """A tensor without memory; its address is 0, or one number further."""
+    shape = tuple(shape)
+    storage = torch.empty(torch.Size(shape).numel() + 1, dtype=dtype, device="meta")
+    return storage[1:].view(shape) if misaligned else storage[:-1].view(shape)
+
+
+@contextmanager
+def recorded(name: str) -> Iterator[list[tuple[str, Any]]]:
+    """Inside, a launch compiles for this target and nothing runs; gives the (name, kernel) of each launch."""
+    target, launches, run = TARGETS[name].target, [], JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: name, get_current_stream=lambda device: 0
+    )
+    with (
+        patch.object(JITFunction, "run", compile_only),
+        patch.object(triton.runtime.driver, "_active", driver),
+        patch.object(triton_attention, "architecture", lambda device: name),
+    ):
+        yield launches
+
+
+def attend(shape: Shape, phase: str, dtype: str, block_size: int, pool: str, misaligned: bool = False) -> None:
+    """Launch attention for one kind of step."""
+    number = TYPES[dtype]
+    block = (shape.kv_heads, block_size, shape.dim)
+    blocks = POOLS[pool] // (2 * torch.Size(block).numel() * number.itemsize)
+    plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
+    q, cache = empty((64, shape.heads, shape.dim), number, misaligned), empty((2, blocks, *block), number, misaligned)
+    meta = AttentionMetaData(*[empty([8], torch.int32)] * 4, [], [], plan=plan)
+    make_ops(shape, dtype).attend(q, cache, meta, 0.1)
+
+
+def make_ops(shape: Shape, dtype: str) -> TritonOps:
+    return TritonOps(torch.device("cpu"), shape.heads, shape.kv_heads, shape.dim, TYPES[dtype])
+
+
+def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool = False) -> None:
+    """Launch everything else of a step."""
+    ops, number = make_ops(shape, dtype), TYPES[dtype]
+    x, weight = empty((tokens, shape.hidden), number, misaligned), empty([shape.hidden], number)
+    ops.add_rms_norm(x, None, weight, 1e-6)
+    ops.add_rms_norm(x, x, weight, 1e-6)
+    ops.silu_and_mul(empty((tokens, 2 * shape.inner), number, misaligned))
+    qkv = empty((tokens, shape.heads + 2 * shape.kv_heads, shape.dim), number, misaligned)
+    norm = (empty([shape.dim], number), empty([shape.dim], number)) if shape.qk_norm else None
+    angles = empty((tokens, shape.dim), number)
+    cache = empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
+    ops.rotate_and_store(qkv, norm, 1e-6, angles, angles, cache, empty([tokens], torch.int64))
+    ops.sample(empty((tokens, shape.vocab), number, misaligned), empty([tokens]), empty([tokens]))
+
+
+Case = tuple[str, Callable[[], None]]
+
+
+def cases(quick: bool = False) -> Iterator[Case]:
+    """(name, launches) of all variants; `quick`: those most likely to fail."""
+    variants = [(shape, "bf16", 16) for shape in (LLAMA_1B, PHI, QWEN, LLAMA, GEMMA)]
+    variants += [(LLAMA, "bf16", 1), (LLAMA, "bf16", 256), (LLAMA, "fp16", 16), (LLAMA, "fp32", 16)]
+    if quick:
+        variants = [(LLAMA, "bf16", 16), (GEMMA, "bf16", 16), (LLAMA, "fp32", 16)]
+    for shape, dtype, size in variants:
+        for phase in ("decode", "prefill"):
+            for pool in list(POOLS)[quick:]:
+                name = f"{phase} {shape.dim} {dtype}, {shape.heads}/{shape.kv_heads} heads, blocks of {size}, {pool}"
+                yield name, lambda a=(shape, phase, dtype, size, pool): attend(*a)
+    for shape in [QWEN] if quick else [QWEN, LLAMA]:
+        for tokens in (64, 4096):
+            yield f"{shape.name}, {tokens} tokens", lambda a=(shape, tokens): run_small(*a)
+
+
+def occupancy(hardware: Hardware, registers: int, lds: int, warps: int) -> float:
+    """Waves per SIMD that find room, in whole programs."""
+    given = -(-max(registers, 1) // hardware.granule) * hardware.granule
+    by_registers = min(hardware.max_waves, hardware.registers // given) * 4 // warps
+    return min(by_registers, hardware.unit_lds // max(lds, 1)) * warps / 4
+
+
+def amd_facts(kernel: Any) -> dict[str, Any]:
+    """What the assembly and its metadata say."""
+    text = kernel.asm["amdgcn"]
+
+    def number(field: str) -> int:
+        found = re.search(rf"\.{field}:\s+(\d+)", text)
+        return int(found.group(1)) if found else 0
+
+    loads = re.findall(r"^\s*(?:global|buffer|flat)_load_(?:lds_)?(\w+).*$", text, re.M)
+    kinds = {kind: len(re.findall(rf"^\s*v_{kind}_", text, re.M)) for kind in ("mfma", "wmma")}
+    return {
+        "registers": number("vgpr_count"), "accumulators": number("agpr_count"), "scalars": number("sgpr_count"),
+        "spills": number("vgpr_spill_count"), "matrix": " ".join(f"{n} {kind}" for kind, n in kinds.items() if n),
+        "wide": sum(kind in ("dwordx4", "b128") for kind in loads), "loads": len(loads),
+        "narrow": sum("short" in kind or "16" in kind for kind in loads),
+    }  # fmt: skip
+
+
+def nvidia_facts(kernel: Any) -> dict[str, Any]:
+    """What the assembly says, and cuobjdump of the registers that ptxas gave."""
+    text, tool = kernel.asm["ptx"], triton.knobs.nvidia.cuobjdump.path
+    path = Path(triton.knobs.cache.dir) / f"resources-{os.getpid()}.cubin"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(kernel.asm["cubin"])
+    report = subprocess.run([tool, "--dump-resource-usage", path], check=True, capture_output=True, text=True).stdout
+    path.unlink()
+    registers, stack = (int(re.search(rf"{field}:(\d+)", report).group(1)) for field in ("REG", "STACK"))
+    kinds = {"wgmma": text.count("wgmma.mma_async"), "mma": text.count("mma.sync")}
+    loads = re.findall(r"\bld\.global\S*|cp\.async\.c[ag]\.\S+ [^;]*", text)
+    wide = r"\.v4\.[bfu]32|\.v2\.[bfu]64|cp\.async.*, (?:0x10|16)\b"
+    return {
+        "registers": registers, "spills": stack, "matrix": " ".join(f"{n} {kind}" for kind, n in kinds.items() if n),
+        "wide": sum(bool(re.search(wide, load)) for load in loads), "loads": len(loads),
+        "narrow": sum(bool(re.search(r"(?<!v\d)\.[bu]16$", load)) for load in loads),
+    }  # fmt: skip
+
+
+def examine(target: str, name: str, case: str, kernel: Any) -> Row:
+    facts = (nvidia_facts if target.startswith("sm") else amd_facts)(kernel)
+    lds, warps = kernel.metadata.shared, kernel.metadata.num_warps
+    waves = occupancy(TARGETS[target], facts["registers"], lds, warps)
+    return Row(target, name, case, lds=lds, warps=warps, waves=waves, **facts)
+
+
+def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row]:
+    """A row for each kernel that a case launches, or one with the error."""
+    with recorded(target) as launches:
+        try:
+            launch()
+        except Exception as error:  # the compiler's own, of any kind: it is a row, and the others follow
+            while error.__cause__:
+                error = error.__cause__
+            return [Row(target, "not compiled", case, error=f"{type(error).__name__}: {str(error).strip()[-300:]}")]
+    return [examine(target, name, case, kernel) for name, kernel in launches]
+
+
+STREAMS = ("paged_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
+
+
+def faults(row: Row) -> list[str]:
+    """What is wrong with a kernel."""
+    found = [row.error] if row.error else []
+    waived = any(row.target == target and row.case.startswith(case) for target, case in WAIVERS)
+    if row.spills and not waived:
+        found.append(f"{row.spills} spills")
+    if row.lds > TARGETS[row.target].program_lds:
+        found.append(f"{row.lds} bytes of LDS, the limit is {TARGETS[row.target].program_lds}")
+    has_matrix = "fp32" not in row.case or row.target in ("gfx90a", "gfx942", "gfx950")
+    if row.kernel == "paged_attention_kernel" and has_matrix:
+        wanted = "wgmma" if row.target == "sm_90" and "prefill" in row.case else ""
+        if not row.matrix or wanted not in row.matrix:
+            found.append(f"no {wanted or 'matrix'} instructions")
+    if row.kernel in STREAMS and (row.narrow or not row.wide):  # the plan's 32-bit numbers are loaded one by one
+        found.append(f"no 128-bit loads of rows ({row.narrow} of 16 bits)")
+    return found
+
+
+def print_table(rows: list[Row]) -> None:
+    """One line a kernel, the variants of a name below each other."""
+    print(f"{'kernel':22} {'case':58} {'VGPR':>4} {'AGPR':>4} {'SGPR':>4} {'spill':>5} {'LDS':>6} {'warps':>5} "
+          f"{'waves':>5} {'16 B loads':>10} matrix")  # fmt: skip
+    for row in sorted(dict.fromkeys(rows), key=lambda row: row.kernel):
+        loads = f"{row.wide}/{row.loads}"
+        print(f"{row.kernel:22} {row.case:58} {row.registers:4} {row.accumulators:4} {row.scalars:4} {row.spills:5} "
+              f"{row.lds:6} {row.warps:5} {row.waves:5.1f} {loads:>10} {row.matrix}")  # fmt: skip
+
+
+def check(target: str, quick: bool = False) -> tuple[list[Row], list[str]]:
+    """Compile all for one target: (rows, what is wrong)."""
+    rows = [row for name, launch in cases(quick) for row in compile_case(target, name, launch)]
+    return rows, [f"{row.target}, {row.kernel}, {row.case}: {fault}" for row in rows for fault in faults(row)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--quick", action="store_true", help="only the variants most likely to fail")
+    arguments = parser.parse_args()
+    everything, wrong = [], []
+    for target in arguments.target or TARGETS:
+        start = time.perf_counter()
+        rows, found = check(target, arguments.quick)
+        print(f"\n{target}, Triton {triton.__version__}: {len(rows)} kernels in {time.perf_counter() - start:.0f} s")
+        print_table(rows)
+        everything, wrong = everything + rows, wrong + found
+    if arguments.json:
+        arguments.json.write_text(json.dumps([row._asdict() for row in everything], indent=1) + "\n")
+    print("\n" + ("\n".join(["FAILED", *wrong]) if wrong else "no faults"))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

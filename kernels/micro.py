@@ -1,0 +1,345 @@
+"""The limits of the device, and each kernel beside them and beside torch's best for the same work."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timing import Bench, Call, ratio, show, time_limit
+from torch import Tensor
+
+from atom_mini import triton_attention
+from atom_mini.models import TorchOps
+from atom_mini.triton_attention import PagedAttention
+from atom_mini.triton_ops import TritonOps
+
+BLOCK_SIZE = 16  # tokens, the engine's default
+DECODE_AIM = 0.70  # of the copy bandwidth, at batch 256 and context 1024
+SWEEP = {
+    True: {"key_bytes": (2**13, 2**14, 2**15), "warps": (2, 4, 8), "stages": (1, 2, 3, 4), "programs": (2, 3, 4, 6, 8),
+           "split": (256, 512, 1024)},
+    False: {"rows": (64, 128), "key_bytes": (2**13, 2**14, 2**15), "warps": (4, 8), "stages": (1, 2, 3, 4),
+            "programs": (1, 2), "split": (256,)},
+}  # fmt: skip
+DRY_SWEEP = {"key_bytes": (2**11,), "warps": (4,), "stages": (1, 2), "programs": (2,), "split": (256, 16)}
+
+
+class Heads(NamedTuple):
+    """The sizes of a model that its small kernels see."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+QWEN, LLAMA = (
+    Heads("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151936),
+    Heads("Llama-3.1-8B", 32, 8, 128, 4096, 14336, 128256),
+)
+TOY = Heads("toy", 4, 2, 16, 32, 48, 500)  # for dry runs
+
+
+def limits(bench: Bench, results: dict[str, Any]) -> None:
+    """Copy bandwidth, matrix rate and launch latency of this device, in this run."""
+    size = 2**12 if bench.dry else min(2**32, torch.cuda.mem_get_info(bench.device)[0] // 8)
+    source = torch.empty(size // 4, dtype=torch.int32, device=bench.device).random_()
+    target = source.clone()
+    ways: tuple[Call, ...] = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    bench.bandwidth = 2 * source.nbytes / min(bench.seconds([way], best=True) for way in ways)
+    n = 64 if bench.dry else 8192
+    a, b = bench.random(n, n), bench.random(n, n)
+    bench.matrix_rate = 2 * n**3 / bench.seconds([lambda: a @ b] * bench.number(10), best=True)
+    one = torch.zeros(1, device=bench.device)
+    launch = bench.seconds([lambda: one.add_(1)] * bench.number(200))
+    results |= {"bandwidth": bench.bandwidth, "matrix_rate": bench.matrix_rate, "launch_seconds": launch}
+    rows = [["copy, GB/s", bench.bandwidth / 1e9], [f"matrix product {n}^3, TFLOP/s", bench.matrix_rate / 1e12],
+            ["smallest kernel in a graph, us", launch * 1e6]]  # fmt: skip
+    show("Limits of this device", ["", "measured"], rows)
+
+
+class PagedCase:
+    """A step's attention on a pool of scattered blocks, as many different steps as it takes to keep the caches cold."""
+
+    def __init__(self, bench: Bench, heads: Heads, query_lens: list[int], context: int) -> None:
+        self.bench, self.heads, self.batch, self.context = bench, heads, len(query_lens), context
+        self.lens = np.array(query_lens, dtype=np.int32), np.full(self.batch, context, dtype=np.int32)
+        self.bytes = 2 * self.batch * context * heads.kv_heads * heads.dim * bench.dtype.itemsize
+        self.flops = 4 * heads.heads * heads.dim * sum(n * (2 * context - n + 1) // 2 for n in query_lens)
+        width = -(-context // BLOCK_SIZE)
+        copies = bench.copies(self.bytes)
+        blocks = np.random.default_rng(0).permutation(copies * self.batch * width).astype(np.int32)
+        self.tables = blocks.reshape(copies, self.batch, width)
+        self.pool = bench.random(2, blocks.size, heads.kv_heads, BLOCK_SIZE, heads.dim)
+        self.q = bench.random(sum(query_lens), heads.heads, heads.dim)
+
+    def calls(self) -> list[Call]:
+        """One call of our kernel per data set."""
+        heads, q, pool = self.heads, self.q, self.pool
+        attention = PagedAttention(self.bench.device, heads.heads, heads.kv_heads, heads.dim, self.bench.dtype)
+        plans = [attention.plan(*self.lens, table) for table in self.tables]
+        for plan in plans:
+            plan.data = torch.from_numpy(plan.data).to(self.bench.device)
+        return [partial(attention, q, pool, plan, heads.scale) for plan in plans]
+
+    def seconds(self, num_calls: int) -> float:
+        """Seconds of one step's attention."""
+        return self.bench.seconds(at_least(self.calls(), self.bench.number(num_calls)))
+
+
+def at_least(calls: list[Call], number: int) -> list[Call]:
+    """`calls`, repeated in their order until there are `number`."""
+    return list(itertools.islice(itertools.cycle(calls), max(number, len(calls))))
+
+
+def unpaged_decode(case: PagedCase) -> float:
+    """Seconds of torch's fused attention on K/V that lie contiguously: what paging may cost at best nothing over."""
+    bench, heads, copies = case.bench, case.heads, len(case.tables)
+    shape = (case.batch, heads.kv_heads, case.context, heads.dim)
+    pairs = [(bench.random(*shape), bench.random(*shape)) for _ in range(copies)]
+    q = case.q.view(case.batch, heads.kv_heads, -1, heads.dim)  # a group's heads as rows: they share their keys
+
+    attend = partial(F.scaled_dot_product_attention, scale=heads.scale)
+    return bench.seconds(at_least([partial(attend, q, k, v) for k, v in pairs], bench.number(20)))
+
+
+def unpaged_prefill(case: PagedCase) -> float:
+    """Seconds of torch's fused causal attention on contiguous K/V; each head's own copy of K/V is not timed."""
+    heads, bench = case.heads, case.bench
+    q, k, v = (bench.random(case.batch, heads.heads, case.context, heads.dim) for _ in range(3))
+    call = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, scale=heads.scale)
+    return bench.seconds([call] * bench.number(4))
+
+
+def flex_decode(case: PagedCase) -> float | str:
+    """Seconds of FlexAttention on contiguous K/V, or why there is none: it does not work everywhere."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    bench, heads = case.bench, case.heads
+    try:
+        with time_limit(20):
+            q = case.q.view(case.batch, heads.heads, 1, heads.dim)
+            k, v = (bench.random(case.batch, heads.kv_heads, case.context, heads.dim) for _ in range(2))
+            flex: Any = flex_attention if bench.dry else torch.compile(flex_attention, dynamic=False)
+            return bench.seconds([lambda: flex(q, k, v, scale=heads.scale, enable_gqa=True)] * bench.number(20))
+    except Exception as error:  # an opinion on somebody else's compiler is no failure of ours
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def decode_attention(bench: Bench, results: dict[str, Any]) -> None:
+    """Decode attention by batch and context: GB/s, as a fraction of the copy bandwidth, beside torch."""
+    shapes = list(itertools.product((1, 32, 256), (512, 1024, 8192))) if not bench.dry else [(2, 40), (1, 300)]
+    rows = []
+    for heads in (TOY,) if bench.dry else (QWEN, LLAMA):
+        for batch, context in shapes:
+            name, row = f"{heads.name} batch {batch} context {context}", dict[str, Any]()
+            results[name] = row
+            with bench.guarded(f"decode attention, {name}", row):
+                decode_attention_row(bench, heads, batch, context, row)
+            has_aim = (batch, context) in ((256, 1024), (2, 40))
+            aim = bench.aim(f"decode attention, {name}, of copy", row.get("of_copy"), DECODE_AIM) if has_aim else ""
+            kinds = ("microseconds", "GB_per_second", "of_copy", "sdpa_microseconds", "speed_to_sdpa")
+            rows.append([name, *[row.get(kind) for kind in kinds], row.get("skipped") or aim])
+    show("Decode attention", ["", "us", "GB/s", "of copy", "unpaged SDPA us", "x SDPA", ""], rows)
+
+
+def decode_attention_row(bench: Bench, heads: Heads, batch: int, context: int, row: dict[str, Any]) -> None:
+    """Our kernel and torch's on one shape, into `row`."""
+    nbytes = 2 * batch * context * heads.kv_heads * heads.dim * bench.dtype.itemsize
+    if not bench.fits(2.2 * bench.copies(nbytes) * nbytes):
+        row["skipped"] = "does not fit"
+        return
+    case = PagedCase(bench, heads, [1] * batch, context)
+    seconds = case.seconds(20)
+    sdpa = unpaged_decode(case)
+    row |= {
+        "microseconds": seconds * 1e6, "GB_per_second": nbytes / seconds / 1e9,
+        "of_copy": ratio(nbytes / seconds, bench.bandwidth), "sdpa_microseconds": sdpa * 1e6,
+        "speed_to_sdpa": sdpa / seconds,
+    }  # fmt: skip
+    if (batch, context) in ((32, 1024), (2, 40)):
+        flex = flex_decode(case)
+        row["flex_microseconds"] = flex if isinstance(flex, str) else flex * 1e6
+        print(f"FlexAttention, {heads.name} batch {batch} context {context}, us: {row['flex_microseconds']}")
+
+
+def prefill_attention(bench: Bench, results: dict[str, Any]) -> None:
+    """Causal prefill attention: TFLOP/s, as a fraction of the matrix rate, beside torch."""
+    rows = []
+    for heads in (TOY,) if bench.dry else (QWEN, LLAMA):
+        for batch, length in ((1, 40), (2, 20)) if bench.dry else ((1, 16384), (16, 1024)):
+            name, row = f"{heads.name} {batch} x {length}", dict[str, Any]()
+            results[name] = row
+            with bench.guarded(f"prefill attention, {name}", row):
+                case = PagedCase(bench, heads, [length] * batch, length)
+                seconds, sdpa = case.seconds(4), unpaged_prefill(case)
+                row |= {
+                    "milliseconds": seconds * 1e3, "TFLOP_per_second": case.flops / seconds / 1e12,
+                    "of_matrix_rate": ratio(case.flops / seconds, bench.matrix_rate),
+                    "sdpa_milliseconds": sdpa * 1e3, "speed_to_sdpa": sdpa / seconds,
+                }  # fmt: skip
+            kinds = ("milliseconds", "TFLOP_per_second", "of_matrix_rate", "sdpa_milliseconds", "speed_to_sdpa")
+            rows.append([name, *[row.get(kind) for kind in kinds]])
+    show("Prefill attention, causal", ["", "ms", "TFLOP/s", "of matrix rate", "SDPA ms", "x SDPA"], rows)
+
+
+Pair = tuple[Callable[..., Any], Callable[..., Any], Callable[[], tuple[Any, ...]], int]  # ours, torch's, data, bytes
+
+
+def norm_pair(bench: Bench, heads: Heads, ours: TritonOps, twin: TorchOps, tokens: int) -> Pair:
+    """The residual's addition and the norm after it: two tensors read, two written."""
+    size, weight = heads.hidden, bench.random(heads.hidden)
+
+    def data() -> tuple[Tensor, Tensor]:
+        return bench.random(tokens, size), bench.random(tokens, size)
+
+    return (lambda x, r: ours.add_rms_norm(x, r, weight, 1e-6), lambda x, r: twin.add_rms_norm(x, r, weight, 1e-6),
+            data, 4 * tokens * size * bench.dtype.itemsize)  # fmt: skip
+
+
+def silu_pair(bench: Bench, heads: Heads, ours: TritonOps, twin: TorchOps, tokens: int) -> Pair:
+    """The activation of the MLP: two thirds read, one written."""
+    size = heads.intermediate
+    return (ours.silu_and_mul, twin.silu_and_mul, lambda: (bench.random(tokens, 2 * size),),
+            3 * tokens * size * bench.dtype.itemsize)  # fmt: skip
+
+
+def rotate_pair(bench: Bench, heads: Heads, ours: TritonOps, twin: TorchOps, tokens: int) -> Pair:
+    """Norm and rotation of q and k, K/V to their slots; the pool's random slots are the scattered writes."""
+    dim, all_heads = heads.dim, heads.heads + 2 * heads.kv_heads
+    norm = (bench.random(dim), bench.random(dim)) if heads is not LLAMA else None
+    blocks = -(-tokens // BLOCK_SIZE) + 1
+    slots = torch.randperm(blocks * BLOCK_SIZE)[:tokens].to(bench.device)
+
+    def data() -> tuple[Tensor, ...]:
+        pool = bench.random(2, blocks, heads.kv_heads, BLOCK_SIZE, dim)
+        angles = bench.random(2, tokens, 1, dim)
+        return bench.random(tokens, all_heads, dim), angles[0], angles[1], pool
+
+    def call(ops: TorchOps) -> Callable[..., Any]:
+        return lambda qkv, cos, sin, pool: ops.rotate_and_store(qkv, norm, 1e-6, cos, sin, pool, slots)
+
+    return call(ours), call(twin), data, 2 * tokens * (all_heads + 1) * dim * bench.dtype.itemsize
+
+
+def sample_pair(bench: Bench, heads: Heads, ours: TritonOps, twin: TorchOps, rows: int) -> Pair:
+    """Temperature sampling, against softmax and an exponential race; at best the logits are read once.
+
+    The race is what torch.multinomial does for one draw, without its check, which waits for the device and so cannot
+    be part of a graph.
+    """
+    temperature = torch.full((rows,), 0.6, device=bench.device)
+    u = torch.rand(rows, device=bench.device)
+
+    def plain(logits: Tensor) -> Tensor:
+        probs = (logits.float() / temperature[:, None]).softmax(-1)
+        return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+    return (lambda logits: ours.sample(logits, temperature, u), plain, lambda: (bench.random(rows, heads.vocab),),
+            rows * heads.vocab * bench.dtype.itemsize)  # fmt: skip
+
+
+def small_kernels(bench: Bench, results: dict[str, Any]) -> None:
+    """What lies between the matrix products: GB/s, as a fraction of the copy bandwidth, beside the torch twin."""
+    pairs = {
+        "add_rms_norm": norm_pair,
+        "rotate_and_store": rotate_pair,
+        "silu_and_mul": silu_pair,
+        "sample": sample_pair,
+    }
+    rows = []
+    for heads in (TOY,) if bench.dry else (QWEN, LLAMA):
+        ours = TritonOps(bench.device, heads.heads, heads.kv_heads, heads.dim, bench.dtype)
+        for (kind, make), tokens in itertools.product(pairs.items(), (1, 3) if bench.dry else (1, 256, 16384)):
+            if kind == "sample" and (tokens > 256 or heads is LLAMA):
+                continue
+            name, row = f"{heads.name} {kind} {tokens}", dict[str, Any]()
+            results[name] = row
+            with bench.guarded(name, row):
+                row |= compare(bench, make(bench, heads, ours, TorchOps(), tokens))
+            kinds = ("microseconds", "GB_per_second", "of_copy", "torch_microseconds", "speed_to_torch")
+            rows.append([name, *[row.get(kind) for kind in kinds]])
+    show("Small kernels, by tokens", ["", "us", "GB/s", "of copy", "torch us", "x torch"], rows)
+
+
+def compare(bench: Bench, pair: Pair) -> dict[str, Any]:
+    """Ours and torch's on the same data, rotated so that none of it waits in a cache."""
+    ours, twin, make_data, nbytes = pair
+    sets = [make_data() for _ in range(bench.copies(nbytes))]
+    number = bench.number(20 if nbytes > 2**24 else 64)
+    seconds, plain = (bench.seconds(at_least([partial(f, *data) for data in sets], number)) for f in (ours, twin))
+    return {
+        "microseconds": seconds * 1e6, "GB_per_second": nbytes / seconds / 1e9,
+        "of_copy": ratio(nbytes / seconds, bench.bandwidth), "torch_microseconds": plain * 1e6,
+        "speed_to_torch": plain / seconds,
+    }  # fmt: skip
+
+
+def kernels(bench: Bench, results: dict[str, Any]) -> None:
+    """All of the above."""
+    for part in (decode_attention, prefill_attention, small_kernels):
+        with bench.guarded(part.__name__, results.setdefault(part.__name__, {})):
+            part(bench, results[part.__name__])
+
+
+@contextmanager
+def launched_as(bench: Bench, is_decode: bool, options: dict[str, int]) -> Iterator[None]:
+    """The attention kernel with another `Launch` and another `SPLIT_KEYS` in this block."""
+    arch, split = triton_attention.architecture(bench.device), triton_attention.SPLIT_KEYS
+    old = triton_attention.LAUNCHES[arch]
+    changed = old[0 if is_decode else 1]._replace(**{k: v for k, v in options.items() if k != "split"})
+    try:
+        triton_attention.LAUNCHES[arch] = (changed, old[1]) if is_decode else (old[0], changed)
+        triton_attention.SPLIT_KEYS = options["split"]
+        yield
+    finally:
+        triton_attention.LAUNCHES[arch], triton_attention.SPLIT_KEYS = old, split
+
+
+def sweep(bench: Bench, results: dict[str, Any]) -> None:
+    """The best attention launches by shape, for `LAUNCHES` and `SPLIT_KEYS`; thousands are tried, for minutes."""
+    shapes = {True: [(1, 1024), (1, 8192), (32, 1024), (256, 1024)], False: [(1, 16384), (16, 1024)]}
+    if bench.dry:
+        shapes = {True: [(1, 40)], False: [(1, 40)]}
+    rows = []
+    for heads, is_decode in itertools.product((TOY,) if bench.dry else (QWEN, LLAMA), (True, False)):
+        for batch, context in shapes[is_decode]:
+            case = PagedCase(bench, heads, [1 if is_decode else context] * batch, context)
+            tried = sweep_case(bench, case, is_decode)
+            name = f"{heads.name} {'decode' if is_decode else 'prefill'} {batch} x {context}"
+            results[name] = tried[:10]
+            rows += [[name, us, options] for us, options in tried[:3]]
+            del case
+            bench.release()
+    show("Best launches", ["", "us", "options"], rows)
+
+
+def sweep_case(bench: Bench, case: PagedCase, is_decode: bool) -> list[tuple[float, str]]:
+    """(microseconds, options) of every launch that compiles, the fastest first; the present one is among them."""
+    grid = DRY_SWEEP if bench.dry else SWEEP[is_decode]
+    if triton_attention.architecture(bench.device).startswith("gfx"):
+        grid = grid | {"waves": (0, 2)}
+    tried, start = [(case.seconds(20 if is_decode else 4) * 1e6, "as it is")], time.perf_counter()
+    for values in itertools.product(*grid.values()):
+        options: dict[str, int] = dict(zip(grid, values, strict=True))
+        with launched_as(bench, is_decode, options):
+            try:
+                tried.append((case.seconds(20 if is_decode else 4) * 1e6, str(options)))
+            except Exception as error:  # too much shared memory or too many registers: not a launch for this device
+                tried.append((float("inf"), f"{options}: {type(error).__name__}"))
+    print(f"{len(tried)} launches in {time.perf_counter() - start:.0f} s", flush=True)
+    return [entry for entry in sorted(tried) if entry[0] < float("inf")]

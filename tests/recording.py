@@ -1,0 +1,21 @@
+"""Graphs without a GPU: the recorder that chapter 12 builds on its page, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from execnb.nbio import read_nb
+
+CHAPTER = Path(__file__).resolve().parent.parent / "nbs" / "12_graphs.ipynb"
+
+
+def load_recorded_graph() -> Any:
+    """The class `RecordedGraph`: stands in for `atom_mini.graphs.DeviceGraph`, the same arguments, the same face."""
+    sources = [cell.source for cell in read_nb(CHAPTER).cells if cell.cell_type == "code"]
+    namespace: dict[str, Any] = {}
+    exec("from contextlib import contextmanager\nfrom functools import partial\nimport torch\nfrom torch import Tensor", namespace)
+    for marker in ("class Recorder(", "class RecordedGraph"):
+        source = next(s for s in sources if marker in s)
+        exec(source.split("\nrecorder, x, factor")[0], namespace)
+    return namespace["RecordedGraph"]

@@ -1,0 +1,89 @@
+"""Every Triton kernel compiles for every target without spills; and what `kernels/compile.py` calls a fault is found.
+
+Each test compiles in a process of its own: once a process has imported triton to interpret, it cannot compile.
+These are the variants most likely to fail; `python kernels/compile.py` compiles all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+SCRIPT = Path(__file__).resolve().parents[1] / "kernels" / "compile.py"
+LOAD = f"""
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("compile_kernels", {str(SCRIPT)!r})
+tool = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = tool
+spec.loader.exec_module(tool)
+"""
+TARGETS = ["gfx90a", "gfx942", "gfx950", "gfx1100", "sm_90"]
+
+
+def run(code: str) -> dict[str, list[str]]:
+    """What the code puts into `result`, run where `tool` is kernels/compile.py."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = LOAD + code + "\nprint(json.dumps(result))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def faults_of(target: str, launch: str, case: str) -> dict[str, list[str]]:
+    """The faults of each kernel of a case; `launch` is a statement that launches it."""
+    return run(f"""
+def launch():
+    {launch}
+result = {{}}
+for row in tool.compile_case({target!r}, {case!r}, launch):
+    result.setdefault(row.kernel, []).extend(tool.faults(row))
+""")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_faults(target: str) -> None:
+    result = run(f"rows, wrong = tool.check({target!r}, quick=True)\nresult = {{'rows': len(rows), 'wrong': wrong}}")
+    assert not result["wrong"]
+    assert result["rows"] >= 20
+
+
+def with_launch(target: str, launch: str, phase: str = "prefill", shape: str = "LLAMA") -> str:
+    change = f"tool.triton_attention.LAUNCHES[{target!r}] = 2 * (tool.triton_attention.Launch({launch}),)"
+    return f"{change}; tool.attend(tool.{shape}, {phase!r}, 'bf16', 16, '4 GiB')"
+
+
+def test_spills_are_found() -> None:
+    launch = with_launch("gfx942", "rows=128, key_bytes=2**14, warps=4, stages=1, programs=2, waves=2")
+    faults = faults_of("gfx942", launch, "prefill")["paged_attention_kernel"]
+    assert any("spills" in fault for fault in faults)
+
+
+def test_too_much_lds_is_found() -> None:
+    launch = with_launch("sm_90", "rows=16, key_bytes=2**16, warps=4, stages=4, programs=1", "decode")
+    faults = faults_of("sm_90", launch, "decode")["paged_attention_kernel"]
+    assert any("bytes of LDS" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx1100", "sm_90"])
+def test_narrow_loads_are_found(target: str) -> None:
+    """A tensor that does not begin at a multiple of 16 bytes cannot be loaded 16 bytes at a time."""
+    launch = "tool.run_small(tool.LLAMA, 64, misaligned=True); "
+    launch += "tool.attend(tool.LLAMA, 'decode', 'bf16', 16, '4 GiB', misaligned=True)"
+    faults = faults_of(target, launch, "misaligned bf16")
+    for kernel in ("silu_and_mul_kernel", "survey_kernel", "paged_attention_kernel"):
+        assert any("no 128-bit loads" in fault for fault in faults[kernel]), kernel
+
+
+def test_missing_matrix_instructions_are_found() -> None:
+    """The check reads the name of the case: float32 has no matrix instruction on RDNA 3, but bfloat16 has one."""
+    launch = "tool.attend(tool.LLAMA, 'decode', 'fp32', 16, '4 GiB')"
+    assert "no matrix instructions" in faults_of("gfx1100", launch, "decode bf16")["paged_attention_kernel"]

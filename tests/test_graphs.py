@@ -1,0 +1,222 @@
+"""Replayed decodes give what plain torch gives: through the chapter's recorder on a CPU, through real graphs on a GPU.
+
+On a CPU the kernels run in Triton's interpreter, so models and runs are small.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import save_checkpoint
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from atom_mini.config import Config, SamplingParams
+from atom_mini.engine_core import EngineCore
+from atom_mini.graphs import (
+    DeviceGraph,
+    GraphRunner,
+    Wishes,
+    first_decodes,
+    graph_sizes,
+    make_runner,
+    no_garbage_collection,
+)
+from atom_mini.model_runner import ModelRunner
+from atom_mini.sequence import Sequence
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+PLAIN = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, 3 query heads for one K/V head of 16."""
+    path = tmp_path_factory.mktemp("small")
+    shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
+    save_checkpoint("qwen3", path, num_hidden_layers=1, max_position_embeddings=320, **shape)
+    return path
+
+
+@pytest.fixture(scope="module")
+def record() -> Any:
+    if ON_GPU:
+        return DeviceGraph
+    from recording import load_recorded_graph
+
+    return load_recorded_graph()
+
+
+def make_config(folder: Path, **options: Any) -> Config:
+    shape = {"num_kvcache_blocks": 60, "kv_cache_block_size": 4, "max_num_seqs": 3, "max_model_len": 64}
+    return Config(str(folder), **{"device": DEVICE, "dtype": "float32", "attention": "triton"} | shape | options)
+
+
+def plain_runner(folder: Path, **options: Any) -> ModelRunner:
+    """No kernels, no graphs."""
+    return ModelRunner(make_config(folder, attention="torch", **options))
+
+
+def run(runner: ModelRunner, wishes: list[dict[str, Any]], max_tokens: int = 5, seed: int = 0) -> Any:
+    """(tokens, log probabilities) of one request per wish, and the engine they went through."""
+    rng, core = random.Random(seed), EngineCore(runner.config, runner)
+    seqs = []
+    for i, wish in enumerate(wishes):
+        params = SamplingParams(max_tokens=max_tokens + i % 3, seed=i, ignore_eos=True, **wish).resolve(PLAIN)
+        prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 12))]
+        seqs.append(Sequence(prompt, runner.config.kv_cache_block_size, params))
+        core.add(seqs[-1])
+    while core.step():
+        core.scheduler.block_manager.check(core.scheduler.running)
+    return [(s.completion_token_ids, s.logprobs) for s in seqs], core
+
+
+def count_replays(runner: GraphRunner) -> dict[int, int]:
+    """How often each size is replayed from now on."""
+    counts = dict.fromkeys(runner.graphs, 0)
+    for size, graph in runner.graphs.items():
+        def counting(replay: Any = graph.replay, size: int = size) -> None:
+            counts[size] += 1
+            replay()
+        graph.replay = counting  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 8, 15, 16, 17, 20, 256, 512, 1000])
+def test_ladder_ends_at_the_limit(limit: int) -> None:
+    """Every batch that may run has a rung, and the last one is the limit itself."""
+    sizes = graph_sizes(limit)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == limit and sizes[0] == 1
+    assert all(min(n for n in sizes if n >= count) - count < max(16, count) for count in range(1, limit + 1))
+
+
+def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
+    """Greedy and random requests; more of them than may run, so that batches shrink and grow; tight pools preempt."""
+    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
+    config = make_config(folder, num_kvcache_blocks=9)
+    runner = GraphRunner(config, record)
+    counts = count_replays(runner)
+    replayed, core = run(runner, wishes, max_tokens=9)
+    eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), wishes, max_tokens=9)
+    assert replayed == eager
+    assert all(counts[n] > 0 for n in (1, 2, 3)) and core.scheduler.num_preemptions > 0
+
+
+def test_filters_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
+    """A request that wants more than a temperature gets it, and so do the plain ones beside it."""
+    wishes: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 5}, {"logprobs": 2}, {"temperature": 0.8, "top_p": 0.7}]
+    wishes += [{"temperature": 1.0, "min_p": 0.1}, {"repetition_penalty": 1.4}, {}]
+    runner = GraphRunner(make_config(folder), record)
+    counts = count_replays(runner)
+    replayed, _ = run(runner, wishes)
+    eager, _ = run(plain_runner(folder), wishes)
+    assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in eager] and sum(counts.values()) > 4
+    for (_, ours), (_, theirs) in zip(replayed, eager, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_one_runner_many_batches(folder: Path, record: Any) -> None:
+    """The same requests with other wishes, then other requests with the same: nothing of the last batch is left."""
+    runner, plain = GraphRunner(make_config(folder), record), plain_runner(folder)
+    for seed, wish in enumerate([{}, {"temperature": 1.0}, {"temperature": 1.0}, {}]):
+        options: Any = {"max_tokens": 3, "seed": seed // 3}
+        assert run(runner, [wish] * 2, **options)[0] == run(plain, [wish] * 2, **options)[0]
+
+
+def test_guesses_are_used_and_checked(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A steady decode makes its plan beforehand; a guess for other lengths is not taken."""
+    runner, made = GraphRunner(make_config(folder, max_num_seqs=1), record), []
+    prepare = GraphRunner._prepare
+    monkeypatch.setattr(GraphRunner, "_prepare", lambda self, lens, tables: made.append(lens.copy()) or prepare(self, lens, tables))
+    run(runner, [{}], max_tokens=4)
+    assert len(made) <= 3 + 2  # one per decode step, and one more where the table grew
+    batch = first_decodes(1)
+    assert not runner.guess.fits(batch)
+    runner._upload(batch, 1)
+    assert made[-1].tolist() == [1]
+
+
+def test_padding_rows_touch_nothing(folder: Path, record: Any) -> None:
+    """One sequence in a graph of three writes one slot of its own; the two rows beside it write to the spare block."""
+    runner = GraphRunner(make_config(folder), record)
+    del runner.graphs[1], runner.graphs[2]
+    runner.kv_cache.fill_(7.0)
+    runner.forward(first_decodes(1))
+    changed = (runner.kv_cache != 7).transpose(0, 2)  # [blocks, 2, layers, heads, slots, numbers]
+    assert len(changed) == 61 and changed.flatten(1).any(1).nonzero().flatten().tolist() == [0, 60]
+    assert changed[0].any(-1).flatten(0, -2).any(0).tolist() == [True, False, False, False]
+
+
+def test_a_step_larger_than_the_ladder_runs_eagerly(folder: Path, record: Any) -> None:
+    """Never an error: without a rung the step is not replayed."""
+    runner = GraphRunner(make_config(folder), record)
+    del runner.graphs[3]
+    wishes: list[dict[str, Any]] = [{}] * 3
+    assert run(runner, wishes)[0] == run(plain_runner(folder), wishes)[0]
+
+
+def test_static_inputs_never_move(folder: Path, record: Any) -> None:
+    """A recording knows addresses: an upload that does not fit is our mistake and says so."""
+    runner = GraphRunner(make_config(folder), record)
+    with pytest.raises(AssertionError):
+        runner.static.upload([np.zeros(10**7)])
+    longest = first_decodes(3)
+    views = runner._upload(longest, 3)
+    assert [v.data_ptr() for v in views] == [v.data_ptr() for v in runner._upload(first_decodes(2), 3)]
+
+
+def test_wishes_know_what_is_plain() -> None:
+    """A temperature is plain; each filter, a penalty and log probabilities are not; open ones count as off."""
+    assert Wishes([SamplingParams(temperature=0.7), SamplingParams(top_k=-1, top_p=1.0, min_p=0.0)]).is_plain
+    for wish in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
+        assert not Wishes([SamplingParams(), SamplingParams(**wish)]).is_plain  # type: ignore[arg-type]
+
+
+def test_no_collection_during_a_capture() -> None:
+    """Off inside, as it was outside, whatever happens."""
+    assert gc.isenabled()
+    with pytest.raises(KeyError), no_garbage_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_runner_is_chosen_by_config(folder: Path) -> None:
+    """Graphs only on a GPU, and only where they are not turned off."""
+    for options in ({"enforce_eager": True}, {"attention": "torch"}):
+        assert type(make_runner(make_config(folder, **options))) is ModelRunner
+    if not ON_GPU:
+        assert type(make_runner(make_config(folder))) is ModelRunner
+
+
+@pytest.mark.parametrize("breakage", ["stale table", "wrong spare slot", "stale wishes", "frozen plan"])
+def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ways in which graphs go wrong, each noticed by comparing tokens."""
+    wishes: list[dict[str, Any]] = [{}, {"temperature": 1.2}, {"temperature": 1.2}]
+    eager, _ = run(plain_runner(folder), wishes, max_tokens=6)
+    runner = GraphRunner(make_config(folder), record)
+    upload = runner.static.upload
+
+    def broken(arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        ids, positions, slots, temperature, u, plan = arrays
+        if breakage == "stale table":
+            plan = np.concatenate([plan[:-1], [0]]).astype(np.int32)
+        elif breakage == "wrong spare slot":
+            slots = np.where(slots == slots.max(), 0, slots)
+        elif breakage == "stale wishes":
+            temperature = np.zeros_like(temperature)
+        else:
+            plan = plan.copy()
+            plan[plan[2] + 5] -= 1
+        return upload([ids, positions, slots, temperature, u, plan])
+
+    monkeypatch.setattr(runner.static, "upload", broken)
+    assert run(runner, wishes, max_tokens=6)[0] != eager
