@@ -136,6 +136,7 @@ def paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, STAGES: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
+    """Work items of the plan, for one K/V head each: q, out [T, H, D], cache [2, N, K, S, D], partials [R, H, D]."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, dims = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_D)
     num_items, items = tl.load(plan_ptr), plan_ptr + tl.load(plan_ptr + 2)
@@ -174,6 +175,7 @@ def merge_kernel(
     partial_ptr, lse_ptr, out_ptr, plan_ptr,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):
+    """One query token's head: the mean of its partial results [R, H, D], weighed by their log-sum-exp [R, H]."""
     if tl.program_id(0) < tl.load(plan_ptr + 1):
         merge, head = plan_ptr + 8 + tl.program_id(0) * 4, tl.program_id(1)
         q_row, first, stride, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)

@@ -25,6 +25,7 @@ def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):
+    """One row: sum = x + residual, out = norm of the sum."""
     row, columns = tl.program_id(0).to(tl.int64) * SIZE, tl.arange(0, BLOCK)
     inside = columns < SIZE
     x = tl.load(x_ptr + row + columns, mask=inside, other=0.0)
@@ -87,6 +88,7 @@ def rotate_and_store_kernel(
 # %% ../nbs/11_small_kernels.ipynb #5fec07c3
 @triton.jit
 def silu_and_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of one row: gate_up [T, 2 * SIZE] -> out [T, SIZE]."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
