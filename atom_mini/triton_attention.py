@@ -204,7 +204,8 @@ class Launch(NamedTuple):
         """(query rows, keys) of a tile: heads of `head_dim` numbers of `itemsize` bytes, `group` to a K/V head."""
         size = triton.next_power_of_2(head_dim) * itemsize
         rows = max(16, min(self.rows, 2**15 // size), triton.next_power_of_2(group))
-        return rows, max(16, min(SPLIT_KEYS, self.key_bytes // size))  # a tile lies within one part
+        key_bytes = self.key_bytes // 2 if head_dim > 128 else self.key_bytes  # the results take the registers
+        return rows, max(16, min(SPLIT_KEYS, key_bytes // size))  # a tile lies within one part
 
 
 WITHOUT_MATRIX_UNIT = Launch(16, 0, 8, 1, 2)  # float32, but on CDNA, which has it

@@ -60,9 +60,6 @@ TARGETS = {
 WAIVERS: dict[tuple[str, str], str] = {
     ("gfx1100", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
     ("gfx1100", "prefill 256"): "the same",
-    ("gfx1100", "decode 128 fp32"): "one register with Triton 3.6; no matrix instructions, so never fast",
-    ("gfx1100", "prefill 128 fp32"): "the same",
-    ("sm_90", "prefill 256"): "under 100 bytes of stack; half the keys would be worse for the tensor cores",
 }
 
 

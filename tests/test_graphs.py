@@ -197,6 +197,18 @@ def test_runner_is_chosen_by_config(folder: Path) -> None:
         assert type(make_runner(make_config(folder))) is ModelRunner
 
 
+@pytest.mark.skipif(ON_GPU, reason="about a CPU")
+def test_kernels_that_cannot_run_say_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton the extra is named; on a CPU without the interpreter, its switch; and the way without both."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1.*attention='torch'"):
+        make_runner(make_config(folder))
+    monkeypatch.setattr("atom_mini.model_runner.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"install atom_mini\[triton\], or set attention='torch'"):
+        make_runner(make_config(folder))
+    make_runner(make_config(folder, attention="torch"))
+
+
 @pytest.mark.parametrize("breakage", ["stale table", "wrong spare slot", "stale wishes", "frozen plan"])
 def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ways in which graphs go wrong, each noticed by comparing tokens."""
