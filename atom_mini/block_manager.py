@@ -172,12 +172,12 @@ class BlockManager:
         seq.blocks_needed = seq.num_blocks - sum(self.pool.blocks[i].ref_count > 0 for i in cached)
         return cached if self.num_free_blocks >= seq.blocks_needed + reserve else None
 
-    def allocate(self, seq: Sequence, cached: list[int]) -> None:
-        """Give `seq` its blocks: `cached` (from `can_allocate`) shared, the rest fresh."""
+    def allocate(self, seq: Sequence, cached: list[int], num_blocks: int | None = None) -> None:
+        """Give `seq` its blocks, or the first `num_blocks`: `cached` (from `can_allocate`) shared, the rest fresh."""
         assert not seq.block_table and seq.row < 0
         for block_id in cached:
             self.pool.share(block_id)
-        fresh = [self._fresh_block() for _ in range(seq.num_blocks - len(cached))]
+        fresh = [self._fresh_block() for _ in range((num_blocks or seq.num_blocks) - len(cached))]
         seq.block_table = cached + fresh
         seq.num_computed_tokens = len(cached) * self.block_size
         if not seq.num_preemptions:  # what others had computed, not what it finds of its own
@@ -194,9 +194,13 @@ class BlockManager:
     def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
         """Grow the table to hold them; mostly nothing to do."""
         if missing := self._num_missing(seq, num_new_tokens):
-            start = len(seq.block_table)
-            seq.block_table += [self._fresh_block() for _ in range(missing)]
-            self._write_row(seq, start)
+            self.extend(seq, len(seq.block_table) + missing)
+
+    def extend(self, seq: Sequence, num_blocks: int) -> None:
+        """Grow the table to `num_blocks`."""
+        start = len(seq.block_table)
+        seq.block_table += [self._fresh_block() for _ in range(num_blocks - start)]
+        self._write_row(seq, start)
 
     def deallocate(self, seq: Sequence) -> None:
         """Take everything back, last block first, so that the beginning of a prompt stays cached longest."""

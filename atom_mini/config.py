@@ -189,6 +189,10 @@ class Config:
     scheduler_delay_factor: float = 0.0
     attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
+    scheduler: str = "atom"  # or "spyre", chapter 20, which has three knobs of its own:
+    chunk_size: int | None = None  # tokens of a prefill step; None: 512
+    max_batch_tkv_limit: int | None = None  # sequences x tkv; None: 131,072
+    interleave: bool | None = None  # a decode between two chunks; None: True
 
     folder: Path | None = field(default=None, init=False, repr=False)
     hf_config: Any = field(default=None, init=False, repr=False)
@@ -211,18 +215,44 @@ class Config:
         share, delay = self.gpu_memory_utilization, self.scheduler_delay_factor
         require(0 < share <= 1, f"gpu_memory_utilization={share!r} must be above 0 and at most 1")
         require(0 <= delay < math.inf, f"scheduler_delay_factor={delay!r} must be at least 0 and finite")
-        choices = {"dtype": (None, "float32", "float16", "bfloat16"), "attention": (None, "triton", "torch")}
+        choices = {
+            "dtype": (None, "float32", "float16", "bfloat16"),
+            "attention": (None, "triton", "torch"),
+            "scheduler": ("atom", "spyre"),
+        }
         for name, known in choices.items():
             value = getattr(self, name)
             require(value in known, f"{name}={value!r} must be one of {', '.join(map(repr, known))}")
         if self.model is not None:
             self._read_checkpoint(self.model)
+        self._check_scheduler()
         longest, budget = self.max_model_len, self.max_num_batched_tokens
         require(
             self.enable_chunked_prefill or (longest is not None and longest <= budget),
             f"without chunked prefill a sequence of max_model_len={longest} tokens must fit in one step of "
             f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set enable_chunked_prefill=True",
         )
+
+    def _check_scheduler(self) -> None:
+        """Spyre's knobs: refused for another scheduler, filled in and checked for Spyre's."""
+        defaults = {"chunk_size": 512, "max_batch_tkv_limit": 131_072, "interleave": True}
+        given = [name for name in defaults if getattr(self, name) is not None]
+        if self.scheduler != "spyre":
+            names = ", ".join(given)
+            require(not given, f"{names} belong to scheduler='spyre' and not to {self.scheduler!r}: drop them")
+            return
+        for name in defaults.keys() - given:
+            setattr(self, name, defaults[name])
+        size, chunk, limit, longest = (
+            self.kv_cache_block_size, self.chunk_size, self.max_batch_tkv_limit, self.max_model_len
+        )  # fmt: skip
+        require(type(self.interleave) is bool, f"interleave={self.interleave!r} must be True or False")
+        whole_blocks = type(chunk) is int and chunk > 0 and chunk % size == 0
+        require(whole_blocks, f"chunk_size={chunk!r} must be a multiple of kv_cache_block_size={size}")
+        require(longest is not None, "scheduler='spyre' needs max_model_len: every admission looks ahead to it")
+        require((longest or 0) % size == 0, f"max_model_len={longest} must be a multiple of kv_cache_block_size={size}")
+        holds_one = type(limit) is int and limit >= (longest or 0)
+        require(holds_one, f"max_batch_tkv_limit={limit!r} cannot hold one request of max_model_len={longest}: raise it")
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)

@@ -13,7 +13,7 @@ from .scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Sche
 from .sequence import RequestOutput, Sequence
 
 # %% auto #0
-__all__ = ['Runner', 'StepOutput', 'EngineCore']
+__all__ = ['Runner', 'StepOutput', 'make_scheduler', 'EngineCore']
 
 # %% ../nbs/09a_engine_core.ipynb #f5fe1313
 class Runner(Protocol):
@@ -31,13 +31,22 @@ class StepOutput(NamedTuple):
     seconds: float
 
 # %% ../nbs/09a_engine_core.ipynb #c5b839ad
+def make_scheduler(config: Config) -> BaseScheduler:
+    """The scheduler that `config.scheduler` names. Others than ATOM's are chapters of their own."""
+    if config.scheduler == "spyre":
+        from atom_mini.spyre import SpyreScheduler
+
+        return SpyreScheduler(config)
+    return Scheduler(config)
+
+
 class EngineCore:
     """add -> schedule -> run -> postprocess, one step at a time (ATOM's `EngineCore`, in the caller's process)."""
 
     def __init__(self, config: Config, runner: Runner, scheduler: BaseScheduler | None = None) -> None:
         self.config = config
         self.runner = runner
-        self.scheduler = scheduler or Scheduler(config)
+        self.scheduler = scheduler or make_scheduler(config)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; ValueError if it can never run."""

@@ -210,6 +210,10 @@ def first_decodes(count: int) -> ScheduledBatch:
 # %% ../nbs/12_graphs.ipynb #b5532ee9
 def make_runner(config: Config) -> ModelRunner:
     """The runner for this config: with graphs on a GPU, unless `enforce_eager` or torch's attention rules them out."""
+    if config.scheduler == "spyre":
+        from atom_mini.spyre_runner import RectangularRunner  # chapter 21
+
+        return RectangularRunner(config)
     on_gpu = choose_device(config.device).type == "cuda"
     graphs = on_gpu and not config.enforce_eager and config.attention != "torch"
     return GraphRunner(config) if graphs else ModelRunner(config)

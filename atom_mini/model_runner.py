@@ -132,13 +132,16 @@ class ModelRunner:
         self.config = config
         self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
-        self.ops, self.sampler = choose_ops(config, self.device, self.dtype)
+        self.ops, self.sampler = self._choose_ops()
         cfg, longest = config.hf_config, config.max_model_len
         self.model = load_model(cfg, config.folder, longest, self.device, self.dtype, self.ops)
         self.upload = on_cpu if self.device.type == "cpu" else InputBuffer(self.device).upload
         self.block_bytes = kvcache_block_bytes(config.hf_config, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
         self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
+
+    def _choose_ops(self) -> tuple[TorchOps, Sampler]:
+        return choose_ops(self.config, self.device, self.dtype)
 
     def _choose_dtype(self) -> torch.dtype:
         if self.config.dtype is not None:
@@ -169,13 +172,21 @@ class ModelRunner:
         return int(total * self.config.gpu_memory_utilization) - used_by_others - held - peak
 
     def _measure_largest_step(self) -> None:
-        """One prefill of as many tokens as a step may have, for the peak of memory (and to load the kernels)."""
+        """Run the largest step once, for the peak of memory (and to load the kernels)."""
+        batch = self._largest_batch()
+        self._set_kv_cache(int(batch.block_tables.max()) + 1)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.run_model(*self.prepare_model(batch))
+        torch.cuda.synchronize(self.device)
+        self._set_kv_cache(0)
+        torch.cuda.empty_cache()
+
+    def _largest_batch(self) -> ScheduledBatch:
+        """A prefill of as many tokens as a step may have."""
         size, tokens = self.config.kv_cache_block_size, self.config.max_num_batched_tokens
         n = min(tokens, self.config.max_model_len or tokens)
         lens = [n] * (tokens // n)
-        self._set_kv_cache(-(-n // size))
-        torch.cuda.reset_peak_memory_stats(self.device)
-        batch = ScheduledBatch(
+        return ScheduledBatch(
             type=SequenceType.PREFILL,
             req_ids=list(range(len(lens))),
             scheduled_tokens=np.zeros(sum(lens), dtype=np.int64),
@@ -185,10 +196,6 @@ class ModelRunner:
             is_sampled=np.ones(len(lens), dtype=bool),
             sampling_params=[],
         )
-        self.run_model(*self.prepare_model(batch))
-        torch.cuda.synchronize(self.device)
-        self._set_kv_cache(0)
-        torch.cuda.empty_cache()
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool, [layers, 2, N, K, S, D], and give each layer its part."""

@@ -259,14 +259,15 @@ def run_trial(seed: int, strict: bool = True) -> Counter[str]:
             return failing
 
         runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
-        return _play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
+        return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
     finally:
         scheduler_module.time = real_time
 
 
-def _play(
+def play(
     trial: Trial, core: EngineCore, runner: SymbolicRunner, strict: bool, now: Callable[[], float]
 ) -> Counter[str]:
+    """Feed the trial's requests to `core`, step by step, and compare all that comes out with the oracle."""
     scheduler, manager, stats = core.scheduler, core.scheduler.block_manager, runner.stats
     scheduler.eos_token_ids = frozenset(trial.eos_token_ids)
     todo = sorted(range(len(trial.requests)), key=lambda i: trial.requests[i].arrival, reverse=True)

@@ -201,7 +201,7 @@ def test_runner_is_chosen_by_config(folder: Path) -> None:
 def test_kernels_that_cannot_run_say_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Triton the extra is named; on a CPU without the interpreter, its switch; and the way without both."""
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1.*attention='torch'"):
+    with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1.*attention='torch'"):
         make_runner(make_config(folder))
     monkeypatch.setattr("atom_mini.model_runner.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"install atom_mini\[triton\], or set attention='torch'"):

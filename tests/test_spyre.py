@@ -1,0 +1,415 @@
+"""Spyre's scheduler: the published runs step for step, the limits in every step, the oracle's tokens whatever the padding."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from symbolic import Request, SymbolicRunner, Trial, play
+
+import atom_mini.model_runner as model_runner
+from atom_mini.config import Config, SamplingParams
+from atom_mini.engine_core import EngineCore
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
+
+TABLES = Path(os.environ.get("SPYRE_TABLES", Path(__file__).resolve().parents[2] / "shared" / "spyre"))
+
+
+def make_config(longest: int, limit: int, **options: Any) -> Config:
+    """Blocks of 64, chunks of 128, four sequences, as in the published figures."""
+    shape = {"kv_cache_block_size": 64, "chunk_size": 128, "max_num_seqs": 4, "num_kvcache_blocks": 200} | options
+    config = Config(scheduler="spyre", max_model_len=-(-longest // 64) * 64, max_batch_tkv_limit=max(limit, longest + 63),
+                    **shape)
+    config.max_model_len, config.max_batch_tkv_limit = longest, limit  # some tables have what users may not ask for
+    return config
+
+
+@dataclass
+class Row:
+    """The engine after one step."""
+
+    kind: str
+    tkv: int
+    waiting: list[str]
+    running: set[str]
+    outputs: set[str]
+    finished: set[str]
+    used: int
+    prefill: tuple[str, int] | None = None  # (request, end of its chunk)
+    tkvs: dict[str, int] = field(default_factory=dict)
+    lens: dict[str, int] = field(default_factory=dict)
+
+
+class Runner:
+    """Token 1 for everybody, and the end of text after as many as the run is known to have had."""
+
+    def __init__(self, stops: dict[int, int]) -> None:
+        self.stops, self.counts = stops, dict.fromkeys(stops, 0)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        tokens = {}
+        for i, sampled in zip(batch.req_ids, batch.is_sampled, strict=True):
+            if sampled:
+                self.counts[i] += 1
+                tokens[i] = (0 if self.counts[i] == self.stops[i] else 100 + i,)
+        return ScheduledBatchOutput(tokens)
+
+
+def replay(config: Config, requests: list[dict[str, Any]], scheduler: type[SpyreScheduler] = SpyreScheduler) -> Iterator[Row]:
+    """Run `requests` (id, add_step, prompt_len, max_tokens, perhaps stop_after and prompt) and yield each step."""
+    config.eos_token_ids = (0,)
+    runner = Runner({int(r["id"]): r.get("stop_after") or 10**9 for r in requests})
+    core = EngineCore(config, runner, scheduler(config))
+    spyre: Any = core.scheduler
+    todo = sorted(requests, key=lambda r: r["add_step"])
+
+    def arrive(step: int) -> None:
+        while todo and todo[0]["add_step"] <= step:
+            r = todo.pop(0)
+            parts = r.get("prompt") or [{"stream": f"own{r['id']}", "start": 0, "len": r["prompt_len"]}]
+            ids = [1000 * (1 + hash_of(p["stream"])) + p["start"] + i for p in parts for i in range(p["len"])]
+            params = SamplingParams(max_tokens=r["max_tokens"])
+            core.add(Sequence(ids, config.kv_cache_block_size, params, id=int(r["id"])))
+
+    arrive(0)
+    step = 0
+    while todo or not core.is_finished():
+        result = core.step()
+        step += 1
+        arrive(step)
+        spyre.block_manager.check(spyre.running)
+        if result is None:
+            yield Row("idle", 0, [], set(), set(), set(), 0)
+            continue
+        batch, finished = result.batch, {str(s.id) for s in result.finished}
+        kind = "prefill" if batch.type is SequenceType.PREFILL else "decode"
+        used = len({b for s in spyre.running for b in s.block_table})
+        tkvs = {str(i): int(n + p) for i, n, p in zip(batch.req_ids, batch.context_lens, batch.left_padding, strict=True)}
+        prefill = (str(batch.req_ids[0]), int(batch.context_lens[0])) if kind == "prefill" else None
+        outputs = {str(o.request_id) for o in result.outputs}
+        yield Row(kind, spyre.tkv, [str(s.id) for s in spyre.waiting], {str(s.id) for s in spyre.running}, outputs,
+                  finished, used, prefill, tkvs, dict(zip(map(str, batch.req_ids), batch.context_lens.tolist(), strict=True)))
+
+
+def hash_of(stream: str) -> int:
+    """A number for the name of a stream of tokens, the same in every process."""
+    return sum(ord(c) * 31**i for i, c in enumerate(stream)) % 9973
+
+
+def request(id: int, add_step: int, prompt_len: int, max_tokens: int, stop_after: int | None = None) -> dict[str, Any]:
+    return {"id": id, "add_step": add_step, "prompt_len": prompt_len, "max_tokens": max_tokens, "stop_after": stop_after}
+
+
+@pytest.mark.parametrize(("length", "left", "right", "ends"), [(15, 64, 49, [15]), (302, 64, 18, [64, 192, 302])])
+def test_prompts_of_15_and_302_tokens(length: int, left: int, right: int, ends: list[int]) -> None:
+    """Whole dummy blocks on the left, so that the last block holds a token; single tokens on the right."""
+    plan = ChunkPlan(length, 64, 128)
+    assert (plan.left, plan.right, plan.num_chunks) == (left, right, len(ends))
+    config = make_config(512, 1024)
+    rows = list(replay(config, [request(0, 0, length, 3)]))
+    assert [row.prefill[1] for row in rows if row.prefill] == ends
+
+
+ADMISSION = [request(0, 0, 40, 300, 20), request(1, 0, 260, 40, 40), request(2, 4, 410, 100, 14), request(3, 17, 70, 80, 44),
+             request(4, 21, 105, 15, 8), request(5, 46, 10, 200, 40), request(6, 46, 120, 100, 20), request(7, 46, 130, 40, 12)]
+
+
+def test_the_admission_run() -> None:
+    """Eight requests: capacity, interleaving, the model's length and the volume each hold somebody back."""
+    rows = list(replay(make_config(512, 1536), ADMISSION))
+    assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, 3, 5, 23, 25, 27, 29, 31, 33, 46, 48, 55, 71, 73]
+    finished = [(i, sorted(row.finished)) for i, row in enumerate(rows, 1) if row.finished]
+    assert finished == [(22, ["0"]), (45, ["2"]), (54, ["4"]), (70, ["1"]), (76, ["6"]), (81, ["3"]), (84, ["7"]), (90, ["5"])]
+    assert max(len(row.tkvs) * row.tkv for row in rows if row.kind == "decode") <= 1536
+
+
+def test_the_admission_run_without_the_volume_rule() -> None:
+    """Request 4 would prefill at step 35 and the rectangle grow to 4 x 426 = 1,704."""
+    class Careless(SpyreScheduler):
+        def _too_large(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+            return None
+
+    rows = list(replay(make_config(512, 1536), ADMISSION, Careless))
+    assert next(i for i, row in enumerate(rows, 1) if row.prefill and row.prefill[0] == "4") == 35
+    # the figure counts what has been generated, one more than what the step attends to
+    assert max(len(r.tkvs) * (r.tkv + 1) for r in rows[:46] if r.kind == "decode" and len(r.tkvs) == 4) >= 1704
+
+
+def test_the_admission_run_without_the_length_rule() -> None:
+    """Request 1's last chunk would not wait for request 0 to end, but run at step 7."""
+    class Careless(SpyreScheduler):
+        def _too_long(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+            return None
+
+    rows = list(replay(make_config(512, 1536), ADMISSION, Careless))
+    assert next(i for i, row in enumerate(rows, 1) if row.prefill == ("1", 260)) == 7
+
+
+def test_a_waiting_request_counts_each_token_that_others_may_still_make() -> None:
+    """49 tokens and 17 to come are aligned with 70: one token less, and it would be let in 14 steps early."""
+    requests = [request(0, 0, 49, 17), request(1, 0, 70, 17)]
+    rows = list(replay(make_config(128, 2048, max_num_seqs=2), requests))
+    assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, 17] and rows[17].tkv == 71
+
+
+def test_the_tkv_jumps() -> None:
+    """264, 45 and 115 tokens: backward where a padding block goes, forward where everybody needs one more."""
+    requests = [request(0, 0, 264, 100, 62), request(1, 0, 45, 100, 71), request(2, 0, 115, 100, 67)]
+    rows = list(replay(make_config(512, 1536), requests))[7:]  # the figure begins with the first decode of all three
+    shown = []  # and counts the token just made, which the next step attends to
+    for row in rows:
+        tokens = [n + 1 for n in row.lens.values()]
+        shown.append(dict(zip(row.lens, (n + pad for n, pad in zip(tokens, align(tokens, 64), strict=True)), strict=True)))
+    for step, who, before, after in ((12, "2", 320, 257), (17, "1", 320, 257), (53, "1", 292, 357), (53, "2", 297, 362),
+                                     (59, "1", 362, 171), (59, "2", 367, 176), (66, "1", 177, 114)):
+        assert (shown[step - 1][who], shown[step][who]) == (before, after), (step, who)
+    assert [(i, sorted(row.finished)) for i, row in enumerate(rows) if row.finished] == [(58, ["0"]), (65, ["2"]), (68, ["1"])]
+
+
+def step_tables() -> list[Any]:
+    """All published tables of steps that are here."""
+    files = sorted(TABLES.glob("*.json")) if TABLES.is_dir() else []
+    found = [f for f in files if json.loads(f.read_text()).get("kind") == "steps"]
+    missing = pytest.mark.skip(reason=f"the published step tables are not at {TABLES.name}/; SPYRE_TABLES names them")
+    return [pytest.param(f, id=f.stem) for f in found] or [pytest.param(None, marks=missing)]
+
+
+@pytest.mark.parametrize("file", step_tables())
+def test_published_steps(file: Path) -> None:
+    """Queues, outputs, ends, tkv of each step, as sendnn-inference's own tests have them."""
+    table = json.loads(file.read_text())
+    c = table["config"]
+    limit = c["max_batch_tkv_limit"] or c["max_batch_tkv_limit_effective"]
+    config = make_config(c["max_model_len"], limit, chunk_size=c["chunk_size"], interleave=c["interleave"],
+                         max_num_seqs=c["max_num_seqs"], num_kvcache_blocks=c["num_blocks_effective"] - 1,
+                         enable_prefix_caching=c["prefix_caching"])
+    rows = dict(enumerate(replay(config, table["requests"]), 1))
+    for wanted in table["steps"]:
+        if wanted["step"] == 0 or wanted["step"] not in rows:
+            continue
+        row = rows[wanted["step"]]
+        assert row.waiting == wanted["waiting"] and row.running == set(wanted["running"]), wanted
+        assert row.outputs == set(wanted["request_outputs"]) and row.finished == set(wanted["finished_requests"]), wanted
+        if row.kind == "decode":
+            assert row.tkv == wanted["tkv"], wanted
+
+
+class RectangularSymbols(SymbolicRunner):
+    """The model without numbers, fed with rectangles: block 0 is the dummy, the scheduler's block i is block i + 1."""
+
+    def __init__(self, config: Config, alphabet: int, strict: bool = True, fails: Callable[[], bool] = bool) -> None:
+        pool = copy.copy(config)
+        pool.num_kvcache_blocks = (config.num_kvcache_blocks or 0) + 1
+        super().__init__(pool, alphabet, strict, fails)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        assert isinstance(batch, PaddedBatch)
+        config, size, tables = self.config, self.size, batch.block_tables
+        ends = batch.left_padding + batch.context_lens
+        assert (batch.left_padding % size == 0).all() and (-(-ends // size) == tables.shape[1]).all(), "not a rectangle"
+        assert (tables[:, 0][batch.left_padding > 0] == 0).all() and ((tables == 0).sum(1) == batch.left_padding // size).all()
+        if batch.type is SequenceType.DECODE:
+            volume = len(ends) * int(ends.max())
+            self.stats["volume"] = max(self.stats["volume"], volume)
+            assert not self.strict or volume <= config.max_batch_tkv_limit, f"volume {volume}"
+            assert (batch.left_padding == 0).any(), "more padding than needed"
+            assert batch.query_len == 1 and ends.max() <= config.max_model_len
+        else:
+            assert len(ends) == 1 and tables.shape[1] * size % config.chunk_size == 0 and batch.query_len == config.chunk_size
+            self.stats["redirected"] += int(batch.num_redirected[0])
+        shift = [row[pad // size :] for row, pad in zip(tables.tolist(), batch.left_padding, strict=True)]
+        self.redirected = batch.num_redirected.tolist()
+        width = max(map(len, shift))
+        plain = np.array([row + [0] * (width - len(row)) for row in shift], dtype=np.int32)
+        return super().forward(replace(batch, block_tables=plain))
+
+    def _check_batch(self, batch: ScheduledBatch, positions: list[int], slots: list[int], tokens: list[int]) -> None:
+        redirected = self.redirected[0]
+        read = {slot + self.size for seq, computed in self.readers for slot in self._slots(seq.block_table)[:computed]}
+        if batch.type is SequenceType.PREFILL:
+            assert not read & set(slots[redirected:]), "a block that somebody reads is written"
+            assert set(slots[:redirected]) <= {0}
+        assert len(set(slots[redirected:])) == len(slots) - redirected and 0 not in slots[redirected:]
+
+
+def locate_redirected(locate: Any, runner: Any) -> Any:
+    """`locate`, with the first slots of a redirected chunk in the dummy block."""
+    def locating(batch: ScheduledBatch, size: int) -> Any:
+        positions, slots, cu_seqlens = locate(batch, size)
+        slots[: runner.redirected[0]] = 0
+        return positions, slots, cu_seqlens
+    return locating
+
+
+def make_spyre_trial(seed: int) -> Trial:
+    """A small machine and a load for it."""
+    rng = random.Random(seed)
+    size = rng.randint(1, 4)
+    chunk, longest = size * rng.randint(1, 4), size * rng.randint(2, 12)
+    config = Config(
+        scheduler="spyre", kv_cache_block_size=size, chunk_size=chunk, max_model_len=longest,
+        max_batch_tkv_limit=rng.choice((longest, longest + rng.randint(0, 3 * longest))), interleave=rng.random() < 0.5,
+        num_kvcache_blocks=rng.randint(longest // size, 6 * longest // size), max_num_seqs=rng.randint(1, 5),
+        enable_prefix_caching=rng.random() < 0.7,
+    )  # fmt: skip
+    alphabet = rng.choice((3, 6, 12))
+    trial = Trial(config, tuple(rng.sample(range(alphabet), rng.choice((0, 0, 1)))), alphabet, [], 0.0)
+    stems = [[rng.randrange(3) for _ in range(longest)] for _ in range(rng.randint(1, 2))]
+    for _ in range(rng.randint(1, 9)):
+        prompt = rng.choice(stems)[: rng.randint(0, max(0, trial.max_len - 2))]
+        prompt = prompt + [rng.randrange(3) for _ in range(rng.randint(0, 2))]
+        params = SamplingParams(max_tokens=rng.randint(1, rng.choice((3, 12, 30))), seed=rng.choice((None, 1)),
+                                ignore_eos=rng.random() < 0.5)
+        arrival = rng.randrange(rng.choice((1, 20)))
+        abort_at = arrival + rng.randrange(20) if rng.random() < 0.1 else None
+        trial.requests.append(Request(arrival, prompt or [0], params, abort_at))
+    trial.failure_rate = 0.1 if rng.random() < 0.1 else 0.0
+    return trial
+
+
+def run_spyre_trial(seed: int, monkeypatch: pytest.MonkeyPatch, scheduler: type[SpyreScheduler] = SpyreScheduler) -> Counter[str]:
+    """Play trial `seed`; raises if an output is wrong, a limit broken, a step idle, a block lost."""
+    trial, luck, left = make_spyre_trial(seed), random.Random(~seed), [10]
+
+    def fails() -> bool:
+        failing = left[0] > 0 and luck.random() < trial.failure_rate
+        left[0] -= failing
+        return failing
+
+    runner = RectangularSymbols(trial.config, trial.alphabet, True, fails)
+    with monkeypatch.context() as patch:
+        patch.setattr(model_runner, "locate", locate_redirected(model_runner.locate, runner))
+        stats = play(trial, EngineCore(trial.config, runner, scheduler(trial.config)), runner, True, time.perf_counter)
+    stats["trials"] += 1
+    return stats
+
+
+def test_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,000 random machines and loads: the oracle's tokens, never over the limit, never idle, nothing left behind."""
+    stats = sum((run_spyre_trial(seed, monkeypatch) for seed in range(4000)), Counter())
+    least = {"trials": 4000, "tokens": 40_000, "prefix_hits": 300, "redirected": 300, "failures": 50}
+    assert all(stats[name] >= n for name, n in least.items()), stats
+
+
+class NoSlack(SpyreScheduler):
+    def staircase(self, seq: Sequence, decoding: list[Sequence]) -> list[tuple[int, int]]:
+        return [(n, end - self.size) for n, end in super().staircase(seq, decoding)]
+
+
+class NoRounding(SpyreScheduler):
+    def staircase(self, seq: Sequence, decoding: list[Sequence]) -> list[tuple[int, int]]:
+        base, end = max(self.tkv, seq.num_tokens), max(self.tkv, seq.num_tokens) + remaining(seq) - 1
+        ends = sorted([base + remaining(s) - 1 for s in decoding if base + remaining(s) - 1 < end] + [end])
+        return [(len(decoding) + 1 - i, e) for i, e in enumerate(ends)]
+
+
+class StaleTkv(SpyreScheduler):
+    def _why_not(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+        reason = super()._why_not(seq, decoding)
+        return reason or (None if decoding else self._too_long(seq, []))
+
+
+class NoRedirect(SpyreScheduler):
+    def _prefill(self, seq: Sequence, decoding: list[Sequence]) -> PaddedBatch:
+        return replace(super()._prefill(seq, decoding), num_redirected=np.zeros(1, np.int64))
+
+
+class NoVolume(SpyreScheduler):
+    def _too_large(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("mutant", [NoSlack, NoRounding, StaleTkv, NoRedirect, NoVolume])
+def test_the_fuzz_can_fail(mutant: type[SpyreScheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these is noticed within 4,000 runs."""
+    with pytest.raises(AssertionError):
+        for seed in range(4000):
+            run_spyre_trial(seed, monkeypatch, mutant)
+
+
+def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> dict[tuple[int, int], Any]:
+    """{(request, length): the logits its next token is drawn from} of a run."""
+    runner, record = core.runner, {}
+    postprocess = runner.postprocess  # type: ignore[attr-defined]
+
+    def noting(batch: ScheduledBatch, logits: Any) -> ScheduledBatchOutput:
+        keys = [(i, int(n)) for i, n, s in zip(batch.req_ids, batch.context_lens, batch.is_sampled, strict=True) if s]
+        record.update(zip(keys, logits.clone(), strict=True))
+        return postprocess(batch, logits)
+
+    runner.postprocess = noting  # type: ignore[attr-defined]
+    for i, prompt in enumerate(prompts):
+        core.add(Sequence(prompt, core.config.kv_cache_block_size, params, id=i))
+    while core.step():
+        core.scheduler.block_manager.check(core.scheduler.running)
+    return record
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("options", [{}, {"interleave": False}, {"chunk_size": 4, "max_batch_tkv_limit": 96}], ids=str)
+def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: str, tmp_path: Path) -> None:
+    """Padded chunks, rectangles, redirected writes: the same logits as without any of it, and nothing unwritten is read."""
+    import torch
+    from checkpoints import save_checkpoint
+
+    from atom_mini.model_runner import ModelRunner
+    from atom_mini.spyre_runner import RectangularRunner
+
+    save_checkpoint("qwen3", tmp_path, head_dim=16, max_position_embeddings=96)
+    rng = random.Random(0)
+    stem = [rng.randrange(300) for _ in range(50)]
+    shapes = ((20, 3), (20, 1), (50, 0), (0, 1), (37, 6), (50, 0))
+    prompts = [stem[:n] + [rng.randrange(300) for _ in range(extra)] for n, extra in shapes]
+    params = SamplingParams(max_tokens=18, temperature=0, ignore_eos=True)
+    shape: dict[str, Any] = {"device": device, "dtype": "float32", "kv_cache_block_size": 4, "num_kvcache_blocks": 200}
+    config = Config(str(tmp_path), **shape, attention="torch")
+    wanted = logits_of(EngineCore(config, ModelRunner(config)), prompts, params)
+    config = Config(str(tmp_path), scheduler="spyre", max_num_seqs=4, **shape, **{"chunk_size": 12} | options)
+    runner = RectangularRunner(config)
+    runner.kv_cache.fill_(float("nan"))
+    core = EngineCore(config, runner, SpyreScheduler(config))
+    logits = logits_of(core, prompts, params)
+    assert logits.keys() == wanted.keys()
+    assert max(float((logits[key] - wanted[key]).abs().max()) for key in wanted) <= 1e-4
+    assert torch.isnan(runner.kv_cache).any()  # most of the pool was never written
+
+
+def test_llm_with_spyres_scheduler() -> None:
+    """Chosen by the config; the built-in model says the same with either scheduler."""
+    from atom_mini import LLM
+
+    prompts = ["Once upon a time", "12 + 7 =", "Ada lives in Rome. Ben lives in Oslo. Where does Ada live?"]
+    params = [SamplingParams(max_tokens=20, temperature=t, seed=3) for t in (0.9, 0.0, 0.0)]
+    texts = []
+    for options in ({}, {"scheduler": "spyre", "chunk_size": 32, "max_batch_tkv_limit": 1024, "max_num_seqs": 3}):
+        with LLM("tiny", device="cpu", max_model_len=128, **options) as llm:
+            texts.append([out.text for out in llm.generate(prompts, params, use_tqdm=False)])
+            assert isinstance(llm.engine_core.scheduler, SpyreScheduler) == bool(options)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"chunk_size": 24}, "chunk_size=24 must be a multiple of kv_cache_block_size=16"),
+    ({"max_model_len": 100}, "max_model_len=100 must be a multiple of kv_cache_block_size=16"),
+    ({"max_batch_tkv_limit": 64}, "max_batch_tkv_limit=64 cannot hold one request of max_model_len=128"),
+    ({"interleave": 1}, "interleave=1 must be True or False"),
+    ({"scheduler": "atom", "chunk_size": 32}, "chunk_size belong to scheduler='spyre'"),
+    ({"scheduler": "spire"}, "scheduler='spire' must be one of 'atom', 'spyre'"),
+    ({"max_model_len": None}, "needs max_model_len"),
+])  # fmt: skip
+def test_bad_settings_are_refused_with_numbers(options: dict[str, Any], message: str) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(ValueError, match=message):
+        Config(**{"scheduler": "spyre", "max_model_len": 128} | options)
