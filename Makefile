@@ -8,7 +8,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test bench kernels gpu book export clean
+.PHONY: run test bench kernels gpu docs docs-serve test-docs book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -26,11 +26,15 @@ $(VENV)/dev: $(VENV)/run
 	$(PIP) --editable ".[dev]"
 	touch $@
 
+$(VENV)/docs: $(VENV)/dev
+	$(PIP) --editable ".[dev,docs]"
+	touch $@
+
 run: $(VENV)/run
 	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
 
 test: $(VENV)/dev
-	$(PY) -m ruff check atom_mini nbs tests kernels
+	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py
 	$(PY) -m mypy atom_mini
 	$(PY) -m pytest
 
@@ -48,6 +52,15 @@ gpu:
 	$(PYTHON) -m pytest tests/test_kernels.py tests/test_graphs.py tests/test_gpu.py
 	$(PYTHON) -m pytest -m gpu tests/test_parity.py
 	$(PYTHON) kernels/bench.py
+
+docs: $(VENV)/docs
+	$(PY) docs/book_site.py
+
+docs-serve: $(VENV)/docs
+	$(PY) docs/book_site.py --serve
+
+test-docs: $(VENV)/docs
+	$(PY) -m pytest tests/test_docs.py -rs
 
 book: $(VENV)/dev
 	$(PY) nbs/book.py export

@@ -252,7 +252,7 @@ class Config:
         require(longest is not None, "scheduler='spyre' needs max_model_len: every admission looks ahead to it")
         require((longest or 0) % size == 0, f"max_model_len={longest} must be a multiple of kv_cache_block_size={size}")
         holds_one = type(limit) is int and limit >= (longest or 0)
-        require(holds_one, f"max_batch_tkv_limit={limit!r} cannot hold one request of max_model_len={longest}: raise it")
+        require(holds_one, f"max_batch_tkv_limit={limit!r} cannot hold a request of max_model_len={longest}: raise it")
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)

@@ -403,7 +403,7 @@ def test_llm_with_spyres_scheduler() -> None:
 @pytest.mark.parametrize(("options", "message"), [
     ({"chunk_size": 24}, "chunk_size=24 must be a multiple of kv_cache_block_size=16"),
     ({"max_model_len": 100}, "max_model_len=100 must be a multiple of kv_cache_block_size=16"),
-    ({"max_batch_tkv_limit": 64}, "max_batch_tkv_limit=64 cannot hold one request of max_model_len=128"),
+    ({"max_batch_tkv_limit": 64}, "max_batch_tkv_limit=64 cannot hold a request of max_model_len=128"),
     ({"interleave": 1}, "interleave=1 must be True or False"),
     ({"scheduler": "atom", "chunk_size": 32}, "chunk_size belong to scheduler='spyre'"),
     ({"scheduler": "spire"}, "scheduler='spire' must be one of 'atom', 'spyre'"),
