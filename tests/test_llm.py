@@ -24,7 +24,6 @@ import torch
 from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
 
 from atom_mini import LLM, CompletionOutput, SamplingParams
-from atom_mini.command_line import main
 from atom_mini.llm import TextPiece
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
@@ -763,7 +762,7 @@ def test_same_prompt_many_times(llm: LLM) -> None:
     assert computed < 3 * len(prompt)
 
 
-# the package and the command
+# the package
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -778,55 +777,3 @@ def test_import_is_light() -> None:
         "print(json.dumps([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules]))"
     )
     assert json.loads(run_python("-c", code).stdout) == []
-
-
-def test_command() -> None:
-    done = run_python("-m", "atom_mini", "Once upon", "12 + 7 =", "--max-tokens", "5", "--temperature", "0")
-    assert done.returncode == 0, done.stderr
-    assert "Once upon" in done.stdout and "12 + 7 =" in done.stdout and "tokens/s" in done.stdout
-
-
-def test_command_with_a_bad_model() -> None:
-    done = run_python("-m", "atom_mini", "--model", "no/such-model")
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1 and "no/such-model" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--max-tokens", "0"], "max_tokens=0"),
-        (["--temperature", "-1"], "temperature=-1"),
-        (["--top-p", "2"], "top_p=2"),
-        (["--model", "."], "config.json"),
-        ([""], "empty prompt"),
-    ],
-    ids=str,
-)
-def test_command_with_bad_options(
-    arguments: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*arguments, "--device", "cpu"]) == 2
-    shown = capsys.readouterr()
-    assert words in shown.err and len(shown.err.strip().splitlines()) == 1
-
-
-def test_command_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("atom_mini.model_runner.ModelRunner.forward", interrupt)
-    assert main(["Once", "--device", "cpu"]) == 130
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_command_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["Where is Ada?", "--chat", "--max-tokens", "3", "--seed", "1", "--top-p", "0.9", "--device", "cpu"]) == 0
-    )
-    assert "Where is Ada?" in capsys.readouterr().out

@@ -1,0 +1,45 @@
+"""What the site's pages and the README show as code runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text()]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:python -m atom_mini|atom-mini) .*$|`(?:python -m atom_mini|atom-mini) [^`|]*`", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_snippets_of_a_page_run(page: Path) -> None:
+    """In order, in one namespace; they contain their own assertions."""
+    namespace: dict[str, Any] = {}
+    snippets = PYTHON.findall(page.read_text())
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, page.name, "exec"), namespace)
+
+
+def test_readme_example_prints_what_the_readme_says() -> None:
+    """The ten lines, in a process of their own."""
+    readme = (ROOT / "README.md").read_text()
+    example = next(s for s in PYTHON.findall(readme) if "from atom_mini import" in s)
+    printed = re.search(r"```text\n(.*?)```", readme[readme.index(example) :], re.DOTALL)
+    result = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
+    assert printed is not None and result.stdout.split() == printed[1].split(), result.stderr
+
+
+def test_readme_commands_run() -> None:
+    """Each call of the program that the README shows."""
+    commands = [c.strip("`") for c in COMMAND.findall((ROOT / "README.md").read_text())]
+    assert commands
+    for command in commands:
+        words = re.sub(r"^(python -m atom_mini|atom-mini)", f"{sys.executable} -m atom_mini", command)
+        result = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert result.returncode == 0, (command, result.stderr)
