@@ -189,6 +189,7 @@ class Config:
     scheduler_delay_factor: float = 0.0
     attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
+    trace: bool = False  # record every step, as `llm.trace`
     scheduler: str = "atom"  # or "spyre", chapter 20, which has three knobs of its own:
     chunk_size: int | None = None  # tokens of a prefill step; None: 512
     max_batch_tkv_limit: int | None = None  # sequences x tkv; None: 131,072
@@ -208,7 +209,7 @@ class Config:
             value = getattr(self, name)
             good = type(value) is int and value >= 1
             require(good or (value is None and name in _OPTIONAL), f"{name}={value!r} must be a whole number from 1")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "interleave_decode", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "interleave_decode", "enforce_eager", "trace"):
             require(type(getattr(self, name)) is bool, f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("gpu_memory_utilization", "scheduler_delay_factor"):
             require(type(getattr(self, name)) in (int, float), f"{name}={getattr(self, name)!r} must be a number")

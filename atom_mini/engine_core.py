@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from .config import Config
 from .scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler
 from .sequence import RequestOutput, Sequence
+from .trace import Listener, Recorder, Trace
 
 # %% auto #0
 __all__ = ['Runner', 'StepOutput', 'make_scheduler', 'EngineCore']
@@ -47,6 +48,12 @@ class EngineCore:
         self.config = config
         self.runner = runner
         self.scheduler = scheduler or make_scheduler(config)
+        self.listener = Recorder(self.scheduler) if config.trace else Listener()
+
+    @property
+    def trace(self) -> Trace | None:
+        """What every step did (chapter 13), or None without `Config(trace=True)`."""
+        return self.listener.trace
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; ValueError if it can never run."""
@@ -67,11 +74,15 @@ class EngineCore:
             return None
         batch, by_id = scheduled
         seqs = list(by_id.values())
+        self.listener.scheduled(batch, seqs, start)
         try:
             output = self.runner.forward(batch)
-        except BaseException:  # KeyboardInterrupt too
+        except BaseException as error:  # KeyboardInterrupt too
             self.scheduler.rollback(seqs)
+            self.listener.ended(error)
             raise
+        self.listener.ran()
         outputs: list[RequestOutput] = []
         finished = self.scheduler.postprocess(seqs, output, outputs if stream else None)
+        self.listener.ended()
         return StepOutput(batch, outputs, finished, time.perf_counter() - start)

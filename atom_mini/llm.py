@@ -15,6 +15,7 @@ from typing import Any
 from .config import Config, SamplingParams, require
 from .engine_core import EngineCore, StepOutput
 from .sequence import Sequence, SequenceType
+from .trace import Trace
 
 # %% auto #0
 __all__ = ['decode', 'IncrementalDetokenizer', 'CompletionOutput', 'TextPiece', 'InputOutputProcessor', 'Request', 'Metrics',
@@ -218,6 +219,8 @@ class LLM:
         self.engine_core = EngineCore(self.config, make_runner(self.config))
         self.tokenizer = load_tokenizer(self.config)
         self.processor = InputOutputProcessor(self.config, self.tokenizer)
+        if self.trace is not None and self.tokenizer is not None:
+            self.trace.to_text = lambda token_id: decode(self.tokenizer, [token_id])
         self.metrics = Metrics()
         self._requests: dict[int, Request] = {}  # in the engine
         self._closed = False
@@ -294,6 +297,11 @@ class LLM:
         require(has_template, f"{self.config.model} has no chat template: use generate")
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    @property
+    def trace(self) -> Trace | None:
+        """What every step did, with `LLM(..., trace=True)`: plot it, save it (chapter 13). None without."""
+        return self.engine_core.trace
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for those who call `step` themselves; returns the request id."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -107,6 +108,10 @@ def _stop_reason(seq: Sequence, token_id: int, eos_token_ids: frozenset[int], ma
     return "max_model_len" if seq.num_tokens == max_model_len else "kv_cache"
 
 # %% ../nbs/04_scheduler.ipynb #6fb9c006
+def _ignore(event: str, seq: Sequence, **facts: object) -> None:
+    pass
+
+
 class BaseScheduler(ABC):
     """Queues, block manager and postprocessing: what all policies share. `config.num_kvcache_blocks` must be set."""
 
@@ -123,6 +128,7 @@ class BaseScheduler(ABC):
         self.max_len = config.num_kvcache_blocks * config.kv_cache_block_size + 1
         self.max_len = min(self.max_len, config.max_model_len or self.max_len)
         self.num_preemptions = 0
+        self.note: Callable[..., None] = _ignore  # (event, seq, **facts), for whoever listens
 
     @abstractmethod
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -148,9 +154,11 @@ class BaseScheduler(ABC):
         if not seq.sampling_params.ignore_eos:
             seq.stop_ids |= self.eos_token_ids
         self.waiting.append(seq)
+        self.note("added", seq)
 
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks of a running sequence; it keeps its tokens and is the first to be admitted again."""
+        self.note("preempted", seq)
         self.running.remove(seq)
         self.block_manager.deallocate(seq)
         seq.status = SequenceStatus.WAITING
@@ -205,6 +213,7 @@ class BaseScheduler(ABC):
         return finished
 
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
+        self.note("finished", seq, why=reason)
         if seq.block_table:
             self.block_manager.deallocate(seq)
         seq.status, seq.leave_reason, seq.leave_time = SequenceStatus.FINISHED, reason, now
@@ -252,6 +261,8 @@ class Scheduler(BaseScheduler):
         type, seqs = SequenceType.DECODE, self._schedule_decode(decodable) if decode_first else []
         if not seqs:  # the usual beginning; or the only one to decode has just given its blocks back
             type, seqs = SequenceType.PREFILL, self._schedule_prefill(may_admit)
+        elif self.waiting:
+            self.note("refused", self.waiting[0], why="decode first")
         if not seqs:
             type, seqs = SequenceType.DECODE, self._schedule_decode(decodable)
         assert seqs, "every step schedules something, or everything is finished"
@@ -273,18 +284,25 @@ class Scheduler(BaseScheduler):
             seq = self.waiting[0]
             cached = self.block_manager.can_allocate(seq, reserve)
             if cached is None:
+                self.note("refused", seq, why="no blocks", needed=seq.blocks_needed or seq.num_blocks, reserve=reserve)
                 break  # not continue: nobody passes the first
             computed = len(cached) * size
             missing = seq.num_tokens - computed
             n = chunk_size(computed, missing, budget, size, not seqs)
             if n == 0 or (n < missing and not self.config.enable_chunked_prefill):
+                self.note("refused", seq, why="token budget", left=budget)
                 break
             self.block_manager.allocate(seq, cached)
             self.running.append(self.waiting.popleft())
             seq.status = SequenceStatus.RUNNING
+            self.note("admitted", seq)
             budget -= self._schedule_tokens(seq, n)
             seqs.append(seq)
             reserve += self._may_grow(seq)
+        else:  # no break: the loop's own condition was not met
+            if self.waiting:
+                why = "delay" if not may_admit else "max_num_seqs" if budget else "token budget"
+                self.note("refused", self.waiting[0], why=why, left=budget)
         return seqs
 
     def _schedule_tokens(self, seq: Sequence, n: int) -> int:

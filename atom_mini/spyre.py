@@ -105,6 +105,8 @@ class SpyreScheduler(BaseScheduler):
         seq = self.prefilling or next(iter(self.waiting), None)
         reason = self._why_not(seq, decoding) if seq is not None else None
         self.refusal = (seq.id, reason) if seq is not None and reason else None
+        if seq is not None and reason:
+            self.note("refused", seq, why=reason)
         if seq is not None and reason is None:
             batch, seqs = self._prefill(seq, decoding), [seq]
         else:
@@ -131,6 +133,7 @@ class SpyreScheduler(BaseScheduler):
             redirected = len(cached) * self.size - usable  # recomputed, for the chunk must be whole; kept as they are
             self.running.append(self.waiting.popleft())
             seq.status = SequenceStatus.RUNNING
+            self.note("admitted", seq)
         seq.num_scheduled_tokens, seq.type = end - seq.num_computed_tokens, SequenceType.PREFILL
         manager.stage(seq, end)
         self.prefilling = None if end == seq.num_tokens else seq

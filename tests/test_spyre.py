@@ -67,7 +67,10 @@ class Runner:
         return ScheduledBatchOutput(tokens)
 
 
-def replay(config: Config, requests: list[dict[str, Any]], scheduler: type[SpyreScheduler] = SpyreScheduler) -> Iterator[Row]:
+def replay(
+    config: Config, requests: list[dict[str, Any]], scheduler: type[SpyreScheduler] = SpyreScheduler,
+    watch: Callable[[Any], None] = lambda batch: None,
+) -> Iterator[Row]:
     """Run `requests` (id, add_step, prompt_len, max_tokens, perhaps stop_after and prompt) and yield each step."""
     config.eos_token_ids = (0,)
     runner = Runner({int(r["id"]): r.get("stop_after") or 10**9 for r in requests})
@@ -93,6 +96,7 @@ def replay(config: Config, requests: list[dict[str, Any]], scheduler: type[Spyre
         if result is None:
             yield Row("idle", 0, [], set(), set(), set(), 0)
             continue
+        watch(result.batch)
         batch, finished = result.batch, {str(s.id) for s in result.finished}
         kind = "prefill" if batch.type is SequenceType.PREFILL else "decode"
         used = len({b for s in spyre.running for b in s.block_table})
@@ -206,6 +210,97 @@ def test_published_steps(file: Path) -> None:
             assert row.tkv == wanted["tkv"], wanted
 
 
+def tables_of(kind: str) -> list[Any]:
+    """The published tables of a kind that are here."""
+    files = sorted(TABLES.glob("*.json")) if TABLES.is_dir() else []
+    found = [pytest.param(json.loads(f.read_text()), id=f.stem) for f in files if json.loads(f.read_text())["kind"] == kind]
+    return found or [pytest.param(None, marks=pytest.mark.skip(reason="the published tables are not here"))]
+
+
+@pytest.mark.parametrize("table", tables_of("doc_figure"))
+def test_published_figures(table: dict[str, Any]) -> None:
+    """Each step of each figure: who waits, the chunk and its padding, and the rectangle."""
+    if "figure_steps" not in table:
+        pytest.skip("times derived from another figure, whose steps are replayed")
+    c, steps = table["config"], table["figure_steps"]
+    prompt = steps[0]["prefilling"]
+    requests = table.get("requests") or [prompt | {"add_step": 0}]
+    limit = max(1536, c["max_batch_tkv_limit"])  # one figure breaks its own: 3 x 367 > 1,024
+    config = make_config(c["max_model_len"], limit, chunk_size=c["chunk_size"], interleave=c["interleave"])
+    first = 8 if table["name"] == "padding_tkv_jump" else 0 if steps[0]["step_type"] == "waiting" else 1
+    rows, lengths = [None, *replay(config, requests)], {str(r["id"]): r["prompt_len"] for r in requests}
+    for step, (wanted, row) in enumerate(zip(steps, rows[first:], strict=False), first):
+        if row is None or row.kind == "idle":
+            continue
+        here = [i for i in row.waiting if step not in [r["add_step"] for r in requests if str(r["id"]) == i]]
+        assert here == [w["id"] for w in wanted["waiting"]]  # who comes after the step is not yet drawn
+        if row.kind == "prefill":
+            (who, end), chunk = row.prefill, wanted["prefilling"]
+            plan = ChunkPlan(lengths[who], c["block_size"], c["chunk_size"])
+            assert (who, end) == (chunk["id"], chunk["chunk_prompt_token_end"])
+            padding = chunk["left_padding"], chunk["right_padding"]
+            assert (plan.left, plan.right, plan.num_chunks) == (*padding, chunk["chunks_total"])
+        else:
+            after = [n + 1 for n in row.lens.values()]  # the figures count the token just made
+            pads = align(after, c["block_size"])
+            shown = {(i, n + pad, pad, n - lengths[i]) for i, n, pad in zip(row.lens, after, pads, strict=True)}
+            assert shown == {(d["id"], d["tkv"], d["padding"], d["decoded"]) for d in wanted["decoding"]}
+
+
+@pytest.mark.parametrize("table", tables_of("table"))
+def test_published_tables(table: dict[str, Any]) -> None:
+    """Chunks and left padding of prompts; the tkv of two sequences whose ends must share a block."""
+    size = table["config"]["block_size"]
+    for row in table["rows"]:
+        if table["name"] == "table_chunk_plan":
+            plan = ChunkPlan(row[0], size, table["config"]["chunk_size"])
+            assert [plan.num_tokens, plan.num_chunks, plan.left] == row
+        else:
+            lens = [computed + 1 for computed in row[0]]
+            assert max(n + pad for n, pad in zip(lens, align(lens, size), strict=True)) == row[1]
+
+
+@pytest.mark.parametrize("table", tables_of("chunk_plans"))
+def test_published_chunk_plans(table: dict[str, Any]) -> None:
+    """Which cached blocks are used: those of whole chunks."""
+    size, chunk = table["config"]["block_size"], table["config"]["chunk_size"]
+    for wanted in table["chunk_plans"]:
+        plan, hits = ChunkPlan(wanted["prompt_len"], size, chunk), wanted["hit_tokens"] // size
+        assert (plan.num_chunks, plan.left // size) == (wanted["chunk_count"], wanted["padding_blocks"])
+        assert (plan.usable_tokens(hits) // size, hits) == (wanted["usable_cache_blocks"], wanted["total_cache_blocks"])
+
+
+@pytest.mark.parametrize("table", tables_of("worker_trace"))
+def test_published_worker_traces(table: dict[str, Any]) -> None:
+    """Block tables and where a chunk is written, as the real worker had them, up to the names of the blocks."""
+    c, batches = table["config"], []
+    config = make_config(c["max_model_len"], c["max_batch_tkv_limit_effective"], chunk_size=c["chunk_size"],
+                         interleave=c["interleave"], max_num_seqs=c["max_num_seqs"], num_kvcache_blocks=c["num_blocks"] - 1)
+    requests = [r | {"add_step": 0} for r in table["requests"]]
+    list(replay(config, requests, watch=batches.append))
+    names: dict[int, int] = {0: 0}
+    for wanted, batch in zip(table["trace"], batches, strict=False):
+        for who, blocks in zip(wanted["req_ids"], wanted["block_tables"], strict=True):
+            row = batch.req_ids.index(int(who))
+            ours = batch.block_tables[row].tolist()
+            assert len(ours) == len(blocks) and batch.left_padding[row] == wanted["left_padding"][who]
+            assert all(names.setdefault(b, a) == a for a, b in zip(ours, blocks, strict=True)), (ours, blocks)
+        if "prefill_slot_blocks" in wanted:
+            size = c["block_size"]
+            _, _, slots = lay_out(batch, size)
+            assert [names[int(slot) // size] for slot in slots[::size]] == wanted["prefill_slot_blocks"][0]
+
+
+def lay_out(batch: PaddedBatch, size: int) -> Any:
+    """`RectangularRunner`'s layout, flat, without a runner."""
+    from types import SimpleNamespace
+
+    from atom_mini.spyre_runner import RectangularRunner
+
+    runner: Any = SimpleNamespace(config=SimpleNamespace(kv_cache_block_size=size))
+    return [part.ravel() for part in RectangularRunner._lay_out(runner, batch)]
+
+
 class RectangularSymbols(SymbolicRunner):
     """The model without numbers, fed with rectangles: block 0 is the dummy, the scheduler's block i is block i + 1."""
 
@@ -301,6 +396,24 @@ def test_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = sum((run_spyre_trial(seed, monkeypatch) for seed in range(4000)), Counter())
     least = {"trials": 4000, "tokens": 40_000, "prefix_hits": 300, "redirected": 300, "failures": 50}
     assert all(stats[name] >= n for name, n in least.items()), stats
+
+
+def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's timeline, replayed, gives the queues and the pool of every step, and says why the first one waits."""
+    reasons: Counter[str] = Counter()
+    for seed in range(200):
+        trial = make_spyre_trial(seed)
+        trial.config.trace = True
+        runner = RectangularSymbols(trial.config, trial.alphabet)
+        with monkeypatch.context() as patch:
+            patch.setattr(model_runner, "locate", locate_redirected(model_runner.locate, runner))
+            core = EngineCore(trial.config, runner)
+            play(trial, core, runner, True, time.perf_counter)
+        assert core.trace is not None
+        core.trace.check()
+        refused = [event.facts["why"] for step in core.trace.steps for event in step.events if event.name == "refused"]
+        reasons.update(why.split(":")[0] for why in refused)
+    assert {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks"} == reasons.keys()
 
 
 class NoSlack(SpyreScheduler):

@@ -1,0 +1,250 @@
+"""The trace says what the scheduler did: compared with the live engine, step by step, on random loads; and its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from contextlib import suppress
+from copy import deepcopy
+from importlib.resources import files
+from typing import Any, cast
+
+import pytest
+import symbolic
+from symbolic import SymbolicRunner
+
+from atom_mini.config import Config, SamplingParams
+from atom_mini.engine_core import EngineCore
+from atom_mini.llm import LLM
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, _ignore
+from atom_mini.sequence import Sequence
+from atom_mini.trace import REASONS, Event, Listener, Trace
+
+TIGHT = [(9, 18), (6, 22), (13, 6), (3, 12), (5, 4)]  # prompt and output tokens
+
+
+class WatchedCore(EngineCore):
+    """Copies the books at the moment the runner is called: what `Trace.replay` must rebuild."""
+
+    def __init__(self, config: Config, runner: Any, scheduler: Any = None) -> None:
+        super().__init__(config, runner, scheduler)
+        self.snapshots: list[dict[str, Any]] = []
+        self.ended: list[tuple[int, str]] = []
+        forward, manager, finish = runner.forward, self.scheduler.block_manager, self.scheduler._finish
+
+        def watched(batch: ScheduledBatch) -> ScheduledBatchOutput:
+            holders, counts = self.scheduler.running, batch.num_scheduled_tokens.tolist()
+            free = manager.pool.free_block_ids
+            cached = sum(manager.pool.blocks[i].hash != -1 for i in free)
+            self.snapshots.append({
+                "waiting": [s.id for s in self.scheduler.waiting], "running": [s.id for s in holders],
+                "tables": {s.id: s.block_table[:] for s in holders},
+                "computed": {s.id: s.num_computed_tokens for s in holders},
+                "indexed": set(manager.index.hash_to_block_id.values()),
+                "references": {b.block_id: b.ref_count for b in manager.pool.blocks if b.ref_count},
+                "pool": {"used": len(manager.pool.blocks) - len(free), "cached": cached, "free": len(free) - cached},
+                "kind": batch.type.name.lower(), "tokens": dict(zip(batch.req_ids, counts, strict=True)),
+            })  # fmt: skip
+            return forward(batch)
+
+        def finished(seq: Sequence, reason: str, now: float) -> None:
+            self.ended.append((seq.id, reason))
+            finish(seq, reason, now)
+
+        runner.forward, self.scheduler._finish = watched, finished  # type: ignore[method-assign]
+
+
+def agree(core: WatchedCore) -> Trace:
+    """The trace against the snapshots, the ends, and the scheduler's own count of preemptions."""
+    trace = cast(Trace, core.trace)
+    trace.check()
+    for step, state, seen in zip(trace.steps, trace.replay(), core.snapshots, strict=True):
+        assert (state.waiting, state.running, state.tables) == (seen["waiting"], seen["running"], seen["tables"])
+        assert {id: state.computed[id] for id in state.running} == seen["computed"]
+        assert set(state.hashes) == seen["indexed"] and state.pool() == seen["pool"]
+        assert {block: len(owners) for block, owners in state.owners.items()} == seen["references"]
+        assert (step.kind, step.tokens) == (seen["kind"], seen["tokens"])
+    every = [e for step in trace.steps for e in step.events + step.after] + trace.tail
+    names = Counter(e.name for e in every)
+    assert [(e.id, e.facts["why"]) for e in every if e.name == "finished"] == core.ended
+    assert names["preempted"] == core.scheduler.num_preemptions and names["added"] == len(trace.requests)
+    assert not miscounts(trace)
+    return trace
+
+
+def miscounts(trace: Trace) -> bool:
+    """Without `State`. Wrong if what was found and scheduled since the last admission is not all but the last token."""
+    computed: dict[int, int] = {}
+    for step in trace.steps:
+        for event in step.events:
+            if event.name == "admitted":
+                computed[event.id] = event.facts["cached"] * trace.block_size
+        for id, n in step.tokens.items() if step.error is None else ():
+            computed[id] += n
+        for event in step.after:
+            if event.name == "finished" and computed[event.id] != len(trace.requests[event.id].token_ids) - 1:
+                return True
+    return False
+
+
+def test_traces_of_random_loads_agree_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With failures, aborts, preemptions, shared blocks; the outputs are the oracle's, as without a trace."""
+    stats, whys = Counter[str](), Counter[str]()
+    cores: list[WatchedCore] = []
+
+    def make(config: Config, runner: Any) -> WatchedCore:
+        config.trace = True
+        cores.append(WatchedCore(config, runner))
+        return cores[-1]
+
+    monkeypatch.setattr(symbolic, "EngineCore", make)
+    for seed in range(300):
+        stats += symbolic.run_trial(seed)
+        trace = agree(cores.pop())
+        assert Trace.from_json(trace.to_json()) == trace
+        whys.update(e.facts["why"] for step in trace.steps for e in step.events if e.name == "refused")
+        assert not any("unsaid" in why for id in trace.requests for why in trace.waits(id).values() if seed % 10 == 0)
+    assert all(stats[name] > 5 for name in ("failures", "aborts_running", "aborts_waiting", "preemptions", "same_step_hits"))
+    assert set(whys) == set(REASONS) - {"preempted", "unsaid"}
+
+
+def play(shapes: list[tuple[int, int]], scheduler: type[Scheduler] = Scheduler, **options: Any) -> Trace:
+    """Run requests of (prompt, output) tokens to their ends, in blocks of 4; a trace that agrees."""
+    config = Config(kv_cache_block_size=4, **{"num_kvcache_blocks": 10, "trace": True, **options})  # type: ignore[arg-type]
+    core = WatchedCore(config, SymbolicRunner(config, 9), scheduler(config))
+    for i, (prompt, output) in enumerate(shapes):
+        core.add(Sequence([i + 2] * prompt, 4, SamplingParams(max_tokens=output), id=i))
+    while core.step():
+        pass
+    return agree(core)
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return play(TIGHT, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("why", "shapes", "options"),
+    [
+        ("no blocks", [(20, 5), (20, 5)], {}),
+        ("token budget", [(8, 2), (8, 2)], {"max_num_batched_tokens": 9}),
+        ("token budget", [(8, 2), (8, 2)], {"max_num_batched_tokens": 12, "enable_chunked_prefill": False, "max_model_len": 12}),
+        ("max_num_seqs", [(4, 2), (4, 2)], {"max_num_seqs": 1}),
+        ("decode first", [(4, 8), (4, 8), (12, 2)], {"interleave_decode": True, "max_num_batched_tokens": 8}),
+        ("delay", [(4, 8), (12, 2)], {"scheduler_delay_factor": 1e9, "max_num_batched_tokens": 4}),
+    ],
+)  # fmt: skip
+def test_every_refusal_says_why(why: str, shapes: list[tuple[int, int]], options: dict[str, Any]) -> None:
+    trace, last = play(shapes, **options), len(shapes) - 1
+    told = trace.waits(last).values()
+    assert any(text.startswith(f"{why}: ") and "{" not in text for text in told), told
+
+
+def test_a_scheduler_that_gives_no_reason_is_traced_all_the_same() -> None:
+    class Silent(Scheduler):
+        def __setattr__(self, name: str, value: Any) -> None:
+            deaf = lambda event, *args, **facts: event == "refused" or value(event, *args, **facts)  # noqa: E731
+            super().__setattr__(name, deaf if name == "note" else value)
+
+    trace = play(TIGHT, Silent, max_num_batched_tokens=16)
+    assert trace.waits(2)[1] == f"unsaid: {REASONS['unsaid']}" and trace.scheduler == "Silent"
+
+
+def test_a_failed_step_and_an_abort_are_in_the_trace() -> None:
+    config = Config(kv_cache_block_size=4, num_kvcache_blocks=10, trace=True)
+    failing = iter([False, True, False, False, False, False, False])
+    core = WatchedCore(config, SymbolicRunner(config, 9, fails=lambda: next(failing)))
+    for i in (3, 4):
+        core.add(Sequence([i] * 6, 4, SamplingParams(max_tokens=5), id=i))
+    core.step()
+    with pytest.raises(symbolic.StepFailed):
+        core.step()
+    core.step()
+    core.abort(4)
+    while core.step():
+        pass
+    core.abort(3)  # not here any more: no event
+    trace = agree(core)
+    assert [step.error for step in trace.steps[:3]] == [None, "StepFailed", None]
+    assert [e[:2] for e in trace.steps[1].after] == [("preempted", 4), ("preempted", 3)]
+    assert Event("finished", 4, {"why": "abort"}) in trace.steps[3].events and trace.tail == []
+
+
+def test_off_means_nothing_listens_and_the_tokens_are_the_same() -> None:
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4) as plain:
+        out = plain.generate(["Once", "12 + 7 ="], SamplingParams(max_tokens=8))
+        assert plain.trace is None and plain.engine_core.scheduler.note is _ignore
+        assert type(plain.engine_core.listener) is Listener and not vars(plain.engine_core.listener)
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, trace=True) as llm:
+        again = llm.generate(["Once", "12 + 7 ="], SamplingParams(max_tokens=8))
+        assert llm.trace is not None and [o.token_ids for o in out] == [o.token_ids for o in again]
+        llm.trace.check()
+        words = json.loads(llm.trace.to_json())["words"]
+        assert "".join(words[str(i)] for i in again[0].prompt_token_ids + again[0].token_ids).startswith("Once")
+    assert all(step.device > 0 and step.host > 0 for step in llm.trace.steps)
+    with pytest.raises(ValueError, match="trace"):
+        Config(trace=1)  # type: ignore[arg-type]
+
+
+def test_what_is_wrong_is_noticed(trace: Trace) -> None:
+    """Any event lost but a refusal, any count one off, any step lost (the end excepted, which nothing follows)."""
+
+    def noticed(broken: Trace) -> bool:
+        with suppress(AssertionError, KeyError, ValueError):
+            broken.check()
+            return miscounts(broken)
+        return True
+
+    for n, step in enumerate(trace.steps):
+        for part in ("events", "after") if n < len(trace.steps) - 1 else ("events",):
+            for k, event in enumerate(getattr(step, part)):
+                broken = deepcopy(trace)
+                del getattr(broken.steps[n], part)[k]
+                assert noticed(broken) == (event.name != "refused"), (n, event)
+        for name in ("free", "indexed", "waiting", "running"):
+            broken = deepcopy(trace)
+            setattr(broken.steps[n], name, getattr(step, name) + 1)
+            assert noticed(broken), (n, name)
+        broken = deepcopy(trace)
+        del broken.steps[n]
+        assert noticed(broken) or n == len(trace.steps) - 1, n
+
+
+def test_perfetto_reads_it(trace: Trace) -> None:
+    """The trace event format: the fields of every phase; time goes on; slices of a lane do not overlap."""
+    events = json.loads(trace.to_perfetto())["traceEvents"]
+    kinds = Counter(e["ph"] for e in events)
+    assert set(kinds) == {"M", "X", "C", "i"} and kinds["C"] == 2 * len(trace.steps)
+    for e in events:
+        assert {"ph", "ts", "pid", "tid", "name", "args"} <= set(e) and e["ts"] >= 0
+        assert (e["ph"] != "X" or e["dur"] >= 0) and (e["ph"] != "i" or e["s"] == "t")
+        assert e["ph"] != "C" or all(isinstance(value, int) for value in e["args"].values())
+    assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
+    lanes: dict[tuple[int, int], float] = {}
+    for e in (e for e in events if e["ph"] == "X"):
+        assert e["ts"] >= lanes.get((e["pid"], e["tid"]), 0.0) - 0.01, e
+        lanes[e["pid"], e["tid"]] = e["ts"] + e["dur"]
+    assert set(lanes) == {(1, 1), (1, 2), *((2, id) for id in trace.requests)}
+
+
+def test_plot_draws_every_step(trace: Trace) -> None:
+    fig = trace.plot()
+    assert len(fig.axes) == 3 and fig.axes[0].get_xlim() == (0, len(trace.steps))
+    shown = fig.axes[0].collections[0].get_array()
+    assert shown.shape == (len(TIGHT), len(trace.steps)) and shown.count() == sum(len(p) for p in trace.phases())
+
+
+def test_the_page_needs_nothing_else(trace: Trace, tmp_path: Any) -> None:
+    trace.words = {2: "</script><script>alert(1)</script>"}
+    trace.save_html(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    template = (files("atom_mini") / "timeline.html").read_text()
+    assert len(template.encode()) < 300_000 and len(page) - len(template) < 100_000
+    assert not re.search(r"https?://|//cdn|@import|url\(|\ssrc=|\shref=|fetch\(|XMLHttp|import\(", page)
+    assert page.count("<script>") == page.count("</script>") == 1
+    data = json.loads(page[page.index("const T = ") + 10 : page.index(";\nconst $")])
+    assert data.pop("reasons") == REASONS and Trace.from_json(json.dumps(data)) == trace
+    frame = trace._repr_html_()
+    assert frame.startswith("<iframe ") and frame.count('"') == 6 and "<script" not in frame
