@@ -112,6 +112,9 @@ class SpyreScheduler(BaseScheduler):
         else:
             assert decoding, "every step schedules something, or everything is finished"
             batch, seqs = self._decode(decoding), decoding
+        if self.waiting and self.waiting[0] is not seq:
+            busy = self.prefilling or self.running[-1]
+            self.note("refused", self.waiting[0], why=f"one prefill at a time: that of request {busy.id}")
         self.last_was_prefill = batch.type is SequenceType.PREFILL
         return batch, {s.id: s for s in seqs}
 
