@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -15,7 +16,7 @@ import xxhash
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NO_HASH', 'ROOT', 'Block', 'BlockPool', 'compute_hash', 'PrefixIndex', 'BlockManager', 'check_blocks']
+__all__ = ['NO_HASH', 'ROOT', 'Block', 'BlockPool', 'compute_hash', 'PrefixIndex', 'PrefixCache', 'BlockManager', 'check_blocks']
 
 # %% ../nbs/03_block_manager.ipynb #07e83878
 NO_HASH = -1
@@ -91,6 +92,9 @@ class PrefixIndex:
         self.pending: dict[int, int] = {}  # computed by the step that is scheduled now
         self._content_ids = count(ROOT + 1)
 
+    def __len__(self) -> int:
+        return len(self.hash_to_block_id)
+
     def _hash(self, seq: Sequence, i: int) -> int:
         """The chained hash of the sequence's i-th block, computed once in its life."""
         while len(seq.block_hashes) <= i:
@@ -142,21 +146,49 @@ class PrefixIndex:
             del self.hash_to_block_id[block.hash]
             block.hash = NO_HASH
 
+    def check(self) -> None:
+        """Assert that a block has a hash if and only if the index points at it."""
+        for block in self.blocks:
+            if block.hash != NO_HASH:
+                known = self.hash_to_block_id[block.hash] == block.block_id
+                assert known, f"block {block.block_id}: not in the index"
+        for hash, block_id in self.hash_to_block_id.items():
+            assert self.blocks[block_id].hash == hash, f"the index holds a stale entry for block {block_id}"
+
 # %% ../nbs/03_block_manager.ipynb #2199be1d
+class PrefixCache(Protocol):
+    """What a `BlockManager` asks of its index: `PrefixIndex`, or `RadixCache` of chapter 31."""
+
+    pending: dict[Any, int]  # what -> block id; cleared if the step fails
+
+    def find(self, seq: Sequence) -> list[int]: ...
+    def stage(self, seq: Sequence, num_tokens: int) -> None: ...
+    def publish(self) -> None: ...
+    def forget(self, block: Block) -> None: ...
+    def check(self) -> None: ...
+    def __len__(self) -> int: ...  # blocks that can be found
+
+# %% ../nbs/03_block_manager.ipynb #d0c5fc99
 class BlockManager:
     """Hands out the KV cache block by block. Knows ids only: no tensor, no device.
 
     `num_blocks` blocks of `block_size` tokens, for at most `max_num_seqs` sequences at once.
+    `index_type` makes what finds prefixes.
     Source: PagedAttention (Kwon et al. 2023); ATOM's `block_manager.py` and `block_pool.py`.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, max_num_seqs: int = 512
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        max_num_seqs: int = 512,
+        index_type: Callable[[list[Block], int], PrefixCache] = PrefixIndex,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(self.pool.blocks, block_size)
+        self.index = index_type(self.pool.blocks, block_size)
         self.block_tables = np.zeros((max_num_seqs, 16), dtype=np.int32)  # grows in width
         self._free_rows = list(range(max_num_seqs))
 
@@ -242,15 +274,12 @@ def check_blocks(manager: BlockManager, seqs: Iterable[Sequence]) -> None:
 
     `seqs`: every sequence that holds blocks.
     """
-    seqs, pool, index = list(seqs), manager.pool, manager.index
+    seqs, pool = list(seqs), manager.pool
     owners = Counter(block_id for seq in seqs for block_id in seq.block_table)
     for block in pool.blocks:
         assert block.ref_count == owners[block.block_id], f"block {block.block_id}: {block.ref_count} references"
         assert (block.ref_count == 0) == (block.block_id in pool.free_block_ids), f"block {block.block_id}: free?"
-        if block.hash != NO_HASH:
-            assert index.hash_to_block_id[block.hash] == block.block_id, f"block {block.block_id}: not in the index"
-    for hash, block_id in index.hash_to_block_id.items():
-        assert pool.blocks[block_id].hash == hash, f"the index holds a stale entry for block {block_id}"
+    manager.index.check()
     for seq in seqs:
         assert len(set(seq.block_table)) == len(seq.block_table), f"sequence {seq.id} holds a block twice"
         assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens, f"sequence {seq.id}: K/V nowhere"

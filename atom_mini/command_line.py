@@ -274,7 +274,7 @@ class Chat:
             speed = f"{1 / out.tpot if out.tpot else 0:.0f} tokens/s, TTFT {1e3 * out.ttft:.1f} ms"
             print(f"last answer: {len(out.token_ids)} tokens, {speed}, {cached}")
         manager = self.llm.engine_core.scheduler.block_manager
-        total, kept, size = len(manager.pool.blocks), len(manager.index.hash_to_block_id), manager.block_size
+        total, kept, size = len(manager.pool.blocks), len(manager.index), manager.block_size
         print(f"session: {rates(self.llm.metrics)}")
         print(f"blocks: {total} of {size} tokens, {total - manager.num_free_blocks} in use, {kept} cached")
 

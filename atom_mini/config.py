@@ -183,7 +183,8 @@ class Config:
     max_num_batched_tokens: int = 16384
     max_model_len: int | None = None  # tokens, prompt and output together
     gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None  # None: True, unless prefix_cache="none"
+    prefix_cache: str | None = None  # "hash", "radix" (chapter 31) or "none"; None: hash, if caching is on
     enable_chunked_prefill: bool = True
     interleave_decode: bool = False
     scheduler_delay_factor: float = 0.0
@@ -209,7 +210,7 @@ class Config:
             value = getattr(self, name)
             good = type(value) is int and value >= 1
             require(good or (value is None and name in _OPTIONAL), f"{name}={value!r} must be a whole number from 1")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "interleave_decode", "enforce_eager", "trace"):
+        for name in ("enable_chunked_prefill", "interleave_decode", "enforce_eager", "trace"):
             require(type(getattr(self, name)) is bool, f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("gpu_memory_utilization", "scheduler_delay_factor"):
             require(type(getattr(self, name)) in (int, float), f"{name}={getattr(self, name)!r} must be a number")
@@ -220,12 +221,18 @@ class Config:
             "dtype": (None, "float32", "float16", "bfloat16"),
             "attention": (None, "triton", "torch"),
             "scheduler": ("atom", "spyre"),
+            "prefix_cache": (None, "hash", "radix", "none"),
         }
         for name, known in choices.items():
             value = getattr(self, name)
             require(value in known, f"{name}={value!r} must be one of {', '.join(map(repr, known))}")
         if self.model is not None:
             self._read_checkpoint(self.model)
+        self._check_prefix_cache()
+        require(
+            not (self.trace and self.prefix_cache == "radix"),
+            "trace=True knows the hash cache's entries, not the tree's: set prefix_cache='hash' or trace=False",
+        )
         self._check_scheduler()
         longest, budget = self.max_model_len, self.max_num_batched_tokens
         require(
@@ -233,6 +240,15 @@ class Config:
             f"without chunked prefill a sequence of max_model_len={longest} tokens must fit in one step of "
             f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set enable_chunked_prefill=True",
         )
+
+    def _check_prefix_cache(self) -> None:
+        """Two knobs for one thing: `enable_prefix_caching` is ATOM's, `prefix_cache` also says which. Fill in both."""
+        asked, cache = self.enable_prefix_caching, self.prefix_cache
+        require(asked is None or type(asked) is bool, f"enable_prefix_caching={asked!r} must be True or False")
+        self.prefix_cache = cache or ("none" if asked is False else "hash")
+        self.enable_prefix_caching = self.prefix_cache != "none"
+        agree = asked in (None, self.enable_prefix_caching)
+        require(agree, f"enable_prefix_caching={asked} and prefix_cache={cache!r} contradict each other: drop one")
 
     def _check_scheduler(self) -> None:
         """Spyre's knobs: refused for another scheduler, filled in and checked for Spyre's."""

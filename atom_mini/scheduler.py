@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from .block_manager import BlockManager
+from .block_manager import Block, BlockManager, PrefixCache, PrefixIndex
 from .config import Config, SamplingParams, require
 from .sequence import RequestOutput, Sequence, SequenceStatus, SequenceType
 
@@ -112,6 +112,14 @@ def _ignore(event: str, seq: Sequence, **facts: object) -> None:
     pass
 
 
+def _index_type(prefix_cache: str | None) -> Callable[[list[Block], int], PrefixCache]:
+    if prefix_cache != "radix":
+        return PrefixIndex
+    from atom_mini.radix_cache import RadixCache
+
+    return RadixCache
+
+
 class BaseScheduler(ABC):
     """Queues, block manager and postprocessing: what all policies share. `config.num_kvcache_blocks` must be set."""
 
@@ -119,7 +127,11 @@ class BaseScheduler(ABC):
         assert config.num_kvcache_blocks is not None
         self.config = config
         self.block_manager = BlockManager(
-            config.num_kvcache_blocks, config.kv_cache_block_size, config.enable_prefix_caching, config.max_num_seqs
+            config.num_kvcache_blocks,
+            config.kv_cache_block_size,
+            config.prefix_cache != "none",
+            config.max_num_seqs,
+            _index_type(config.prefix_cache),
         )
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()

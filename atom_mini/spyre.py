@@ -161,7 +161,7 @@ class SpyreScheduler(BaseScheduler):
         return PaddedBatch.pad(batch, left, self.size, num_redirected=np.zeros(len(decoding), np.int64))
 
     def _cached(self, seq: Sequence) -> list[int]:
-        return self.block_manager.index.find(seq) if self.config.enable_prefix_caching else []
+        return self.block_manager.index.find(seq) if self.block_manager.enable_prefix_caching else []
 
     def _why_not(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
         """What forbids the next chunk of `seq` in this step; None if nothing does."""

@@ -292,7 +292,7 @@ class Recorder(Listener):
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
             free=self.manager.num_free_blocks,
-            indexed=len(index.hash_to_block_id),
+            indexed=len(index),
         )
         self.events = self.step.after
         self.start, self.ready = start, time.perf_counter()

@@ -241,12 +241,15 @@ def make_trial(seed: int) -> Trial:
     return trial
 
 
-def run_trial(seed: int, strict: bool = True) -> Counter[str]:
+def run_trial(seed: int, strict: bool = True, cache: str = "hash") -> Counter[str]:
     """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
 
     `strict=False` leaves out the checks of every step, so that only wrong outputs count (and exceptions).
+    `cache` is the prefix cache of those trials that have one.
     """
     trial = make_trial(seed)
+    if trial.config.enable_prefix_caching:
+        trial.config.prefix_cache = cache
     luck, ticks = random.Random(~seed), iter(range(10**9))
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))  # the delay gate must not depend on this machine
     real_time, scheduler_module.time = scheduler_module.time, clock  # type: ignore[assignment]

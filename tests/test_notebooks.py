@@ -78,7 +78,10 @@ def test_readme_is_in_sync_with_the_index() -> None:
     assert load_book().readme() == (ROOT / "README.md").read_text()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["config", "sequence", "block_manager", "scheduler", "trace", "spyre", "engine_core", "llm"])
+@pytest.mark.parametrize(
+    "name",
+    ["config", "sequence", "block_manager", "radix_cache", "scheduler", "trace", "spyre", "engine_core", "llm"],
+)
 def test_floors_without_torch(name: str) -> None:
     """The scheduler never touches a tensor: nothing up to the engine core imports torch, directly or not."""
     code = f"import sys, atom_mini.{name}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
@@ -87,7 +90,7 @@ def test_floors_without_torch(name: str) -> None:
 
 def test_imports_point_down_only() -> None:
     """Each module imports only from floors below."""
-    floors = ["config", "sequence", "block_manager", "scheduler", "trace", "attention", "models", "triton_attention"]
+    floors = ["config", "sequence", "block_manager", "radix_cache", "scheduler", "trace", "attention", "models", "triton_attention"]
     floors += ["triton_ops", "sampler", "model_runner", "spyre", "spyre_runner", "graphs", "engine_core", "llm"]
     floors += ["command_line"]
     for name in floors:

@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 import atom_mini.block_manager as block_manager_module
-from atom_mini.block_manager import BlockManager, PrefixIndex
+from atom_mini.block_manager import NO_HASH, BlockManager, PrefixIndex
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.llm import IncrementalDetokenizer
+from atom_mini.radix_cache import RadixCache
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
 A, B, C, X = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]  # blocks of tokens
 _fresh_tokens = count(1000)
+both = pytest.mark.parametrize("cache", ["hash", "radix"])
 
 
 class CountingRunner:
@@ -94,17 +96,19 @@ def generated(seq: Sequence) -> list[int]:
 # ---- blocks ----
 
 
-def test_a_block_is_found_only_once_its_kv_has_been_computed() -> None:
+@both
+def test_a_block_is_found_only_once_its_kv_has_been_computed(cache: str) -> None:
     """ATOM's guide publishes at allocation. Here the second block of a prompt in chunks is not there yet."""
-    core = engine(max_num_batched_tokens=4)
+    core = engine(max_num_batched_tokens=4, prefix_cache=cache)
     add(core, request(A + B + C))
     run(core, 1)
     late = request(A + B + X)
     assert len(core.scheduler.block_manager.can_allocate(late) or []) == 1
 
 
-def test_a_step_that_failed_publishes_nothing() -> None:
-    core = engine()
+@both
+def test_a_step_that_failed_publishes_nothing(cache: str) -> None:
+    core = engine(prefix_cache=cache)
     runner, core.runner = core.runner, FailingRunner()
     seq = request(A + B + C)
     add(core, seq)
@@ -116,9 +120,10 @@ def test_a_step_that_failed_publishes_nothing() -> None:
     assert seq.is_finished and len(core.scheduler.block_manager.can_allocate(request(A + B + X)) or []) == 2
 
 
-def test_a_block_is_not_published_before_its_last_token_was_forwarded() -> None:
+@both
+def test_a_block_is_not_published_before_its_last_token_was_forwarded(cache: str) -> None:
     """After the prefill, token 8 is sampled and fills the block: its K/V comes with the next step."""
-    core = engine()
+    core = engine(prefix_cache=cache)
     seq = request([*A, 5, 6, 7], max_tokens=3)
     add(core, seq)
     run(core, 1)
@@ -152,20 +157,22 @@ def test_the_same_tokens_after_a_colliding_parent_are_no_hit(monkeypatch: pytest
     assert manager.index.find(request([*B, *X, 1])) == [parent]
 
 
-def test_handing_out_a_freed_block_drops_its_index_entry() -> None:
+@both
+def test_handing_out_a_freed_block_drops_its_index_entry(cache: str) -> None:
     """ATOM's guide: the entry stays, and prompt A+X hits the block that held X after A and holds X after B now."""
-    core = finished(engine(num_kvcache_blocks=3), request([*A, *X, 0]))
+    core = finished(engine(num_kvcache_blocks=3, prefix_cache=cache), request([*A, *X, 0]))
     manager = core.scheduler.block_manager
     assert len(manager.can_allocate(request([*A, *X, 1])) or []) == 2
     finished(core, request([*B, *X, 0]))  # needs all three blocks
     assert manager.can_allocate(request([*A, *X, 1])) == []
     assert len(manager.can_allocate(request([*B, *X, 1])) or []) == 2
-    assert len(manager.index.hash_to_block_id) == 2
+    assert sum(block.hash != NO_HASH for block in manager.pool.blocks) == 2
 
 
-def test_handing_out_a_twin_keeps_the_entry_of_the_other() -> None:
+@both
+def test_handing_out_a_twin_keeps_the_entry_of_the_other(cache: str) -> None:
     """Two blocks may hold the same content, and the index knows one: its entry must not go with the other."""
-    manager = BlockManager(3, 4)
+    manager = BlockManager(3, 4, index_type={"hash": PrefixIndex, "radix": RadixCache}[cache])
     one, two = request(A), request(A)
     compute(manager, one)
     compute(manager, two)  # its only block is the last, so computed again
@@ -177,9 +184,10 @@ def test_handing_out_a_twin_keeps_the_entry_of_the_other() -> None:
     assert twin in other.block_table and manager.index.find(request([*A, 0])) == one.block_table
 
 
-def test_a_hit_on_a_free_block_keeps_it_whole() -> None:
+@both
+def test_a_hit_on_a_free_block_keeps_it_whole(cache: str) -> None:
     """ATOM once reset it: found for its content, and robbed of it."""
-    core = finished(engine(), request([*A, *B, 0]))
+    core = finished(engine(prefix_cache=cache), request([*A, *B, 0]))
     manager = core.scheduler.block_manager
     again = request([*A, *B, 1], max_tokens=5)
     add(core, again)
@@ -187,7 +195,7 @@ def test_a_hit_on_a_free_block_keeps_it_whole() -> None:
     assert again.num_cached_tokens == 8
     for block_id, tokens in zip(again.block_table, (A, B), strict=False):
         block = manager.pool.blocks[block_id]
-        assert block.token_ids == tokens and manager.index.hash_to_block_id[block.hash] == block_id
+        assert block.token_ids == tokens and block.hash != NO_HASH
         assert block_id not in manager.pool.free_block_ids
     third = request([*A, *B, 2])
     assert manager.index.find(third) == again.block_table[:2]
@@ -207,9 +215,10 @@ def test_a_prompt_that_is_cached_whole_still_has_a_query_token(length: int) -> N
     assert again.completion_token_ids == generated(again)
 
 
-def test_identical_prompts_admitted_in_one_step_share_their_blocks() -> None:
+@both
+def test_identical_prompts_admitted_in_one_step_share_their_blocks(cache: str) -> None:
     """nano-vLLM computes and stores each: 15 blocks, not 7."""
-    core = engine()
+    core = engine(prefix_cache=cache)
     seqs = [request([*A, *B, *C, *X, 0], max_tokens=2) for _ in range(3)]
     add(core, *seqs)
     (batch,) = run(core, 1)
@@ -344,9 +353,10 @@ def test_a_second_prefill_in_chunks_covers_the_generated_tokens_too() -> None:
     assert seq.completion_token_ids == generated(seq)
 
 
-def test_a_prefix_hit_after_a_preemption() -> None:
+@both
+def test_a_prefix_hit_after_a_preemption(cache: str) -> None:
     """Earlier nano-vLLM: IndexError, or silently wrong; it finds its own blocks again and computes the rest."""
-    core = engine(num_kvcache_blocks=7)
+    core = engine(num_kvcache_blocks=7, prefix_cache=cache)
     first, seq = request(8, max_tokens=16), request(8, max_tokens=16)
     add(core, first, seq)
     until(core, lambda: seq.num_preemptions)
@@ -512,9 +522,10 @@ def test_one_sampling_params_object_serves_many_requests_unchanged() -> None:
         params.max_tokens = 3  # type: ignore[misc]
 
 
-def test_of_two_identical_prompts_in_one_step_one_may_leave_first() -> None:
+@both
+def test_of_two_identical_prompts_in_one_step_one_may_leave_first(cache: str) -> None:
     """mini-sglang: the other's page table is left on freed pages."""
-    core = engine(num_kvcache_blocks=12)
+    core = engine(num_kvcache_blocks=12, prefix_cache=cache)
     short, long = request([*A, *B, 0], max_tokens=1), request([*A, *B, 0], max_tokens=12)
     add(core, short, long)
     run(core, 1)
@@ -526,9 +537,10 @@ def test_of_two_identical_prompts_in_one_step_one_may_leave_first() -> None:
     assert long.completion_token_ids == generated(long)
 
 
-def test_an_abort_in_flight_frees_once() -> None:
+@both
+def test_an_abort_in_flight_frees_once(cache: str) -> None:
     """mini-sglang frees twice; ATOM once lost the blocks of clients that had gone."""
-    core = engine()
+    core = engine(prefix_cache=cache)
     seq, twin = request([*A, *B, 0], max_tokens=9), request([*A, *B, 0], max_tokens=9)
     add(core, seq, twin)
     run(core, 2)

@@ -248,3 +248,9 @@ def test_the_page_needs_nothing_else(trace: Trace, tmp_path: Any) -> None:
     assert data.pop("reasons") == REASONS and Trace.from_json(json.dumps(data)) == trace
     frame = trace._repr_html_()
     assert frame.startswith("<iframe ") and frame.count('"') == 6 and "<script" not in frame
+
+
+def test_a_tree_is_not_traced() -> None:
+    """Refused by name, before anything is made."""
+    with pytest.raises(ValueError, match="trace=True knows the hash cache's entries.*prefix_cache='hash'"):
+        Config(trace=True, prefix_cache="radix")

@@ -1,0 +1,150 @@
+"""The radix tree itself: against an oracle without a tree, block by block; and bugs planted in it are found."""
+
+from __future__ import annotations
+
+import random
+from itertools import takewhile
+from typing import Any
+
+import pytest
+from symbolic import run_trial
+from test_fuzz import mutate
+
+from atom_mini.block_manager import NO_HASH, Block, BlockManager, PrefixIndex
+from atom_mini.config import Config
+from atom_mini.radix_cache import RadixCache
+from atom_mini.sequence import Sequence
+
+
+class Tree:
+    """A tree of `size`-token blocks, and beside it the oracle: what each block holds, from the first token on."""
+
+    def __init__(self, size: int, num_blocks: int = 400) -> None:
+        self.size, self.index = size, RadixCache([Block(i) for i in range(num_blocks)], size)
+        self.oracle: dict[tuple[int, ...], int] = {}  # every token up to the block's end -> its id
+        self.unused = list(reversed(range(num_blocks)))
+
+    def add(self, tokens: list[int]) -> list[int]:
+        seq = Sequence(tokens, self.size)
+        found = self.index.find(seq)
+        seq.block_table = [*found, *(self.unused.pop() for _ in range(len(tokens) // self.size - len(found)))]
+        seq.num_published_blocks = len(found)
+        self.index.stage(seq, len(tokens))
+        self.index.publish()
+        for i, block_id in enumerate(seq.block_table, 1):
+            self.oracle.setdefault(tuple(tokens[: i * self.size]), block_id)
+        return seq.block_table
+
+    def forget(self, past: tuple[int, ...]) -> None:
+        self.index.forget(self.index.blocks[self.oracle[past]])
+        self.oracle = {key: block for key, block in self.oracle.items() if key[: len(past)] != past}
+
+    def expected(self, tokens: list[int]) -> list[int]:
+        pasts = [tuple(tokens[:n]) for n in range(self.size, len(tokens) + 1, self.size)]
+        return [self.oracle[past] for past in takewhile(self.oracle.__contains__, pasts)]
+
+    def shape(self, node: Any = None) -> Any:
+        node = node or self.index.root
+        return (node.block_ids, *map(self.shape, node.children.values()))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_match_equals_the_oracle_while_the_tree_grows_splits_and_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = Tree(rng.randint(1, 3))
+    known: list[list[int]] = [[]]
+    for _ in range(40):
+        tokens = rng.choice(known)[: rng.randint(0, 9)] + [rng.randrange(2) for _ in range(rng.randint(1, 9))]
+        known.append(tokens)
+        tree.forget(rng.choice(sorted(tree.oracle))) if tree.oracle and rng.random() < 0.3 else tree.add(tokens)
+        tree.index.check()
+        before = tree.shape()
+        for probe in known:
+            assert tree.index.match(probe) == tree.expected(probe)
+            assert tree.index.find(Sequence([*probe, 9], tree.size)) == tree.expected(probe)
+        assert tree.shape() == before, "looking changed the tree"
+        assert {b.block_id for b in tree.index.blocks if b.hash != NO_HASH} == set(tree.oracle.values())
+
+
+def test_a_leaf_grows_a_node_is_split_where_prompts_part_and_siblings_may_begin_alike() -> None:
+    tree = Tree(2)
+    tree.add([1, 2, 3, 4])
+    tree.add([1, 2, 3, 4, 5, 6])
+    assert tree.shape() == ([], ([0, 1, 2],))
+    tree.add([1, 2, 3, 9])
+    assert tree.shape() == ([], ([0], ([1, 2],), ([3],)))
+    tree.add([1, 2, 3, 4, 7, 7])
+    assert tree.shape() == ([], ([0], ([1], ([2],), ([4],)), ([3],)))
+
+
+def admit(manager: BlockManager, *prompts: list[int]) -> list[Sequence]:
+    """Admit them and run the step that computes them."""
+    seqs = [Sequence(p, manager.block_size) for p in prompts]
+    for seq in seqs:
+        manager.allocate(seq, manager.can_allocate(seq) or [])
+        manager.stage(seq, len(seq))
+        seq.num_computed_tokens = len(seq)
+    manager.index.publish()
+    return seqs
+
+
+def test_evicted_are_the_least_recently_used_leaves_and_what_is_locked_stays() -> None:
+    manager: Any = BlockManager(10, 2, index_type=RadixCache)
+    (old,), (new,), (locked,) = (admit(manager, p) for p in ([1, 1, 2, 2, 0], [1, 1, 3, 3, 0], [4, 4, 5, 5, 0]))
+    manager.deallocate(old)
+    manager.deallocate(new)
+    order = []
+    for block in [manager.pool.blocks[i] for i in manager.pool.free_block_ids]:
+        if block.hash != NO_HASH:
+            node, at = manager.index.places[block.content_id]
+            assert at == len(node.block_ids) - 1 and not node.children, "not a leaf"
+            order.append(block.token_ids)
+        manager._fresh_block()
+        manager.index.check()
+    assert order == [[2, 2], [3, 3], [1, 1]] and manager.index.match([4, 4, 5, 5]) == locked.block_table[:2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hits_equal_the_hash_caches_on_whole_blocks(seed: int) -> None:
+    """Two at once, a pool that evicts: the same blocks, prompt by prompt."""
+    rng, managers = random.Random(seed), [BlockManager(24, 4, index_type=kind) for kind in (PrefixIndex, RadixCache)]
+    stems = [[rng.randrange(50) for _ in range(32)] for _ in range(3)]
+    for _ in range(60):
+        ends = [[rng.randrange(50) for _ in range(3)] for _ in range(2)]
+        prompts = [rng.choice(stems)[: 4 * rng.randint(0, 8)] + end for end in ends]
+        running = [admit(manager, *prompts) for manager in managers]
+        tables = [[(s.block_table, s.num_cached_tokens) for s in seqs] for seqs in running]
+        assert tables[0] == tables[1]
+        for manager, seqs in zip(managers, running, strict=True):
+            manager.check(seqs)
+            for seq in seqs:
+                manager.deallocate(seq)
+
+
+def test_two_knobs_that_agree() -> None:
+    for on, cache, filled in ((None, None, "hash"), (False, None, "none"), (True, "radix", "radix"), (None, "none", "none")):
+        config = Config(enable_prefix_caching=on, prefix_cache=cache)
+        assert (config.enable_prefix_caching, config.prefix_cache) == (filled != "none", filled)
+
+
+BUGS: dict[str, tuple[str, str, str]] = {  # in which method, what, by what
+    "takes the whole edge": ("match", "found + child.block_ids[:same]", "found + child.block_ids"),
+    "never forgets": ("forget", "if block.hash == NO_HASH:", "if True:"),
+    "cuts no subtree": ("forget", "below = node.block_ids[at:], list(node.children.values())", "below = node.block_ids[at:], []"),
+    "forgets to hide from its parent": ("forget", "del above.children[tuple(block.token_ids)]", "pass"),
+    "loses the places of a split": ("split", "] = rest, i", "] = node, i"),
+    "loses children": ("split", "node.block_ids[num_blocks:], node.children)", "node.block_ids[num_blocks:])"),
+    "does not split": ("insert", "self.split(node, at + 1)", "pass"),
+    "finds a last token": ("find", "(seq.num_tokens - 1) // self.block_size", "seq.num_tokens // self.block_size"),
+    "inserts at once": ("stage", "seq.num_published_blocks = i + 1", "seq.num_published_blocks = i + 1; self.publish()"),
+    "keeps what was pending": ("publish", "self.pending.clear()", "pass"),
+    "hangs orphans on the root": ("insert", "return\n", "block.parent_id = ROOT\n"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_fuzz_catches_in_the_tree(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, RadixCache, *BUGS[bug])
+    with pytest.raises(Exception):  # noqa: B017 - an assertion, or whatever breaks first
+        for seed in range(1000):
+            run_trial(seed, cache="radix")
