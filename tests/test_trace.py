@@ -252,5 +252,5 @@ def test_the_page_needs_nothing_else(trace: Trace, tmp_path: Any) -> None:
 
 def test_a_tree_is_not_traced() -> None:
     """Refused by name, before anything is made."""
-    with pytest.raises(ValueError, match="trace=True knows the hash cache's entries.*prefix_cache='hash'"):
+    with pytest.raises(ValueError, match=r"trace=True knows the hash cache's entries.*prefix_cache='hash'"):
         Config(trace=True, prefix_cache="radix")
