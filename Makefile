@@ -50,7 +50,7 @@ kernels: $(VENV)/dev
 gpu:
 	$(PYTHON) kernels/bench.py --check
 	$(PYTHON) -m pytest tests/test_kernels.py tests/test_graphs.py tests/test_gpu.py
-	$(PYTHON) -m pytest -m gpu tests/test_parity.py
+	$(PYTHON) -m pytest -m gpu tests/test_parity.py tests/test_spyre.py
 	$(PYTHON) kernels/bench.py
 
 docs: $(VENV)/docs

@@ -264,8 +264,14 @@ class Config:
             self.kv_cache_block_size, self.chunk_size, self.max_batch_tkv_limit, self.max_model_len
         )  # fmt: skip
         require(type(self.interleave) is bool, f"interleave={self.interleave!r} must be True or False")
+        ignored = {"interleave_decode": False, "scheduler_delay_factor": 0, "enable_chunked_prefill": True}
+        for name, only in ignored.items():
+            value = getattr(self, name)
+            require(value == only, f"{name}={value!r} does not go with scheduler='spyre', which has its own: drop it")
         whole_blocks = type(chunk) is int and chunk > 0 and chunk % size == 0
         require(whole_blocks, f"chunk_size={chunk!r} must be a multiple of kv_cache_block_size={size}")
+        budget = self.max_num_batched_tokens
+        require((chunk or 0) <= budget, f"chunk_size={chunk} is over max_num_batched_tokens={budget}: raise that")
         require(longest is not None, "scheduler='spyre' needs max_model_len: every admission looks ahead to it")
         require((longest or 0) % size == 0, f"max_model_len={longest} must be a multiple of kv_cache_block_size={size}")
         holds_one = type(limit) is int and limit >= (longest or 0)

@@ -34,11 +34,10 @@ def uniforms(seeds: list[int], positions: np.ndarray) -> np.ndarray:
 # %% ../nbs/07_sampler.ipynb #08ea4024
 def draw(probs: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulated `probs` [B, V] pass `u` [B] in [0, 1): int64 [B]. Never one of probability 0."""
-    cumulated = probs.cumsum(-1)
-    possible = probs > 0  # asked for itself: a sum made in parallel is not quite monotone
-    hits = possible & (cumulated > u[:, None] * cumulated[:, -1:])
-    last = (possible * torch.arange(probs.shape[-1], device=probs.device)).argmax(-1)
-    return torch.where(hits.any(-1), hits.int().argmax(-1), last)  # no hit: rounding went beyond the last one
+    # a sum made in parallel is not quite monotone: what has probability 0 is taken out by name
+    cumulated = probs.cumsum(-1).masked_fill(probs == 0, 0)
+    hits = cumulated > u[:, None] * cumulated.amax(-1, keepdim=True)
+    return torch.where(hits.any(-1), hits.int().argmax(-1), cumulated.argmax(-1))  # no hit: rounding, so the last one
 
 # %% ../nbs/07_sampler.ipynb #e1f3d251
 def keep_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def flash_attn_varlen_func(
 ) -> Tensor:  # fmt: skip
     """flash-attn's function for prompts without a cached beginning, through torch: `q` [T, H, D] -> [T, H, D]."""
     if block_table is not None:
-        raise NotImplementedError("a cached prefix: this trace has none")
+        raise ValueError("the stand-in for flash-attn takes no cached prefix: use a trace whose prompts share none")
     group, outs, ends = q.shape[1] // k.shape[1], [], cu_seqlens_q.tolist()
     for begin, end in pairwise(ends):
         queries, keys, values = (t[begin:end].transpose(0, 1)[None] for t in (q, k, v))

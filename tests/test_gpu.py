@@ -53,14 +53,13 @@ def test_bfloat16_logprobs_are_close(tmp_path: Path) -> None:
 def test_memory_stays_within_its_share() -> None:
     """Weights, activations, graphs and the KV pool together; a full batch then fits."""
     torch.cuda.empty_cache()
-    before, total = torch.cuda.mem_get_info()
+    _, total = torch.cuda.mem_get_info()
     with LLM("tiny", device="cuda", gpu_memory_utilization=0.5, max_num_seqs=64) as llm:
         assert isinstance(llm.engine_core.runner, GraphRunner)
         free, _ = torch.cuda.mem_get_info()
         assert (total - free) <= 0.5 * total + 2**28
         outs = llm.generate([[i] * 300 for i in range(64)], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
         assert all(len(out.token_ids) == 200 for out in outs)
-    assert before > 0
 
 
 def test_a_replay_asks_the_device_for_nothing() -> None:

@@ -445,8 +445,12 @@ class NoRounding(SpyreScheduler):
 
 class StaleTkv(SpyreScheduler):
     def _why_not(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-        reason = super()._why_not(seq, decoding)
-        return reason or (None if decoding else self._too_long(seq, []))
+        if (reason := super()._why_not(seq, decoding)) or decoding:
+            return reason
+        is_first, plan = seq is not self.prefilling, self._plan(seq)
+        computed = plan.usable_tokens(len(self._cached(seq))) if is_first else seq.num_computed_tokens
+        asked = plan.end(computed) == seq.num_tokens if self.config.interleave else is_first
+        return self._too_long(seq, []) or self._too_large(seq, []) if asked else None
 
 
 class NoRedirect(SpyreScheduler):
@@ -465,6 +469,17 @@ def test_the_fuzz_can_fail(mutant: type[SpyreScheduler], monkeypatch: pytest.Mon
     with pytest.raises(AssertionError):
         for seed in range(4000):
             run_spyre_trial(seed, monkeypatch, mutant)
+
+
+class NoLength(SpyreScheduler):
+    def _too_long(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+        return None
+
+
+def test_least_padding_keeps_the_context_without_the_length_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What chapter 20 says: padding made anew in each step never exceeds max_model_len, asked for or not."""
+    for seed in range(500):
+        run_spyre_trial(seed, monkeypatch, NoLength)
 
 
 def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> dict[tuple[int, int], Any]:
@@ -533,6 +548,10 @@ def test_llm_with_spyres_scheduler() -> None:
     ({"max_model_len": 100}, "max_model_len=100 must be a multiple of kv_cache_block_size=16"),
     ({"max_batch_tkv_limit": 64}, "max_batch_tkv_limit=64 cannot hold a request of max_model_len=128"),
     ({"interleave": 1}, "interleave=1 must be True or False"),
+    ({"interleave_decode": True}, "interleave_decode=True does not go with scheduler='spyre'"),
+    ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor=0.5 does not go with scheduler='spyre'"),
+    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "enable_chunked_prefill=False does not go"),
+    ({"max_num_batched_tokens": 256}, "chunk_size=512 is over max_num_batched_tokens=256"),
     ({"scheduler": "atom", "chunk_size": 32}, "chunk_size belong to scheduler='spyre'"),
     ({"scheduler": "spire"}, "scheduler='spire' must be one of 'atom', 'spyre'"),
     ({"max_model_len": None}, "needs max_model_len"),
