@@ -196,6 +196,11 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         return len(self.pool.free_block_ids)
 
+    @property
+    def num_free_rows(self) -> int:
+        """How many more sequences may hold blocks."""
+        return len(self._free_rows)
+
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> list[int] | None:
         """The cached blocks `seq` would start with; None if fewer than `reserve` blocks would stay free."""
         if self.num_free_blocks < seq.blocks_needed + reserve:

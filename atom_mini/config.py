@@ -190,6 +190,7 @@ class Config:
     scheduler_delay_factor: float = 0.0
     attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
+    overlap: bool = False  # plan a step while the device computes the last one: chapter 30
     trace: bool = False  # record every step, as `llm.trace`
     scheduler: str = "atom"  # or "spyre", chapter 20, which has three knobs of its own:
     chunk_size: int | None = None  # tokens of a prefill step; None: 512
@@ -210,7 +211,7 @@ class Config:
             value = getattr(self, name)
             good = type(value) is int and value >= 1
             require(good or (value is None and name in _OPTIONAL), f"{name}={value!r} must be a whole number from 1")
-        for name in ("enable_chunked_prefill", "interleave_decode", "enforce_eager", "trace"):
+        for name in ("enable_chunked_prefill", "interleave_decode", "enforce_eager", "overlap", "trace"):
             require(type(getattr(self, name)) is bool, f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("gpu_memory_utilization", "scheduler_delay_factor"):
             require(type(getattr(self, name)) in (int, float), f"{name}={getattr(self, name)!r} must be a number")
@@ -234,6 +235,7 @@ class Config:
             "trace=True knows the hash cache's entries, not the tree's: set prefix_cache='hash' or trace=False",
         )
         self._check_scheduler()
+        self._check_overlap()
         longest, budget = self.max_model_len, self.max_num_batched_tokens
         require(
             self.enable_chunked_prefill or (longest is not None and longest <= budget),
@@ -276,6 +278,13 @@ class Config:
         require((longest or 0) % size == 0, f"max_model_len={longest} must be a multiple of kv_cache_block_size={size}")
         holds_one = type(limit) is int and limit >= (longest or 0)
         require(holds_one, f"max_batch_tkv_limit={limit!r} cannot hold a request of max_model_len={longest}: raise it")
+
+    def _check_overlap(self) -> None:
+        """What looks at a step's results, or its duration, before it plans the next cannot be a step ahead."""
+        cannot = {"scheduler": "atom", "trace": False, "scheduler_delay_factor": 0}
+        for name, only in cannot.items() if self.overlap else ():
+            value = getattr(self, name)
+            require(value == only, f"{name}={value!r} does not go with overlap=True: drop one of them")
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)

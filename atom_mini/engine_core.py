@@ -71,6 +71,7 @@ class EngineCore:
         start = time.perf_counter()
         scheduled = self.scheduler.schedule()
         if scheduled is None:
+            assert self.scheduler.is_finished(), "every step schedules something, or everything is finished"
             return None
         batch, by_id = scheduled
         seqs = list(by_id.values())

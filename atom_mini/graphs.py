@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .attention import AttentionMetaData, Context
 from .config import Config, SamplingParams
-from .model_runner import InputBuffer, ModelRunner, choose_device, locate, pack_output
+from .model_runner import InputBuffer, ModelRunner, choose_device, locate
 from .sampler import uniforms
-from .scheduler import ScheduledBatch, ScheduledBatchOutput
+from .scheduler import ScheduledBatch
 from .sequence import SequenceType
 
 # %% auto #0
@@ -109,20 +109,22 @@ class GraphRunner(ModelRunner):
         super().__init__(config)
         self._capture(graph_sizes(min(config.max_num_seqs, config.num_kvcache_blocks or 0)))  # each needs a block
 
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        """One step: a decode from its graph, everything else as before."""
+    def launch(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        """Queue a step: a decode from its graph, everything else as before."""
         count = batch.total_seqs_num
         size = min((n for n in self.graphs if n >= count), default=None)
         if size is None or batch.type is not SequenceType.DECODE:
-            return super().forward(batch)
-        self._upload(batch, size)
+            return super().launch(batch)
+        ids, *_ = self._upload(batch, size)
+        self.fill_in(batch, ids)
         self.graphs[size].replay()
         self.guess = self._prepare(batch.context_lens + 1, batch.block_tables)  # the device is busy, we are not
         hidden, token_ids = (x[:count] for x in self.graphs[size].outputs)
         if self.wishes.is_plain:
-            return pack_output(batch.req_ids, batch.sampling_params, hidden, token_ids.tolist())
+            return hidden, token_ids
         with torch.inference_mode():
-            return self.postprocess(batch, self.model.compute_logits(hidden))
+            logits = self.model.compute_logits(hidden)
+            return logits, self.postprocess(batch, logits, ids)
 
     def _upload(self, batch: ScheduledBatch, size: int) -> list[Tensor]:
         """The inputs of the graph for `size` sequences; rows beyond the batch's own write to the spare block."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .config import Config, SamplingParams, require
-from .engine_core import EngineCore, StepOutput
+from .engine_core import StepOutput
 from .sequence import Sequence, SequenceType
 from .trace import Trace
 
@@ -214,9 +214,9 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config(model, **options)
-        from atom_mini.graphs import make_runner  # torch and transformers load here
+        from atom_mini.launcher import make_engine_core  # torch and transformers load here
 
-        self.engine_core = EngineCore(self.config, make_runner(self.config))
+        self.engine_core = make_engine_core(self.config)
         self.tokenizer = load_tokenizer(self.config)
         self.processor = InputOutputProcessor(self.config, self.tokenizer)
         if self.trace is not None and self.tokenizer is not None:
@@ -369,6 +369,8 @@ class LLM:
             for request in requests:
                 if not request.seq.is_finished and not self._closed:
                     self.abort(request.seq.id)
+            if not self._requests and not self._closed:
+                self.engine_core.step()  # if a step was launched in vain (chapter 30), it gives its blocks back
 
 
 def load_tokenizer(config: Config) -> Any:

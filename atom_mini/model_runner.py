@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,15 +18,15 @@ import torch
 from torch import Tensor
 
 from .attention import AttentionMetaData, Context, reset_forward_context, set_forward_context
-from .config import Config, SamplingParams, require
+from .config import Config, require
 from .models import SelfAttention, TorchOps, head_dim, load_model
 from .sampler import Sampler, SamplingMetaData, gather_logprobs, on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['CPU_KVCACHE_BYTES', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'choose_device', 'choose_ops', 'InputBuffer',
-           'ModelRunner', 'pack_output']
+__all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'choose_device', 'choose_ops',
+           'InputBuffer', 'ModelRunner', 'pack_output']
 
 # %% ../nbs/08_model_runner.ipynb #e386b0b6
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -83,6 +86,9 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> tupl
     return ops, Sampler(ops.sample)
 
 # %% ../nbs/08_model_runner.ipynb #8d363b72
+NUM_STAGED = 8  # uploads that may be under way at once; a step has up to three
+
+
 class InputBuffer:
     """Brings the arrays of a step to the device in one copy; on a CPU, just behind one another.
 
@@ -90,23 +96,27 @@ class InputBuffer:
     """
 
     def __init__(self, device: torch.device, num_bytes: int = 2**20, grows: bool = True) -> None:
-        self.device, self.grows = device, grows
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.device, self.grows, self.is_gpu = device, grows, device.type == "cuda"
+        self.copied = deque(torch.cuda.Event() for _ in range(NUM_STAGED if self.is_gpu else 0))
         self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
-        self.host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.copied is not None)
-        self.there = torch.empty_like(self.host, device=self.device) if self.copied else self.host
+        """The place on the device, and on the host one per copy that may be under way."""
+        new = partial(torch.empty, num_bytes, dtype=torch.uint8)
+        self.there = new(device=self.device)
+        self.staged = deque([new(pin_memory=True) for _ in self.copied] or [self.there])
 
     def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
-        """Tensors on the device with the contents of `arrays`, valid until the next upload."""
+        """Tensors on the device with the contents of `arrays`, valid until the next upload on the same stream."""
+        self.staged.rotate()
+        self.copied.rotate()
         if self.copied:
-            self.copied.synchronize()
+            self.copied[0].synchronize()  # what was copied from here, NUM_STAGED uploads ago, has arrived
         ends = np.cumsum([-(-array.nbytes // 16) * 16 for array in arrays]).tolist()  # kernels load 16 bytes at a time
-        if ends[-1] > len(self.host):
-            assert self.grows, (ends[-1], len(self.host))
+        if ends[-1] > len(self.there):
+            assert self.grows, (ends[-1], len(self.there))
             self._allocate(2 * ends[-1])
-        views, start, host = [], 0, self.host.numpy()
+        views, start, host = [], 0, self.staged[0].numpy()
         for array, end in zip(arrays, ends, strict=True):
             stop = start + array.nbytes
             host[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -114,8 +124,8 @@ class InputBuffer:
             views.append(self.there[start:stop].view(dtype).view(array.shape))
             start = end
         if self.copied:
-            self.there[:start].copy_(self.host[:start], non_blocking=True)
-            self.copied.record()
+            self.there[:start].copy_(self.staged[0][:start], non_blocking=True)
+            self.copied[0].record()
         return views
 
 # %% ../nbs/08_model_runner.ipynb #7e6fc43e
@@ -130,6 +140,7 @@ class ModelRunner:
     def __init__(self, config: Config) -> None:
         assert config.folder is not None and config.max_model_len is not None, "a runner needs a checkpoint"
         self.config = config
+        self.fill_in: Callable[[ScheduledBatch, Tensor], None] = lambda batch, ids: None  # for chapter 30b
         self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
@@ -236,26 +247,37 @@ class ModelRunner:
             reset_forward_context()
 
     @torch.inference_mode()
-    def postprocess(self, batch: ScheduledBatch, logits: Tensor) -> ScheduledBatchOutput:
-        """Sample a token for each row of `logits`; the step's only wait for the device."""
+    def postprocess(self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None = None) -> Tensor:
+        """Sample a token for each row of `logits`: [R] int64. `newest` [R]: the last token of each that samples."""
         rows = np.flatnonzero(batch.is_sampled).tolist()
+        if not rows:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
         params = [batch.sampling_params[row] for row in rows]
         histories = {i: batch.histories[row] for i, row in enumerate(rows) if row in batch.histories}
         lens = batch.context_lens[batch.is_sampled]
         meta = SamplingMetaData.pack(params, lens, histories, logits.shape[-1], self.upload)
-        return pack_output([batch.req_ids[row] for row in rows], params, logits, self.sampler(logits, meta).tolist())
+        if meta.seen is not None and newest is not None:  # a placeholder stands for the newest: chapter 30
+            meta.seen[1] = torch.where(meta.seen[1] < 0, newest[meta.seen[0]], meta.seen[1])
+        return self.sampler(logits, meta)
+
+    def launch(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        """Queue a step on the device: (logits [R, vocabulary], token ids [R]) of those that sample."""
+        ids, meta, context, last = self.prepare_model(batch)
+        self.fill_in(batch, ids)
+        logits = self.run_model(ids, meta, context, last)
+        return logits, self.postprocess(batch, logits, ids[last])
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        """One step."""
-        logits = self.run_model(*self.prepare_model(batch))
-        return self.postprocess(batch, logits) if batch.is_sampled.any() else ScheduledBatchOutput({})
+        """One step; `tolist` is its only wait for the device."""
+        logits, token_ids = self.launch(batch)
+        return pack_output(batch, logits, token_ids.tolist())
 
 
-def pack_output(
-    req_ids: list[int], params: list[SamplingParams], logits: Tensor, token_ids: list[int]
-) -> ScheduledBatchOutput:
+def pack_output(batch: ScheduledBatch, logits: Tensor, token_ids: list[int]) -> ScheduledBatchOutput:
     """What goes up to the scheduler: `token_ids`, sampled from the rows of `logits`, and log probabilities if asked."""
-    logprobs = gather_logprobs(logits, token_ids, [p.logprobs for p in params])
+    rows = np.flatnonzero(batch.is_sampled).tolist()
+    req_ids = [batch.req_ids[row] for row in rows]
+    logprobs = gather_logprobs(logits, token_ids, [batch.sampling_params[row].logprobs for row in rows])
     return ScheduledBatchOutput(
         dict(zip(req_ids, zip(token_ids), strict=True)), {req_ids[row]: [lp] for row, lp in logprobs.items()}
     )

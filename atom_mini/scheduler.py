@@ -38,6 +38,7 @@ class ScheduledBatch:
     is_sampled: np.ndarray  # [B] bool: False for a chunk that does not end its prompt
     sampling_params: list[SamplingParams]
     histories: dict[int, list[int]] = field(default_factory=dict)  # position in the batch -> all its token ids
+    rows: list[int] = field(default_factory=list)  # of the sequences in the matrix of tables: a place of their own
 
     @property
     def total_tokens_num(self) -> int:
@@ -57,14 +58,14 @@ class ScheduledBatch:
         else:
             parts = (s.token_ids[s.num_computed_tokens :][: s.num_scheduled_tokens] for s in seqs)
             tokens = np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=int(scheduled.sum()))
-        width = -(-int(context_lens.max()) // manager.block_size)
+        width, rows = -(-int(context_lens.max()) // manager.block_size), [s.row for s in seqs]
         return cls(
             type=type,
             req_ids=[s.id for s in seqs],
             scheduled_tokens=tokens,
             num_scheduled_tokens=scheduled,
             context_lens=context_lens,
-            block_tables=manager.block_tables[[s.row for s in seqs], :width],  # fancy indexing: a copy
+            block_tables=manager.block_tables[rows, :width],  # fancy indexing: a copy
             is_sampled=context_lens == np.array([s.num_tokens for s in seqs], dtype=np.int32),
             sampling_params=[s.sampling_params for s in seqs],
             histories={
@@ -72,6 +73,7 @@ class ScheduledBatch:
                 for i, s in enumerate(seqs)
                 if s.sampling_params.repetition_penalty not in (None, 1.0)
             },
+            rows=rows,
         )
 
 # %% ../nbs/04_scheduler.ipynb #728f9857
@@ -123,6 +125,8 @@ def _index_type(prefix_cache: str | None) -> Callable[[list[Block], int], Prefix
 class BaseScheduler(ABC):
     """Queues, block manager and postprocessing: what all policies share. `config.num_kvcache_blocks` must be set."""
 
+    supports_overlap = False  # whether it can schedule a step before it knows the tokens of the last: chapter 30
+
     def __init__(self, config: Config) -> None:
         assert config.num_kvcache_blocks is not None
         self.config = config
@@ -144,7 +148,7 @@ class BaseScheduler(ABC):
 
     @abstractmethod
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """The next step's batch and its sequences by id, in order; None when everything is finished."""
+        """The next step's batch and its sequences by id, in order; None when there is nothing to run."""
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -196,14 +200,25 @@ class BaseScheduler(ABC):
     def postprocess(
         self, seqs: list[Sequence], output: ScheduledBatchOutput, stream_outputs: list[RequestOutput] | None = None
     ) -> list[Sequence]:
-        """Append the sampled tokens, publish full blocks, and return the sequences that are finished.
+        """The step has run: count it, append the sampled tokens, and return the sequences that are finished.
 
         `stream_outputs`, if given, receives one `RequestOutput` per sequence with new tokens.
         """
+        self.advance(seqs)
+        return self.deliver(seqs, output, stream_outputs)
+
+    def advance(self, seqs: list[Sequence]) -> None:
+        """The scheduled tokens of `seqs` have their K/V, and the blocks that these fill may be found."""
         self.block_manager.index.publish()
-        now, finished = time.perf_counter(), []
         for seq in seqs:
             seq.num_computed_tokens += seq.num_scheduled_tokens
+
+    def deliver(
+        self, seqs: list[Sequence], output: ScheduledBatchOutput, stream_outputs: list[RequestOutput] | None
+    ) -> list[Sequence]:
+        """Append the sampled tokens; returns the sequences that are finished."""
+        now, finished = time.perf_counter(), []
+        for seq in seqs:
             if (token_ids := output.token_ids.get(seq.id)) is None:
                 continue  # its prompt goes on
             start, reason = seq.num_tokens, None
@@ -227,8 +242,11 @@ class BaseScheduler(ABC):
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
         self.note("finished", seq, why=reason)
         if seq.block_table:
-            self.block_manager.deallocate(seq)
+            self._release(seq)
         seq.status, seq.leave_reason, seq.leave_time = SequenceStatus.FINISHED, reason, now
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.deallocate(seq)
 
 # %% ../nbs/04_scheduler.ipynb #bea7902c
 class DelayGate:
@@ -267,7 +285,7 @@ class Scheduler(BaseScheduler):
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         if self.is_finished():
             return None
-        decodable = [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1]
+        decodable = [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_tokens < s.limit]
         may_admit = self.gate.passed(self.waiting, bool(self.running))
         decode_first = self.config.interleave_decode and self.last_was_prefill and decodable
         type, seqs = SequenceType.DECODE, self._schedule_decode(decodable) if decode_first else []
@@ -277,7 +295,8 @@ class Scheduler(BaseScheduler):
             self.note("refused", self.waiting[0], why="decode first")
         if not seqs:
             type, seqs = SequenceType.DECODE, self._schedule_decode(decodable)
-        assert seqs, "every step schedules something, or everything is finished"
+        if not seqs:  # all that run wait for a step that was launched (chapter 30)
+            return None
         self.last_was_prefill = type is SequenceType.PREFILL
         if self.last_was_prefill:
             self.gate.prefill_scheduled()
@@ -292,7 +311,7 @@ class Scheduler(BaseScheduler):
                 budget -= self._schedule_tokens(seq, n)
                 seqs.append(seq)
         reserve = sum(map(self._may_grow, self.running)) if self.waiting else 0
-        while may_admit and self.waiting and budget and len(self.running) < self.config.max_num_seqs:
+        while may_admit and self.waiting and budget and self.block_manager.num_free_rows:
             seq = self.waiting[0]
             cached = self.block_manager.can_allocate(seq, reserve)
             if cached is None:
@@ -336,8 +355,9 @@ class Scheduler(BaseScheduler):
                         return seqs
                 manager.may_append(seq)
             seq.num_scheduled_tokens, seq.type = 1, SequenceType.DECODE
-            if seq.last_block_num_tokens == size:
-                manager.stage(seq, seq.num_tokens)
+            num_known = seq.num_tokens - seq.num_placeholders  # all of them, but in chapter 30
+            if num_known % size == 0:
+                manager.stage(seq, num_known)
             seqs.append(seq)
         return seqs
 

@@ -68,6 +68,8 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt, served by the prefix cache when it was first admitted
         self.num_computed_tokens = 0  # with K/V in the cache
         self.num_scheduled_tokens = 0  # in the step that runs now
+        self.num_launched_steps = 0  # that have it and whose results have not come: chapter 30
+        self.num_placeholders = 0  # at the end of token_ids, for the tokens of these steps
         self.num_preemptions = 0
         self.limit = self.num_prompt_tokens + self.sampling_params.max_tokens  # tokens at which it ends
         self.stop_ids: frozenset[int] = frozenset(self.sampling_params.stop_token_ids)
@@ -103,11 +105,11 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
-        return self._num_tokens - self.num_prompt_tokens
+        return self._num_tokens - self.num_placeholders - self.num_prompt_tokens
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens : self._num_tokens]
+        return self.token_ids[self.num_prompt_tokens : self._num_tokens - self.num_placeholders]
 
     @property
     def is_finished(self) -> bool:

@@ -191,12 +191,12 @@ def recorded(llm: LLM) -> Iterator[Recorder]:
                 note(recorder.every, (i, position), next(logits).clone())
         return output
 
-    def noting_postprocess(batch: ScheduledBatch, logits: Tensor) -> ScheduledBatchOutput:
+    def noting_postprocess(batch: ScheduledBatch, logits: Tensor, *rest: Tensor) -> Tensor:
         keys = [(i, int(n) - 1) for i, n in zip(batch.req_ids, batch.context_lens, strict=True)]
         keys = [key for key, is_sampled in zip(keys, batch.is_sampled, strict=True) if is_sampled]
         for key, row in zip(keys, logits.float().cpu(), strict=True):
             note(recorder.sampled, key, row.clone())
-        return postprocess(batch, logits)
+        return postprocess(batch, logits, *rest)
 
     runner.forward, runner.postprocess = noting_forward, noting_postprocess
     try:

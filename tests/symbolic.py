@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, chain
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ import atom_mini.model_runner as model_runner
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
@@ -126,6 +127,73 @@ class SymbolicRunner:
             return
         for context, n in zip(contexts, batch.num_scheduled_tokens.tolist(), strict=True):
             self.stats["same_step_hits"] += len(context) > n and context[-n - 1] in written
+
+
+class LaunchingSymbolicRunner(SymbolicRunner):
+    """Takes steps and runs them in their order: at once, or as late as it may, when a result is waited for.
+
+    `strict` also asserts of each launched step that it writes nothing that a step under way reads or writes.
+    """
+
+    def __init__(self, config: Config, alphabet: int, strict: bool, fails: Callable[[], bool], is_late: Callable[[], bool]):
+        super().__init__(config, alphabet, strict, fails)
+        self.is_late, self.device_fails = is_late, fails
+        self.token_pool: dict[int, int] = {}  # row -> the token last sampled in it
+        self.queue: list[SymbolicStep] = []
+        self.in_flight: list[SymbolicStep] = []
+
+    def launch(self, batch: ScheduledBatch) -> SymbolicStep:
+        step = SymbolicStep(self, batch)
+        if self.strict:
+            written, _ = step.slots()
+            for other in self.in_flight:
+                assert not written & set.union(*other.slots()), "a slot is given away under a step that is under way"
+            self.stats["ahead"] += bool(self.in_flight)
+        self.queue.append(step)
+        self.in_flight.append(step)
+        if not self.is_late():
+            self.run_up_to(step)
+        return step
+
+    def run_up_to(self, last: SymbolicStep) -> None:
+        while last.output is None:
+            step = self.queue.pop(0)
+            is_lost = step not in self.in_flight  # given up by the engine; the device runs it all the same
+            self.fails = bool if is_lost else self.device_fails
+            try:
+                step.output = self.forward(step.fill_in())
+            except StepFailed:
+                self.in_flight.clear()
+                raise
+            rows = dict(zip(step.batch.req_ids, step.batch.rows, strict=True))
+            self.token_pool.update((rows[i], ids[0]) for i, ids in step.output.token_ids.items())
+
+
+class SymbolicStep:
+    """A step under way."""
+
+    def __init__(self, runner: LaunchingSymbolicRunner, batch: ScheduledBatch) -> None:
+        self.runner, self.batch = runner, batch
+        self.output: ScheduledBatchOutput | None = None
+
+    def result(self) -> ScheduledBatchOutput:
+        self.runner.run_up_to(self)
+        self.runner.in_flight.remove(self)
+        assert self.output is not None
+        return self.output
+
+    def fill_in(self) -> ScheduledBatch:
+        """With the tokens that by now the device knows."""
+        tokens = self.batch.scheduled_tokens.copy()
+        for i in (tokens == PLACEHOLDER).nonzero()[0].tolist():
+            tokens[i] = self.runner.token_pool.get(self.batch.rows[i], 0)
+        return replace(self.batch, scheduled_tokens=tokens)
+
+    def slots(self) -> tuple[set[int], set[int]]:
+        """(written, read)."""
+        _, slots, _ = model_runner.locate(self.batch, self.runner.size)
+        contexts = zip(self.batch.block_tables.tolist(), self.batch.context_lens.tolist(), strict=True)
+        return set(slots.tolist()), set(chain.from_iterable(self.runner._slots(table)[:n] for table, n in contexts))
 
 
 @dataclass
@@ -241,13 +309,27 @@ def make_trial(seed: int) -> Trial:
     return trial
 
 
-def run_trial(seed: int, strict: bool = True, cache: str = "hash") -> Counter[str]:
+def tighten(trial: Trial, rng: random.Random) -> None:
+    """Short prompts that all come at once and grow out of the pool together: preemption in most trials."""
+    trial.config.max_num_seqs = rng.randint(3, 6)
+    for request in trial.requests:
+        request.arrival, request.prompt = 0, request.prompt[: 1 + trial.max_len // 4]
+        if rng.random() < 0.8:
+            request.params = replace(request.params, max_tokens=30, ignore_eos=True)
+
+
+def run_trial(
+    seed: int, strict: bool = True, cache: str = "hash", overlap: bool = False, tight: bool = False
+) -> Counter[str]:
     """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
 
     `strict=False` leaves out the checks of every step, so that only wrong outputs count (and exceptions).
-    `cache` is the prefix cache of those trials that have one.
+    `cache` is the prefix cache of those trials that have one. `overlap`: the host is a step ahead.
+    `tight`: most of the trials preempt.
     """
     trial = make_trial(seed)
+    if tight:
+        tighten(trial, random.Random(seed + 1))
     if trial.config.enable_prefix_caching:
         trial.config.prefix_cache = cache
     luck, ticks = random.Random(~seed), iter(range(10**9))
@@ -261,8 +343,13 @@ def run_trial(seed: int, strict: bool = True, cache: str = "hash") -> Counter[st
             failures["left"] -= failing
             return failing
 
-        runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
-        return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
+        if not overlap:
+            runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
+            return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
+        trial.config.scheduler_delay_factor = 0.0  # refused with overlap
+        late = luck.choice((0.0, 0.5, 1.0))
+        launching = LaunchingSymbolicRunner(trial.config, trial.alphabet, strict, fails, lambda: luck.random() < late)
+        return play(trial, OverlapCore(trial.config, launching), launching, strict, clock.perf_counter)
     finally:
         scheduler_module.time = real_time
 
@@ -302,7 +389,9 @@ def play(
             if alive:
                 ended[i] = "abort"
                 stats["aborts_running" if held else "aborts_waiting"] += 1
-        idle, runner.readers = core.is_finished(), [(s, s.num_computed_tokens) for s in scheduler.running]
+        idle = core.is_finished()
+        if not isinstance(scheduler, OverlapScheduler):  # there, the steps under way say what is read
+            runner.readers = [(s, s.num_computed_tokens) for s in scheduler.running]
         try:
             result = core.step()
         except StepFailed:
@@ -316,7 +405,7 @@ def play(
         stats["steps"] += 1
         step += 1
         if strict:
-            manager.check(scheduler.running)
+            manager.check([*scheduler.running, *getattr(scheduler, "leaving", ())])
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"

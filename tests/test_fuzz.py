@@ -233,7 +233,7 @@ def ends_a_second_prefill_at_the_prompt(patch: Patch) -> None:
     old = "context_lens == np.array([s.num_tokens"
     mutate(patch, ScheduledBatch, "pack", old, "context_lens >= np.array([s.num_prompt_tokens")
     mutate(
-        patch, BaseScheduler, "postprocess", "seq.num_computed_tokens += seq.num_scheduled_tokens",
+        patch, BaseScheduler, "advance", "seq.num_computed_tokens += seq.num_scheduled_tokens",
         "seq.num_computed_tokens += seq.num_scheduled_tokens\n"
         "        if seq.num_computed_tokens >= seq.num_prompt_tokens:\n"
         "            seq.num_computed_tokens = seq.num_tokens",
@@ -280,7 +280,7 @@ def bounds_the_batch_not_the_running(patch: Patch) -> None:
     """nano-vLLM, ATOM's guide: six run where max_num_seqs says two."""
     init = BlockManager.__init__
     patch.setattr(BlockManager, "__init__", lambda self, *args: init(self, *args[:3], 512, *args[4:]))
-    old = "len(self.running) < self.config.max_num_seqs"
+    old = "self.block_manager.num_free_rows"
     mutate(patch, Scheduler, "_schedule_prefill", old, "len(seqs) < self.config.max_num_seqs")
 
 

@@ -80,7 +80,7 @@ def test_readme_is_in_sync_with_the_index() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["config", "sequence", "block_manager", "radix_cache", "scheduler", "trace", "spyre", "engine_core", "llm"],
+    ["config", "sequence", "block_manager", "radix_cache", "scheduler", "trace", "spyre", "engine_core", "overlap", "llm"],
 )
 def test_floors_without_torch(name: str) -> None:
     """The scheduler never touches a tensor: nothing up to the engine core imports torch, directly or not."""
@@ -91,8 +91,8 @@ def test_floors_without_torch(name: str) -> None:
 def test_imports_point_down_only() -> None:
     """Each module imports only from floors below."""
     floors = ["config", "sequence", "block_manager", "radix_cache", "scheduler", "trace", "attention", "models", "triton_attention"]
-    floors += ["triton_ops", "sampler", "model_runner", "spyre", "spyre_runner", "graphs", "engine_core", "llm"]
-    floors += ["command_line"]
+    floors += ["triton_ops", "sampler", "model_runner", "spyre", "spyre_runner", "graphs", "engine_core", "overlap"]
+    floors += ["launcher", "llm", "command_line"]
     for name in floors:
         tree = ast.parse((ROOT / "atom_mini" / f"{name}.py").read_text())
         froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]

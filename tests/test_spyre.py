@@ -487,10 +487,10 @@ def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams
     runner, record = core.runner, {}
     postprocess = runner.postprocess  # type: ignore[attr-defined]
 
-    def noting(batch: ScheduledBatch, logits: Any) -> ScheduledBatchOutput:
+    def noting(batch: ScheduledBatch, logits: Any, *rest: Any) -> Any:
         keys = [(i, int(n)) for i, n, s in zip(batch.req_ids, batch.context_lens, batch.is_sampled, strict=True) if s]
         record.update(zip(keys, logits.clone(), strict=True))
-        return postprocess(batch, logits)
+        return postprocess(batch, logits, *rest)
 
     runner.postprocess = noting  # type: ignore[attr-defined]
     for i, prompt in enumerate(prompts):

@@ -22,7 +22,7 @@ import torch
 
 from atom_mini.config import Config, SamplingParams
 from atom_mini.graphs import GraphRunner
-from atom_mini.model_runner import InputBuffer, ModelRunner
+from atom_mini.model_runner import InputBuffer, ModelRunner, pack_output
 from atom_mini.scheduler import ScheduledBatchOutput, Scheduler
 from atom_mini.sequence import Sequence
 
@@ -46,7 +46,7 @@ def host_milliseconds(runner: ModelRunner, num_seqs: int, length: int, params: S
         assert scheduled is not None
         batch, seqs = scheduled
         runner.prepare_model(batch)
-        output = runner.postprocess(batch, logits)
+        output = pack_output(batch, logits, runner.postprocess(batch, logits).tolist())
         scheduler.postprocess(list(seqs.values()), output)
         times.append(time.perf_counter() - start)
     gc.unfreeze()

@@ -1,0 +1,293 @@
+"""A host that is a step ahead of its device: the same tokens, whatever happens while a step is under way."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import symbolic
+from symbolic import run_trial
+from test_fuzz import mutate
+
+from atom_mini import LLM, SamplingParams, overlap
+from atom_mini.config import Config
+from atom_mini.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
+from atom_mini.scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler
+from atom_mini.sequence import Sequence
+from atom_mini.spyre import SpyreScheduler
+
+Patch = pytest.MonkeyPatch
+
+
+def run_many(trials: int, **options: Any) -> Counter[str]:
+    stats: Counter[str] = Counter()
+    for seed in range(trials):
+        try:
+            result = run_trial(seed, overlap=True, **options)
+        except Exception as error:
+            raise AssertionError(f"reproduce with symbolic.run_trial({seed}, overlap=True, **{options})") from error
+        stats += result + Counter(preempting=result["preemptions"] > 0)
+    return stats
+
+
+def test_outputs_equal_the_oracle_a_step_ahead() -> None:
+    """Tight pools, most of which preempt; devices that run late, at once or mixed; steps that fail."""
+    stats = run_many(2000, tight=True)
+    least = {
+        "ahead": 50_000, "preempting": 1100, "preemptions": 4000, "prefix_hits": 1000, "chunks": 4000, "failures": 800,
+        "aborts_running": 80, "max_tokens": 1500, "kv_cache": 1000, "eos": 300, "stop": 200, "stop_sequence": 80,
+    }  # fmt: skip
+    assert not {name: stats[name] for name in least if stats[name] < least[name]}
+
+
+def test_roomy_pools_and_the_radix_cache() -> None:
+    """The loads of the plain fuzz, and a tree in place of hashes."""
+    assert run_many(500)["prefix_hits"] > 300
+    assert run_many(300, cache="radix")["prefix_hits"] > 100
+
+
+# ---- planted bugs ----
+
+
+def plant(patch: Patch, name: str, old: str, new: str) -> None:
+    """`OverlapScheduler.name` with `old`, which must occur once in its source, replaced by `new`."""
+    source = textwrap.dedent(inspect.getsource(getattr(OverlapScheduler, name)))
+    assert source.count(old) == 1, f"{name} has changed: plant this bug anew"
+    source = source.replace(old, new).replace("super()", "super(OverlapScheduler, self)")
+    namespace: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + source, vars(overlap), namespace)
+    patch.setattr(OverlapScheduler, name, namespace[name])
+
+
+def keeps_placeholders(patch: Patch) -> None:
+    """ATOM, defect A: what stood for a token to come stays in the context of a sequence that lost its blocks."""
+    plant(patch, "preempt", "drop_placeholders(seq)", "seq.num_placeholders = 0")
+
+
+def drops_one_placeholder_of_two(patch: Patch) -> None:
+    """ATOM again: the number is derived, not counted."""
+    plant(patch, "preempt", "drop_placeholders(seq)", "seq.num_placeholders = min(1, seq.num_placeholders); drop_placeholders(seq)")
+
+
+def gives_blocks_away_under_a_step(patch: Patch) -> None:
+    """Whoever ends or is aborted may be in a step that is under way."""
+    plant(patch, "_release", "if seq.num_launched_steps:", "if False:")
+
+
+def preempts_under_a_step(patch: Patch) -> None:
+    """The victim's blocks go to somebody else in the next step."""
+    plant(patch, "_schedule_decode", "if self.num_launched and", "if False and")
+
+
+def publishes_unknown_tokens(patch: Patch) -> None:
+    """A block whose last token is a placeholder is hashed with it."""
+    mutate(patch, Scheduler, "_schedule_decode", "seq.num_tokens - seq.num_placeholders", "seq.num_tokens")
+
+
+def believes_what_a_failed_step_published(patch: Patch) -> None:
+    """Blocks are published on credit; the step that would have filled them never did."""
+    plant(patch, "rollback", "self.block_manager.index.forget(self.block_manager.pool.blocks[block_id])", "pass")
+
+
+def maps_by_place_in_the_batch(patch: Patch) -> None:
+    """ATOM once: deferred inputs by position, though the batch has changed."""
+    old = "self.runner.token_pool.get(self.batch.rows[i], 0)"
+    mutate(patch, symbolic.SymbolicStep, "fill_in", old, "self.runner.token_pool.get(i, 0)")
+
+
+def delivers_to_the_finished(patch: Patch) -> None:
+    """The extra step's token is handed on after the end."""
+    plant(patch, "deliver", "for seq in seqs if not seq.is_finished]", "for seq in seqs]")
+
+
+def gives_up_one_step_of_two(patch: Patch) -> None:
+    """The step after the failed one read what that never wrote."""
+    mutate(patch, OverlapCore, "_give_up", "self.in_flight.clear()", "pass")
+
+
+def counts_the_leaving_as_free_rows(patch: Patch) -> None:
+    """ATOM, df04b961f: more sequences at once than places."""
+    old = "budget and self.block_manager.num_free_rows"
+    mutate(patch, Scheduler, "_schedule_prefill", old, "budget and len(self.running) < self.config.max_num_seqs")
+
+
+PLANTED = [
+    keeps_placeholders, drops_one_placeholder_of_two, gives_blocks_away_under_a_step, preempts_under_a_step,
+    publishes_unknown_tokens, believes_what_a_failed_step_published, maps_by_place_in_the_batch,
+    delivers_to_the_finished, gives_up_one_step_of_two, counts_the_leaving_as_free_rows,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
+def test_the_fuzz_catches(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    bug(monkeypatch)
+    with pytest.raises(AssertionError, match="reproduce"):
+        run_many(1000, tight=True)
+
+
+# ---- rules ----
+
+
+class Waiting:
+    """A device that runs nothing until it is told to; the next token is the sequence's length."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[ScheduledBatch, Future[ScheduledBatchOutput]]] = []
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        future: Future[ScheduledBatchOutput] = Future()
+        self.launched.append((batch, future))
+        if len(self.launched) > 1:
+            self.answer(len(self.launched) - 2)
+        return Answering(future, self)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        return self.launch(batch).result()
+
+    def answer(self, i: int) -> None:
+        batch, future = self.launched[i]
+        if not future.done():
+            rows = zip(batch.req_ids, batch.context_lens.tolist(), batch.is_sampled, strict=True)
+            future.set_result(ScheduledBatchOutput({i: (n,) for i, n, sampled in rows if sampled}))
+
+
+class Answering:
+    """`result` answers the last step, if it is the only one left."""
+
+    def __init__(self, future: Future[ScheduledBatchOutput], device: Waiting) -> None:
+        self.future, self.device = future, device
+
+    def result(self) -> ScheduledBatchOutput:
+        self.device.answer(next(i for i, (_, f) in enumerate(self.device.launched) if f is self.future))
+        return self.future.result()
+
+
+def make_core(**options: Any) -> OverlapCore:
+    return OverlapCore(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 16, **options}), Waiting())
+
+
+def tables(core: OverlapCore) -> list[list[int]]:
+    return [batch.scheduled_tokens.tolist() for batch, _ in core.runner.launched]  # type: ignore[attr-defined]
+
+
+def test_the_next_step_is_launched_before_the_last_is_looked_at() -> None:
+    """And a request that ends by length costs no step in vain."""
+    core = make_core()
+    seq = Sequence([1, 2, 3], 4, SamplingParams(max_tokens=3, ignore_eos=True))
+    core.add(seq)
+    core.step()
+    assert tables(core) == [[1, 2, 3], [PLACEHOLDER]] and seq.completion_token_ids == [3]
+    core.step()
+    assert len(core.runner.launched) == 3 and seq.completion_token_ids == [3, 4] and seq.num_tokens == 6  # type: ignore[attr-defined]
+    core.step()
+    assert len(core.runner.launched) == 3 and seq.completion_token_ids == [3, 4, 5] and core.is_finished()  # type: ignore[attr-defined]
+    assert core.step() is None
+
+
+def test_an_end_token_costs_one_step_in_which_its_blocks_stay() -> None:
+    core = make_core()
+    seq = Sequence([1, 2, 3], 4, SamplingParams(max_tokens=9, stop_token_ids=[4]))
+    core.add(seq)
+    core.step()
+    step = core.step()
+    assert step is not None and step.finished == [seq] and seq.completion_token_ids == [3, 4]
+    assert core.scheduler.leaving == [seq] and seq.block_table and not core.is_finished()  # type: ignore[attr-defined]
+    step = core.step()
+    assert step is not None and step.outputs == [] and core.is_finished()
+    assert core.scheduler.block_manager.num_free_blocks == 16 and seq.completion_token_ids == [3, 4]
+
+
+def test_abort_under_way_frees_once() -> None:
+    core = make_core(prefix_cache="radix")
+    seqs = [Sequence([1, 2, 3, 4, 5], 4, SamplingParams(max_tokens=9, ignore_eos=True)) for _ in range(2)]
+    for seq in seqs:
+        core.add(seq)
+    core.step()
+    assert core.abort(seqs[0].id) is seqs[0] and core.abort(seqs[0].id) is None
+    assert seqs[0].block_table and seqs[0].completion_token_ids == [5] and PLACEHOLDER not in seqs[0].token_ids
+    while core.step():
+        core.scheduler.block_manager.check([*core.scheduler.running, *core.scheduler.leaving])  # type: ignore[attr-defined]
+    assert core.scheduler.block_manager.num_free_blocks == 16 and seqs[1].num_completion_tokens == 9
+
+
+def test_middle_chunks_sample_nothing_and_shift_nothing() -> None:
+    """A prompt in three chunks beside a decode: tokens arrive for whom they were sampled."""
+    core = make_core(max_num_batched_tokens=4, interleave_decode=True)
+    short, long = (Sequence([i] * n, 4, SamplingParams(max_tokens=6, ignore_eos=True)) for i, n in ((1, 2), (2, 11)))
+    core.add(short)
+    core.step()
+    core.add(long)
+    while core.step():
+        pass
+    assert short.completion_token_ids == list(range(2, 8)) and long.completion_token_ids == list(range(11, 17))
+
+
+def test_what_cannot_run_ahead_is_refused_by_name() -> None:
+    for options in ({"scheduler": "spyre"}, {"trace": True}, {"scheduler_delay_factor": 0.5}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"{name}=.*overlap=True"):
+            Config(overlap=True, max_model_len=512, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="overlap='yes'"):
+        Config(overlap="yes")  # type: ignore[arg-type]
+    config = Config(scheduler="spyre", kv_cache_block_size=64, num_kvcache_blocks=8, max_model_len=512)
+    for scheduler in (SpyreScheduler(config), Scheduler(Config(num_kvcache_blocks=8))):
+        with pytest.raises(ValueError, match=type(scheduler).__name__):
+            OverlapCore(config, Waiting(), scheduler)
+
+
+def test_the_plain_engine_knows_nothing_of_it() -> None:
+    """Chapter 04 never makes a placeholder: the overlap is in its own chapter."""
+    assert "PLACEHOLDER" not in inspect.getsource(inspect.getmodule(BaseScheduler))  # type: ignore[arg-type]
+
+
+# ---- the built-in model ----
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"num_kvcache_blocks": 30, "kv_cache_block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 48},
+    {"prefix_cache": "radix", "interleave_decode": True}, {"max_num_batched_tokens": 16},
+], ids=str)  # fmt: skip
+def test_the_models_tokens_are_the_same(options: dict[str, Any]) -> None:
+    """With temperatures, penalties, log probabilities and stop strings."""
+    rng = random.Random(0)
+    names = ["Ada", "Ben", "Mia", "Tom"]
+    prompts = [f"{rng.choice(names)} lives in Rome. {rng.choice(names)} has a red cat. Then" for _ in range(16)]
+    params = [
+        SamplingParams(
+            max_tokens=16 + i, temperature=(i % 2) * 0.9, seed=i, repetition_penalty=1 + (i % 3) * 0.2,
+            logprobs=2 if i % 5 == 0 else None, stop=["cat"] if i % 4 == 0 else [], top_k=5 * (i % 7 == 0),
+        )
+        for i in range(16)
+    ]  # fmt: skip
+    results = []
+    for ahead in (False, True):
+        with LLM("tiny", device="cpu", overlap=ahead, **options) as llm:
+            outs = llm.generate(prompts, params, use_tqdm=False)
+            manager = llm.engine_core.scheduler.block_manager
+            assert manager.num_free_blocks == len(manager.pool.blocks)
+            results.append(([(o.token_ids, o.text, o.stop_reason) for o in outs], [o.logprobs or [] for o in outs]))
+    (plain, plain_logprobs), (ahead_outs, logprobs) = results
+    assert ahead_outs == plain
+    for ours, theirs in zip(logprobs, plain_logprobs, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a == pytest.approx(b, abs=1e-3)
+
+
+def test_streams_and_dropped_streams() -> None:
+    """A stream shows whole tokens only; dropping one while a step is under way leaves nothing behind."""
+    params = SamplingParams(max_tokens=12, temperature=0)
+    with LLM("tiny", device="cpu") as plain, LLM("tiny", device="cpu", overlap=True) as llm:
+        wanted = "".join(piece.text for piece in plain.stream("Once upon a time", params))
+        assert "".join(piece.text for piece in llm.stream("Once upon a time", params)) == wanted
+        stream = llm.stream(["Once upon a time", "The cat"], params)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        manager = llm.engine_core.scheduler.block_manager
+        assert manager.num_free_blocks == len(manager.pool.blocks) and llm.engine_core.is_finished()
+        assert llm.generate("Once upon a time", params, use_tqdm=False)[0].text == wanted
