@@ -316,12 +316,12 @@ class Trace:
         return total / bandwidth + model.prefill_flops(lens.tolist()) / matrix_rate
 
 
-def common(bench: Bench, results: dict[str, Any]) -> None:
+def common(bench: Bench, results: dict[str, Any], overlap: bool = False) -> None:
     """Output tokens per second of wall time on the common benchmark, through `LLM.generate`."""
     trace = Trace.toy() if bench.dry else Trace.common()
     name, (kind, shape) = next(iter((TOY if bench.dry else MODELS).items()))
     room: dict[str, Any] = {"max_model_len": 64, "num_kvcache_blocks": 64} if bench.dry else {"max_model_len": 4096}
-    options = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
+    options = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type, "overlap": overlap}
     with random_checkpoint(bench, kind, shape) as folder, LLM(folder, **options, **room) as llm:
         warm = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4)
         llm.generate([[i] * 20 for i in range(1, 9)], warm, use_tqdm=False)
@@ -333,7 +333,7 @@ def common(bench: Bench, results: dict[str, Any]) -> None:
             outs = llm.generate(trace.prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         assert [len(out.token_ids) for out in outs] == trace.outputs, "not every request got its tokens"
-        model = Model.of(llm.engine_core.runner)
+        model = Model.of(getattr(llm.engine_core.runner, "runner", llm.engine_core.runner))
         prefill, decode = llm.metrics.prefill_seconds - before[0], llm.metrics.decode_seconds - before[1]
         num_steps = llm.metrics.num_steps - before[2]
     bandwidth, rate = bench.bandwidth, bench.matrix_rate
@@ -344,8 +344,38 @@ def common(bench: Bench, results: dict[str, Any]) -> None:
         "ideal_tokens_per_second": ideal and trace.num_outputs / ideal, "of_ideal": ideal and ideal / seconds,
         "prefill_seconds": prefill, "decode_seconds": decode, "steps": num_steps,
     }  # fmt: skip
-    note = bench.aim("common benchmark on an H200, tokens/s", results["tokens_per_second"], COMMON_AIM)
+    note = bench.aim(f"common benchmark on an H200, overlap={overlap}, tokens/s", results["tokens_per_second"], COMMON_AIM)
     kinds = ("tokens_per_second", "ideal_tokens_per_second", "of_ideal", "seconds", "prefill_seconds", "decode_seconds")
     head = ["", "tokens/s", "ideal", "of ideal", "s", "prefill s", "decode s", ""]
     title = f"Common benchmark: {len(trace.prompts)} requests, {trace.num_inputs} + {trace.num_outputs} tokens"
-    show(title, head, [[f"atom_mini, {name}", *[results[k] for k in kinds], note]])
+    show(title, head, [[f"atom_mini, {name}, overlap={overlap}", *[results[k] for k in kinds], note]])
+
+
+def overlap(bench: Bench, results: dict[str, Any]) -> None:
+    """The common benchmark a step ahead; then, with and without, how much of a decode of 256 the device computes."""
+    with bench.guarded("common benchmark a step ahead", results.setdefault("common", {})):
+        common(bench, results["common"], overlap=True)
+    name, (kind, shape) = next(iter((TOY if bench.dry else MODELS).items()))
+    count, length = (2, 20) if bench.dry else (256, 1024)
+    options = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type, "max_model_len": 4 * length}
+    params, rows = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length), []
+    for is_ahead in (False, True):
+        row = results[f"overlap={is_ahead}"] = dict[str, Any]()
+        with (
+            bench.guarded(f"decodes with overlap={is_ahead}", row),
+            random_checkpoint(bench, kind, shape) as folder,
+            LLM(folder, **options, overlap=is_ahead, max_num_seqs=count) as llm,
+        ):
+            for i in range(count):
+                llm.add_request([i % 1000] * length, params)
+            while len(llm.engine_core.scheduler.waiting) or llm.metrics.num_decode_tokens < 4 * count:
+                llm.step()
+            number, start = 4 if bench.dry else 40, time.perf_counter()
+            for _ in range(number):
+                llm.step()
+            row["ms"] = 1e3 * (time.perf_counter() - start) / number
+            if (busy := busy_seconds(bench, llm.step)) is not None:
+                row |= {"busy_ms": 1e3 * busy, "device_busy": 1e3 * busy / row["ms"]}
+        note = bench.aim(f"{name} batch {count} a step ahead, device busy", row.get("device_busy"), HIDDEN_AIM) if is_ahead else ""
+        rows.append([f"{name}, {count} decodes, overlap={is_ahead}", *[row.get(k) for k in ("ms", "busy_ms", "device_busy")], note])
+    show("Overlap: a whole step of the engine, scheduler and all", ["", "ms", "device busy ms", "share", ""], rows)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.graphs import GraphRunner, first_decodes
+from atom_mini.overlap import PLACEHOLDER
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["Once upon a time", "12 + 7 =", "Ada lives in Rome. Ben lives in Oslo. Where does Ada live?", "Mia has a red cat. " * 20]
@@ -30,7 +33,9 @@ def on_cpu() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"attention": "torch"}, {"kv_cache_block_size": 1},
-                                     {"max_num_batched_tokens": 64}, {"num_kvcache_blocks": 40}], ids=str)  # fmt: skip
+                                     {"max_num_batched_tokens": 64}, {"num_kvcache_blocks": 40}, {"overlap": True},
+                                     {"overlap": True, "enforce_eager": True},
+                                     {"overlap": True, "num_kvcache_blocks": 40}], ids=str)  # fmt: skip
 def test_tokens_equal_the_cpus(options: dict[str, Any], on_cpu: list[list[int]]) -> None:
     """Greedy and random requests, replayed, eager and in plain torch, cut into chunks and preempted."""
     assert generate(device="cuda", **options) == on_cpu
@@ -73,6 +78,21 @@ def test_a_replay_asks_the_device_for_nothing() -> None:
             runner.graphs[4].replay()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_launch_waits_for_nothing() -> None:
+    """A step is queued behind another one, eager or replayed; only the events of the results are waited for."""
+    for options in ({}, {"enforce_eager": True}):
+        with LLM("tiny", device="cuda", overlap=True, **SMALL | options) as llm:
+            launcher: Any = llm.engine_core.runner
+            batch = replace(first_decodes(3), rows=[0, 1, 2])
+            launcher.launch(batch).result()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                under_way = [launcher.launch(replace(batch, scheduled_tokens=np.full(3, PLACEHOLDER))) for _ in range(2)]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert all(len(pending.result().token_ids) == 3 for pending in under_way)
 
 
 def test_the_ladder_covers_every_batch(on_cpu: list[list[int]]) -> None:

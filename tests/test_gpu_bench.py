@@ -95,7 +95,7 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     )
     assert figures["machine"]["dry"] is True
     parts = figures["parts"]
-    assert list(parts) == ["limits", "kernels", "steps", "common", "transformers", "nano_vllm"]
+    assert list(parts) == ["limits", "kernels", "steps", "common", "overlap", "transformers", "nano_vllm"]
     assert no_errors(parts) and figures["failures"] == []
     assert all(part["elapsed_seconds"] > 0 for part in parts.values())
     assert {"bandwidth", "matrix_rate", "launch_seconds"} <= set(parts["limits"])
@@ -111,7 +111,9 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     for engine in ("common", "transformers", "nano_vllm"):
         assert parts[engine]["output_tokens"] == parts["common"]["output_tokens"]
         assert parts[engine]["tokens_per_second"] > 0
-    assert len(figures["aims"]) == 5 and all(aim["reached"] is None for aim in figures["aims"].values())
+    assert parts["overlap"]["common"]["output_tokens"] == parts["common"]["output_tokens"]
+    assert all(parts["overlap"][f"overlap={ahead}"]["ms"] > 0 for ahead in (False, True))
+    assert len(figures["aims"]) == 7 and all(aim["reached"] is None for aim in figures["aims"].values())
 
 
 def test_sweep_tries_other_launches_and_restores_them(tmp_path: Path) -> None:

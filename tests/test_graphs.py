@@ -28,7 +28,9 @@ from atom_mini.graphs import (
     make_runner,
     no_garbage_collection,
 )
+from atom_mini.launcher import Launcher
 from atom_mini.model_runner import ModelRunner
+from atom_mini.overlap import OverlapCore
 from atom_mini.sequence import Sequence
 
 ON_GPU = torch.cuda.is_available()
@@ -64,9 +66,13 @@ def plain_runner(folder: Path, **options: Any) -> ModelRunner:
     return ModelRunner(make_config(folder, attention="torch", **options))
 
 
-def run(runner: ModelRunner, wishes: list[dict[str, Any]], max_tokens: int = 5, seed: int = 0) -> Any:
+def run(
+    runner: ModelRunner, wishes: list[dict[str, Any]], max_tokens: int = 5, seed: int = 0, overlap: bool = False
+) -> Any:
     """(tokens, log probabilities) of one request per wish, and the engine they went through."""
     rng, core = random.Random(seed), EngineCore(runner.config, runner)
+    if overlap:
+        core = OverlapCore(runner.config, Launcher(runner))
     seqs = []
     for i, wish in enumerate(wishes):
         params = SamplingParams(max_tokens=max_tokens + i % 3, seed=i, ignore_eos=True, **wish).resolve(PLAIN)
@@ -74,7 +80,7 @@ def run(runner: ModelRunner, wishes: list[dict[str, Any]], max_tokens: int = 5, 
         seqs.append(Sequence(prompt, runner.config.kv_cache_block_size, params))
         core.add(seqs[-1])
     while core.step():
-        core.scheduler.block_manager.check(core.scheduler.running)
+        core.scheduler.block_manager.check([*core.scheduler.running, *getattr(core.scheduler, "leaving", ())])
     return [(s.completion_token_ids, s.logprobs) for s in seqs], core
 
 
@@ -107,6 +113,18 @@ def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
     eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), wishes, max_tokens=9)
     assert replayed == eager
     assert all(counts[n] > 0 for n in (1, 2, 3)) and core.scheduler.num_preemptions > 0
+
+
+def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
+    """The inputs of a replay come from the token pool; filters and penalties are sampled outside of it."""
+    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"repetition_penalty": 1.4}, {"top_k": 5, "temperature": 1.0}]
+    runner = GraphRunner(make_config(folder, num_kvcache_blocks=9), record)
+    counts = count_replays(runner)
+    for chosen in (wishes[:2] * 2, wishes):
+        ahead, core = run(runner, chosen, max_tokens=9, overlap=True)
+        eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), chosen, max_tokens=9)
+        assert [tokens for tokens, _ in ahead] == [tokens for tokens, _ in eager]
+        assert core.scheduler.num_preemptions > 0 and sum(counts.values()) > 8
 
 
 def test_filters_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
