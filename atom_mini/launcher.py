@@ -16,9 +16,10 @@ from .config import Config
 from .engine_core import EngineCore
 from .graphs import make_runner
 from .model_runner import InputBuffer, ModelRunner, pack_output
-from .overlap import PLACEHOLDER, OverlapCore, Pending
+from .overlap import OverlapCore, Pending
 from .sampler import on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
+from .sequence import PLACEHOLDER
 
 # %% auto #0
 __all__ = ['Copied', 'Launcher', 'make_engine_core']

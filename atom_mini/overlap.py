@@ -15,29 +15,9 @@ from .scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Sche
 from .sequence import RequestOutput, Sequence
 
 # %% auto #0
-__all__ = ['PLACEHOLDER', 'put_placeholders', 'drop_placeholders', 'OverlapScheduler', 'Pending', 'LaunchingRunner', 'InFlight',
-           'OverlapCore']
+__all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'InFlight', 'OverlapCore']
 
 # %% ../nbs/30a_overlap.ipynb #12845b91
-PLACEHOLDER = -1  # the id of a token that only the device knows, or will know
-
-
-def put_placeholders(seq: Sequence, count: int) -> None:
-    """Reserve the places of `count` tokens that are not known yet."""
-    for _ in range(count):
-        seq.append_token(PLACEHOLDER)
-    seq.num_placeholders += count
-
-
-def drop_placeholders(seq: Sequence) -> int:
-    """Cut `seq` to the tokens that were delivered; how many places that frees."""
-    count, seq.num_placeholders = seq.num_placeholders, 0
-    if count:
-        del seq.token_ids[-count:]
-        seq.num_tokens, seq.last_token = seq.num_tokens - count, seq.token_ids[-1]
-    return count
-
-# %% ../nbs/30a_overlap.ipynb #8c6493da
 class OverlapScheduler(Scheduler):
     """`Scheduler` for an engine that is a step ahead: it plans a step before the last one's tokens are known.
 
@@ -70,7 +50,7 @@ class OverlapScheduler(Scheduler):
         for seq in seqs:
             seq.num_launched_steps += 1
             if seq.num_computed_tokens == seq.num_tokens:  # not a chunk in the middle of a prompt
-                put_placeholders(seq, 1)
+                seq.append_placeholder()
 
     def deliver(
         self, seqs: list[Sequence], output: ScheduledBatchOutput, stream_outputs: list[RequestOutput] | None
@@ -79,11 +59,7 @@ class OverlapScheduler(Scheduler):
         for seq in seqs:
             seq.num_launched_steps -= 1
         alive = [seq for seq in seqs if not seq.is_finished]  # of the others the step was for nothing
-        missing = [drop_placeholders(seq) - (seq.id in output.token_ids) for seq in alive]
         finished = super().deliver(alive, output, stream_outputs)
-        for seq, count in zip(alive, missing, strict=True):
-            if not seq.is_finished:
-                put_placeholders(seq, count)
         for seq in [seq for seq in self.leaving if not seq.num_launched_steps]:
             self.leaving.remove(seq)
             self.block_manager.deallocate(seq)
@@ -91,7 +67,7 @@ class OverlapScheduler(Scheduler):
 
     def preempt(self, seq: Sequence) -> None:
         """As ever, without the placeholders: a context may hold only tokens that were delivered."""
-        drop_placeholders(seq)
+        seq.drop_placeholders()
         seq.num_launched_steps = 0
         super().preempt(seq)
 
@@ -107,7 +83,7 @@ class OverlapScheduler(Scheduler):
         self.leaving, self.num_launched = [], 0
 
     def _release(self, seq: Sequence) -> None:
-        drop_placeholders(seq)
+        seq.drop_placeholders()
         if seq.num_launched_steps:
             self.leaving.append(seq)
         else:

@@ -103,11 +103,11 @@ def _stop_reason(seq: Sequence, token_id: int, eos_token_ids: frozenset[int], ma
     if token_id in seq.stop_ids:
         is_eos = token_id in eos_token_ids and not seq.sampling_params.ignore_eos
         return "eos" if is_eos else f"stop_{token_id}"
-    if seq.num_tokens < seq.limit:
+    if seq.num_known_tokens < seq.limit:
         return None
     if seq.num_completion_tokens == seq.sampling_params.max_tokens:
         return "max_tokens"
-    return "max_model_len" if seq.num_tokens == max_model_len else "kv_cache"
+    return "max_model_len" if seq.num_known_tokens == max_model_len else "kv_cache"
 
 # %% ../nbs/04_scheduler.ipynb #6fb9c006
 def _ignore(event: str, seq: Sequence, **facts: object) -> None:
@@ -221,7 +221,7 @@ class BaseScheduler(ABC):
         for seq in seqs:
             if (token_ids := output.token_ids.get(seq.id)) is None:
                 continue  # its prompt goes on
-            start, reason = seq.num_tokens, None
+            start, reason = seq.num_known_tokens, None
             for token_id in token_ids:
                 seq.append_token(token_id)
                 if reason := _stop_reason(seq, token_id, self.eos_token_ids, self.config.max_model_len):
@@ -229,13 +229,13 @@ class BaseScheduler(ABC):
             if not seq.first_token_time:
                 seq.first_token_time = now
             if seq.id in output.logprobs:
-                seq.logprobs += output.logprobs[seq.id][: seq.num_tokens - start]
+                seq.logprobs += output.logprobs[seq.id][: seq.num_known_tokens - start]
             if reason:
                 self.running.remove(seq)
                 self._finish(seq, reason, now)
                 finished.append(seq)
             if stream_outputs is not None:
-                new = tuple(seq.token_ids[start:])
+                new = tuple(seq.token_ids[start : seq.num_known_tokens])
                 stream_outputs.append(RequestOutput(seq.id, new, reason is not None, reason))
         return finished
 
@@ -355,9 +355,8 @@ class Scheduler(BaseScheduler):
                         return seqs
                 manager.may_append(seq)
             seq.num_scheduled_tokens, seq.type = 1, SequenceType.DECODE
-            num_known = seq.num_tokens - seq.num_placeholders  # all of them, but in chapter 30
-            if num_known % size == 0:
-                manager.stage(seq, num_known)
+            if seq.num_known_tokens % size == 0:  # all are known, but in chapter 30
+                manager.stage(seq, seq.num_known_tokens)
             seqs.append(seq)
         return seqs
 

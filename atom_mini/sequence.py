@@ -15,9 +15,12 @@ from typing import NamedTuple
 from .config import SamplingParams, require
 
 # %% auto #0
-__all__ = ['SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
+__all__ = ['PLACEHOLDER', 'SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
 
 # %% ../nbs/02_sequence.ipynb #e335db12
+PLACEHOLDER = -1  # stands in `token_ids` for a token that a launched step is computing: chapter 30
+
+
 class SequenceStatus(Enum):
     """Where a sequence is in its life (ATOM's names)."""
 
@@ -98,18 +101,42 @@ class Sequence:
         self.last_block_num_tokens = value - (self.num_blocks - 1) * self.block_size
 
     def append_token(self, token_id: int) -> None:
-        """Add one generated token; its K/V is computed by the next step."""
+        """Add one generated token, in the place of a placeholder if there is one; the next step computes its K/V."""
+        if self.num_placeholders:
+            self.token_ids[self.num_known_tokens] = token_id
+            self.num_placeholders -= 1
+            self.last_token = self.token_ids[-1]
+            return
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens = self._num_tokens + 1
 
+    def append_placeholder(self) -> None:
+        """Reserve the place of a token that is being computed (chapter 30)."""
+        self.token_ids.append(PLACEHOLDER)
+        self.last_token = PLACEHOLDER
+        self.num_tokens = self._num_tokens + 1
+        self.num_placeholders += 1
+
+    def drop_placeholders(self) -> None:
+        """Cut it to the tokens that are known."""
+        if self.num_placeholders:
+            self.num_tokens, self.num_placeholders = self.num_known_tokens, 0
+            del self.token_ids[self._num_tokens :]
+            self.last_token = self.token_ids[-1]
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Length without placeholders."""
+        return self._num_tokens - self.num_placeholders
+
     @property
     def num_completion_tokens(self) -> int:
-        return self._num_tokens - self.num_placeholders - self.num_prompt_tokens
+        return self.num_known_tokens - self.num_prompt_tokens
 
     @property
     def completion_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens : self._num_tokens - self.num_placeholders]
+        return self.token_ids[self.num_prompt_tokens : self.num_known_tokens]
 
     @property
     def is_finished(self) -> bool:

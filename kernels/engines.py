@@ -344,7 +344,8 @@ def common(bench: Bench, results: dict[str, Any], overlap: bool = False) -> None
         "ideal_tokens_per_second": ideal and trace.num_outputs / ideal, "of_ideal": ideal and ideal / seconds,
         "prefill_seconds": prefill, "decode_seconds": decode, "steps": num_steps,
     }  # fmt: skip
-    note = bench.aim(f"common benchmark on an H200, overlap={overlap}, tokens/s", results["tokens_per_second"], COMMON_AIM)
+    label = f"common benchmark on an H200, overlap={overlap}, tokens/s"
+    note = bench.aim(label, results["tokens_per_second"], COMMON_AIM)
     kinds = ("tokens_per_second", "ideal_tokens_per_second", "of_ideal", "seconds", "prefill_seconds", "decode_seconds")
     head = ["", "tokens/s", "ideal", "of ideal", "s", "prefill s", "decode s", ""]
     title = f"Common benchmark: {len(trace.prompts)} requests, {trace.num_inputs} + {trace.num_outputs} tokens"
@@ -357,14 +358,15 @@ def overlap(bench: Bench, results: dict[str, Any]) -> None:
         common(bench, results["common"], overlap=True)
     name, (kind, shape) = next(iter((TOY if bench.dry else MODELS).items()))
     count, length = (2, 20) if bench.dry else (256, 1024)
-    options = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type, "max_model_len": 4 * length}
+    options: dict[str, Any] = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
+    options |= {"max_model_len": 4 * length, "max_num_seqs": count}
     params, rows = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length), []
     for is_ahead in (False, True):
         row = results[f"overlap={is_ahead}"] = dict[str, Any]()
         with (
             bench.guarded(f"decodes with overlap={is_ahead}", row),
             random_checkpoint(bench, kind, shape) as folder,
-            LLM(folder, **options, overlap=is_ahead, max_num_seqs=count) as llm,
+            LLM(folder, **options, overlap=is_ahead) as llm,
         ):
             for i in range(count):
                 llm.add_request([i % 1000] * length, params)
@@ -376,6 +378,7 @@ def overlap(bench: Bench, results: dict[str, Any]) -> None:
             row["ms"] = 1e3 * (time.perf_counter() - start) / number
             if (busy := busy_seconds(bench, llm.step)) is not None:
                 row |= {"busy_ms": 1e3 * busy, "device_busy": 1e3 * busy / row["ms"]}
-        note = bench.aim(f"{name} batch {count} a step ahead, device busy", row.get("device_busy"), HIDDEN_AIM) if is_ahead else ""
-        rows.append([f"{name}, {count} decodes, overlap={is_ahead}", *[row.get(k) for k in ("ms", "busy_ms", "device_busy")], note])
+        label, share = f"{name}, {count} decodes, overlap={is_ahead}", row.get("device_busy")
+        note = bench.aim(f"{label}, device busy", share, HIDDEN_AIM) if is_ahead else ""
+        rows.append([label, row.get("ms"), row.get("busy_ms"), share, note])
     show("Overlap: a whole step of the engine, scheduler and all", ["", "ms", "device busy ms", "share", ""], rows)

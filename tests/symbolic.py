@@ -25,9 +25,9 @@ import atom_mini.model_runner as model_runner
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
+from atom_mini.overlap import OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
-from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
 
 
 def mix(state: int, value: int) -> int:

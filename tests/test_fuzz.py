@@ -286,7 +286,7 @@ def bounds_the_batch_not_the_running(patch: Patch) -> None:
 
 def overshoots_max_tokens(patch: Patch) -> None:
     """ATOM with speculative decoding: two tokens asked, more given."""
-    mutate(patch, scheduler, "_stop_reason", "seq.num_tokens < seq.limit", "seq.num_tokens <= seq.limit")
+    mutate(patch, scheduler, "_stop_reason", "seq.num_known_tokens < seq.limit", "seq.num_known_tokens <= seq.limit")
 
 
 def ignores_the_pools_limit(patch: Patch) -> None:

@@ -17,9 +17,9 @@ from test_fuzz import mutate
 
 from atom_mini import LLM, SamplingParams, overlap
 from atom_mini.config import Config
-from atom_mini.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
-from atom_mini.scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler
-from atom_mini.sequence import Sequence
+from atom_mini.overlap import OverlapCore, OverlapScheduler
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
+from atom_mini.sequence import PLACEHOLDER, Sequence
 from atom_mini.spyre import SpyreScheduler
 
 Patch = pytest.MonkeyPatch
@@ -67,12 +67,13 @@ def plant(patch: Patch, name: str, old: str, new: str) -> None:
 
 def keeps_placeholders(patch: Patch) -> None:
     """ATOM, defect A: what stood for a token to come stays in the context of a sequence that lost its blocks."""
-    plant(patch, "preempt", "drop_placeholders(seq)", "seq.num_placeholders = 0")
+    plant(patch, "preempt", "seq.drop_placeholders()", "seq.num_placeholders = 0")
 
 
 def drops_one_placeholder_of_two(patch: Patch) -> None:
     """ATOM again: the number is derived, not counted."""
-    plant(patch, "preempt", "drop_placeholders(seq)", "seq.num_placeholders = min(1, seq.num_placeholders); drop_placeholders(seq)")
+    old = "seq.drop_placeholders()"
+    plant(patch, "preempt", old, f"seq.num_placeholders = min(1, seq.num_placeholders); {old}")
 
 
 def gives_blocks_away_under_a_step(patch: Patch) -> None:
@@ -87,7 +88,8 @@ def preempts_under_a_step(patch: Patch) -> None:
 
 def publishes_unknown_tokens(patch: Patch) -> None:
     """A block whose last token is a placeholder is hashed with it."""
-    mutate(patch, Scheduler, "_schedule_decode", "seq.num_tokens - seq.num_placeholders", "seq.num_tokens")
+    old = "seq.num_known_tokens % size == 0:"
+    mutate(patch, Scheduler, "_schedule_decode", old, f"{old[:-1]} or manager.stage(seq, seq.num_tokens):")
 
 
 def believes_what_a_failed_step_published(patch: Patch) -> None:
@@ -239,11 +241,6 @@ def test_what_cannot_run_ahead_is_refused_by_name() -> None:
     for scheduler in (SpyreScheduler(config), Scheduler(Config(num_kvcache_blocks=8))):
         with pytest.raises(ValueError, match=type(scheduler).__name__):
             OverlapCore(config, Waiting(), scheduler)
-
-
-def test_the_plain_engine_knows_nothing_of_it() -> None:
-    """Chapter 04 never makes a placeholder: the overlap is in its own chapter."""
-    assert "PLACEHOLDER" not in inspect.getsource(inspect.getmodule(BaseScheduler))  # type: ignore[arg-type]
 
 
 # ---- the built-in model ----
