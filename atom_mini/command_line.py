@@ -5,435 +5,218 @@
 # %% ../nbs/09c_command_line.ipynb #dd1fec54
 from __future__ import annotations
 
-import argparse
-import difflib
 import json
-import math
 import os
 import random
-import re
 import sys
 import textwrap
-import time
 import timeit
-import traceback
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, RawTextHelpFormatter
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
-
-import numpy as np
+from statistics import fmean
+from typing import Any
 
 from .config import Config, SamplingParams, require
-from .llm import LLM, CompletionOutput, Metrics, load_tokenizer
+from .llm import LLM, Metrics
 
 # %% auto #0
-__all__ = ['ABOUT', 'OPTIONS', 'EXAMPLES', 'RUN', 'UsageError', 'Parser', 'given', 'span', 'make_parser', 'parse', 'read_prompts',
-           'show', 'rates', 'save_trace', 'run_generate', 'run_trace', 'Chat', 'run_chat', 'machine', 'measure',
-           'run_bench', 'readable', 'print_report', 'count_parameters', 'memory_bandwidth', 'describe', 'run_info',
-           'main']
+__all__ = ['EXAMPLES', 'COMMANDS', 'DEFAULTS', 'add_fields', 'given', 'save_trace', 'run_generate', 'speeds', 'print_report',
+           'measure', 'run_bench', 'describe', 'run_info', 'answer', 'run_chat', 'make_parser', 'parse', 'main']
 
 # %% ../nbs/09c_command_line.ipynb #8dab500e
-class UsageError(ValueError):
-    """A command line that cannot be meant: exit code 2."""
+def add_fields(parser: ArgumentParser, title: str, cls: Any) -> None:
+    """An option for each field of the dataclass `cls` but `model`; they share a paragraph of the help."""
+    group, words = parser.add_argument_group(f"{title}, =default or =TYPE"), []
+    for f in (f for f in fields(cls) if f.init and f.name != "model"):
+        kind = next(t for t in (bool, int, float, str) if t.__name__ in str(f.type))  # of `list[int] | ...`, the int
+        name, value = f.name.replace("_", "-"), parser.get_default(f.name) or f.default or kind.__name__.upper()
+        how: dict[str, Any] = {"type": kind, "action": "append" if f.default == () else "store"}
+        how = {"action": BooleanOptionalAction} if kind is bool else how
+        group.add_argument(f"--{name}", default=SUPPRESS, **how).help = SUPPRESS
+        words.append(f"--[no-]{name}" if kind is bool else f"--{name}={value}")
+    group.description = textwrap.fill(" ".join(words), 76, break_on_hyphens=False)
 
 
-class Parser(argparse.ArgumentParser):
-    """The options of one command; those that are fields of a dataclass share a paragraph of its help."""
-
-    paragraphs = ""
-
-    def add_fields(self, title: str, cls: Any, skip: tuple[str, ...] = (), **defaults: Any) -> None:
-        """An option for each field of the dataclass `cls` but those in `skip`; `defaults` go before the class's own."""
-        words, hints, hidden = [], get_type_hints(cls), argparse.SUPPRESS
-        for f in (f for f in fields(cls) if f.init and f.name not in skip):
-            flag, default, kind = "--" + f.name.replace("_", "-"), defaults.get(f.name, f.default), hints[f.name]
-            kind = get_args(kind)[0] if isinstance(kind, UnionType) else kind  # of `int | None`, the int
-            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-            if kind is not bool:
-                kind = (get_args(kind) or [kind])[0]  # of `list[int]`, the int
-                how = {"type": kind, "action": "append" if isinstance(default, tuple) else "store"}
-            self.add_argument(flag, default=defaults.get(f.name, hidden), **how).help = hidden
-            value = kind.__name__.upper() if default in (None, ()) else default
-            words.append(f"{flag}={value}" if kind is not bool else f"--no-{flag[2:]}" if default else flag)
-        lines = textwrap.wrap(" ".join(words), 76, break_on_hyphens=False)
-        self.paragraphs += "\n  ".join([f"{title}:", *lines]) + "\n"
-
-    def format_help(self) -> str:
-        """argparse's, closer together, and the paragraphs."""
-        return re.sub(r"\n(\noptions|positional arguments):\n", "\n", super().format_help()) + self.paragraphs
-
-    def error(self, message: str) -> Any:
-        """What argparse would print and exit for."""
-        raise UsageError(message)
-
-
-def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
-    """The fields of the dataclass `cls` that stand on the command line."""
-    return {f.name: getattr(args, f.name) for f in fields(cls) if f.init and hasattr(args, f.name)}
+def given(args: Namespace, cls: Any) -> dict[str, Any]:
+    """The fields of the dataclass `cls` that the command line sets."""
+    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 # %% ../nbs/09c_command_line.ipynb #2c051230
-def span(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    require(1 <= int(low) <= int(high or low), "no range")
-    return int(low), int(high or low)
-
-
-ABOUT = {
-    "generate": "Complete prompts: one is streamed, several come in their order.",
-    "chat": "Talk to a model; /reset, /stats, /trace [FILE], /exit are commands.",
-    "bench": "Measure the engine on random requests.",
-    "trace": "Complete prompts, and write a timeline of all steps.",
-    "info": "Say what a checkpoint needs and what fits here, without loading it.",
-}
-_PROMPTS, _FLAG = "generate trace", {"action": "store_true"}
-_NUMBER, _RANGE = {"type": int, "metavar": "N"}, {"type": span, "metavar": "A:B", "default": "16:128"}
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {  # name: the commands that take it, and what argparse should know
-    "prompts": (_PROMPTS, {"nargs": "*", "metavar": "PROMPT", "help": "- reads them from stdin, one per line"}),
-    "model": ("info", {"nargs": "?", "default": "tiny", "help": "a folder, 'tiny', or a hub id in the cache"}),
-    "--model": ("generate chat bench trace", {"default": "tiny", "help": "a folder, a hub id, or 'tiny' (default)"}),
-    "--file": (_PROMPTS, {"type": Path, "help": "read prompts from a file, one per line"}),
-    "--chat": (_PROMPTS, _FLAG | {"help": "put each prompt into the chat template"}),
-    "--output": ("trace", {"type": Path, "default": "trace.html", "help": "%(default)s, or .json, .perfetto.json"}),
-    "--trace": ("chat", _FLAG | {"help": "record all steps, for /trace"}),
-    "--num-requests": ("bench", _NUMBER | {"default": 32, "help": "default: %(default)s"}),
-    "--input-len": ("bench", _RANGE | {"help": "tokens of a prompt, default: %(default)s"}),
-    "--output-len": ("bench", _RANGE | {"help": "tokens to generate, default: %(default)s"}),
-    "--prefix-len": ("bench", _NUMBER | {"default": 0, "help": "tokens before each prompt, the same for all"}),
-    "--context": ("info", _NUMBER | {"default": 1024, "help": "tokens of a sequence, for the speed (1024)"}),
-    "--json": ("generate bench trace info", _FLAG | {"help": "one JSON document on stdout, nothing else"}),
-    "--debug": (" ".join(ABOUT), _FLAG | {"help": "show the traceback of an error"}),
-}
-
-# %% ../nbs/09c_command_line.ipynb #ff61f566
-def make_parser(command: str) -> Parser:
-    """The options of `command`: its own, those of a request, those of an engine."""
-    what = {"generate": " [PROMPT ...]", "trace": " [PROMPT ...]", "info": " [MODEL]"}.get(command, "")
-    usage, about = f"%(prog)s [options]{what}", ABOUT[command]
-    parser = Parser(prog=f"atom-mini {command}", usage=usage, description=about, allow_abbrev=False)
-    for name, (commands, how) in OPTIONS.items():
-        if command in commands.split():
-            parser.add_argument(name, **how)
-    if command != "info":
-        fixed = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs") if command == "bench" else ()
-        defaults = {"chat": {"max_tokens": 512}, "bench": {"seed": 0}}.get(command, {})
-        parser.add_fields("sampling, =default or =TYPE", SamplingParams, fixed, **defaults)
-    parser.add_fields("engine, =default or =TYPE", Config, ("model", "trace"))
-    return parser
-
-# %% ../nbs/09c_command_line.ipynb #86760f9e
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command line says, checked; no command means `generate`. UsageError names the nearest right word."""
-    first = (arguments or [""])[0]
-    near = [] if first in ABOUT else difflib.get_close_matches(first, ABOUT, n=1, cutoff=0.8)
-    if near:
-        raise UsageError(f"{first} is no command: did you mean {near[0]}? (as a prompt: atom-mini generate {first})")
-    command = first if first in ABOUT else "generate"
-    parser = make_parser(command)
-    args, unknown = parser.parse_known_intermixed_args(arguments[first in ABOUT :])
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
-        raise UsageError(f"{parser.prog} does not take {unknown[0]}: {hint}")
-    try:  # before anything is loaded; what chunks need depends on the checkpoint
-        args.sampling, args.engine = SamplingParams(**given(args, SamplingParams)), given(args, Config)
-        Config(**args.engine | {"model": None, "enable_chunked_prefill": True})
-        for name, low in (("num_requests", 1), ("prefix_len", 0), ("context", 1)):
-            require(getattr(args, name, low) >= low, f"{name}={getattr(args, name, low)} must be at least {low}")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    args.command, args.is_traced = command, command == "trace" or getattr(args, "trace", False)
-    args.engine |= {"trace": True} if args.is_traced else {}
-    return args
-
-# %% ../nbs/09c_command_line.ipynb #d34b5422
-_FACTS = "Ada lives in Rome. Ben likes plums. Mia has a red cat. Hugo lives in Oslo."
-EXAMPLES = ["Once upon a time", f"{_FACTS} Where does Ada live?", f"{_FACTS} What does Mia have?", "12 + 7 ="]
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Those on the command line, in a file or on stdin; the examples if none are given."""
-    if args.file is None and args.prompts != ["-"]:
-        return args.prompts or EXAMPLES
-    try:
-        lines = (args.file.read_text() if args.file else sys.stdin.read()).splitlines()
-    except UnicodeError as error:
-        raise ValueError(f"{args.file or 'stdin'} is no text: {error}") from error
-    require(any(map(str.strip, lines)), f"{args.file or 'stdin'} holds no prompt: there should be one per line")
-    return [*(args.prompts if args.file else []), *(line for line in lines if line.strip())]
-
-
-def show(llm: LLM, texts: list[Any], shown: list[str], params: SamplingParams) -> list[CompletionOutput]:
-    """Generate and print, each text behind what is `shown` for its prompt."""
-    from tqdm import tqdm
-
-    outs: dict[int, CompletionOutput] = {}
-    num_printed, is_one, total = 0, len(texts) == 1, len(texts) * params.max_tokens
-    with tqdm(total=total, desc="tokens", unit="tok", leave=False, disable=is_one or None) as bar:
-        print(shown[0] if is_one else "", end="", flush=True)
-        for piece in llm.stream(texts, params):
-            bar.update(len(piece.token_ids))
-            outs |= {piece.index: piece.output} if piece.output else {}
-            if is_one:
-                print(piece.text, end="\n" * piece.finished, flush=True)
-            while not is_one and num_printed in outs:
-                bar.write(f"[{num_printed}] {shown[num_printed]}{outs[num_printed].text}\n")
-                num_printed += 1
-    return [outs[i] for i in range(len(texts))]
-
-# %% ../nbs/09c_command_line.ipynb #05533717
-def rates(m: Metrics) -> str:
-    """Tokens and speed of the two kinds of steps."""
-    prefill = f"prefill {m.num_prefill_tokens} tokens, {m.prefill_tokens_per_second:.0f} tokens/s"
-    return f"{prefill}; decode {m.num_decode_tokens} tokens, {m.decode_tokens_per_second:.0f} tokens/s"
-
-# %% ../nbs/09c_command_line.ipynb #30f1a453
-def save_trace(llm: Any, path: Path) -> None:
-    """Write the timeline of what `llm` has done, in the format that the name asks for."""
-    if path.suffix == ".json":
-        path.write_text(llm.trace.to_perfetto() if path.name.endswith(".perfetto.json") else llm.trace.to_json())
-    else:
-        llm.trace.save_html(path)
+def save_trace(trace: Any, path: Path) -> None:
+    """Write a timeline in the form that the file's name asks for: .perfetto.json, .json, or else a page."""
+    forms = {".perfetto.json": trace.to_perfetto, ".json": trace.to_json, "": trace.to_html}
+    path.write_text(next(form for end, form in forms.items() if path.name.endswith(end))(), "utf-8")
     print(f"timeline: {path}", file=sys.stderr)
 
 
-def run_generate(args: argparse.Namespace) -> None:
-    """The command `generate`."""
-    prompts, shown = read_prompts(args), "{} -> " if args.chat else "{}"
-    with LLM(**args.engine) as llm:
-        texts = [llm.format_chat([{"role": "user", "content": p}]) if args.chat else p for p in prompts]
+def run_generate(args: Namespace) -> None:
+    """Complete prompts; `trace` does it on record, and writes a timeline."""
+    prompts = [*filter(None, sys.stdin.read().splitlines())] if args.prompts == ["-"] else args.prompts
+    if args.trace:
+        args.output.open("a").close()  # an error now, not after the work
+    with LLM(**given(args, Config)) as llm:
         if args.json:
-            outs = llm.generate(texts, args.sampling)
-            print(json.dumps([asdict(out) for out in outs]))
+            print(json.dumps([asdict(out) for out in llm.generate(prompts, args.params)]))
+        elif len(prompts) == 1:
+            pieces = llm.stream(prompts, args.params)  # refuses a bad prompt before it is printed
+            print(prompts[0], end="", flush=True)
+            for piece in pieces:
+                print(piece.text, end="\n" * piece.finished, flush=True)
         else:
-            outs = show(llm, texts, [shown.format(p) for p in prompts], args.sampling)
-            ttft, tpot = (1e3 * np.mean([out[name] for out in outs]) for name in ("ttft", "tpot"))
-            print(f"{rates(llm.metrics)}; TTFT {ttft:.1f} ms, TPOT {tpot:.2f} ms", file=sys.stderr)
-        if args.is_traced:
-            save_trace(llm, args.output)
-
-
-def run_trace(args: argparse.Namespace) -> None:
-    """The command `trace`."""
-    args.output.open("a").close()  # an error now, not after the work
-    run_generate(args)
+            print("\n\n".join(f"{out.prompt}{out.text}" for out in llm.generate(prompts, args.params)))
+        print(f"decode: {llm.metrics.decode_tokens_per_second:.0f} tokens/s", file=sys.stderr)
+        if args.trace:
+            save_trace(llm.trace, args.output)
 
 # %% ../nbs/09c_command_line.ipynb #3f57caad
-class Chat:
-    """A conversation at a terminal."""
-
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
-        self.llm, self.params = llm, params
-        self.messages: list[dict[str, str]] = []
-        self.last: CompletionOutput | None = None  # the last whole answer
-        llm.format_chat([{"role": "user", "content": "?"}])  # refused now, if there is no template
-
-    def run(self, read: Any = input) -> None:
-        """Do what the lines say, until /exit or the end of the input."""
-        while True:
-            try:
-                match (line := read("> ")).split():
-                    case ["/exit"]:
-                        return
-                    case ["/reset"]:
-                        self.messages, self.last = [], None
-                    case ["/stats"]:
-                        self.print_stats()
-                    case ["/trace", *file]:
-                        require(getattr(self.llm, "trace", None) is not None, "nothing is recorded: start with --trace")
-                        save_trace(self.llm, Path(" ".join(file) or "trace.html"))
-                    case [name, *_]:
-                        require(name[0] != "/", f"{name} is no command: /reset, /stats, /trace and /exit are")
-                        self.answer(line)
-            except EOFError:  # Ctrl-D
-                print()
-                return
-            except (OSError, ValueError) as error:
-                print(f"[{error}]")
-
-    def answer(self, question: str) -> None:
-        """Stream the answer. Ctrl-C ends it early, and what came is kept."""
-        messages, text, end = [*self.messages, {"role": "user", "content": question}], "", ""
-        prompt, limit = self.llm.format_chat(messages), self.llm.engine_core.scheduler.max_len
-        fits = f"the conversation has {len(prompt)} tokens, and {limit - 1} fit: /reset it, or raise max_model_len"
-        require(len(prompt) < limit, fits)
-        try:
-            for piece in self.llm.stream(prompt, self.params):
-                print(piece.text, end="", flush=True)
-                text, self.last = text + piece.text, piece.output or self.last
-                end = f" [{piece.output.stop_reason}]" if piece.output and piece.finish_reason == "length" else ""
-        except KeyboardInterrupt:
-            end = " [stopped]"
-        print(end)
-        self.messages = [*messages, {"role": "assistant", "content": text}]
-
-    def print_stats(self) -> None:
-        """The last answer, the whole session, the blocks."""
-        if out := self.last:
-            cached = f"{out.num_cached_tokens} of {len(out.prompt_token_ids)} prompt tokens cached"
-            speed = f"{1 / out.tpot if out.tpot else 0:.0f} tokens/s, TTFT {1e3 * out.ttft:.1f} ms"
-            print(f"last answer: {len(out.token_ids)} tokens, {speed}, {cached}")
-        manager = self.llm.engine_core.scheduler.block_manager
-        total, kept, size = len(manager.pool.blocks), len(manager.index), manager.block_size
-        print(f"session: {rates(self.llm.metrics)}")
-        print(f"blocks: {total} of {size} tokens, {total - manager.num_free_blocks} in use, {kept} cached")
+def speeds(m: Metrics) -> dict[str, Any]:
+    """What the engine did, and how fast."""
+    return asdict(m) | {name: getattr(m, name) for name in ("prefill_tokens_per_second", "decode_tokens_per_second")}
 
 
-def run_chat(args: argparse.Namespace) -> None:
-    """The command `chat`."""
-    with LLM(**args.engine) as llm:
-        Chat(llm, args.sampling).run()
-
-# %% ../nbs/09c_command_line.ipynb #64daba3c
-def machine(device: str | None) -> dict[str, str]:
-    """The processor's name and the versions."""
-    import torch
-
-    from atom_mini.model_runner import choose_device
-
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
-    name = "".join(re.findall(r"model name\s*: (.*)", info)[:1]) or "CPU"
-    name = torch.cuda.get_device_name(device) if choose_device(device).type == "cuda" else name
-    return {"name": name, "python": sys.version.split()[0], "torch": torch.__version__}
-
-
-def measure(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> dict[str, Any]:
-    """Generate, and say how fast: counts, seconds, tokens per second, milliseconds."""
-    llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
-    llm.metrics, scheduler = Metrics(), llm.engine_core.scheduler
-    preempted, start = scheduler.num_preemptions, time.perf_counter()
-    outs = llm.generate(prompts, params)
-    seconds, metrics = time.perf_counter() - start, llm.metrics
-    report: dict[str, Any] = {"requests": len(outs), "steps": metrics.num_steps, "seconds": seconds}
-    report["preemptions"] = scheduler.num_preemptions - preempted
-    report["input_tokens"] = sum(len(out.prompt_token_ids) for out in outs)
-    report["output_tokens"] = sum(len(out.token_ids) for out in outs)
-    report["prefix_hit_tokens"] = sum(out.num_cached_tokens for out in outs)
-    for name in ("num_prefill_tokens", "num_decode_tokens", "prefill_tokens_per_second", "decode_tokens_per_second"):
-        report[name.removeprefix("num_")] = getattr(metrics, name)
-    for name in ("ttft", "tpot"):
-        values = [1e3 * out[name] for out in outs]
-        p50, p99 = np.percentile(values, [50, 99])
-        report[f"{name}_ms"] = {"mean": np.mean(values), "p50": p50, "p99": p99}
-    return report
-
-
-def run_bench(args: argparse.Namespace) -> None:
-    """The command `bench`."""
-    rng = random.Random(args.seed)
-    with LLM(**args.engine) as llm:
-        ids = range(llm.config.hf_config.vocab_size)
-        prefix = rng.choices(ids, k=args.prefix_len)
-        prompts = [prefix + rng.choices(ids, k=rng.randint(*args.input_len)) for _ in range(args.num_requests)]
-        lengths = [rng.randint(*args.output_len) for _ in prompts]
-        report = measure(llm, prompts, [replace(args.sampling, max_tokens=n, ignore_eos=True) for n in lengths])
-        head = {"model": args.model, "machine": machine(args.engine.get("device"))}
-    print_report(head | report, args.json)
-
-# %% ../nbs/09c_command_line.ipynb #2ce17c25
-def readable(value: Any, is_bytes: bool = False) -> str:
-    """A figure as people read it: three digits that count, bytes in larger units."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {readable(number)}" for key, number in value.items())
-    if is_bytes:
-        power = min(3, int(np.log2(max(1, value))) // 10)
-        return f"{value / 1024**power:.{2 * (power > 0)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-    return f"{value:,}" if type(value) is int else str(value)
-
-
-def print_report(report: dict[str, Any], as_json: bool) -> None:
+def print_report(report: dict[str, Any], as_json: bool = False) -> None:
     """Print it as one JSON document, or as lines."""
-    lines = (f"{name.replace('_', ' '):31}{readable(value, 'bytes' in name)}" for name, value in report.items())
+    lines = (f"{k:32}{v if isinstance(v, str) else f'{round(v, 2):,}'}" for k, v in report.items())
     print(json.dumps(report) if as_json else "\n".join(lines))
 
-# %% ../nbs/09c_command_line.ipynb #b2042b54
-def count_parameters(folder: Path, is_tied: bool) -> dict[str, int]:
-    """Weight -> how many numbers, from the files' headers; without the second copy of a tied matrix."""
-    from safetensors import safe_open
-
-    from atom_mini.models import checkpoint_files
-
-    counts: dict[str, int] = {}
-    for file in set(checkpoint_files(folder).values()):
-        with safe_open(file, framework="pt") as tensors:
-            counts |= {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    extra = ("rotary_emb", "lm_head.weight") if is_tied else ("rotary_emb",)
-    return {name: n for name, n in counts.items() if not any(word in name for word in extra)}
+# %% ../nbs/09c_command_line.ipynb #1ecc33c6
+def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, Any]:
+    """Generate, and say how fast: counts, seconds, tokens per second, milliseconds."""
+    llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    llm.metrics = Metrics()
+    outs = llm.generate(prompts, params)
+    means = {f"mean_{name}_ms": 1e3 * fmean(out[name] for out in outs) for name in ("ttft", "tpot")}
+    return {"requests": len(outs), "seconds": max(out.latency for out in outs)} | speeds(llm.metrics) | means
 
 
-def memory_bandwidth(device: Any) -> float:
-    """Bytes per second, the best of five."""
-    import torch
+def run_bench(args: Namespace) -> None:
+    """Measure the engine on random prompts of 1 to --input-len tokens."""
+    require(args.num_requests > 0 and args.input_len > 0, "num_requests and input_len must be at least 1")
+    with LLM(**given(args, Config)) as llm:
+        rng, ids = random.Random(args.params.seed or 0), range(llm.config.hf_config.vocab_size)
+        prompts = [rng.choices(ids, k=rng.randint(1, args.input_len)) for _ in range(args.num_requests)]
+        print_report({"model": args.model} | measure(llm, prompts, replace(args.params, ignore_eos=True)), args.json)
 
-    numbers = torch.ones(2**26 if device.type == "cpu" else 2**29, device=device)
-    return numbers.nbytes / min(timeit.repeat(lambda: numbers.sum().item(), number=1, repeat=5))
-
-# %% ../nbs/09c_command_line.ipynb #aa11ab32
-def describe(config: Config, context: int) -> dict[str, Any]:
-    """What the checkpoint of `config` needs, what is left for K/V, and the speed that memory allows."""
+# %% ../nbs/09c_command_line.ipynb #ec6fd32a
+def describe(config: Config) -> dict[str, Any]:
+    """What the checkpoint of `config` needs, how many tokens fit, and the speed that memory allows one sequence."""
     import torch
 
     from atom_mini.model_runner import CPU_KVCACHE_BYTES, choose_device, free_host_bytes, kvcache_block_bytes
-    from atom_mini.models import check_supported, checkpoint_files
+    from atom_mini.models import CausalLM, TorchOps
 
-    cfg, folder, longest, size = config.hf_config, config.folder, config.max_model_len, config.kv_cache_block_size
-    assert folder is not None and longest is not None
-    check_supported(cfg)
-    device, counts = choose_device(config.device), count_parameters(folder, cfg.tie_word_embeddings)
-    name = config.dtype or ("float32" if device.type == "cpu" else str(cfg.dtype or "float32").removeprefix("torch."))
-    dtype: torch.dtype = getattr(torch, name)
-    weights, block = sum(counts.values()) * dtype.itemsize, kvcache_block_bytes(cfg, size, dtype)
+    cfg, device = config.hf_config, choose_device(config.device)
+    with torch.device("meta"):
+        model = CausalLM(cfg, 1, TorchOps())
+    kind = config.dtype or ("float32" if device.type == "cpu" else str(cfg.dtype or "float32").removeprefix("torch."))
+    dtype: torch.dtype = getattr(torch, kind)
+    sizes = {name: p.numel() * dtype.itemsize for name, p in model.named_parameters()}
+    weights, per_token = sum(sizes.values()), kvcache_block_bytes(cfg, 1, dtype)
     left = min(CPU_KVCACHE_BYTES, (free_host_bytes() - weights) // 2)
     if device.type == "cuda":  # a step's own memory not counted
         free, total = torch.cuda.mem_get_info(device)
         left = int(total * config.gpu_memory_utilization) - (total - free) - weights
-    per_sequence, context, bandwidth = -(-longest // size), min(context, longest), memory_bandwidth(device)
-    blocks = config.num_kvcache_blocks or max(0, min(left // block, config.max_num_seqs * per_sequence))
-    embedding = 0 if cfg.tie_word_embeddings else counts.get("model.embed_tokens.weight", 0)  # only looked up
-    read = weights - embedding * dtype.itemsize
-    together = sorted({1, max(1, min(config.max_num_seqs, blocks * size // context))})
-    ideal = {n: n * bandwidth / (read + n * context * block / size) for n in together}
+    numbers = torch.ones(2**26 if device.type == "cpu" else 2**29, device=device)
+    bandwidth = numbers.nbytes / min(timeit.repeat(lambda: numbers.sum().item(), number=1, repeat=5))
+    read = weights - (sizes["model.embed_tokens.weight"] if model.head else 0)  # a table beside the head is looked up
     return {
-        "architecture": cfg.architectures[0], "parameters": sum(counts.values()),
-        "disk_bytes": sum(file.stat().st_size for file in set(checkpoint_files(folder).values())),
-        "dtype": name, "weight_bytes": weights, "kvcache_bytes_per_token": block // size,
-        "kvcache_bytes_per_block": block, "num_kvcache_blocks": blocks, "fitting_tokens": blocks * size,
-        "fitting_sequences": blocks // per_sequence, "max_model_len": longest,
-        "context_limit": cfg.max_position_embeddings, "memory_bytes_per_second": bandwidth,
-        "ideal_decode_tokens_per_second": {f"{n} x {context} tokens": speed for n, speed in ideal.items()},
-        "sampling_defaults": config.sampling_defaults,
-        "chat_template": getattr(load_tokenizer(config), "chat_template", None) is not None,
+        "model": config.model, "device": str(device), "dtype": kind, "parameters": weights // dtype.itemsize,
+        "weight_bytes": weights, "kvcache_bytes_per_token": per_token, "fitting_tokens": max(0, left) // per_token,
+        "memory_bytes_per_second": int(bandwidth), "ideal_decode_tokens_per_second": bandwidth / read,
     }
 
 
-def run_info(args: argparse.Namespace) -> None:
-    """The command `info`."""
-    if args.model != "tiny" and not Path(args.model).is_dir():
-        from huggingface_hub import try_to_load_from_cache
+def run_info(args: Namespace) -> None:
+    """Say what a checkpoint needs and what fits here, without loading it."""
+    print_report(describe(Config(**given(args, Config))), args.json)
 
-        found = try_to_load_from_cache(args.model, "config.json")
-        require(isinstance(found, str), f"model {args.model!r} is no folder and not in the hub's cache")
-        args.engine["model"] = str(Path(str(found)).parent)
-    config = Config(**args.engine)
-    report = describe(config, args.context)
-    print_report({"model": args.model, "machine": machine(config.device)} | report, args.json)
+# %% ../nbs/09c_command_line.ipynb #f23b2594
+def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> dict[str, str]:
+    """The next message, printed as it comes. Ctrl-C ends it early, and what came is kept."""
+    pieces, text = llm.stream(llm.format_chat(messages), params), ""
+    try:
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+            text += piece.text
+        print(" [cut by max_tokens or max_model_len]" if piece.finish_reason == "length" else "")
+    except KeyboardInterrupt:
+        print(" [stopped]")
+    return {"role": "assistant", "content": text}
+
+
+def run_chat(args: Namespace, read: Any = input) -> None:
+    """Talk to a model. Commands: /reset, /stats, /trace [FILE] (with --trace), /exit."""
+    messages: list[dict[str, str]] = []
+    with LLM(**given(args, Config)) as llm, suppress(EOFError):  # Ctrl-D
+        while (line := read("> ").strip()) != "/exit":
+            try:
+                match line.split():
+                    case ["/reset"]:
+                        messages = []
+                    case ["/stats"]:
+                        print_report({"messages": len(messages)} | speeds(llm.metrics))
+                    case ["/trace", *file]:
+                        require(llm.trace is not None, "nothing is recorded: start with --trace")
+                        save_trace(llm.trace, Path(" ".join(file) or "trace.html"))
+                    case [word, *_]:
+                        require(word[0] != "/", f"{word} is no command: /reset, /stats, /trace and /exit are")
+                        asked = [*messages, {"role": "user", "content": line}]
+                        messages = [*asked, answer(llm, asked, args.params)]
+            except (OSError, ValueError) as error:
+                print(f"[{error}]")
+    print()
+
+# %% ../nbs/09c_command_line.ipynb #64daba3c
+EXAMPLES = ["Once upon a time", "Ada lives in Rome. Mia has a red cat. What does Mia have?", "12 + 7 ="]
+COMMANDS = {"generate": run_generate, "chat": run_chat, "bench": run_bench, "trace": run_generate, "info": run_info}
+DEFAULTS: dict[str, dict[str, Any]] = {"chat": {"max_tokens": 512}, "trace": {"trace": True}}
+
+
+def make_parser() -> ArgumentParser:
+    """A parser of the whole command line, with one for each command in it."""
+    parser = ArgumentParser("atom-mini", epilog="Without a command: generate. Options: atom-mini COMMAND --help")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, run in COMMANDS.items():
+        sub = commands.add_parser(name, help=run.__doc__, description=run.__doc__, formatter_class=RawTextHelpFormatter)
+        sub.set_defaults(run=run, **{"trace": False} | DEFAULTS.get(name, {}))
+        if name in ("generate", "trace"):
+            sub.add_argument("prompts", nargs="*", default=EXAMPLES, help="- reads them from stdin, one per line")
+            sub.add_argument("--output", type=Path, default="trace.html", help="trace.html, or .json, .perfetto.json")
+        if name == "bench":
+            sub.add_argument("--num-requests", type=int, default=32, help="default: 32")
+            sub.add_argument("--input-len", type=int, default=128, help="default: 128")
+        if name == "info":
+            sub.add_argument("model", nargs="?", default="tiny", help="a folder, a hub id, or 'tiny' (default)")
+        else:
+            sub.add_argument("--model", default="tiny", help="a folder, a hub id, or 'tiny' (default)")
+            add_fields(sub, "sampling", SamplingParams)
+        if name != "chat":
+            sub.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        add_fields(sub, "engine", Config)
+    return parser
+
+# %% ../nbs/09c_command_line.ipynb #61054cff
+def parse(arguments: list[str]) -> Namespace:
+    """What the command line says, checked before anything is loaded; no command means `generate`."""
+    parser, is_command = make_parser(), {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
+    args = parser.parse_args(arguments if is_command else ["generate", *arguments])
+    try:
+        args.params = SamplingParams(**given(args, SamplingParams))
+        engine: dict[str, Any] = {"max_model_len": getattr(args, "kv_cache_block_size", 16)}  # the checkpoint's, later
+        Config(**engine | given(args, Config) | {"model": None})
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 # %% ../nbs/09c_command_line.ipynb #eaed2eed
-RUN = {"generate": run_generate, "chat": run_chat, "bench": run_bench, "trace": run_trace, "info": run_info}
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 fine, 1 an error, 2 wrong usage, 130 interrupted."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["-h"], ["--help"]):
-        print("\n  ".join(["usage: atom-mini [COMMAND] [options]\n", *(f"{n:10}{what}" for n, what in ABOUT.items())]))
-        print("\nWithout a command: generate. All options: atom-mini COMMAND --help")
-        return 0
+    """Run one command; returns the exit code: 0 fine, 1 an error, 130 interrupted; argparse exits with 2."""
+    args = parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        args = parse(arguments)
-        RUN[args.command](args)
+        args.run(args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
@@ -441,10 +224,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # whoever read our output (`head`) has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
     except Exception as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        print(f"error: {kind}{' '.join(str(error).split())}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        if args.debug:
+            raise
+        text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return 1
