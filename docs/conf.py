@@ -1,66 +1,100 @@
-"""Sphinx's settings. The sources are what `book_site.py` has staged; nothing is executed, imported or fetched here."""
+"""Sphinx's settings; how the package is read, and how names become links. No notebook is executed here."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
+import re
+from dataclasses import is_dataclass
 
 from docutils import nodes
-from sphinx import addnodes
+from map import ROOT, read_book
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.nodes import make_refnode, traverse_parent
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-from api import Linker, read_package  # noqa: E402
+project = html_title = copyright = "atom_mini"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx.ext.mathjax", "sphinx_copybutton"]
 
-OURS = Linker(read_package()).full
-
-project = html_title = "atom_mini"
-author = copyright = "atom_mini contributors"
-extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx.ext.viewcode", "sphinx_copybutton"]
-exclude_patterns = ["_*"]
-add_module_names = False
-python_maximum_signature_line_length = 96
-toc_object_entries_show_parents = "hide"
-
-myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_block", "attrs_inline"]
-myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath", "attrs_block"]
 nb_execution_mode = "off"  # outputs are stored in the notebooks
-nb_merge_streams = True
 mathjax_path = "tex-svg.js"  # from npm, beside the other static files
 copybutton_selector = "div:not(.output) > div.highlight > pre"
-viewcode_follow_imported_members = False  # or it would import the package
+
+autodoc_default_options = {"members": True, "undoc-members": True, "ignore-module-all": True}
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = add_module_names = viewcode_follow_imported_members = False
+autodoc_mock_imports = ["triton"]  # an extra; and what a mocked decorator leaves is still a function
+default_role = "literal"  # what single backticks in a docstring mean
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
-html_static_path = [str(ROOT / "docs" / "_static"), str(ROOT / "build" / "mathjax")]
-html_favicon = str(ROOT / "docs" / "_static" / "favicon.svg")
+html_theme_options = {"dark_css_variables": {"figure-filter": "invert(0.9) hue-rotate(180deg)"}}
+html_static_path = [f"{ROOT}/docs/_static", f"{ROOT}/build/node_modules/mathjax/es5/tex-svg.js"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
-html_js_files = [("site.js", {"priority": 900})]
+# A search shows excerpts, but a browser does not let a page opened from a file read its neighbours.
+html_js_files = [(None, {"body": "if (location.protocol=='file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false"})]
 html_copy_source = html_show_sphinx = False
-html_theme_options = {
-    "navigation_with_keys": True,
-    "top_of_page_buttons": [],
-    "light_css_variables": {f"color-brand-{use}": "#a3320b" for use in ("primary", "content", "visited")},
-    "dark_css_variables": {f"color-brand-{use}": "#ff9d73" for use in ("primary", "content", "visited")},
-}
+
+BOOK = read_book()
+MODULE_OF_PAGE = {page: name for name, chapter in BOOK.nodes(data="chapter") for page in (chapter, f"api/{name}")}
+UPSTREAM = {  # first folder of a path in the chapters -> where that file is on GitHub; the last is vLLM on IBM Spyre
+    "atom": "ROCm/ATOM/blob/main", "nanovllm": "GeeeekExplorer/nano-vllm/blob/main",
+    "vllm": "vllm-project/vllm/blob/main", "minisgl": "sgl-project/mini-sglang/blob/main/python",
+    "sendnn_inference": "torch-spyre/sendnn-inference/blob/main",
+}  # fmt: skip
 
 
-def find_source(app: Sphinx, name: str) -> tuple[str, dict[str, tuple[str, int, int]]]:
-    """A module's source and where its names are, for the [source] links, without importing it."""
-    analyzer = ModuleAnalyzer.for_file(ROOT / Path(*name.split(".")).with_suffix(".py"), name)
-    analyzer.find_tags()
-    return analyzer.code, analyzer.tags
+def resolve(text: str, module: str, names: set[str]) -> str | None:
+    """Which of the full `names` a `text` means on a page about `module`: its own first, else what is clear."""
+    name = re.sub(r"\(.*\)$", "", text).removeprefix(f"{module}.")
+    parts = [full.split(".", 2) for full in names if full.endswith(f".{name}") and full.count(".") > 1]
+    own = [p for p in parts if p[1] == module]
+    exact = [p for p in parts if name.endswith(p[2])]  # a class, a function, or with its class before it
+    # Another module's field: if no other has it, and a plain word (`factor`) only if this module imports that one.
+    known = [p for p in parts if "_" in name or BOOK.has_edge(p[1], module)]
+    return next((".".join(p) for p in own + exact + known * (len({p[1] for p in parts}) == 1)), None)
 
 
-def unlink_foreign_types(app: Sphinx, doctree: nodes.document) -> None:
-    """In a signature only classes of the package are links: Python's `type` is not somebody's field `type`."""
-    for node in list(doctree.findall(addnodes.pending_xref)):
-        if node.get("reftype") == "class" and node["reftarget"].split(".")[-1] not in OURS:
-            node.replace_self(node.children)
+def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Names in backticks become links: ours to the API, a file of another engine to GitHub."""
+    entries = app.env.domains.python_domain.objects
+    for node in [n for n in doctree.findall(nodes.literal) if not isinstance(n.parent, nodes.title | nodes.reference)]:
+        text, folder = node.astext(), node.astext().split("/")[0]
+        cell = next(traverse_parent(node, nodes.entry), None)
+        head = cell.parent.parent.parent.next_node(nodes.row)[cell.parent.index(cell)].astext() if cell else ""
+        is_foreign = re.search("ATOM|vLLM|SGL|Spyre", head)  # another engine heads this column: not our `Scheduler`
+        full = None if is_foreign else resolve(text, MODULE_OF_PAGE.get(page, ""), set(entries))
+        if folder in UPSTREAM and re.fullmatch(r"[\w/.-]+(\.\w+|/)", text):
+            url = f"https://github.com/{UPSTREAM[folder]}/{text}"
+            node.replace_self(nodes.reference("", "", node.deepcopy(), refuri=url))
+        elif full:
+            to_page, anchor, *_ = entries[full]
+            node.replace_self(make_refnode(app.builder, page, to_page, anchor, node.deepcopy(), full))
+
+
+def find_attributes(app: Sphinx) -> None:
+    """Autodoc shows attributes that have a comment with `#:`. Make it see one in each comment, and where none is."""
+    for path in (ROOT / "atom_mini").glob("*.py"):
+        name, source = f"atom_mini.{path.stem}", path.read_text()
+        marked = re.sub(r"(?m)^( +self\.|[A-Z])[\w., ]+(: .*)? = ", r"#:\n\g<0>", source.replace("  # ", "  #: "))
+        ModuleAnalyzer.cache["module", name] = analyzer = ModuleAnalyzer.for_string(source, name)
+        analyzer.analyze()
+        analyzer.attr_docs = ModuleAnalyzer.for_string(marked, name).find_attr_docs()
+
+
+def signature(app: Sphinx, what: str, name: str, obj: object, opts: object, args: str, result: str) -> tuple[str, str]:
+    """A dataclass's would repeat its fields. `type` is Python's, not somebody's field of that name."""
+    return ("" if is_dataclass(obj) else args and re.sub(r": type\b", ": ~builtins.type", args)), result
+
+
+def docstring(app: Sphinx, what: str, name: str, obj: type, options: object, lines: list[str]) -> None:
+    """In our docstrings a star is a star, and a letter may follow the code; a class begins with what it extends."""
+    lines[:] = [re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", line.replace("*", r"\*")) for line in lines]
+    if what == "class" and obj.__base__ is not object:
+        lines[:0] = [f"Bases: `{obj.__base__.__name__}`.", ""]
 
 
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
-    app.connect("viewcode-find-source", find_source)
-    app.connect("doctree-read", unlink_foreign_types)
+    app.connect("builder-inited", find_attributes)
+    app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-docstring", docstring)
+    app.connect("doctree-resolved", link_names)
