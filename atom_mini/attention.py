@@ -5,6 +5,7 @@
 # %% ../nbs/05_attention.ipynb #2f05d7be
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -150,24 +151,22 @@ class ForwardContext:
     context: Context = field(default_factory=Context)
 
 
-_forward_context = ForwardContext()
+_of_this_thread = threading.local()
 
 
 def set_forward_context(attn_metadata: AttentionMetaData, context: Context) -> None:
     """Called by the runner before a forward pass."""
-    global _forward_context
-    _forward_context = ForwardContext(attn_metadata, context)
+    _of_this_thread.context = ForwardContext(attn_metadata, context)
 
 
 def get_forward_context() -> ForwardContext:
     """The context of the forward pass that runs."""
-    return _forward_context
+    return getattr(_of_this_thread, "context", None) or ForwardContext()
 
 
 def reset_forward_context() -> None:
     """Called by the runner after a forward pass, so that a stale context cannot be read by mistake."""
-    global _forward_context
-    _forward_context = ForwardContext()
+    _of_this_thread.context = None
 
 # %% ../nbs/05_attention.ipynb #a8bc5c69
 class Attention(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .attention import AttentionMetaData, Context
 from .config import Config, SamplingParams
-from .model_runner import InputBuffer, ModelRunner, choose_device, locate
+from .model_runner import FillIn, InputBuffer, ModelRunner, choose_device, leave, locate
 from .sampler import uniforms
 from .scheduler import ScheduledBatch
 from .sequence import SequenceType
@@ -109,14 +109,14 @@ class GraphRunner(ModelRunner):
         super().__init__(config)
         self._capture(graph_sizes(min(config.max_num_seqs, config.num_kvcache_blocks or 0)))  # each needs a block
 
-    def launch(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
+    def launch(self, batch: ScheduledBatch, fill_in: FillIn = leave) -> tuple[Tensor, Tensor]:
         """Queue a step: a decode from its graph, everything else as before."""
         count = batch.total_seqs_num
         size = min((n for n in self.graphs if n >= count), default=None)
         if size is None or batch.type is not SequenceType.DECODE:
-            return super().launch(batch)
+            return super().launch(batch, fill_in)
         ids, *_ = self._upload(batch, size)
-        self.fill_in(batch, ids)
+        fill_in(batch, ids)
         self.graphs[size].replay()
         self.guess = self._prepare(batch.context_lens + 1, batch.block_tables)  # the device is busy, we are not
         hidden, token_ids = (x[:count] for x in self.graphs[size].outputs)

@@ -5,6 +5,7 @@
 # %% ../nbs/30b_launching.ipynb #281a8e00
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from .config import Config
 from .engine_core import EngineCore
 from .graphs import make_runner
-from .model_runner import InputBuffer, ModelRunner, pack_output
+from .model_runner import InputBuffer, ModelRunner, choose_device, pack_output
 from .overlap import OverlapCore, Pending
 from .sampler import on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -42,18 +43,19 @@ class Copied(NamedTuple):
 
 # %% ../nbs/30b_launching.ipynb #23df2266
 class Launcher:
-    """Starts the steps of a `ModelRunner` without waiting for them, in order. On a CPU, a thread is the device.
+    """Makes a `ModelRunner` and starts its steps without waiting for them, in order. On a CPU, a thread is the device.
 
     Source: MiniSGL's `engine/engine.py` and `scheduler/scheduler.py` (streams, token pool).
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self.is_gpu = runner, runner.device.type == "cuda"
+    def __init__(self, config: Config, make: Callable[[Config], ModelRunner] = make_runner) -> None:
+        self.is_gpu = choose_device(config.device).type == "cuda"
+        self.worker = ThreadPoolExecutor(1, "device")
+        self.runner = runner = make(config) if self.is_gpu else self.worker.submit(make, config).result()
         self.token_pool = torch.zeros(runner.config.max_num_seqs, dtype=torch.int64, device=runner.device)
         self.stored_rows = self.token_pool[:0]
-        runner.fill_in = self._fill_in
         if not self.is_gpu:
-            self.upload, self.worker = on_cpu, ThreadPoolExecutor(1, "device")
+            self.upload = on_cpu
             return
         self.upload = InputBuffer(runner.device, 2**16).upload
         self.computing, self.copying = torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)
@@ -86,7 +88,7 @@ class Launcher:
     @torch.inference_mode()
     def _compute(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
         """The step, and its tokens into the pool: (logits, token ids)."""
-        logits, token_ids = self.runner.launch(batch)
+        logits, token_ids = self.runner.launch(batch, self._fill_in)
         self.token_pool[self.stored_rows] = token_ids
         return logits, token_ids.clone()  # a graph's outputs are overwritten by its next replay
 
@@ -101,5 +103,4 @@ class Launcher:
 # %% ../nbs/30b_launching.ipynb #856ca71f
 def make_engine_core(config: Config) -> EngineCore:
     """The engine core that `config` asks for, with its runner: the checkpoint is loaded here."""
-    runner = make_runner(config)
-    return OverlapCore(config, Launcher(runner)) if config.overlap else EngineCore(config, runner)
+    return OverlapCore(config, Launcher(config)) if config.overlap else EngineCore(config, make_runner(config))

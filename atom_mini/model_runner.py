@@ -25,8 +25,8 @@ from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'choose_device', 'choose_ops',
-           'InputBuffer', 'ModelRunner', 'pack_output']
+__all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'FillIn', 'locate', 'free_host_bytes', 'kvcache_block_bytes', 'choose_device',
+           'choose_ops', 'InputBuffer', 'leave', 'ModelRunner', 'pack_output']
 
 # %% ../nbs/08_model_runner.ipynb #e386b0b6
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,6 +129,13 @@ class InputBuffer:
         return views
 
 # %% ../nbs/08_model_runner.ipynb #7e6fc43e
+FillIn = Callable[[ScheduledBatch, Tensor], None]
+
+
+def leave(batch: ScheduledBatch, ids: Tensor) -> None:
+    """The token ids are right as they are."""
+
+
 class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens. Fills in `config.num_kvcache_blocks`.
 
@@ -140,7 +147,6 @@ class ModelRunner:
     def __init__(self, config: Config) -> None:
         assert config.folder is not None and config.max_model_len is not None, "a runner needs a checkpoint"
         self.config = config
-        self.fill_in: Callable[[ScheduledBatch, Tensor], None] = lambda batch, ids: None  # for chapter 30b
         self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
@@ -260,10 +266,13 @@ class ModelRunner:
             meta.seen[1] = torch.where(meta.seen[1] < 0, newest[meta.seen[0]], meta.seen[1])
         return self.sampler(logits, meta)
 
-    def launch(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
-        """Queue a step on the device: (logits [R, vocabulary], token ids [R]) of those that sample."""
+    def launch(self, batch: ScheduledBatch, fill_in: FillIn = leave) -> tuple[Tensor, Tensor]:
+        """Queue a step on the device: (logits [R, vocabulary], token ids [R]) of those that sample.
+
+        `fill_in(batch, ids)` may change the token ids on the device before they are read: chapter 30b.
+        """
         ids, meta, context, last = self.prepare_model(batch)
-        self.fill_in(batch, ids)
+        fill_in(batch, ids)
         logits = self.run_model(ids, meta, context, last)
         return logits, self.postprocess(batch, logits, ids[last])
 

@@ -5,239 +5,168 @@
 # %% ../nbs/13_timeline.ipynb #9bb3e121
 from __future__ import annotations
 
+import gzip
 import html
 import json
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .config import require
 from .scheduler import BaseScheduler, ScheduledBatch
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['REASONS', 'COLOURS', 'Event', 'Step', 'TracedRequest', 'State', 'Trace', 'explain', 'Listener', 'Recorder']
+__all__ = ['Event', 'REASONS', 'COLOURS', 'Step', 'Block', 'State', 'Run', 'Listener', 'Recorder', 'Trace']
 
 # %% ../nbs/13_timeline.ipynb #7166cba8
-class Event(NamedTuple):
-    """One change of one request: added, refused, admitted, grown, preempted, finished."""
-
-    name: str
-    id: int
-    facts: dict[str, Any]
+Event = dict[str, Any]  # one change of one request: added, refused, admitted, grown, preempted, finished
 
 
 @dataclass
 class Step:
     """One step of the engine. Times in milliseconds."""
 
-    kind: str = ""  # "prefill" or "decode"
-    start: float = 0.0  # since the recorder was made
-    ids: list[int] = field(default_factory=list)  # who was scheduled
-    counts: list[int] = field(default_factory=list)  # with how many tokens; empty: one each
-    events: list[Event] = field(default_factory=list)  # up to the decision
-    published: dict[int, str] = field(default_factory=dict)  # block -> hash: what it adds to the prefix index
-    after: list[Event] = field(default_factory=list)  # once it had run
-    waiting: int = 0  # counted when it was scheduled: sequences
-    running: int = 0
-    free: int = 0  # blocks without an owner
-    indexed: int = 0  # blocks that the prefix index knows
+    kind: str  # "prefill" or "decode"
+    tokens: dict[int, int]  # request -> tokens computed
+    events: list[Event]  # up to the decision
+    published: dict[int, str]  # block -> hash: what it adds to the prefix index
+    counted: dict[str, int]  # when it was scheduled: waiting, running, used, indexed
+    start: float  # since the recorder was made
     lead: float = 0.0  # from `start` to the runner
     device: float = 0.0  # in the runner
     host: float = 0.0  # all the rest
+    after: list[Event] = field(default_factory=list)  # once it had run
     error: str | None = None  # what the runner raised; the step was rolled back
 
-    @property
-    def tokens(self) -> dict[int, int]:
-        """request -> tokens computed in this step."""
-        return dict(zip(self.ids, self.counts or [1] * len(self.ids), strict=True))
-
-
-class TracedRequest(NamedTuple):
-    """What a picture needs to know of a request: its tokens, the first `num_prompt_tokens` of which were given."""
-
-    num_prompt_tokens: int
-    token_ids: list[int]
-
 # %% ../nbs/13_timeline.ipynb #722ba187
-class State:
-    """Queues and blocks at one step, rebuilt from the events up to there."""
+class Block(NamedTuple):
+    """A block and what was written to it: piece number `piece` of the tokens of request `id`."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.waiting: list[int] = []
-        self.running: list[int] = []
-        self.tables: dict[int, list[int]] = {}
-        self.computed: dict[int, int] = {}  # tokens with K/V
-        self.owners: dict[int, list[int]] = {}  # of the blocks that have any
-        self.hashes: dict[int, str] = {}  # of the blocks in the prefix index
+    id: int
+    piece: int
+    owners: frozenset[int] = frozenset()
+    hash: str | None = None  # if it is in the prefix index
+
+
+@dataclass
+class State:
+    """Queues and blocks while `step` runs, rebuilt from the events up to there."""
+
+    num_blocks: int
+    step: Step = field(init=False)
+    waiting: list[int] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    tables: dict[int, list[int]] = field(default_factory=dict)  # request -> its blocks
+    computed: dict[int, int] = field(default_factory=dict)  # request -> tokens with K/V
+    blocks: dict[int, Block] = field(default_factory=dict)  # those ever used
 
     def apply(self, event: Event) -> None:
         """Let it happen."""
-        name, id, facts = event
+        name, id = event["event"], event["id"]
         if name == "added":
             self.waiting.append(id)
         elif name == "admitted":
             self.waiting.remove(id)
             self.running.append(id)
-            self.computed[id] = facts.get("computed", facts["cached"] * self.block_size)
-            self._take(id, facts["blocks"], facts["cached"])
-        elif name == "grown":
-            self._take(id, facts["blocks"], 0)
-        elif name in ("preempted", "finished"):
+            self.tables[id], self.computed[id] = [], event["computed"]
+        for i, block in enumerate(event.get("blocks", [])):
+            if i >= event.get("cached", 0):
+                self.blocks[block] = Block(id, len(self.tables[id]))
+            self.tables[id].append(block)
+            self.blocks[block] = self.blocks[block]._replace(owners=self.blocks[block].owners | {id})
+        if name in ("preempted", "finished"):
             (self.running if id in self.running else self.waiting).remove(id)
-            self._give_back(id)
+            for block in self.tables.pop(id, []):
+                self.blocks[block] = self.blocks[block]._replace(owners=self.blocks[block].owners - {id})
             if name == "preempted":
                 self.waiting.insert(0, id)
 
-    def _take(self, id: int, blocks: list[int], cached: int) -> None:
-        for block in blocks[cached:]:
-            self.hashes.pop(block, None)
-        for block in blocks:
-            self.owners.setdefault(block, []).append(id)
-        self.tables.setdefault(id, []).extend(blocks)
+    def counts(self) -> dict[str, int]:
+        """Sequences that wait and run; blocks: used, cached (nobody's, but can be found), free; in the prefix index."""
+        used = set().union(*self.tables.values())
+        indexed = {n for n, block in self.blocks.items() if block.hash}
+        pool = {"used": len(used), "cached": len(indexed - used), "free": self.num_blocks - len(used | indexed)}
+        return {"waiting": len(self.waiting), "running": len(self.running), "indexed": len(indexed), **pool}
 
-    def _give_back(self, id: int) -> None:
-        for block in self.tables.pop(id, []):
-            self.owners[block].remove(id)
-            if not self.owners[block]:
-                del self.owners[block]
+    def why(self, id: int) -> str:
+        """Why request `id` waits in this step."""
+        first = self.waiting[0]
+        told = [e for e in self.step.events if e["id"] == first and e["event"] in ("refused", "preempted")]
+        why = told[-1].get("why", "preempted: its blocks were taken in this step") if told else "unsaid"
+        return why if id == first else f"behind request {first}: {why}"
 
-    def pool(self) -> dict[str, int]:
-        """Blocks by kind: used, cached (nobody's, but its content can be found), free."""
-        used, cached = len(self.owners), len(self.hashes.keys() - self.owners.keys())
-        return {"used": used, "cached": cached, "free": self.num_blocks - used - cached}
+    def phases(self) -> dict[int, str]:
+        """request -> one of the names in `COLOURS`; held: it has blocks and was not scheduled."""
+        phases = dict.fromkeys(self.waiting, "waiting") | dict.fromkeys(self.running, "held")
+        phases |= dict.fromkeys(self.step.tokens, self.step.kind)
+        return phases | {e["id"]: e["event"] for e in self.step.events + self.step.after if e["event"] in COLOURS}
 
 # %% ../nbs/13_timeline.ipynb #cdcb4b75
+@dataclass
+class Run:
+    """A run of an engine, step by step. Of every `BaseScheduler`, with any runner."""
+
+    scheduler: str
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    requests: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)  # id -> prompt (length), token_ids
+    steps: list[Step] = field(default_factory=list, repr=False)
+    tail: list[Event] = field(default_factory=list, repr=False)  # since the last step
+    to_text: Callable[[int], str | None] | None = field(default=None, repr=False, compare=False)  # of a token id
+
+    def replay(self) -> Iterator[State]:
+        """The state at every step, while it runs: one object, moved on with each `next`."""
+        state = State(self.num_blocks)
+        for state.step in self.steps:
+            for event in state.step.events:
+                state.apply(event)
+            yield state
+            if state.step.error is None:
+                for id, n in state.step.tokens.items():
+                    state.computed[id] += n
+                for block, hash in state.step.published.items():
+                    state.blocks[block] = state.blocks[block]._replace(hash=hash)
+            for event in state.step.after:
+                state.apply(event)
+
+    def check(self) -> None:
+        """Assert that the events explain what was counted, at every step."""
+        for n, (step, state) in enumerate(zip(self.steps, self.replay(), strict=True)):
+            told = state.counts()
+            assert told | step.counted == told, f"step {n}: counted {step.counted}, the events say {told}"
+            assert 0 < sum(step.tokens.values()) <= self.max_num_batched_tokens, f"step {n}: {step.tokens} tokens"
+            for id, tokens in step.tokens.items():
+                end, room = state.computed[id] + tokens, len(state.tables[id]) * self.block_size
+                assert end <= min(room, len(self.requests[id]["token_ids"])), f"step {n}: {id} computes too much"
+
+    def waits(self, id: int) -> dict[int, str]:
+        """step -> why request `id` waited in it."""
+        return {n: state.why(id) for n, state in enumerate(self.replay()) if id in state.waiting}
+
+# %% ../nbs/13_timeline.ipynb #3fc3b90b
 REASONS = {
     "no blocks": "{free} are free, it needs {needed}, and {reserve} must stay for those who run",
     "token budget": "{left} tokens of the step's budget are left, too few for a piece of it",
     "max_num_seqs": "{running} sequences run, and max_num_seqs allows no more",
     "delay": "the delay gate holds prompts back",
     "decode first": "after a prefill step the decoders have their turn",
-    "preempted": "its blocks were taken in this step",
-    "unsaid": "the scheduler did not say why",
 }
 
 
-@dataclass(repr=False)
-class Trace:
-    """A run of an engine, step by step. Of every `BaseScheduler`, with any runner."""
-
-    scheduler: str
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    requests: dict[int, TracedRequest] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
-    tail: list[Event] = field(default_factory=list)  # since the last step
-    words: dict[int, str] = field(default_factory=dict, compare=False)  # token id -> text
-    to_text: Callable[[int], str] | None = field(default=None, compare=False)
-
-    def __repr__(self) -> str:
-        return f"Trace({self.scheduler}, {len(self.steps)} steps, {len(self.requests)} requests)"
-
-    def replay(self) -> Iterator[State]:
-        """The state at every step, while it runs: one object, moved on with each `next`."""
-        state = State(self.num_blocks, self.block_size)
-        for step in self.steps:
-            for event in step.events:
-                state.apply(event)
-            yield state
-            if step.error is None:
-                for id, n in step.tokens.items():
-                    state.computed[id] += n
-                state.hashes.update(step.published)
-            for event in step.after:
-                state.apply(event)
-
-    def check(self) -> None:
-        """Assert that the events explain what was counted, at every step."""
-        for n, (step, state) in enumerate(zip(self.steps, self.replay(), strict=True)):
-            told = (len(state.waiting), len(state.running), self.num_blocks - len(state.owners), len(state.hashes))
-            counted = (step.waiting, step.running, step.free, step.indexed)
-            assert told == counted, f"step {n}: waiting, running, free, indexed are {counted}, the events say {told}"
-            assert 0 < sum(step.tokens.values()) <= self.max_num_batched_tokens, f"step {n}: {step.tokens} tokens"
-            for id, tokens in step.tokens.items():
-                end, room = state.computed[id] + tokens, len(state.tables[id]) * self.block_size
-                assert end <= min(room, len(self.requests[id].token_ids)), f"step {n}: request {id} computes too much"
-
-    def waits(self, id: int) -> dict[int, str]:
-        """step -> why request `id` waited in it."""
-        found = {}
-        for n, (step, state) in enumerate(zip(self.steps, self.replay(), strict=True)):
-            if id in state.waiting:
-                first = state.waiting[0]
-                found[n] = explain(step, id) if id == first else f"behind request {first}: {explain(step, first)}"
-        return found
-
-    def phases(self) -> Iterator[dict[int, str]]:
-        """Per step: request -> waiting, prefill, decode, or held (it has blocks and was not scheduled)."""
-        for step, state in zip(self.steps, self.replay(), strict=True):
-            phases = dict.fromkeys(state.waiting, "waiting") | dict.fromkeys(state.running, "held")
-            yield phases | dict.fromkeys(step.ids, step.kind)
-
-    def to_json(self) -> str:
-        """As a file: what `from_json` reads."""
-        return json.dumps(_pack(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Trace:
-        """The trace that `to_json` wrote."""
-        return _unpack(json.loads(text))
-
-    def to_perfetto(self) -> str:
-        """In the Chrome trace event format, for ui.perfetto.dev: host, device, one lane per request, counters."""
-        return json.dumps({"traceEvents": _perfetto(self), "displayTimeUnit": "ms"})
-
-    def plot(self, width: float = 8.0) -> Any:
-        """Requests, pool and time by step: a matplotlib figure."""
-        require(len(self.steps) > 0, "nothing to plot: 0 steps were recorded")
-        return _plot(self, width)
-
-    def to_html(self) -> str:
-        """One page that needs nothing else: the template `timeline.html` and the data."""
-        data = json.dumps(_pack(self) | {"reasons": REASONS}, separators=(",", ":")).replace("<", "\\u003c")
-        return (files("atom_mini") / "timeline.html").read_text("utf-8").replace("/*DATA*/null", data)
-
-    def save_html(self, path: str | Path) -> None:
-        """Write `to_html` to a file; open it with a browser."""
-        Path(path).write_text(self.to_html(), "utf-8")
-
-    def _repr_html_(self) -> str:
-        page, style = self.to_html(), "width:100%;height:640px;border:1px solid #8884;border-radius:6px"
-        if len(page) > 2e6:
-            return f"<p>{self!r} is too large for a notebook ({len(page) / 1e6:.0f} MB): use save_html</p>"
-        return f'<iframe title="{self!r}" style="{style}" srcdoc="{html.escape(page)}"></iframe>'
-
-
-def explain(step: Step, id: int) -> str:
-    """Why request `id`, the first one waiting, waits in `step`."""
-    for name, of, facts in step.events:
-        if of == id and name in ("refused", "preempted"):
-            why = facts.get("why", name)
-            return f"{why}: {REASONS[why].format(**facts)}" if why in REASONS else why  # others say it all themselves
-    return f"unsaid: {REASONS['unsaid']}"
-
-# %% ../nbs/13_timeline.ipynb #3fc3b90b
 class Listener:
     """Hears of every step and remembers nothing: what an engine has unless it is traced."""
 
     trace: Trace | None = None
 
-    def scheduled(self, batch: ScheduledBatch, seqs: list[Sequence], start: float) -> None:
-        """The scheduler, called at `start`, has decided; the runner is next."""
+    def hear(self, *args: Any, **kwargs: Any) -> None:
+        """The scheduler has decided, and the runner is next; the runner has returned; the results are in the books."""
 
-    def ran(self) -> None:
-        """The runner has returned."""
-
-    def ended(self, error: BaseException | None = None) -> None:
-        """The results are in the books, or the step was rolled back."""
+    scheduled = ran = ended = hear
 
 
 class Recorder(Listener):
@@ -246,185 +175,128 @@ class Recorder(Listener):
     trace: Trace
 
     def __init__(self, scheduler: BaseScheduler) -> None:
-        self.scheduler, self.manager = scheduler, scheduler.block_manager
-        config, blocks = scheduler.config, len(self.manager.pool.blocks)
-        limits = (config.max_num_seqs, config.max_num_batched_tokens)
-        self.trace = Trace(type(scheduler).__name__, blocks, self.manager.block_size, *limits)
-        self.events = self.trace.tail
+        self.scheduler, self.manager, self.zero = scheduler, scheduler.block_manager, time.perf_counter()
+        blocks, budget = len(self.manager.pool.blocks), scheduler.config.max_num_batched_tokens
+        self.trace = Trace(type(scheduler).__name__, blocks, self.manager.block_size, budget)
         self.lengths: dict[int, int] = {}  # request -> blocks of its table that are written down
-        self.zero = time.perf_counter()
         scheduler.note = self.note
 
     def note(self, event: str, seq: Sequence, **facts: Any) -> None:
-        """The scheduler's one line: what happened to `seq`."""
+        """The scheduler's one line: what happened to `seq`. Blocks that it has got since the last line come along."""
+        known = self.lengths.get(seq.id, 0)
+        if blocks := seq.block_table[known:]:
+            facts["blocks"] = blocks
+        self.lengths[seq.id] = 0 if event in ("preempted", "finished") else known + len(blocks)
         if event == "added":
-            self.trace.requests[seq.id] = TracedRequest(seq.num_prompt_tokens, seq.token_ids)
+            self.trace.requests[seq.id] = {"prompt": seq.num_prompt_tokens, "token_ids": seq.token_ids}
         elif event == "admitted":
-            facts |= {"blocks": seq.block_table[:], "cached": seq.num_published_blocks}
-            if seq.num_computed_tokens != seq.num_published_blocks * self.manager.block_size:
-                facts["computed"] = seq.num_computed_tokens  # shared, and yet computed again: chapter 20
-            self.lengths[seq.id] = len(seq.block_table)
-        elif event == "refused":
+            facts |= {"cached": seq.num_published_blocks, "computed": seq.num_computed_tokens}
+        elif event == "refused" and facts["why"] in REASONS:
             facts |= {"free": self.manager.num_free_blocks, "running": len(self.scheduler.running)}
-        elif event in ("preempted", "finished"):
-            self._note_growth(seq)
-            self.lengths.pop(seq.id, None)
-        self.events.append(Event(event, seq.id, facts))
-
-    def _note_growth(self, seq: Sequence) -> None:
-        known, length = self.lengths.get(seq.id, 0), len(seq.block_table)
-        if length > known:
-            self.events.append(Event("grown", seq.id, {"blocks": seq.block_table[known:]}))
-            self.lengths[seq.id] = length
+            facts = {"why": f"{facts['why']}: {REASONS[facts['why']].format(**facts)}"}
+        self.trace.tail.append({"event": event, "id": seq.id, **facts})
 
     def scheduled(self, batch: ScheduledBatch, seqs: list[Sequence], start: float) -> None:
         for seq in seqs:
-            if len(seq.block_table) != self.lengths.get(seq.id):
-                self._note_growth(seq)
-        index, same = self.manager.index, batch.total_tokens_num == batch.total_seqs_num
-        self.step = Step(
-            kind=batch.type.name.lower(),
-            start=_ms(start - self.zero),
-            ids=batch.req_ids,
-            counts=[] if same else batch.num_scheduled_tokens.tolist(),
-            events=self.events,
-            published={block: f"{hash:016x}"[:8] for hash, block in index.pending.items()},
-            waiting=len(self.scheduler.waiting),
-            running=len(self.scheduler.running),
-            free=self.manager.num_free_blocks,
-            indexed=len(index),
-        )
-        self.events = self.step.after
-        self.start, self.ready = start, time.perf_counter()
-        self.finished = 0.0
+            if len(seq.block_table) != self.lengths[seq.id]:
+                self.note("grown", seq)
+        tokens = dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True))
+        manager, queues = self.manager, {"waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running)}
+        counted = queues | {"used": self.trace.num_blocks - manager.num_free_blocks, "indexed": len(manager.index)}
+        published = {block: f"{hash:016x}"[:8] for hash, block in manager.index.pending.items()}
+        when = round(1e3 * (start - self.zero), 3)
+        self.step = Step(batch.type.name.lower(), tokens, self.trace.tail, published, counted, when, _ms_since(start))
+        self.trace.tail = []
+        self.start, self.called = start, time.perf_counter()
 
     def ran(self) -> None:
-        self.finished = time.perf_counter()
+        self.step.device = _ms_since(self.called)
 
     def ended(self, error: BaseException | None = None) -> None:
-        now, step = time.perf_counter(), self.step
-        step.lead, step.device = _ms(self.ready - self.start), _ms((self.finished or now) - self.ready)
-        step.host = _ms(now - self.start - step.device / 1e3)
-        step.error = type(error).__name__ if error else None
-        self.trace.steps.append(step)
-        self.trace.tail = self.events = []
+        if error:
+            self.ran()
+            self.step.error = type(error).__name__
+        self.step.host = round(_ms_since(self.start) - self.step.device, 3)
+        self.step.after, self.trace.tail = self.trace.tail, []
+        self.trace.steps.append(self.step)
 
 
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
+def _ms_since(start: float) -> float:
+    return round(1e3 * (time.perf_counter() - start), 3)
 
 # %% ../nbs/13_timeline.ipynb #5322bb1b
-def _pack(trace: Trace) -> dict[str, Any]:
-    steps = []
-    for step, state in zip(trace.steps, trace.replay(), strict=True):
-        packed = {name: value for name, value in vars(step).items() if value}
-        if step.ids == state.running:
-            del packed["ids"]
-        steps.append(packed)
-    seen = {token_id for request in trace.requests.values() for token_id in request.token_ids}
-    words = trace.words | {token_id: trace.to_text(token_id) for token_id in sorted(seen) if trace.to_text}
-    return {**vars(trace), "steps": steps, "words": words, "to_text": None}
+COLOURS = {"waiting": "#e6b43c70", "held": "#8090a066", "prefill": "#e4572e", "decode": "#4d9de0"}
+COLOURS |= {"preempted": "#b5179e", "finished": "#2a9d5c"}
 
 
-def _unpack(data: dict[str, Any]) -> Trace:
-    events, steps = lambda packed: [Event(*event) for event in packed], []
-    for packed in data["steps"]:
-        packed["events"], packed["after"] = events(packed.get("events", [])), events(packed.get("after", []))
-        packed["published"] = {int(block): hash for block, hash in packed.get("published", {}).items()}
-        steps.append(Step(**packed))
-    requests = {int(id): TracedRequest(*request) for id, request in data["requests"].items()}
-    words = {int(token_id): word for token_id, word in data["words"].items()}
-    trace = Trace(**{**data, "steps": steps, "requests": requests, "tail": events(data["tail"]), "words": words})
-    for step, state in zip(trace.steps, trace.replay(), strict=True):
-        step.ids = step.ids or state.running[:]
-    return trace
+class Trace(Run):
+    """A run that can be saved, read again, drawn and played."""
 
-# %% ../nbs/13_timeline.ipynb #dfe9de95
-def _perfetto(trace: Trace) -> list[dict[str, Any]]:
-    def named(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
-        return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": {"name": name}}
+    def to_json(self) -> str:
+        """As a file: what `from_json` reads."""
+        seen = sorted({token_id for request in self.requests.values() for token_id in request["token_ids"]})
+        words = {token_id: self.to_text(token_id) for token_id in seen} if self.to_text else {}
+        return json.dumps({**vars(self), "steps": [*map(vars, self.steps)], "to_text": words})
 
-    out: list[dict[str, Any]] = []
-    lanes: dict[int, list[tuple[str, float, float]]] = {id: [] for id in trace.requests}
-    for n, (step, state, phases) in enumerate(zip(trace.steps, trace.replay(), trace.phases(), strict=True)):
-        start, end = 1e3 * step.start, 1e3 * (step.start + step.host + step.device)
-        args = {"step": n, "tokens": sum(step.tokens.values()), "error": step.error}
-        out.append(_slice(1, 1, f"step: {step.kind}", start, end - start, args))
-        out.append(_slice(1, 2, step.kind, start + 1e3 * step.lead, 1e3 * step.device, args))
-        for name, values in (("pool", state.pool()), ("queues", {"waiting": step.waiting, "running": step.running})):
-            out.append({"ph": "C", "pid": 1, "tid": 0, "ts": start, "name": name, "args": values})
-        for id, phase in phases.items():
-            lanes[id].append((phase, start, end))
-        for at, events in ((start, step.events), (end, step.after)):
-            for name, id, facts in events:
-                if name in ("refused", "preempted", "finished"):
-                    label = f"{name}: {facts['why']}" if "why" in facts else name
-                    out.append({"ph": "i", "s": "t", "pid": 2, "tid": id, "ts": at, "name": label, "args": facts})
-    for id, lane in lanes.items():
-        for phase, group in groupby(lane, key=lambda part: part[0]):
-            parts = list(group)
-            out.append(_slice(2, id, phase, parts[0][1], parts[-1][2] - parts[0][1], {"steps": len(parts)}))
-    names = [named(1, 0, "process_name", "engine"), named(2, 0, "process_name", "requests")]
-    names += [named(1, 1, "thread_name", "host"), named(1, 2, "thread_name", "device")]
-    names += [named(2, id, "thread_name", f"request {id}") for id in trace.requests]
-    return names + sorted(out, key=lambda event: event["ts"])
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The trace that `to_json` wrote."""
+        data = json.loads(text, object_hook=lambda d: {int(k) if k.isdigit() else k: v for k, v in d.items()})
+        return cls(**{**data, "steps": [Step(**step) for step in data["steps"]], "to_text": data["to_text"].get})
 
+    def to_perfetto(self) -> str:
+        """In the Chrome trace event format, for ui.perfetto.dev: host, device, counters, one lane per request."""
+        names = enumerate(("host", "device", "requests"), 1)
+        events = [Event(ph="M", pid=pid, name="process_name", args={"name": name}) for pid, name in names]
+        for step, state in zip(self.steps, self.replay(), strict=True):
+            whole = (step.start, step.host + step.device)
+            rows = [(1, 0, step.kind, *whole), (2, 0, step.kind, step.start + step.lead, step.device)]
+            rows += [(3, id, phase, *whole) for id, phase in state.phases().items()]
+            events += [Event(ph="X", pid=p, tid=t, name=name, ts=1e3 * ts, dur=1e3 * ms) for p, t, name, ts, ms in rows]
+            events.append(Event(ph="C", pid=1, name="engine", ts=1e3 * step.start, args=state.counts()))
+        return json.dumps({"traceEvents": events})
 
-def _slice(pid: int, tid: int, name: str, ts: float, dur: float, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "X", "pid": pid, "tid": tid, "ts": round(ts, 3), "dur": round(dur, 3), "name": name, "args": args}
+    def plot(self, width: float = 8.0) -> Any:
+        """Requests, pool and time by step: a matplotlib figure."""
+        import matplotlib.pyplot as plt
+        from matplotlib.colors import to_rgba
 
-# %% ../nbs/13_timeline.ipynb #f565e8f4
-COLOURS = {"waiting": "#f3e2b3", "held": "#c9ced6", "prefill": "#e4572e", "decode": "#4d9de0"}
+        ids, steps = list(self.requests), range(len(self.steps))
+        phases, counts = zip(*((state.phases(), state.counts()) for state in self.replay()), strict=True)
+        pool = {name: [count[name] for count in counts] for name in ("used", "cached", "free")}
+        times = {name: [getattr(step, name) for step in self.steps] for name in ("host", "device")}
+        high, every = min(6.0, 0.6 + 0.17 * len(ids)), 1 + len(ids) // 40
+        fig, axes = plt.subplots(3, figsize=(width, high + 2), sharex=True, height_ratios=[high, 1, 1], layout="tight")
+        axes[0].imshow([[to_rgba(COLOURS.get(now.get(id, ""), "none")) for now in phases] for id in ids], aspect="auto")
+        axes[0].set_yticks(range(0, len(ids), every), ids[::every], fontsize=7)
+        for name, colour in COLOURS.items():
+            axes[0].plot([], "s", color=colour, label=name)
+        axes[1].stackplot(steps, pool.values(), labels=pool, step="mid", colors=["#4d9de0", "#b9d8f3", "#eef1f4"])
+        axes[2].stackplot(steps, times.values(), labels=times, step="mid", colors=["#5b6570", "#e9b44c"])
+        axes[2].set_xlabel("step")
+        for ax, label in zip(axes, ("request", "blocks", "ms"), strict=True):
+            ax.set_ylabel(label)
+            ax.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        return fig
 
+    def to_html(self) -> str:
+        """One page that needs nothing else: the template `timeline.html`, and what it shows of every step, zipped."""
+        views, before = [], dict[int, Block]()
+        for n, state in enumerate(self.replay()):
+            changed = {number: block for number, block in state.blocks.items() if block is not before.get(number)}
+            why = {id: state.why(id) for id in state.waiting[:1]}
+            done = {id: state.computed[id] - n for id in state.running}  # in a decode the same at every step: zips well
+            queues = {"waiting": state.waiting[:], "running": state.running[:], "phases": state.phases()}
+            views.append({**vars(state.step), **state.counts(), **queues, "why": why, "done": done, "blocks": changed})
+            before = state.blocks.copy()
+        data = json.dumps(json.loads(self.to_json()) | {"steps": views, "colours": COLOURS}, default=sorted)
+        zipped = b64encode(gzip.compress(data.encode(), mtime=0)).decode()
+        return (files("atom_mini") / "timeline.html").read_text("utf-8").replace("/*DATA*/", zipped)
 
-def _plot(trace: Trace, width: float) -> Any:
-    import matplotlib.pyplot as plt
+    def save_html(self, path: str | Path) -> None:
+        """Write `to_html` to a file; open it with a browser."""
+        Path(path).write_text(self.to_html(), "utf-8")
 
-    rows, steps = {id: row for row, id in enumerate(trace.requests)}, len(trace.steps)
-    high = min(6.0, 0.6 + 0.17 * len(rows))  # inches
-    fig, axes = plt.subplots(3, figsize=(width, high + 2), sharex=True, height_ratios=[high, 1, 1], layout="tight")
-    _plot_lanes(trace, axes[0], rows)
-    pools, edges = [state.pool() for state in trace.replay()], range(steps + 1)
-    below = [0] * steps
-    for name, colour in (("used", "#4d9de0"), ("cached", "#b9d8f3"), ("free", "#eef1f4")):
-        above = [low + pool[name] for low, pool in zip(below, pools, strict=True)]
-        axes[1].stairs(above, edges, baseline=below, fill=True, color=colour, label=name)
-        below = above
-    host, total = [s.host for s in trace.steps], [s.host + s.device for s in trace.steps]
-    axes[2].stairs(host, edges, fill=True, color="#5b6570", label="host")
-    axes[2].stairs(total, edges, baseline=host, fill=True, color="#e9b44c", label="device")
-    axes[1].set(ylabel="blocks", ylim=(0, trace.num_blocks))
-    axes[2].set(ylabel="ms", xlabel="step", xlim=(0, steps), ylim=(0, None))
-    for ax in axes[1:]:
-        ax.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return fig
-
-
-def _plot_lanes(trace: Trace, ax: Any, rows: dict[int, int]) -> None:
-    import numpy as np
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
-    names, few, size = list(COLOURS), len(trace.steps) <= 80, min(6.0, 380 / max(1, len(trace.steps)))
-    cells = np.full((len(rows), len(trace.steps)), np.nan)
-    marks: dict[str, list[tuple[float, int]]] = {"preempted": [], "finished": []}
-    for x, (step, phases) in enumerate(zip(trace.steps, trace.phases(), strict=True)):
-        for id, phase in phases.items():
-            cells[rows[id], x] = names.index(phase)
-        for id, n in step.tokens.items() if few and step.kind == "prefill" else ():
-            ax.text(x + 0.5, rows[id], str(n), ha="center", va="center", fontsize=size, color="white")
-        for name, id, _ in step.events + step.after:
-            if name in marks:
-                marks[name].append((x + 0.5, rows[id]))
-    ax.pcolormesh(
-        np.arange(len(trace.steps) + 1), np.arange(-0.5, len(rows)), cells, cmap=ListedColormap(list(COLOURS.values())),
-        vmin=-0.5, vmax=3.5, ec="white" if few else "none", lw=0.4, rasterized=True,
-    )  # fmt: skip
-    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
-    for (name, points), marker, colour in zip(marks.items(), "xo", ("#b00020", "#1b1f23"), strict=True):
-        xy = np.array(points).reshape(-1, 2)
-        handles.append(ax.scatter(*xy.T, s=14 if few else 4, marker=marker, c=colour, lw=1, label=name, zorder=3))
-    ax.set(ylabel="request", yticks=range(len(rows))[:: 1 + len(rows) // 40])
-    ax.set_yticklabels(list(rows)[:: 1 + len(rows) // 40], fontsize=7)
-    ax.invert_yaxis()
-    ax.legend(handles=handles, ncol=6, frameon=False, fontsize=7, loc="lower left", bbox_to_anchor=(0, 1))
+    def _repr_html_(self) -> str:
+        page, style = html.escape(self.to_html()), "width:100%;height:640px;border:1px solid #8884;border-radius:6px"
+        return f'<iframe title="{self!r}" style="{style}" srcdoc="{page}"></iframe>'

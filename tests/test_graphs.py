@@ -72,7 +72,7 @@ def run(
     """(tokens, log probabilities) of one request per wish, and the engine they went through."""
     rng, core = random.Random(seed), EngineCore(runner.config, runner)
     if overlap:
-        core = OverlapCore(runner.config, Launcher(runner))
+        core = OverlapCore(runner.config, Launcher(runner.config, lambda config: runner))
     seqs = []
     for i, wish in enumerate(wishes):
         params = SamplingParams(max_tokens=max_tokens + i % 3, seed=i, ignore_eos=True, **wish).resolve(PLAIN)

@@ -425,7 +425,7 @@ def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
             play(trial, core, runner, True, time.perf_counter)
         assert core.trace is not None
         core.trace.check()
-        refused = [event.facts["why"] for step in core.trace.steps for event in step.events if event.name == "refused"]
+        refused = [e["why"] for step in core.trace.steps for e in step.events if e["event"] == "refused"]
         reasons.update(why.split(":")[0] for why in refused)
     known = {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks", "one prefill at a time"}
     assert reasons.keys() == known
