@@ -200,22 +200,18 @@ def make_parser() -> ArgumentParser:
 
 # %% ../nbs/09c_command_line.ipynb #61054cff
 def parse(arguments: list[str]) -> Namespace:
-    """What the command line says, checked before anything is loaded; no command means `generate`."""
-    parser, is_command = make_parser(), {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
-    args = parser.parse_args(arguments if is_command else ["generate", *arguments])
-    try:
-        args.params = SamplingParams(**given(args, SamplingParams))
-        engine: dict[str, Any] = {"max_model_len": getattr(args, "kv_cache_block_size", 16)}  # the checkpoint's, later
-        Config(**engine | given(args, Config) | {"model": None})
-    except ValueError as error:
-        parser.error(str(error))
+    """What the command line says; no command means `generate`. Raises what `SamplingParams` raises."""
+    is_command = {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
+    args = make_parser().parse_args(arguments if is_command else ["generate", *arguments])
+    args.params = SamplingParams(**given(args, SamplingParams))
     return args
 
 # %% ../nbs/09c_command_line.ipynb #eaed2eed
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 fine, 1 an error, 130 interrupted; argparse exits with 2."""
-    args = parse(sys.argv[1:] if arguments is None else arguments)
+    """Run one command; returns the exit code: 0 fine, 1 it failed, 2 what was asked cannot be, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        args = parse(arguments)
         args.run(args)
         sys.stdout.flush()
         return 0
@@ -225,8 +221,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output (`head`) has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except Exception as error:
-        if args.debug:
+        if "--debug" in arguments:
             raise
         text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
     return 1

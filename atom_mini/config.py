@@ -281,7 +281,7 @@ class Config:
 
     def _check_overlap(self) -> None:
         """What looks at a step's results, or its duration, before it plans the next cannot be a step ahead."""
-        cannot = {"scheduler": "atom", "trace": False, "scheduler_delay_factor": 0}
+        cannot = {"scheduler": "atom", "scheduler_delay_factor": 0}
         for name, only in cannot.items() if self.overlap else ():
             value = getattr(self, name)
             require(value == only, f"{name}={value!r} does not go with overlap=True: drop one of them")

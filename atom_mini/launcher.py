@@ -49,18 +49,19 @@ class Launcher:
     """
 
     def __init__(self, config: Config, make: Callable[[Config], ModelRunner] = make_runner) -> None:
-        self.is_gpu = choose_device(config.device).type == "cuda"
+        device = choose_device(config.device)
+        self.is_gpu = device.type == "cuda"
         self.worker = ThreadPoolExecutor(1, "device")
-        self.runner = runner = make(config) if self.is_gpu else self.worker.submit(make, config).result()
-        self.token_pool = torch.zeros(runner.config.max_num_seqs, dtype=torch.int64, device=runner.device)
+        self.runner = make(config) if self.is_gpu else self.worker.submit(make, config).result()
+        self.token_pool = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.stored_rows = self.token_pool[:0]
         if not self.is_gpu:
             self.upload = on_cpu
             return
-        self.upload = InputBuffer(runner.device, 2**16).upload
-        self.computing, self.copying = torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)
+        self.upload = InputBuffer(device, 2**16).upload
+        self.computing, self.copying = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.hosts = [torch.empty(len(self.token_pool), dtype=torch.int64, pin_memory=True) for _ in range(2)]
-        torch.cuda.synchronize(runner.device)  # weights, pool and graphs were made on another stream
+        torch.cuda.synchronize(device)  # weights, pool and graphs were made on another stream
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step, waited for."""

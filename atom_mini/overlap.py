@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from .config import Config, require
 from .engine_core import EngineCore, Runner, StepOutput
@@ -15,7 +15,7 @@ from .scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Sche
 from .sequence import RequestOutput, Sequence
 
 # %% auto #0
-__all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'InFlight', 'OverlapCore']
+__all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'OverlapCore']
 
 # %% ../nbs/30a_overlap.ipynb #12845b91
 class OverlapScheduler(Scheduler):
@@ -31,7 +31,6 @@ class OverlapScheduler(Scheduler):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.num_launched = 0  # steps whose tokens have not come
-        self.leaving: list[Sequence] = []  # finished, and yet in a launched step
 
     def is_finished(self) -> bool:
         return super().is_finished() and not self.leaving
@@ -62,7 +61,7 @@ class OverlapScheduler(Scheduler):
         finished = super().deliver(alive, output, stream_outputs)
         for seq in [seq for seq in self.leaving if not seq.num_launched_steps]:
             self.leaving.remove(seq)
-            self.block_manager.deallocate(seq)
+            self._release(seq)
         return finished
 
     def preempt(self, seq: Sequence) -> None:
@@ -75,11 +74,12 @@ class OverlapScheduler(Scheduler):
         """Undo all that is launched, and the step scheduled for `seqs`; nothing that these computed may be found."""
         lost = [seq for seq in self.running if seq.num_launched_steps or seq in seqs]
         for seq in lost + self.leaving:
+            self.note("forgotten", seq)
             for block_id in seq.block_table:
                 self.block_manager.index.forget(self.block_manager.pool.blocks[block_id])
         super().rollback(lost)
         for seq in self.leaving:
-            self.block_manager.deallocate(seq)
+            super()._release(seq)
         self.leaving, self.num_launched = [], 0
 
     def _release(self, seq: Sequence) -> None:
@@ -104,14 +104,6 @@ class LaunchingRunner(Runner, Protocol):
 
     def launch(self, batch: ScheduledBatch) -> Pending: ...
 
-
-class InFlight(NamedTuple):
-    """A step that was launched."""
-
-    batch: ScheduledBatch
-    seqs: list[Sequence]
-    pending: Pending
-
 # %% ../nbs/30a_overlap.ipynb #0661bfca
 class OverlapCore(EngineCore):
     """`EngineCore` that launches step N+1 before it looks at the results of step N.
@@ -126,36 +118,40 @@ class OverlapCore(EngineCore):
         name = type(scheduler).__name__
         require(scheduler.supports_overlap, f"overlap=True: {name} needs the last step's tokens: set overlap=False")
         super().__init__(config, runner, scheduler)
-        self.in_flight: deque[InFlight] = deque()
+        self.in_flight: deque[tuple[ScheduledBatch, list[Sequence], Pending]] = deque()
 
     def step(self, stream: bool = True) -> StepOutput | None:
         """Have two steps in flight, then look at the results of the first; None if there is nothing to do."""
         start = time.perf_counter()
         while len(self.in_flight) < 2 and (scheduled := self.scheduler.schedule()):
-            self._launch(scheduled[0], list(scheduled[1].values()))
+            self._launch(scheduled[0], list(scheduled[1].values()), start)
         if not self.in_flight:
             assert self.is_finished(), "every step schedules something, or everything is finished"
             return None
         batch, seqs, pending = self.in_flight.popleft()
         try:
             output = pending.result()
-        except BaseException:  # KeyboardInterrupt too
-            self._give_up([])
+        except BaseException as error:  # KeyboardInterrupt too
+            self._give_up([], error)
             raise
+        self.listener.ran()
         outputs: list[RequestOutput] = []
         finished = self.scheduler.deliver(seqs, output, outputs if stream else None)
+        self.listener.ended()
         return StepOutput(batch, outputs, finished, time.perf_counter() - start)
 
-    def _launch(self, batch: ScheduledBatch, seqs: list[Sequence]) -> None:
+    def _launch(self, batch: ScheduledBatch, seqs: list[Sequence], start: float) -> None:
+        self.listener.scheduled(batch, seqs, start)
         try:
             pending = self.runner.launch(batch)
-        except BaseException:
-            self._give_up(seqs)
+        except BaseException as error:
+            self._give_up(seqs, error)
             raise
         self.scheduler.advance(seqs)
-        self.in_flight.append(InFlight(batch, seqs, pending))
+        self.in_flight.append((batch, seqs, pending))
 
-    def _give_up(self, seqs: list[Sequence]) -> None:
+    def _give_up(self, seqs: list[Sequence], error: BaseException) -> None:
         """A step has failed: it, and those that build on it, never were."""
         self.in_flight.clear()
         self.scheduler.rollback(seqs)
+        self.listener.ended(error)

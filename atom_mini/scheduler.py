@@ -144,6 +144,7 @@ class BaseScheduler(ABC):
         self.max_len = config.num_kvcache_blocks * config.kv_cache_block_size + 1
         self.max_len = min(self.max_len, config.max_model_len or self.max_len)
         self.num_preemptions = 0
+        self.leaving: list[Sequence] = []  # finished, and yet in a launched step: chapter 30
         self.note: Callable[..., None] = _ignore  # (event, seq, **facts), for whoever listens
 
     @abstractmethod
@@ -240,13 +241,13 @@ class BaseScheduler(ABC):
         return finished
 
     def _finish(self, seq: Sequence, reason: str, now: float) -> None:
-        self.note("finished", seq, why=reason)
-        if seq.block_table:
-            self._release(seq)
         seq.status, seq.leave_reason, seq.leave_time = SequenceStatus.FINISHED, reason, now
+        self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
-        self.block_manager.deallocate(seq)
+        self.note("finished", seq, why=seq.leave_reason)
+        if seq.block_table:
+            self.block_manager.deallocate(seq)
 
 # %% ../nbs/04_scheduler.ipynb #bea7902c
 class DelayGate:

@@ -78,6 +78,9 @@ class State:
                 self.blocks[block] = Block(id, len(self.tables[id]))
             self.tables[id].append(block)
             self.blocks[block] = self.blocks[block]._replace(owners=self.blocks[block].owners | {id})
+        if name == "forgotten":  # with a failed step, what it had computed: chapter 30
+            for block in self.tables[id]:
+                self.blocks[block] = self.blocks[block]._replace(hash=None)
         if name in ("preempted", "finished"):
             (self.running if id in self.running else self.waiting).remove(id)
             for block in self.tables.pop(id, []):
@@ -126,11 +129,10 @@ class Run:
             for event in state.step.events:
                 state.apply(event)
             yield state
-            if state.step.error is None:
-                for id, n in state.step.tokens.items():
-                    state.computed[id] += n
-                for block, hash in state.step.published.items():
-                    state.blocks[block] = state.blocks[block]._replace(hash=hash)
+            for id, n in state.step.tokens.items():
+                state.computed[id] += n
+            for block, hash in state.step.published.items():
+                state.blocks[block] = state.blocks[block]._replace(hash=hash)
             for event in state.step.after:
                 state.apply(event)
 
@@ -142,7 +144,8 @@ class Run:
             assert 0 < sum(step.tokens.values()) <= self.max_num_batched_tokens, f"step {n}: {step.tokens} tokens"
             for id, tokens in step.tokens.items():
                 end, room = state.computed[id] + tokens, len(state.tables[id]) * self.block_size
-                assert end <= min(room, len(self.requests[id]["token_ids"])), f"step {n}: {id} computes too much"
+                known = len(self.requests[id]["token_ids"]) + 1  # an abort may leave one unknown: chapter 30
+                assert end <= min(room, known), f"step {n}: {id} computes too much"
 
     def waits(self, id: int) -> dict[int, str]:
         """step -> why request `id` waited in it."""
@@ -179,6 +182,8 @@ class Recorder(Listener):
         blocks, budget = len(self.manager.pool.blocks), scheduler.config.max_num_batched_tokens
         self.trace = Trace(type(scheduler).__name__, blocks, self.manager.block_size, budget)
         self.lengths: dict[int, int] = {}  # request -> blocks of its table that are written down
+        self.under_way: list[tuple[Step, float]] = []  # and when it was handed to the runner; two at most (chapter 30)
+        self.seen = 0.0  # when the runner had last returned
         scheduler.note = self.note
 
     def note(self, event: str, seq: Sequence, **facts: Any) -> None:
@@ -201,24 +206,29 @@ class Recorder(Listener):
             if len(seq.block_table) != self.lengths[seq.id]:
                 self.note("grown", seq)
         tokens = dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True))
-        manager, queues = self.manager, {"waiting": len(self.scheduler.waiting), "running": len(self.scheduler.running)}
+        manager, scheduler = self.manager, self.scheduler
+        queues = {"waiting": len(scheduler.waiting), "running": len(scheduler.running) + len(scheduler.leaving)}
         counted = queues | {"used": self.trace.num_blocks - manager.num_free_blocks, "indexed": len(manager.index)}
         published = {block: f"{hash:016x}"[:8] for hash, block in manager.index.pending.items()}
         when = round(1e3 * (start - self.zero), 3)
-        self.step = Step(batch.type.name.lower(), tokens, self.trace.tail, published, counted, when, _ms_since(start))
+        step = Step(batch.type.name.lower(), tokens, self.trace.tail, published, counted, when, _ms_since(start))
         self.trace.tail = []
-        self.start, self.called = start, time.perf_counter()
+        self.under_way.append((step, time.perf_counter()))
 
     def ran(self) -> None:
-        self.step.device = _ms_since(self.called)
+        step, called = self.under_way[0]
+        step.device, self.seen = _ms_since(max(called, self.seen)), time.perf_counter()
 
     def ended(self, error: BaseException | None = None) -> None:
-        if error:
+        newest, _ = self.under_way[-1]
+        newest.after, self.trace.tail = newest.after + self.trace.tail, []
+        if error:  # all that is under way is void, and the newest has published nothing
             self.ran()
-            self.step.error = type(error).__name__
-        self.step.host = round(_ms_since(self.start) - self.step.device, 3)
-        self.step.after, self.trace.tail = self.trace.tail, []
-        self.trace.steps.append(self.step)
+            newest.published = {}
+        for _ in self.under_way[:] if error else [None]:
+            step, _ = self.under_way.pop(0)
+            step.host, step.error = round(step.lead + _ms_since(self.seen), 3), type(error).__name__ if error else None
+            self.trace.steps.append(step)
 
 
 def _ms_since(start: float) -> float:

@@ -306,7 +306,7 @@ def does_not_undo_a_failed_step(patch: Patch) -> None:
 
 def loses_aborted_blocks(patch: Patch) -> None:
     """ATOM, 2fc509194: the client has gone and its K/V stays."""
-    mutate(patch, BaseScheduler, "_finish", "if seq.block_table:", 'if seq.block_table and reason != "abort":')
+    mutate(patch, BaseScheduler, "_release", "if seq.block_table:", 'if seq.block_table and seq.leave_reason != "abort":')
 
 
 def writes_one_block_further(patch: Patch) -> None:

@@ -19,6 +19,7 @@ from symbolic import SymbolicRunner
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.llm import LLM
+from atom_mini.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, _ignore
 from atom_mini.sequence import Sequence
 from atom_mini.trace import COLOURS, REASONS, Listener, Trace
@@ -112,6 +113,27 @@ def test_traces_of_random_loads_agree_with_the_engine(monkeypatch: pytest.Monkey
         assert not any("unsaid" in why for id in trace.requests for why in trace.waits(id).values() if seed % 10 == 0)
     assert all(stats[name] > 5 for name in ("failures", "aborts_running", "aborts_waiting", "preemptions", "same_step_hits"))
     assert set(whys) == set(REASONS)
+
+
+def test_a_run_a_step_ahead_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps under way: the events explain the counts, also when a step fails or a request is aborted in one."""
+    stats, cores = Counter[str](), list[OverlapCore]()
+
+    def make(config: Config, runner: Any) -> OverlapCore:
+        config.trace = True
+        cores.append(OverlapCore(config, runner))
+        return cores[-1]
+
+    monkeypatch.setattr(symbolic, "OverlapCore", make)
+    for seed in range(200):
+        stats += symbolic.run_trial(seed, overlap=True, tight=seed % 2 == 0)
+        trace = cast(Trace, cores.pop().trace)
+        trace.check()
+        assert Trace.from_json(trace.to_json()) == trace
+        names = Counter(e["event"] for step in trace.steps for e in step.events + step.after)
+        assert names["finished"] == names["added"] == len(trace.requests)
+        assert sum(step.error is not None for step in trace.steps) >= (names["forgotten"] > 0)
+    assert all(stats[name] > 5 for name in ("failures", "aborts_running", "preemptions", "prefix_hits"))
 
 
 def play(shapes: list[tuple[int, int]], scheduler: type[Scheduler] = Scheduler, **options: Any) -> Trace:
