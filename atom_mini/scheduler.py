@@ -286,7 +286,7 @@ class Scheduler(BaseScheduler):
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         if self.is_finished():
             return None
-        decodable = [s for s in self.running if s.num_tokens - s.num_computed_tokens == 1 and s.num_tokens < s.limit]
+        decodable = [s for s in self.running if s.num_tokens - 1 == s.num_computed_tokens < s.limit - 1]
         may_admit = self.gate.passed(self.waiting, bool(self.running))
         decode_first = self.config.interleave_decode and self.last_was_prefill and decodable
         type, seqs = SequenceType.DECODE, self._schedule_decode(decodable) if decode_first else []

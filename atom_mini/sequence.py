@@ -66,13 +66,12 @@ class Sequence:
         self.type = SequenceType.DUMMY
 
         self.num_prompt_tokens = len(token_ids)
-        self.num_tokens = len(token_ids)
+        self.num_tokens = self.num_known_tokens = len(token_ids)  # they differ by the placeholders of chapter 30
         self.last_token = self.token_ids[-1]
         self.num_cached_tokens = 0  # of the prompt, served by the prefix cache when it was first admitted
         self.num_computed_tokens = 0  # with K/V in the cache
         self.num_scheduled_tokens = 0  # in the step that runs now
         self.num_launched_steps = 0  # that have it and whose results have not come: chapter 30
-        self.num_placeholders = 0  # at the end of token_ids, for the tokens of these steps
         self.num_preemptions = 0
         self.limit = self.num_prompt_tokens + self.sampling_params.max_tokens  # tokens at which it ends
         self.stop_ids: frozenset[int] = frozenset(self.sampling_params.stop_token_ids)
@@ -102,33 +101,26 @@ class Sequence:
 
     def append_token(self, token_id: int) -> None:
         """Add one generated token, in the place of a placeholder if there is one; the next step computes its K/V."""
-        if self.num_placeholders:
-            self.token_ids[self.num_known_tokens] = token_id
-            self.num_placeholders -= 1
+        place = self.num_known_tokens
+        self.num_known_tokens = place + 1
+        if place < self._num_tokens:
+            self.token_ids[place] = token_id
             self.last_token = self.token_ids[-1]
             return
         self.token_ids.append(token_id)
         self.last_token = token_id
-        self.num_tokens = self._num_tokens + 1
+        self.num_tokens = place + 1
 
     def append_placeholder(self) -> None:
         """Reserve the place of a token that is being computed (chapter 30)."""
         self.token_ids.append(PLACEHOLDER)
         self.last_token = PLACEHOLDER
         self.num_tokens = self._num_tokens + 1
-        self.num_placeholders += 1
 
     def drop_placeholders(self) -> None:
         """Cut it to the tokens that are known."""
-        if self.num_placeholders:
-            self.num_tokens, self.num_placeholders = self.num_known_tokens, 0
-            del self.token_ids[self._num_tokens :]
-            self.last_token = self.token_ids[-1]
-
-    @property
-    def num_known_tokens(self) -> int:
-        """Length without placeholders."""
-        return self._num_tokens - self.num_placeholders
+        del self.token_ids[self.num_known_tokens :]
+        self.num_tokens, self.last_token = self.num_known_tokens, self.token_ids[-1]
 
     @property
     def num_completion_tokens(self) -> int:

@@ -67,13 +67,13 @@ def plant(patch: Patch, name: str, old: str, new: str) -> None:
 
 def keeps_placeholders(patch: Patch) -> None:
     """ATOM, defect A: what stood for a token to come stays in the context of a sequence that lost its blocks."""
-    plant(patch, "preempt", "seq.drop_placeholders()", "seq.num_placeholders = 0")
+    plant(patch, "preempt", "seq.drop_placeholders()", "seq.num_known_tokens = seq.num_tokens")
 
 
 def drops_one_placeholder_of_two(patch: Patch) -> None:
     """ATOM again: the number is derived, not counted."""
     old = "seq.drop_placeholders()"
-    plant(patch, "preempt", old, f"seq.num_placeholders = min(1, seq.num_placeholders); {old}")
+    plant(patch, "preempt", old, f"seq.num_known_tokens = max(seq.num_known_tokens, seq.num_tokens - 1); {old}")
 
 
 def gives_blocks_away_under_a_step(patch: Patch) -> None:
