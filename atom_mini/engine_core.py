@@ -66,6 +66,10 @@ class EngineCore:
     def is_finished(self) -> bool:
         return self.scheduler.is_finished()
 
+    def close(self) -> None:
+        """Let go of the runner, and of its memory with it."""
+        del self.runner
+
     def step(self, stream: bool = True) -> StepOutput | None:
         """Run one step; None if there is nothing to do. `stream=False` spares the per-sequence outputs."""
         start = time.perf_counter()

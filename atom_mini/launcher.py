@@ -63,6 +63,12 @@ class Launcher:
         self.hosts = [torch.empty(len(self.token_pool), dtype=torch.int64, pin_memory=True) for _ in range(2)]
         torch.cuda.synchronize(device)  # weights, pool and graphs were made on another stream
 
+    def close(self) -> None:
+        """Wait for what is under way: its memory is about to be given back."""
+        self.worker.shutdown()
+        if self.is_gpu:
+            self.computing.synchronize()
+
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step, waited for."""
         return self.launch(batch).result()

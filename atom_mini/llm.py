@@ -330,7 +330,7 @@ class LLM:
             for request_id in list(self._requests):
                 self.abort(request_id)
             self._closed = True
-            del self.engine_core.runner
+            self.engine_core.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -103,6 +103,7 @@ class LaunchingRunner(Runner, Protocol):
     """
 
     def launch(self, batch: ScheduledBatch) -> Pending: ...
+    def close(self) -> None: ...
 
 # %% ../nbs/30a_overlap.ipynb #0661bfca
 class OverlapCore(EngineCore):
@@ -139,6 +140,10 @@ class OverlapCore(EngineCore):
         finished = self.scheduler.deliver(seqs, output, outputs if stream else None)
         self.listener.ended()
         return StepOutput(batch, outputs, finished, time.perf_counter() - start)
+
+    def close(self) -> None:
+        self.runner.close()
+        super().close()
 
     def _launch(self, batch: ScheduledBatch, seqs: list[Sequence], start: float) -> None:
         self.listener.scheduled(batch, seqs, start)

@@ -376,6 +376,7 @@ def overlap(bench: Bench, results: dict[str, Any]) -> None:
             for _ in range(number):
                 llm.step()
             row["ms"] = 1e3 * (time.perf_counter() - start) / number
+            bench.synchronize()  # or the step that is under way would be counted too
             if (busy := busy_seconds(bench, llm.step)) is not None:
                 row |= {"busy_ms": 1e3 * busy, "device_busy": 1e3 * busy / row["ms"]}
         label, share = f"{name}, {count} decodes, overlap={is_ahead}", row.get("device_busy")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 import textwrap
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -288,3 +291,32 @@ def test_streams_and_dropped_streams() -> None:
         manager = llm.engine_core.scheduler.block_manager
         assert manager.num_free_blocks == len(manager.pool.blocks) and llm.engine_core.is_finished()
         assert llm.generate("Once upon a time", params, use_tqdm=False)[0].text == wanted
+
+
+def test_closing_waits_and_gives_the_memory_back() -> None:
+    """With a step under way: it ends first, and then its memory and its thread go, without a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM("tiny", device="cpu", overlap=True) as llm:
+            for i in range(4):
+                llm.add_request([i + 5] * 50, SamplingParams(max_tokens=20, ignore_eos=True))
+            llm.step()
+            core: Any = llm.engine_core
+            pending, cache = core.in_flight[0][2], weakref.ref(core.runner.runner.kv_cache)
+        assert pending.done() and cache() is None
+        assert "device" not in "".join(thread.name for thread in threading.enumerate())
+    finally:
+        gc.enable()
+
+
+def test_engines_side_by_side_do_not_see_each_others_step() -> None:
+    """One computes in a thread while the other computes in this one."""
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with LLM("tiny", device="cpu", overlap=True) as ahead, LLM("tiny", device="cpu") as plain:
+        wanted = plain.generate("The cat", params, use_tqdm=False)[0].token_ids
+        for i in range(64):
+            ahead.add_request([i + 5] * 40, SamplingParams(max_tokens=40, ignore_eos=True))
+        for _ in range(8):
+            ahead.step()  # leaves a step under way
+            assert plain.generate("The cat", params, use_tqdm=False)[0].token_ids == wanted

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from importlib.resources import files
@@ -94,17 +95,23 @@ def miscounts(trace: Trace) -> bool:
     return False
 
 
+def traced(monkeypatch: pytest.MonkeyPatch, name: str, kind: Callable[[Config, Any], Any]) -> list[Any]:
+    """From now on trials run in a `kind` that is traced in the place of `symbolic.name`; the cores that they make."""
+    cores: list[Any] = []
+
+    def make(config: Config, runner: Any) -> Any:
+        config.trace = True
+        cores.append(kind(config, runner))
+        return cores[-1]
+
+    monkeypatch.setattr(symbolic, name, make)
+    return cores
+
+
 def test_traces_of_random_loads_agree_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """With failures, aborts, preemptions, shared blocks; the outputs are the oracle's, as without a trace."""
     stats, whys = Counter[str](), Counter[str]()
-    cores: list[WatchedCore] = []
-
-    def make(config: Config, runner: Any) -> WatchedCore:
-        config.trace = True
-        cores.append(WatchedCore(config, runner))
-        return cores[-1]
-
-    monkeypatch.setattr(symbolic, "EngineCore", make)
+    cores = traced(monkeypatch, "EngineCore", WatchedCore)
     for seed in range(300):
         stats += symbolic.run_trial(seed)
         trace = agree(cores.pop())
@@ -117,14 +124,7 @@ def test_traces_of_random_loads_agree_with_the_engine(monkeypatch: pytest.Monkey
 
 def test_a_run_a_step_ahead_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps under way: the events explain the counts, also when a step fails or a request is aborted in one."""
-    stats, cores = Counter[str](), list[OverlapCore]()
-
-    def make(config: Config, runner: Any) -> OverlapCore:
-        config.trace = True
-        cores.append(OverlapCore(config, runner))
-        return cores[-1]
-
-    monkeypatch.setattr(symbolic, "OverlapCore", make)
+    stats, cores = Counter[str](), traced(monkeypatch, "OverlapCore", OverlapCore)
     for seed in range(200):
         stats += symbolic.run_trial(seed, overlap=True, tight=seed % 2 == 0)
         trace = cast(Trace, cores.pop().trace)
