@@ -8,7 +8,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test bench kernels gpu docs docs-serve test-docs book export clean
+.PHONY: run test bench kernels gpu docs docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -30,6 +30,10 @@ $(VENV)/docs: $(VENV)/dev
 	$(PIP) --editable ".[dev,docs]"
 	touch $@
 
+$(VENV)/lab: $(VENV)/dev
+	$(PIP) --editable ".[dev,lab]"
+	touch $@
+
 run: $(VENV)/run
 	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
 
@@ -40,6 +44,7 @@ test: $(VENV)/dev
 
 bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py
+	$(PY) tests/bench/busy.py
 	$(PY) tests/bench/host_step.py
 	$(PY) tests/bench/full_size.py
 
@@ -61,6 +66,18 @@ docs-serve: $(VENV)/docs
 
 test-docs: $(VENV)/docs
 	$(PY) -m pytest tests/test_docs.py -rs
+
+# The chapters, to be read and changed: a definition changed there holds for the cells after it.
+# How the book reads, in numbers; --check fails where an aim is missed.
+measure: $(VENV)/dev
+	$(PY) nbs/measure.py
+
+lab: $(VENV)/lab
+	cd nbs && ../$(PY) -m jupyter lab
+
+# Puts the book back: every change in nbs/ that is not committed is lost.
+clean-book:
+	git checkout -- nbs
 
 book: $(VENV)/dev
 	$(PY) nbs/book.py export

@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+import atom_mini.assemble  # noqa: F401 - first: it lets the later parts in
 from atom_mini.config import Config, SamplingParams
 from atom_mini.llm import LLM, CompletionOutput
 

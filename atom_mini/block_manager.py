@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -16,45 +17,37 @@ import xxhash
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NO_HASH', 'ROOT', 'Block', 'BlockPool', 'compute_hash', 'PrefixIndex', 'PrefixCache', 'BlockManager', 'check_blocks']
+__all__ = ['NO_HASH', 'ROOT', 'Block', 'BlockPool', 'tokens_of', 'compute_hash', 'PrefixIndex', 'BlockManager']
 
-# %% ../nbs/03_block_manager.ipynb #07e83878
+# %% ../nbs/03_block_manager.ipynb #f013ff40
 NO_HASH = -1
-ROOT = 0  # the content before the first block
 
 
 class Block:
-    """One block of the pool. Its content is known only once it is full: `token_ids` after the content `parent_id`.
+    """One block of the pool: how many own it and, once it is full, what it holds.
 
-    `hash` is its key in the prefix index, or NO_HASH: a block has a hash if and only if the index points at it.
+    It holds `token_ids` after the content `parent_id`; both together are `content_id`.
     """
 
-    __slots__ = ("block_id", "content_id", "hash", "parent_id", "ref_count", "token_ids")
-
     def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything: as handed out fresh, before it has an owner."""
-        self.ref_count = 0
-        self.hash = NO_HASH
+        self.block_id, self.ref_count = block_id, 0
+        self.hash = NO_HASH  # its key in the prefix index, while that points at it
         self.token_ids: list[int] = []
         self.content_id = self.parent_id = -1
 
-# %% ../nbs/03_block_manager.ipynb #c90ca40d
+# %% ../nbs/03_block_manager.ipynb #35c69851
 class BlockPool:
     """All blocks and the queue of the free ones, least recently used first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.free_block_ids = OrderedDict.fromkeys(range(num_blocks))
 
     def take(self) -> Block:
-        """The free block that was used least recently, with one owner, its old content still on it."""
-        block_id, _ = self.free_block_ids.popitem(last=False)
-        self.blocks[block_id].ref_count = 1
-        return self.blocks[block_id]
+        """The free block that was used least recently, with one owner."""
+        block = self.blocks[self.free_block_ids.popitem(last=False)[0]]
+        block.ref_count = 1
+        return block
 
     def share(self, block_id: int) -> None:
         """One owner more. If nobody owned it, it leaves the queue, whole."""
@@ -69,68 +62,66 @@ class BlockPool:
         block.ref_count -= 1
         if block.ref_count == 0:
             self.free_block_ids[block_id] = None
-            if block.hash == NO_HASH:
-                self.free_block_ids.move_to_end(block_id, last=False)
+            self.free_block_ids.move_to_end(block_id, last=block.hash != NO_HASH)
 
 # %% ../nbs/03_block_manager.ipynb #6f0eb0c4
-def compute_hash(token_ids: list[int], prefix: int = NO_HASH) -> int:
-    """xxHash64 of a full block after the block hashed `prefix` (ATOM's chain; the first block has no prefix)."""
-    h = xxhash.xxh64()
-    if prefix != NO_HASH:
-        h.update(prefix.to_bytes(8, "little"))
-    h.update(np.array(token_ids, dtype="<i8").tobytes())
-    return h.intdigest()
+def tokens_of(seq: Sequence, i: int) -> list[int]:
+    """The tokens of the `i`-th block of `seq`; fewer than a block in its last."""
+    return seq.token_ids[i * seq.block_size : (i + 1) * seq.block_size]
 
-# %% ../nbs/03_block_manager.ipynb #ed4ff5e5
+# %% ../nbs/03_block_manager.ipynb #d4ffaacd
+def compute_hash(token_ids: list[int], prefix: int = NO_HASH) -> int:
+    """xxHash64 of a full block after the block hashed `prefix`, if there is one.
+
+    Hashed are the prefix's 8 bytes and int64 ids, both little-endian (ATOM's chain).
+    """
+    before = b"" if prefix == NO_HASH else prefix.to_bytes(8, "little")
+    return xxhash.xxh64_intdigest(before + np.array(token_ids, dtype="<i8").tobytes())
+
+# %% ../nbs/03_block_manager.ipynb #f7b62b75
+ROOT = 0  # the content before the first block
+
+
 class PrefixIndex:
-    """Finds full blocks by content: xxHash proposes, comparing tokens and parent decides."""
+    """Finds full blocks by content: xxHash proposes, a comparison decides.
+
+    `blocks` are the pool's; `pending` is what the step that is scheduled now computes.
+    """
 
     def __init__(self, blocks: list[Block], block_size: int) -> None:
-        self.blocks = blocks
-        self.block_size = block_size
+        self.blocks, self.block_size = blocks, block_size
         self.hash_to_block_id: dict[int, int] = {}
-        self.pending: dict[int, int] = {}  # computed by the step that is scheduled now
+        self.pending: dict[Any, int] = {}  # hash -> block id
         self._content_ids = count(ROOT + 1)
-
-    def __len__(self) -> int:
-        return len(self.hash_to_block_id)
 
     def _hash(self, seq: Sequence, i: int) -> int:
         """The chained hash of the sequence's i-th block, computed once in its life."""
-        while len(seq.block_hashes) <= i:
-            start, parent = len(seq.block_hashes) * self.block_size, (seq.block_hashes or [NO_HASH])[-1]
-            seq.block_hashes.append(compute_hash(seq.token_ids[start : start + self.block_size], parent))
+        while (n := len(seq.block_hashes)) <= i:
+            before = seq.block_hashes[-1] if n else NO_HASH
+            seq.block_hashes.append(compute_hash(tokens_of(seq, n), before))
         return seq.block_hashes[i]
 
-    def _lookup(self, hash: int, token_ids: list[int], parent_id: int) -> Block | None:
+    def _lookup(self, seq: Sequence, i: int, parent_id: int) -> Block | None:
+        """The block that holds the i-th of `seq` after the content `parent_id`, or None."""
+        hash, token_ids = self._hash(seq, i), tokens_of(seq, i)
         block_id = self.hash_to_block_id.get(hash, self.pending.get(hash))
         if block_id is None:
             return None
         block = self.blocks[block_id]
-        return block if block.token_ids == token_ids and block.parent_id == parent_id else None
-
-    def find(self, seq: Sequence) -> list[int]:
-        """Ids of the leading blocks of `seq` that exist; never its last token's, which must be computed to sample."""
-        found, parent_id = [], ROOT
-        for i in range((seq.num_tokens - 1) // self.block_size):
-            tokens = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            block = self._lookup(self._hash(seq, i), tokens, parent_id)
-            if block is None:
-                break
-            found.append(block.block_id)
-            parent_id = block.content_id
-        return found
+        same = block.token_ids == token_ids and block.parent_id == parent_id
+        return block if same else None
 
     def stage(self, seq: Sequence, num_tokens: int) -> None:
-        """Note the blocks of `seq` that are full once its first `num_tokens` tokens are computed, by this step."""
+        """Note the blocks of `seq` that are full once this step has computed its first
+        `num_tokens` tokens."""
         for i in range(seq.num_published_blocks, num_tokens // self.block_size):
             block, hash = self.blocks[seq.block_table[i]], self._hash(seq, i)
-            block.token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            block.token_ids = tokens_of(seq, i)
             block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else ROOT
-            twin = self._lookup(hash, block.token_ids, block.parent_id)
+            twin = self._lookup(seq, i, block.parent_id)
             block.content_id = twin.content_id if twin else next(self._content_ids)
-            if hash not in self.hash_to_block_id and hash not in self.pending:  # the first keeps the place
-                self.pending[hash] = block.block_id
+            if hash not in self.hash_to_block_id:  # the first keeps the place
+                self.pending.setdefault(hash, block.block_id)
             seq.num_published_blocks = i + 1
 
     def publish(self) -> None:
@@ -140,6 +131,20 @@ class PrefixIndex:
         self.hash_to_block_id.update(self.pending)
         self.pending.clear()
 
+    def __len__(self) -> int:
+        return len(self.hash_to_block_id)
+
+    def find(self, seq: Sequence) -> list[int]:
+        """Ids of the leading blocks of `seq` that exist; never its last token's."""
+        found, parent_id = [], ROOT
+        for i in range((seq.num_tokens - 1) // self.block_size):
+            block = self._lookup(seq, i, parent_id)
+            if block is None:
+                break
+            found.append(block.block_id)
+            parent_id = block.content_id
+        return found
+
     def forget(self, block: Block) -> None:
         """Drop the block's entry: it is about to hold something else."""
         if block.hash != NO_HASH:
@@ -148,90 +153,50 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Assert that a block has a hash if and only if the index points at it."""
-        for block in self.blocks:
-            if block.hash != NO_HASH:
-                known = self.hash_to_block_id[block.hash] == block.block_id
-                assert known, f"block {block.block_id}: not in the index"
-        for hash, block_id in self.hash_to_block_id.items():
-            assert self.blocks[block_id].hash == hash, f"the index holds a stale entry for block {block_id}"
+        known = {(b.hash, b.block_id) for b in self.blocks if b.hash != NO_HASH}
+        wrong = known ^ self.hash_to_block_id.items()
+        assert not wrong, f"(hash, block) on one side only: {wrong}"
 
 # %% ../nbs/03_block_manager.ipynb #2199be1d
-class PrefixCache(Protocol):
-    """What a `BlockManager` asks of its index: `PrefixIndex`, or `RadixCache` of chapter 31."""
-
-    pending: dict[Any, int]  # what -> block id; cleared if the step fails
-
-    def find(self, seq: Sequence) -> list[int]: ...
-    def stage(self, seq: Sequence, num_tokens: int) -> None: ...
-    def publish(self) -> None: ...
-    def forget(self, block: Block) -> None: ...
-    def check(self) -> None: ...
-    def __len__(self) -> int: ...  # blocks that can be found
-
-# %% ../nbs/03_block_manager.ipynb #d0c5fc99
+@dataclass(eq=False)
 class BlockManager:
     """Hands out the KV cache block by block. Knows ids only: no tensor, no device.
 
-    `num_blocks` blocks of `block_size` tokens, for at most `max_num_seqs` sequences at once.
-    `index_type` makes what finds prefixes.
-    Source: PagedAttention (Kwon et al. 2023); ATOM's `block_manager.py` and `block_pool.py`.
+    `num_blocks` blocks of `block_size` tokens, for at most `max_num_seqs` sequences at
+    once. `index_type` makes what finds prefixes. Source: PagedAttention (Kwon et al.
+    2023); ATOM's `block_manager.py` and `block_pool.py`.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        max_num_seqs: int = 512,
-        index_type: Callable[[list[Block], int], PrefixCache] = PrefixIndex,
-    ) -> None:
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.index = index_type(self.pool.blocks, block_size)
-        self.block_tables = np.zeros((max_num_seqs, 16), dtype=np.int32)  # grows in width
-        self._free_rows = list(range(max_num_seqs))
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 512
+    index_type: Callable[[list[Block], int], PrefixIndex] = PrefixIndex
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: all blocks are free, and nothing can be found."""
+        self.pool = BlockPool(self.num_blocks)
+        self.index = self.index_type(self.pool.blocks, self.block_size)
+        self.block_tables = np.zeros((self.max_num_seqs, 16), np.int32)  # grows in width
+        self._free_rows = list(range(self.max_num_seqs))
 
     @property
     def num_free_blocks(self) -> int:
         return len(self.pool.free_block_ids)
 
-    @property
-    def num_free_rows(self) -> int:
-        """How many more sequences may hold blocks."""
-        return len(self._free_rows)
+    def _fresh_block(self) -> int:
+        block = self.pool.take()
+        self.index.forget(block)
+        return block.block_id
 
-    def can_allocate(self, seq: Sequence, reserve: int = 0) -> list[int] | None:
-        """The cached blocks `seq` would start with; None if fewer than `reserve` blocks would stay free."""
-        if self.num_free_blocks < seq.blocks_needed + reserve:
-            return None
-        cached = self.index.find(seq) if self.enable_prefix_caching else []
-        seq.blocks_needed = seq.num_blocks - sum(self.pool.blocks[i].ref_count > 0 for i in cached)
-        return cached if self.num_free_blocks >= seq.blocks_needed + reserve else None
-
-    def allocate(self, seq: Sequence, cached: list[int], num_blocks: int | None = None) -> None:
-        """Give `seq` its blocks, or the first `num_blocks`: `cached` (from `can_allocate`) shared, the rest fresh."""
-        assert not seq.block_table and seq.row < 0
-        for block_id in cached:
-            self.pool.share(block_id)
-        fresh = [self._fresh_block() for _ in range((num_blocks or seq.num_blocks) - len(cached))]
-        seq.block_table = cached + fresh
-        seq.num_computed_tokens = len(cached) * self.block_size
-        if not seq.num_preemptions:  # what others had computed, not what it finds of its own
-            seq.num_cached_tokens = seq.num_computed_tokens
-        seq.num_published_blocks = len(cached)
-        seq.blocks_needed = 0
-        seq.row = self._free_rows.pop()
-        self._write_row(seq, 0)
-
-    def can_append(self, seq: Sequence, num_new_tokens: int = 1) -> bool:
-        """Whether the newest token, and `num_new_tokens - 1` more after it, can have their K/V stored."""
-        return self.num_free_blocks >= self._num_missing(seq, num_new_tokens)
-
-    def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
-        """Grow the table to hold them; mostly nothing to do."""
-        if missing := self._num_missing(seq, num_new_tokens):
-            self.extend(seq, len(seq.block_table) + missing)
+    def _write_row(self, seq: Sequence, start: int) -> None:
+        end, width = len(seq.block_table), self.block_tables.shape[1]
+        if end > width:  # by more than twice
+            self.block_tables = np.pad(self.block_tables, ((0, 0), (0, end)))
+        self.block_tables[seq.row, start:end] = seq.block_table[start:]
 
     def extend(self, seq: Sequence, num_blocks: int) -> None:
         """Grow the table to `num_blocks`."""
@@ -239,57 +204,76 @@ class BlockManager:
         seq.block_table += [self._fresh_block() for _ in range(num_blocks - start)]
         self._write_row(seq, start)
 
-    def deallocate(self, seq: Sequence) -> None:
-        """Take everything back, last block first, so that the beginning of a prompt stays cached longest."""
-        for block_id in reversed(seq.block_table):
-            self.pool.release(block_id)
-        self._free_rows.append(seq.row)
-        seq.row = -1
-        seq.block_table = []
-        seq.num_computed_tokens = seq.num_published_blocks = 0
+    def can_allocate(
+        self, seq: Sequence, reserve: int = 0
+    ) -> list[int] | None:
+        """The cached blocks `seq` would start with; None if fewer than `reserve` blocks
+        would stay free."""
+        if self.num_free_blocks < seq.blocks_needed + reserve:
+            return None
+        cached = self.index.find(seq) if self.enable_prefix_caching else []
+        in_use = sum(self.pool.blocks[i].ref_count > 0 for i in cached)
+        seq.blocks_needed = seq.num_blocks - in_use
+        return cached if self.num_free_blocks >= seq.blocks_needed + reserve else None
+
+    def allocate(
+        self, seq: Sequence, cached: list[int], num_blocks: int = 0
+    ) -> None:
+        """Give `seq` its blocks, or the first `num_blocks`: `cached` (from `can_allocate`)
+        shared, the rest fresh."""
+        for block_id in cached:
+            self.pool.share(block_id)
+        seq.block_table, seq.row = cached[:], self._free_rows.pop()
+        self._write_row(seq, 0)
+        self.extend(seq, num_blocks or seq.num_blocks)
+        seq.num_computed_tokens = len(cached) * self.block_size
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        seq.num_published_blocks, seq.blocks_needed = len(cached), 0
 
     def stage(self, seq: Sequence, num_tokens: int) -> None:
-        """The step being scheduled computes `seq` up to `num_tokens`: note the blocks that this completes."""
+        """The step being scheduled computes `seq` up to `num_tokens`: note the blocks that
+        this completes."""
         if self.enable_prefix_caching:
             self.index.stage(seq, num_tokens)
 
-    def check(self, seqs: Iterable[Sequence]) -> None:
-        """Assert that the books balance, given every sequence that holds blocks (see `check_blocks`)."""
-        check_blocks(self, seqs)
+    def deallocate(self, seq: Sequence) -> None:
+        """Take everything back, last block first, so that the beginning of a prompt stays
+        cached longest."""
+        for block_id in reversed(seq.block_table):
+            self.pool.release(block_id)
+        self._free_rows.append(seq.row)
+        seq.block_table, seq.row = [], -1
+        seq.num_computed_tokens = seq.num_published_blocks = 0
 
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
-        return -(-(seq.num_tokens + num_new_tokens - 1) // self.block_size) - len(seq.block_table)
+        needed = -(-(seq.num_tokens + num_new_tokens - 1) // self.block_size)
+        return needed - len(seq.block_table)
 
-    def _fresh_block(self) -> int:
-        block = self.pool.take()
-        self.index.forget(block)
-        block.reset()
-        block.ref_count = 1
-        return block.block_id
+    def can_append(self, seq: Sequence, num_new_tokens: int = 1) -> bool:
+        """Whether the K/V of the newest token, and of `num_new_tokens - 1` after it, has
+        room."""
+        return self.num_free_blocks >= self._num_missing(seq, num_new_tokens)
 
-    def _write_row(self, seq: Sequence, start: int) -> None:
-        end, width = len(seq.block_table), self.block_tables.shape[1]
-        if end > width:
-            self.block_tables = np.pad(self.block_tables, ((0, 0), (0, max(width, end - width))))
-        self.block_tables[seq.row, start:end] = seq.block_table[start:]
+    def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
+        """Grow the table to hold them; mostly nothing to do."""
+        self.extend(seq, len(seq.block_table) + self._num_missing(seq, num_new_tokens))
 
-# %% ../nbs/03_block_manager.ipynb #7166e8ae
-def check_blocks(manager: BlockManager, seqs: Iterable[Sequence]) -> None:
-    """Assert that free + used == total, that references equal owners, and that the index is exact.
-
-    `seqs`: every sequence that holds blocks.
-    """
-    seqs, pool = list(seqs), manager.pool
-    owners = Counter(block_id for seq in seqs for block_id in seq.block_table)
-    for block in pool.blocks:
-        assert block.ref_count == owners[block.block_id], f"block {block.block_id}: {block.ref_count} references"
-        assert (block.ref_count == 0) == (block.block_id in pool.free_block_ids), f"block {block.block_id}: free?"
-    manager.index.check()
-    for seq in seqs:
-        assert len(set(seq.block_table)) == len(seq.block_table), f"sequence {seq.id} holds a block twice"
-        assert len(seq.block_table) * manager.block_size >= seq.num_computed_tokens, f"sequence {seq.id}: K/V nowhere"
-        assert manager.block_tables[seq.row, : len(seq.block_table)].tolist() == seq.block_table
-        for i in range(min(seq.num_published_blocks, seq.num_computed_tokens // manager.block_size)):
-            tokens = seq.token_ids[i * manager.block_size : (i + 1) * manager.block_size]
-            assert pool.blocks[seq.block_table[i]].token_ids == tokens, f"sequence {seq.id}: wrong tokens in block {i}"
-    assert len(manager._free_rows) == len(manager.block_tables) - len(seqs)
+    def check(self, seqs: Iterable[Sequence]) -> None:
+        """Assert that the books balance, given every sequence that holds blocks: references
+        equal owners, a block is free or owned, tables and contents are right."""
+        seqs, pool = list(seqs), self.pool
+        owners = Counter(i for seq in seqs for i in set(seq.block_table))
+        for i, n in enumerate(block.ref_count for block in pool.blocks):
+            assert n == owners[i], f"block {i}: {n} references, {owners[i]} owners"
+            assert (n == 0) == (i in pool.free_block_ids), f"block {i}: free and owned"
+        self.index.check()
+        for seq in seqs:
+            table, end = seq.block_table, seq.num_computed_tokens
+            assert len(table) * self.block_size >= end, f"{seq}: K/V without a block"
+            row = self.block_tables[seq.row, : len(table)]
+            assert row.tolist() == table, f"{seq}: its row is {row}"
+            for i in range(min(seq.num_published_blocks, end // self.block_size)):
+                held = pool.blocks[table[i]].token_ids
+                assert held == tokens_of(seq, i), f"{seq}: block {i} holds {held}"
+        assert len(self._free_rows) == self.max_num_seqs - len(seqs), "rows are lost"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from .config import SamplingParams
 
 # %% auto #0
-__all__ = ['uniforms', 'draw', 'keep_mask', 'on_cpu', 'SamplingMetaData', 'soften', 'sample', 'Sampler', 'gather_logprobs']
+__all__ = ['NEUTRAL', 'Upload', 'uniforms', 'draw', 'soften', 'sample', 'keep_mask', 'on_cpu', 'SamplingMetaData', 'Sampler',
+           'gather_logprobs']
 
 # %% ../nbs/07_sampler.ipynb #9c764baa
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -24,7 +26,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
-
+# %% ../nbs/07_sampler.ipynb #011b3b63
 def uniforms(seeds: list[int], positions: np.ndarray) -> np.ndarray:
     """One number in [0, 1) with 24 bits per (seed, position): float32 [B]."""
     key = _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64))
@@ -33,15 +35,36 @@ def uniforms(seeds: list[int], positions: np.ndarray) -> np.ndarray:
 
 # %% ../nbs/07_sampler.ipynb #08ea4024
 def draw(probs: Tensor, u: Tensor) -> Tensor:
-    """The token at which the cumulated `probs` [B, V] pass `u` [B] in [0, 1): int64 [B]. Never one of probability 0."""
-    # a sum made in parallel is not quite monotone: what has probability 0 is taken out by name
+    """The token at which the cumulated `probs` [B, V] pass `u` [B] in [0, 1).
+
+    int64 [B]; never one of probability 0.
+    """
     cumulated = probs.cumsum(-1).masked_fill(probs == 0, 0)
     hits = cumulated > u[:, None] * cumulated.amax(-1, keepdim=True)
-    return torch.where(hits.any(-1), hits.int().argmax(-1), cumulated.argmax(-1))  # no hit: rounding, so the last one
+    # where rounding leaves no hit, the last one
+    return torch.where(hits.any(-1), hits.int().argmax(-1), cumulated.argmax(-1))
 
-# %% ../nbs/07_sampler.ipynb #e1f3d251
+# %% ../nbs/07_sampler.ipynb #849efe55
+def soften(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - their maximum) / temperature [B]: [B, V]; a temperature of 0 is 1."""
+    logits = logits - logits.amax(-1, keepdim=True)  # a tiny one divides nothing large
+    return logits / temperature.masked_fill(temperature == 0, 1)[:, None]
+
+# %% ../nbs/07_sampler.ipynb #f4d1c1bc
+def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
+    """One token per row of `logits` [B, V], unfiltered: int64 [B].
+
+    The argmax where `temperature` [B] is 0, else drawn with `u` [B].
+    """
+    drawn = draw(soften(logits.float(), temperature).softmax(-1), u)
+    return torch.where(temperature == 0, logits.argmax(-1), drawn)
+
+# %% ../nbs/07_sampler.ipynb #6b7fa86c
 def keep_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens of `logits` [B, V] top-k and then top-p keep (k = V and p = 1 keep all): bool [B, V]."""
+    """Which tokens of `logits` [B, V] top-k and then top-p keep: bool [B, V].
+
+    `top_k`, `top_p` [B]; k = V and p = 1 keep all.
+    """
     ordered, order = logits.sort(-1, descending=True)
     keep = torch.arange(logits.shape[-1], device=logits.device) < top_k[:, None]
     probs = ordered.masked_fill(~keep, float("-inf")).softmax(-1)
@@ -53,110 +76,112 @@ def on_cpu(arrays: list[np.ndarray]) -> list[Tensor]:
     """The arrays as tensors, without a copy."""
     return [torch.from_numpy(array) for array in arrays]
 
-
+# %% ../nbs/07_sampler.ipynb #4a114172
 @dataclass
 class SamplingMetaData:
-    """The parameters of B requests as tensors [B]; `None` where nobody asks, so that nothing is computed."""
+    """The parameters of B requests as tensors; None where nobody asks.
 
-    temperature: Tensor | None  # None: everybody is greedy
-    u: Tensor | None
-    min_p: Tensor | None
-    sorted_rows: Tensor | None  # int64 [R]: who wants top_k or top_p,
-    top_k: Tensor | None  # [R]
-    top_p: Tensor | None  # [R]
-    penalty: Tensor | None  # [B]
-    seen: Tensor | None  # int64 [2, N]: (row, token id) of all tokens that penalised requests have
+    `u`, `top_k`, `top_p` and `seen` come with the field above them.
+    """
 
-    @property
-    def is_plain(self) -> bool:
-        """Nobody wants more than a temperature."""
-        return self.min_p is None and self.sorted_rows is None and self.penalty is None
+    temperature: Tensor | None = None  # [B]; None: everybody is greedy
+    u: Any = None  # [B]
+    min_p: Tensor | None = None  # [B]
+    sorted_rows: Tensor | None = None  # int64 [R]: who wants top_k or top_p
+    top_k: Any = None  # [R]
+    top_p: Any = None  # [R]
+    penalty: Tensor | None = None  # [B]
+    seen: Any = None  # int64 [2, N]: (row, token id), of penalised requests
 
     @classmethod
     def pack(
-        cls, params: list[SamplingParams], positions: np.ndarray, histories: dict[int, list[int]], vocab_size: int,
-        upload: Callable[[list[np.ndarray]], list[Tensor]] = on_cpu,
+        cls, params: list[SamplingParams], positions: np.ndarray,
+        histories: dict[int, list[int]], vocab_size: int, upload: Upload = on_cpu,
     ) -> SamplingMetaData:
-        """From resolved `params`; `positions` [B] count each request's tokens, `histories`: row -> its token ids.
+        """From `params`, where None is `NEUTRAL`; `positions` [B] count their tokens.
 
-        `upload` brings the arrays to the device, all at once.
+        `histories`: row -> its token ids, if it is penalised. `upload` brings the arrays
+        to the device, all at once.
         """
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        want = {name: [getattr(p, name) for p in params] for name in names}
-        random, top_k, top_p = any(want["temperature"]), want["top_k"], want["top_p"]
-        sharp = [i for i, t in enumerate(want["temperature"]) if t and (0 < top_k[i] < vocab_size or top_p[i] < 1)]
-        pairs = [(row, token) for row, tokens in histories.items() for token in set(tokens)]
-        fields = {
-            "temperature": np.array(want["temperature"], dtype=np.float32) if random else None,
-            "u": uniforms([s or 0 for s in want["seed"]], positions) if random else None,
-            "min_p": np.array(want["min_p"], dtype=np.float32) if any(want["min_p"]) else None,
-            "sorted_rows": np.array(sharp, dtype=np.int64) if sharp else None,
-            "top_k": np.array([top_k[i] if top_k[i] > 0 else vocab_size for i in sharp], dtype=np.int64),
-            "top_p": np.array([top_p[i] for i in sharp], dtype=np.float32),
-            "penalty": np.array(want["repetition_penalty"], dtype=np.float32) if histories else None,
-            "seen": np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy() if histories else None,
-        }
-        arrays = {name: array for name, array in fields.items() if array is not None and array.size}
-        return cls(**{**dict.fromkeys(fields), **dict(zip(arrays, upload(list(arrays.values())), strict=True))})
+        values = [
+            [off if (value := getattr(wish, name)) is None else value for wish in params]
+            for name, off in NEUTRAL.items()
+        ]
+        heat, k, p, min_p, penalty = np.array(values, np.float32)
+        k = np.where(k > 0, k, vocab_size)
+        (rows,) = ((heat > 0) & ((k < vocab_size) | (p < 1))).nonzero()
+        arrays: dict[str, np.ndarray] = {}
+        if heat.any():
+            seeds = [wish.seed or 0 for wish in params]
+            arrays |= {"temperature": heat, "u": uniforms(seeds, positions)}
+        if min_p.any():
+            arrays["min_p"] = min_p
+        if len(rows):
+            arrays |= {"sorted_rows": rows, "top_k": k[rows], "top_p": p[rows]}
+        if histories:
+            seen = [(row, token) for row in histories for token in set(histories[row])]
+            arrays |= {"penalty": penalty, "seen": np.array(seen).T}
+        return cls(**dict(zip(arrays, upload([*arrays.values()]), strict=True)))
 
-# %% ../nbs/07_sampler.ipynb #a2ac0534
-def soften(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - their maximum) / temperature, float32 [B, V]; a temperature of 0 counts as 1."""
-    logits = logits - logits.amax(-1, keepdim=True)  # so that a tiny temperature divides nothing large
-    return logits / temperature.masked_fill(temperature == 0, 1)[:, None]
+# %% ../nbs/07_sampler.ipynb #173b1a5a
+NEUTRAL = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}
+NEUTRAL["repetition_penalty"] = 1
+Upload = Callable[[list[np.ndarray]], list[Tensor]]
 
-
-def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
-    """One token per row of `logits` [B, V], unfiltered: the argmax at `temperature` [B] 0, else drawn with `u` [B]."""
-    logits = logits.float()
-    drawn = draw(soften(logits, temperature).softmax(-1), u)
-    return torch.where(temperature == 0, logits.argmax(-1), drawn)
-
-
+# %% ../nbs/07_sampler.ipynb #6871c104
 class Sampler:
-    """Logits [B, V] and the requests' wishes -> one token each, int64 [B], all on the logits' device.
+    """Logits [B, V] and the requests' wishes -> one token each, int64 [B].
 
-    `plain` does what `sample` does, for batches without filters.
+    All on the logits' device. `plain`: what `sample` does, for batches without filters.
     """
 
-    def __init__(self, plain: Callable[[Tensor, Tensor, Tensor], Tensor] = sample) -> None:
+    def __init__(self, plain: Callable[..., Tensor] = sample) -> None:
         self.plain = plain
-
-    def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
-        if meta.is_plain and meta.temperature is not None and meta.u is not None:
-            return self.plain(logits, meta.temperature, meta.u)
-        logits = logits.float()
-        if meta.penalty is not None and meta.seen is not None:
-            logits = self._penalise(logits, meta.penalty, meta.seen)
-        greedy = logits.argmax(-1)
-        if meta.temperature is None or meta.u is None:
-            return greedy
-        logits = soften(logits, meta.temperature)
-        if meta.sorted_rows is not None and meta.top_k is not None and meta.top_p is not None:
-            keep = keep_mask(logits[meta.sorted_rows], meta.top_k, meta.top_p)
-            logits[meta.sorted_rows] = logits[meta.sorted_rows].masked_fill(~keep, float("-inf"))
-        probs = logits.softmax(-1)
-        if meta.min_p is not None:
-            probs = probs.masked_fill(probs < meta.min_p[:, None] * probs.amax(-1, keepdim=True), 0)
-        return torch.where(meta.temperature == 0, greedy, draw(probs, meta.u))
 
     @staticmethod
     def _penalise(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
         rows, tokens = seen
-        values, factors = logits[rows, tokens], penalty[rows]
-        return logits.index_put((rows, tokens), torch.where(values > 0, values / factors, values * factors))
+        old, by = logits[rows, tokens], penalty[rows]
+        return logits.index_put((rows, tokens), torch.where(old > 0, old / by, old * by))
 
+    def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
+        heat, rows = meta.temperature, meta.sorted_rows
+        filters = (meta.min_p, rows, meta.penalty)
+        if heat is not None and all(values is None for values in filters):
+            return self.plain(logits, heat, meta.u)
+        logits = logits.float()
+        if meta.penalty is not None:
+            logits = self._penalise(logits, meta.penalty, meta.seen)
+        greedy = logits.argmax(-1)
+        if heat is None:
+            return greedy
+        logits = soften(logits, heat)
+        if rows is not None:
+            keep = keep_mask(logits[rows], meta.top_k, meta.top_p)
+            logits[rows] = logits[rows].masked_fill(~keep, float("-inf"))
+        probs = logits.softmax(-1)
+        if meta.min_p is not None:
+            low = probs < meta.min_p[:, None] * probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(low, 0)
+        return torch.where(heat == 0, greedy, draw(probs, meta.u))
 
+# %% ../nbs/07_sampler.ipynb #0d907b8f
 def gather_logprobs(
     logits: Tensor, token_ids: list[int], num_logprobs: list[int | None]
 ) -> dict[int, dict[int, float]]:
-    """Row -> {token id: log probability} of the k likeliest and the sampled token, for rows whose k is not None."""
+    """Row -> {token id: log probability}, for rows whose k is not None.
+
+    Of the k likeliest and of the token that was sampled from `logits` [B, V].
+    """
     wanted = {row: k for row, k in enumerate(num_logprobs) if k is not None}
     if not wanted:
         return {}
-    rows = list(wanted)
-    logprobs = logits[rows].float().log_softmax(-1)
-    values, ids = logprobs.topk(min(max(wanted.values()), logits.shape[-1]))
-    sampled = logprobs.gather(1, torch.tensor([[token_ids[row]] for row in rows], device=logits.device))
-    lists = zip(wanted.items(), values.tolist(), ids.tolist(), sampled.tolist(), strict=True)
-    return {row: dict(zip(i[:k], v[:k], strict=True)) | {token_ids[row]: s} for (row, k), v, i, (s,) in lists}
+    logprobs = logits[list(wanted)].float().log_softmax(-1)
+    likely = logprobs.topk(min(max(wanted.values()), logits.shape[-1])).indices
+    own = torch.tensor(token_ids, device=logits.device)[list(wanted), None]
+    columns = torch.cat([likely, own], 1)
+    lists = columns.tolist(), logprobs.gather(1, columns).tolist()
+    return {
+        row: dict(zip(ids[:k], values[:k], strict=True)) | {ids[-1]: values[-1]}
+        for (row, k), ids, values in zip(wanted.items(), *lists, strict=True)
+    }

@@ -12,40 +12,62 @@ from enum import Enum, auto
 from itertools import count
 from typing import NamedTuple
 
-from .config import SamplingParams, require
+from .checkpoint import require
+from .config import SamplingParams, as_token_ids
 
 # %% auto #0
 __all__ = ['PLACEHOLDER', 'SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
 
-# %% ../nbs/02_sequence.ipynb #e335db12
-PLACEHOLDER = -1  # stands in `token_ids` for a token that a launched step is computing: chapter 30
-
-
+# %% ../nbs/02_sequence.ipynb #d2316756
 class SequenceStatus(Enum):
     """Where a sequence is in its life (ATOM's names)."""
 
     WAITING = auto()  # in the queue, without blocks
     RUNNING = auto()  # holds blocks
     FINISHED = auto()  # left, blocks returned
-    EXIT_ENGINE = auto()  # never a request: tells an engine loop to end
 
-
+# %% ../nbs/02_sequence.ipynb #81405286
 class SequenceType(Enum):
-    """What the sequence does in the step it is scheduled for."""
+    """What a step does for its sequences."""
 
-    DUMMY = auto()  # not scheduled yet
-    PREFILL = auto()  # computes prompt tokens (or, after a preemption, prompt and generated)
-    DECODE = auto()  # computes its newest token
+    PREFILL = auto()  # computes prompts (after a preemption, what was generated, too)
+    DECODE = auto()  # computes the newest token of each
 
-# %% ../nbs/02_sequence.ipynb #7f4edebe
+# %% ../nbs/02_sequence.ipynb #3f47525a
 class Sequence:
-    """One request: `token_ids` (prompt, then generated), its blocks, its counters, its times in seconds.
+    """One request: its tokens, its blocks, its counters, and its times in seconds.
 
     Raises ValueError for an empty prompt or a token id that is no whole number from 0.
-    Source: `atom/model_engine/sequence.py` (fields and derived counts), with one counter more for chunks.
+    Source: `atom/model_engine/sequence.py`, with one counter more.
     """
 
     _ids = count()
+
+    def _begin(self) -> None:
+        self.status = SequenceStatus.WAITING
+        self.num_computed_tokens = 0  # with K/V in the cache
+        self.num_scheduled_tokens = 0  # in the step that runs now
+        self.num_cached_tokens = 0  # of the prompt, found at its first admission
+        self.num_preemptions = 0
+        self.block_table: list[int] = []  # block ids, in the order of the tokens
+        self.block_hashes: list[int] = []  # of the full blocks, computed once
+        self.num_published_blocks = 0  # how many of them the prefix index knows
+        self.blocks_needed = 0  # at least so many free ones, says the last refusal
+        self.row = -1  # in the block manager's matrix of tables
+        self.logprobs: list[dict[int, float]] = []
+        self.arrive_time = time.perf_counter()
+        self.first_token_time = self.leave_time = 0.0
+        self.leave_reason: str | None = None
+
+    def _resize(self) -> None:
+        """The list of tokens has changed: derive what follows from it."""
+        self.num_tokens, self.last_token = len(self.token_ids), self.token_ids[-1]
+        self.num_blocks = -(-self.num_tokens // self.block_size)
+        full = (self.num_blocks - 1) * self.block_size
+        self.last_block_num_tokens = self.num_tokens - full
+
+    def __len__(self) -> int:
+        return self.num_tokens
 
     def __init__(
         self,
@@ -55,72 +77,27 @@ class Sequence:
         id: int | None = None,
         stop_checker: Callable[[int], str | None] | None = None,
     ) -> None:
-        require(len(token_ids) > 0, "empty prompt (0 tokens): a sequence needs at least 1 token to continue from")
-        self.token_ids = [int(t) for t in token_ids]
-        require(min(self.token_ids) >= 0, f"token id {min(self.token_ids)} is negative: ids start at 0")
+        require(len(token_ids) > 0, "empty prompt (0 tokens): it needs at least 1")
+        self.token_ids = as_token_ids(token_ids)  # prompt, then generated
+        lowest = min(self.token_ids)
+        require(lowest >= 0, f"token id {lowest} is negative: ids start at 0")
         self.id = next(Sequence._ids) if id is None else id  # an explicit 0 counts
-        self.block_size = block_size
+        self.block_size = block_size  # tokens
         self.sampling_params = sampling_params or SamplingParams()
-        self.stop_checker = stop_checker  # new token id -> the stop string it completes, if any
-        self.status = SequenceStatus.WAITING
-        self.type = SequenceType.DUMMY
+        self.stop_checker = stop_checker  # new token id -> the stop string it completes
+        self.stop_ids = frozenset(self.sampling_params.stop_token_ids)
+        self.num_prompt_tokens = self.num_known_tokens = len(token_ids)
+        self._resize()
+        self.limit = self.num_prompt_tokens + self.sampling_params.max_tokens
+        self._begin()
 
-        self.num_prompt_tokens = len(token_ids)
-        self.num_tokens = self.num_known_tokens = len(token_ids)  # they differ by the placeholders of chapter 30
-        self.last_token = self.token_ids[-1]
-        self.num_cached_tokens = 0  # of the prompt, served by the prefix cache when it was first admitted
-        self.num_computed_tokens = 0  # with K/V in the cache
-        self.num_scheduled_tokens = 0  # in the step that runs now
-        self.num_launched_steps = 0  # that have it and whose results have not come: chapter 30
-        self.num_preemptions = 0
-        self.limit = self.num_prompt_tokens + self.sampling_params.max_tokens  # tokens at which it ends
-        self.stop_ids: frozenset[int] = frozenset(self.sampling_params.stop_token_ids)
-
-        self.block_table: list[int] = []  # block ids, in the order of the tokens
-        self.block_hashes: list[int] = []  # of the full blocks, computed once
-        self.num_published_blocks = 0  # how many of them the prefix index knows
-        self.row = -1  # in the block manager's matrix of tables
-        self.blocks_needed = 0  # at least this many free ones, as far as the last refusal showed
-
-        self.logprobs: list[dict[int, float]] = []
-        self.arrive_time = time.perf_counter()
-        self.first_token_time = 0.0
-        self.leave_time = 0.0
-        self.leave_reason: str | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Length so far; setting it derives `num_blocks` and `last_block_num_tokens`."""
-        return self._num_tokens
-
-    @num_tokens.setter
-    def num_tokens(self, value: int) -> None:
-        self._num_tokens = value
-        self.num_blocks = -(-value // self.block_size)
-        self.last_block_num_tokens = value - (self.num_blocks - 1) * self.block_size
-
-    def append_token(self, token_id: int) -> None:
-        """Add one generated token, in the place of a placeholder if there is one; the next step computes its K/V."""
+    def append_token(self, token_id: int, why: str | None = None) -> None:
+        """Add a generated token, in the place of a placeholder if there is one; the next
+        step computes its K/V. `why`: the `leave_reason`, if the sequence ends with it."""
         place = self.num_known_tokens
-        self.num_known_tokens = place + 1
-        if place < self._num_tokens:
-            self.token_ids[place] = token_id
-            self.last_token = self.token_ids[-1]
-            return
-        self.token_ids.append(token_id)
-        self.last_token = token_id
-        self.num_tokens = place + 1
-
-    def append_placeholder(self) -> None:
-        """Reserve the place of a token that is being computed (chapter 30)."""
-        self.token_ids.append(PLACEHOLDER)
-        self.last_token = PLACEHOLDER
-        self.num_tokens = self._num_tokens + 1
-
-    def drop_placeholders(self) -> None:
-        """Cut it to the tokens that are known."""
-        del self.token_ids[self.num_known_tokens :]
-        self.num_tokens, self.last_token = self.num_known_tokens, self.token_ids[-1]
+        self.token_ids[place : place + 1] = [token_id]
+        self._resize()
+        self.num_known_tokens, self.leave_reason = place + 1, why
 
     @property
     def num_completion_tokens(self) -> int:
@@ -134,18 +111,34 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
-    def __len__(self) -> int:
-        return self._num_tokens
-
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.id}, {self.status.name}, {self.num_prompt_tokens}+{self.num_completion_tokens} tokens, "
-            f"{self.num_computed_tokens} computed, blocks {self.block_table})"
-        )
+        size = f"{self.num_prompt_tokens}+{self.num_completion_tokens} tokens"
+        state = f"{self.status.name}, {size}, {self.num_computed_tokens} computed"
+        return f"Sequence({self.id}, {state}, blocks {self.block_table})"
 
-# %% ../nbs/02_sequence.ipynb #372694c3
+    def append_placeholder(self) -> None:
+        """Reserve the place of a token that is being computed."""
+        self.token_ids.append(PLACEHOLDER)
+        self._resize()
+
+    def drop_placeholders(self) -> None:
+        """Cut it to the tokens that are known."""
+        del self.token_ids[self.num_known_tokens :]
+        self._resize()
+
+    def restart(self) -> None:
+        """Back to the tokens that are known, without blocks, as if it had just come."""
+        self.drop_placeholders()
+        del self.logprobs[self.num_completion_tokens :]
+        self.block_table, self.row = [], -1
+        self.num_computed_tokens = self.num_published_blocks = self.blocks_needed = 0
+
+# %% ../nbs/02_sequence.ipynb #3ad7621a
+PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
+
+# %% ../nbs/02_sequence.ipynb #7e40ee66
 class RequestOutput(NamedTuple):
-    """New tokens of one request after one step; `finish_reason` is the sequence's `leave_reason` once `finished`."""
+    """New tokens of one request after one step; `finish_reason`: its `leave_reason`."""
 
     request_id: int
     output_tokens: tuple[int, ...]

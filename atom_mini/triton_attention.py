@@ -16,68 +16,91 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, operation by operation, in NumPy
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by NumPy, on the CPU
 
 # %% auto #0
-__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'WITHOUT_MATRIX_UNIT', 'LAUNCHES', 'AttentionPlan', 'plan_attention',
-           'paged_attention_kernel', 'merge_kernel', 'Launch', 'architecture', 'launch_options', 'PagedAttention',
-           'product_type']
+__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'LAUNCHES', 'cut_queries', 'part_size', 'cut_keys', 'AttentionPlan',
+           'plan_attention', 'paged_attention_kernel', 'merge_kernel', 'Launch', 'architecture', 'launch_options',
+           'product_type', 'PagedAttention']
+
+# %% ../nbs/10_triton_attention.ipynb #62e25316
+def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """0 `counts[0]` times, 1 `counts[1]` times ...; and each one's number: 0, 1 ..."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
+
+# %% ../nbs/10_triton_attention.ipynb #b4ea5f86
+def cut_queries(
+    query_lens: np.ndarray, context_lens: np.ndarray, width: int, tile_tokens: int
+) -> np.ndarray:
+    """Tiles [n, 4]: first query row, tokens, position of the first, and where the block
+    table begins among tables of `width` entries."""
+    seq, number = _pieces(-(-query_lens // tile_tokens))
+    first = number * tile_tokens
+    tokens = np.minimum(tile_tokens, query_lens[seq] - first)
+    row = (query_lens.cumsum() - query_lens)[seq] + first
+    position = (context_lens - query_lens)[seq] + first
+    return np.stack([row, tokens, position, seq * width], 1)
 
 # %% ../nbs/10_triton_attention.ipynb #cb13d922
 SPLIT_KEYS, MAX_SPLITS = 256, 32
 
+# %% ../nbs/10_triton_attention.ipynb #7a010e39
+def part_size(lens: np.ndarray) -> np.ndarray:
+    """Keys in each part of contexts of `lens` keys: whole `SPLIT_KEYS`."""
+    return -(-lens // (MAX_SPLITS * SPLIT_KEYS)) * SPLIT_KEYS
 
+# %% ../nbs/10_triton_attention.ipynb #94cc93c0
+def cut_keys(tiles: np.ndarray, is_decode: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Items [n, 8] of `tiles`, the longest first, and merges [m, 4]: see below."""
+    row, tokens, position, _ = tiles.T
+    end = position + tokens
+    size = part_size(end) if is_decode else end
+    parts = -(-end // size)
+    partials = np.where(parts > 1, parts * tokens, 0)
+    partial = partials.cumsum() - partials  # the first one of each tile
+    tile, part = _pieces(parts)
+    begin = part * size[tile]
+    to = np.where(parts[tile] > 1, partial[tile] + part * tokens[tile], -1)
+    ends = np.minimum(begin + size[tile], end[tile])
+    items = np.column_stack([tiles[tile], begin, ends, to, np.zeros_like(to)])
+    tile, token = _pieces(np.where(parts > 1, tokens, 0))
+    which = row[tile] + token, partial[tile] + token, tokens[tile], parts[tile]
+    return items[np.argsort(begin - ends, kind="stable")], np.stack(which, 1)
+
+# %% ../nbs/10_triton_attention.ipynb #9963a060
 @dataclass
 class AttentionPlan:
-    """A step's attention as work items. `data` int32: header (items, merges, where items begin), merges, items, tables.
+    """A step's attention as work items. `data` int32: a header of 8 (items, merges,
+    where items begin), merges, items, block tables.
 
-    An item is 8 numbers: first query row, query tokens, position of the first, where its block table begins, first key,
-    end of keys, row in the partial results (-1: there is nothing to merge). A merge is 4: query row, first partial row,
-    distance to the next, how many.
+    An item is 8 numbers: first query row, query tokens, position of the first, where
+    its block table begins, first key, end of keys, row in the partial results (-1:
+    there is nothing to merge), 0. A merge is 4: query row, first partial row, distance
+    to the next, how many.
     """
 
     data: Any  # np.ndarray where it was made, a Tensor on the device for the kernel
-    is_decode: bool  # few query tokens per sequence: small tiles, split along the keys
+    is_decode: bool  # few query tokens per sequence: small tiles, cut along the keys
     num_items: int
     num_merges: int
     num_partials: int
 
-
+# %% ../nbs/10_triton_attention.ipynb #b2539bce
 def plan_attention(
-    query_lens: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray, tile_tokens: int, is_decode: bool
+    query_lens: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray,
+    tile_tokens: int, is_decode: bool,
 ) -> AttentionPlan:
-    """Cut a step, `query_lens` and `context_lens` [B], `block_tables` [B, W] int32, into work items."""
-    num_tiles = -(-query_lens // tile_tokens)
-    seq = np.repeat(np.arange(len(query_lens)), num_tiles)  # [tiles]
-    first = _count_up(num_tiles) * tile_tokens
-    tokens = np.minimum(tile_tokens, query_lens[seq] - first)
-    row = (query_lens.cumsum() - query_lens)[seq] + first
-    position = (context_lens - query_lens)[seq] + first
-    end = position + tokens
-    split = np.maximum(SPLIT_KEYS, -(-end // (MAX_SPLITS * SPLIT_KEYS)) * SPLIT_KEYS) if is_decode else end
-    num_splits = -(-end // split)
-    partials = np.where(num_splits > 1, num_splits * tokens, 0)
-    partial = partials.cumsum() - partials  # the first row of each tile
-    tile, part = np.repeat(np.arange(len(seq)), num_splits), _count_up(num_splits)
-    items = np.zeros((len(tile), 8), dtype=np.int32)
-    items[:, :3] = np.stack([row, tokens, position], 1)[tile]
-    items[:, 4] = part * split[tile]
-    items[:, 5] = np.minimum(items[:, 4] + split[tile], end[tile])
-    items[:, 6] = np.where(num_splits[tile] > 1, (partial[tile] + part * tokens[tile]), -1)
-    cut = np.flatnonzero(num_splits > 1)
-    tile, token = np.repeat(cut, tokens[cut]), _count_up(tokens[cut])
-    merges = np.stack([row[tile] + token, partial[tile] + token, tokens[tile], num_splits[tile]], 1).astype(np.int32)
+    """A step, `query_lens` and `context_lens` [B], `block_tables` [B, W], as items."""
+    tiles = cut_queries(query_lens, context_lens, block_tables.shape[1], tile_tokens)
+    items, merges = cut_keys(tiles, is_decode)
     items_at = 8 + merges.size
-    items[:, 3] = items_at + items.size + np.repeat(seq, num_splits) * block_tables.shape[1]
-    items = items[np.argsort(items[:, 4] - items[:, 5], kind="stable")]  # the longest first: no straggler at the end
-    header = np.array([len(items), len(merges), items_at, 0, 0, 0, 0, 0], dtype=np.int32)
-    data = np.concatenate([header, merges.ravel(), items.ravel(), block_tables.ravel().astype(np.int32, copy=False)])
-    return AttentionPlan(data, is_decode, len(items), len(merges), int(partials.sum()))
-
-
-def _count_up(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... counts[0]-1, 0, 1, ... counts[1]-1, and so on."""
-    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    items[:, 3] += items_at + items.size
+    header = [len(items), len(merges), items_at, 0, 0, 0, 0, 0]
+    pieces = header, merges.ravel(), items.ravel(), block_tables.ravel()
+    data = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
+    num_partials = int(merges[:, 3].sum())
+    return AttentionPlan(data, is_decode, len(items), len(merges), num_partials)
 
 # %% ../nbs/10_triton_attention.ipynb #8da09157
 @triton.jit
@@ -87,43 +110,51 @@ def _load(ptr, mask, MASKED: tl.constexpr):
     else:
         return tl.load(ptr)
 
-
+# %% ../nbs/10_triton_attention.ipynb #69421f6d
 @triton.jit
 def _load_blocks(
-    table_ptr, start, n, exists, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, MASKED: tl.constexpr
+    table_ptr, start, n, exists,
+    S: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):
-    if TILE_KEYS % BLOCK_SIZE == 0:  # then every tile starts with a block: the compiler sees which keys share one
-        return _load(table_ptr + start // BLOCK_SIZE + n // BLOCK_SIZE, exists, MASKED)
+    if KEYS % S == 0:  # every tile starts with a block
+        return _load(table_ptr + start // S + n // S, exists, MASKED)
     else:
-        return _load(table_ptr + (start + n) // BLOCK_SIZE, exists, MASKED)
+        return _load(table_ptr + (start + n) // S, exists, MASKED)
 
-
+# %% ../nbs/10_triton_attention.ipynb #afa6656b
 @triton.jit
 def _attend(
-    q, acc, top, total, begin, end, seen_to, cache_ptr, v_offset, block_stride, table_ptr, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, MASKED: tl.constexpr,
-    STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    q, acc, top, total, begin, end, seen_to, cache_ptr, v_offset, block_stride,
+    table_ptr, scale, D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
     BLOCK_D: tl.constexpr = q.shape[1]
-    LOAD_MASKED: tl.constexpr = MASKED or HEAD_DIM != BLOCK_D
-    n, dims = tl.arange(0, TILE_KEYS), tl.arange(0, BLOCK_D)
-    block = _load_blocks(table_ptr, begin, n, begin + n < end, BLOCK_SIZE, TILE_KEYS, True)
-    for start in tl.range(begin, end, TILE_KEYS, num_stages=STAGES):
-        place = n % BLOCK_SIZE if TILE_KEYS % BLOCK_SIZE == 0 else (start + n) % BLOCK_SIZE
+    LOAD_MASKED: tl.constexpr = MASKED or D != BLOCK_D
+    n, dims = tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
+    block = _load_blocks(table_ptr, begin, n, begin + n < end, S, KEYS, True)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        place = n % S if KEYS % S == 0 else (start + n) % S
         exists = start + n < end
-        at = cache_ptr + block.to(tl.int64)[:, None] * block_stride + place[:, None] * HEAD_DIM + dims[None, :]
-        following = start + TILE_KEYS if MASKED else tl.minimum(start + TILE_KEYS, end - TILE_KEYS)
-        block = _load_blocks(table_ptr, following, n, following + n < end, BLOCK_SIZE, TILE_KEYS, MASKED)
-        inside = (exists[:, None] | (not MASKED)) & (dims < HEAD_DIM)[None, :]
+        at = (
+            cache_ptr + block.to(tl.int64)[:, None] * block_stride
+            + place[:, None] * D + dims[None, :]
+        )
+        after = start + KEYS if MASKED else tl.minimum(start + KEYS, end - KEYS)
+        block = _load_blocks(table_ptr, after, n, after + n < end, S, KEYS, MASKED)
+        inside = (exists[:, None] | (not MASKED)) & (dims < D)[None, :]
         k = _load(at, inside, LOAD_MASKED)
         scores = tl.dot(q, tl.trans(k).to(PRODUCT), input_precision="ieee") * scale
         if MASKED:
-            scores = tl.where((start + n)[None, :] < seen_to[:, None], scores, float("-inf"))
+            seen = (start + n)[None, :] < seen_to[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         v = _load(at + v_offset, inside, LOAD_MASKED)
-        acc = tl.dot(weights.to(v.dtype).to(PRODUCT), v.to(PRODUCT), acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(
+            weights.to(v.dtype).to(PRODUCT), v.to(PRODUCT), acc * shrink[:, None],
+            input_precision="ieee",
+        )
         total = total * shrink + tl.sum(weights, 1)
         top = new_top
     return acc, top, total
@@ -131,63 +162,68 @@ def _attend(
 # %% ../nbs/10_triton_attention.ipynb #e7fa7a93
 @triton.jit
 def paged_attention_kernel(
-    q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, v_offset, block_stride, scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, v_offset, block_stride,
+    scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Work items of the plan, for one K/V head each: q, out [T, H, D], cache [2, N, K, S, D], partials [R, H, D]."""
-    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    rows, dims = tl.arange(0, TILE_ROWS), tl.arange(0, BLOCK_D)
+    """Work items, for one K/V head each: q, out [T, H, D], cache [2, N, K, S, D];
+    `partial` [R, H, D] and `lse` [R, H] are the results of parts."""
+    G: tl.constexpr = H // K
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     num_items, items = tl.load(plan_ptr), plan_ptr + tl.load(plan_ptr + 2)
-    for i in range(tl.program_id(0), num_items * NUM_KV_HEADS, tl.num_programs(0)):
-        item, kv_head = items + i // NUM_KV_HEADS * 8, i % NUM_KV_HEADS
-        q_row, q_len, position, table = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        begin, end, partial = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-        token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
-        valid = (token < q_len)[:, None] & (dims < HEAD_DIM)[None, :]
-        at = ((q_row + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    for i in range(tl.program_id(0), num_items * K, tl.num_programs(0)):
+        item, kv_head = items + i // K * 8, i % K
+        q_row, q_len, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+        table, begin = tl.load(item + 3), tl.load(item + 4)
+        end, partial = tl.load(item + 5), tl.load(item + 6)
+        token, head = rows // G, kv_head * G + rows % G
+        valid = (token < q_len)[:, None] & (dims < D)[None, :]
+        at = ((q_row + token).to(tl.int64) * H + head)[:, None] * D + dims[None, :]
         q = tl.load(q_ptr + at, mask=valid, other=0.0).to(PRODUCT)
-        acc, total = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32), tl.zeros([TILE_ROWS], tl.float32)
-        top = tl.full([TILE_ROWS], -1e30, tl.float32)
-        heads_ptr = cache_ptr + kv_head * BLOCK_SIZE * HEAD_DIM
-        seen_to = position + token + 1
-        full = begin + tl.maximum(tl.minimum(end, position + 1) - begin, 0) // TILE_KEYS * TILE_KEYS
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        total, top = tl.zeros([ROWS], tl.float32), tl.full([ROWS], -1e30, tl.float32)
+        heads_ptr, seen_to = cache_ptr + kv_head * S * D, position + token + 1
+        seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)  # by all queries
+        full = begin + seen // KEYS * KEYS
         acc, top, total = _attend(
-            q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset, block_stride, plan_ptr + table, scale,
-            HEAD_DIM, BLOCK_SIZE, TILE_KEYS, False, STAGES, PRODUCT,
+            q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset, block_stride,
+            plan_ptr + table, scale, D, S, KEYS, False, STAGES, PRODUCT,
         )
         acc, top, total = _attend(
-            q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride, plan_ptr + table, scale,
-            HEAD_DIM, BLOCK_SIZE, TILE_KEYS, True, 1, PRODUCT,
+            q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride,
+            plan_ptr + table, scale, D, S, KEYS, True, 1, PRODUCT,
         )
         acc = acc / tl.maximum(total, 1e-30)[:, None]
         if partial < 0:
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid)
         else:
-            row = (partial + token).to(tl.int64) * NUM_HEADS + head
-            tl.store(partial_ptr + row[:, None] * HEAD_DIM + dims[None, :], acc, mask=valid)
-            tl.store(lse_ptr + row, top + tl.log2(total), mask=token < q_len)
+            to = (partial + token).to(tl.int64) * H + head
+            tl.store(partial_ptr + to[:, None] * D + dims[None, :], acc, mask=valid)
+            tl.store(lse_ptr + to, top + tl.log2(total), mask=token < q_len)
 
 # %% ../nbs/10_triton_attention.ipynb #a29b0a6a
 @triton.jit
 def merge_kernel(
     partial_ptr, lse_ptr, out_ptr, plan_ptr,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """One query token's head: the mean of its partial results [R, H, D], weighed by their log-sum-exp [R, H]."""
+    """One query token's head: the mean of its partial results [R, H, D], weighed by
+    their log-sum-exp [R, H]."""
     if tl.program_id(0) < tl.load(plan_ptr + 1):
         merge, head = plan_ptr + 8 + tl.program_id(0) * 4, tl.program_id(1)
-        q_row, first, stride, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
+        q_row, first = tl.load(merge), tl.load(merge + 1)
+        stride, count = tl.load(merge + 2), tl.load(merge + 3)
         splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-        row = (first + splits * stride).to(tl.int64) * NUM_HEADS + head
+        row = (first + splits * stride).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + row, mask=splits < count, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, 0))
-        inside = (splits < count)[:, None] & (dims < HEAD_DIM)[None, :]
-        parts = tl.load(partial_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+        inside = (splits < count)[:, None] & (dims < D)[None, :]
+        at = row[:, None] * D + dims[None, :]
+        parts = tl.load(partial_ptr + at, mask=inside, other=0.0)
         out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-        at = (q_row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+        to = (q_row.to(tl.int64) * H + head) * D + dims
+        tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 # %% ../nbs/10_triton_attention.ipynb #d97e5391
 class Launch(NamedTuple):
@@ -198,92 +234,107 @@ class Launch(NamedTuple):
     warps: int
     stages: int  # tiles of keys and values in flight
     programs: int  # per compute unit
-    waves: int = 0  # AMD: waves per SIMD that registers are left for; 0 leaves it to the compiler
+    waves: int = 0  # AMD: per SIMD, to leave registers for; 0: as the compiler likes
 
     def tile(self, head_dim: int, itemsize: int, group: int) -> tuple[int, int]:
-        """(query rows, keys) of a tile: heads of `head_dim` numbers of `itemsize` bytes, `group` to a K/V head."""
+        """(query rows, keys) of a tile: heads of `head_dim` numbers of `itemsize` bytes,
+        `group` query heads to a K/V head. A tile lies within one part of the keys."""
         size = triton.next_power_of_2(head_dim) * itemsize
         rows = max(16, min(self.rows, 2**15 // size), triton.next_power_of_2(group))
-        key_bytes = self.key_bytes // 2 if head_dim > 128 else self.key_bytes  # the results take the registers
-        return rows, max(16, min(SPLIT_KEYS, key_bytes // size))  # a tile lies within one part
+        keys = self.key_bytes // size // (2 if head_dim > 128 else 1)  # registers are few
+        return rows, max(16, min(SPLIT_KEYS, keys))
 
-
-WITHOUT_MATRIX_UNIT = Launch(16, 0, 8, 1, 2)  # float32, but on CDNA, which has it
-# (decode, prefill)
-LAUNCHES: dict[str, tuple[Launch, Launch]] = {
+# %% ../nbs/10_triton_attention.ipynb #09335577
+LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # decode, prefill
     "sm_80": (Launch(16, 2**13, 4, 3, 4), Launch(64, 2**13, 4, 3, 2)),
     "sm_90": (Launch(16, 2**13, 4, 3, 4), Launch(128, 2**14, 8, 3, 1)),
     "gfx90a": (Launch(16, 2**13, 2, 2, 4, 2), Launch(128, 2**13, 4, 1, 2, 2)),
     "gfx942": (Launch(16, 2**13, 2, 2, 4, 2), Launch(128, 2**13, 4, 1, 2, 2)),
     "gfx950": (Launch(16, 2**13, 2, 3, 3, 2), Launch(128, 2**13, 4, 1, 2, 2)),
     "gfx1100": (Launch(16, 2**12, 8, 2, 3, 6), Launch(16, 2**12, 8, 1, 3, 6)),
+    "float32": 2 * (Launch(16, 0, 8, 1, 2),),  # but on CDNA, with a matrix unit for it
 }
 
-
+# %% ../nbs/10_triton_attention.ipynb #28fd9e2b
 def architecture(device: torch.device) -> str:
-    """The key into `LAUNCHES` for a device: its own, or that of the nearest relative we know."""
+    """The key into `LAUNCHES` for a device: its own or its nearest relative's."""
     if device.type == "cpu":
         return "sm_80"  # the interpreter does not care
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is None:
         return "sm_90" if properties.major >= 9 else "sm_80"
     name = properties.gcnArchName.split(":")[0]
-    return name if name in LAUNCHES else "gfx942" if name.startswith("gfx9") else "gfx1100"
+    return name if name in LAUNCHES else "gfx942" if name[:4] == "gfx9" else "gfx1100"
 
-
+# %% ../nbs/10_triton_attention.ipynb #21906375
 def launch_options(arch: str, launch: Launch) -> dict[str, int]:
     """The compiler's options for a launch."""
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    if arch.startswith("gfx"):
-        options |= {"waves_per_eu": launch.waves, "matrix_instr_nonkdim": 16}
-    return options
+    amd = {"waves_per_eu": launch.waves, "matrix_instr_nonkdim": 16}
+    return options | amd if arch.startswith("gfx") else options
+
+# %% ../nbs/10_triton_attention.ipynb #6880270c
+def product_type(dtype: torch.dtype) -> tl.dtype:
+    """What `tl.dot` multiplies: numbers of `dtype`, but float32 in the interpreter."""
+    return tl.float32 if INTERPRETED else getattr(tl, str(dtype).removeprefix("torch."))
 
 # %% ../nbs/10_triton_attention.ipynb #fce379f6
 class PagedAttention:
-    """The kernel, set up for one kind of head on one device: `plan` on the host, then call it once per layer."""
+    """The kernel, set up for one kind of head on one device: `plan` on the host, then
+    call it once per layer."""
 
     def __init__(
-        self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int,
+        dtype: torch.dtype,
     ) -> None:
-        self.heads, self.kv_heads, self.dim, self.arch = num_heads, num_kv_heads, head_dim, architecture(device)
-        self.units = 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-        self.group = num_heads // num_kv_heads
+        self.heads, self.kv_heads, self.dim = num_heads, num_kv_heads, head_dim
+        self.group, self.arch = num_heads // num_kv_heads, architecture(device)
+        self.units = 4
+        if device.type != "cpu":
+            properties = torch.cuda.get_device_properties(device)
+            self.units = properties.multi_processor_count
         has_matrix_unit = dtype != torch.float32 or self.arch.startswith("gfx9")
-        self.launches = LAUNCHES[self.arch] if has_matrix_unit else (WITHOUT_MATRIX_UNIT, WITHOUT_MATRIX_UNIT)
-        self.tiles = [launch.tile(head_dim, dtype.itemsize, self.group) for launch in self.launches]
+        self.launches = LAUNCHES[self.arch if has_matrix_unit else "float32"]
+        sizes = head_dim, dtype.itemsize, self.group
+        self.tiles = [launch.tile(*sizes) for launch in self.launches]
 
-    def plan(self, query_lens: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> AttentionPlan:
-        """A step, `query_lens` and `context_lens` [B], `block_tables` [B, W], as work items; `data` is on the host."""
+    def plan(
+        self, query_lens: np.ndarray, context_lens: np.ndarray,
+        block_tables: np.ndarray,
+    ) -> AttentionPlan:
+        """A step, `query_lens` and `context_lens` [B], `block_tables` [B, W], as work
+        items; `data` is on the host."""
         is_decode = int(query_lens.max()) * self.group <= self.tiles[0][0]
-        rows, _ = self.tiles[0 if is_decode else 1]
-        return plan_attention(query_lens, context_lens, block_tables, rows // self.group, is_decode)
+        tokens = self.tiles[0 if is_decode else 1][0] // self.group
+        return plan_attention(query_lens, context_lens, block_tables, tokens, is_decode)
 
-    def largest_decode_plan(self, num_seqs: int, longest: int, block_size: int) -> AttentionPlan:
-        """As large as the plan of `num_seqs` decodes of up to `longest` tokens can get; its `data` say nothing."""
+    def largest_decode_plan(
+        self, num_seqs: int, longest: int, block_size: int
+    ) -> AttentionPlan:
+        """As large as the plan of `num_seqs` decodes of up to `longest` tokens can get; its
+        `data` say nothing."""
         splits = min(MAX_SPLITS, -(-longest // SPLIT_KEYS))
-        num_cut = num_seqs if splits > 1 else 0
-        size = 8 + 4 * num_cut + 8 * num_seqs * splits + num_seqs * -(-longest // block_size)
-        return AttentionPlan(np.zeros(size, np.int32), True, num_seqs * splits, num_cut, num_cut * splits)
+        items, cut = num_seqs * splits, num_seqs if splits > 1 else 0
+        size = 8 + 4 * cut + 8 * items + num_seqs * -(-longest // block_size)
+        return AttentionPlan(np.zeros(size, np.int32), True, items, cut, cut * splits)
 
-    def __call__(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """`reference_attention` in one launch, or two where keys are split: `q` [T, H, D] -> [T, H, D]."""
-        launch, (rows, keys) = self.launches[0 if plan.is_decode else 1], self.tiles[0 if plan.is_decode else 1]
-        out, block_d = torch.empty_like(q), triton.next_power_of_2(self.dim)
-        partial = torch.empty((plan.num_partials, self.heads, self.dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((plan.num_partials, self.heads), dtype=torch.float32, device=q.device)
-        paged_attention_kernel[(min(self.units * launch.programs, plan.num_items * self.kv_heads),)](
-            q, kv_cache, out, partial, lse, plan.data, kv_cache.stride(0), kv_cache.stride(1),
-            scale * math.log2(math.e), self.heads, self.kv_heads, self.dim, block_d, kv_cache.shape[3], rows, keys,
-            launch.stages, product_type(q.dtype), **launch_options(self.arch, launch),
+    def __call__(
+        self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        """`reference_attention` in one launch, or two where keys are cut: `q` [T, H, D]
+        -> [T, H, D]. `plan.data` is on the device."""
+        phase, shape = 0 if plan.is_decode else 1, (plan.num_partials, self.heads)
+        launch, block_d = self.launches[phase], triton.next_power_of_2(self.dim)
+        out, lse = torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
+        partial = q.new_empty((*shape, self.dim), dtype=torch.float32)
+        programs = min(self.units * launch.programs, plan.num_items * self.kv_heads)
+        paged_attention_kernel[(programs,)](
+            q, kv_cache, out, partial, lse, plan.data, *kv_cache.stride()[:2],
+            scale * math.log2(math.e), self.heads, self.kv_heads, self.dim, block_d,
+            kv_cache.shape[3], *self.tiles[phase], launch.stages, product_type(q.dtype),
+            **launch_options(self.arch, launch),
         )
         if plan.num_merges:
-            merge_kernel[(plan.num_merges, self.heads)](
-                partial, lse, out, plan.data, self.heads, self.dim, block_d, MAX_SPLITS
-            )
+            args = partial, lse, out, plan.data, self.heads, self.dim, block_d
+            merge_kernel[(plan.num_merges, self.heads)](*args, MAX_SPLITS)
         return out
-
-
-def product_type(dtype: torch.dtype) -> tl.dtype:
-    """What `tl.dot` multiplies: numbers of `dtype`, but float32 in the interpreter, which cannot multiply bfloat16."""
-    names = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    return tl.float32 if INTERPRETED else names[dtype]

@@ -7,50 +7,76 @@ import subprocess
 import sys
 
 import nbformat
-from map import ROOT, draw, read_book
+from map import ROOT, draw, parts, read_book
+from player import player
 
 STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "node_modules/mathjax/es5/tex-svg.js"))
 
+KINDS = "exercise|check|solution"
 
-def stage_chapter(chapter: str, title: str, module: str, notebook: nbformat.NotebookNode) -> str:
-    """The notebook as the site shows it: no hidden cells, no `#|` lines, alt texts, under its title a line of links."""
-    api = f" · API of [{module}](api/{module}.md)" if module else ""
+
+def stage_chapter(room: dict) -> str:
+    """The notebook as the site shows it: no hidden cells, no `#|` lines, alt texts, under its title a line of links.
+
+    Of an exercise the solution is folded; the stylesheet says what the other cells are.
+    """
+    notebook, api = room["notebook"], ", ".join(f"[{module}](api/{module}.md)" for module in room["modules"])
     _, promise, *rest = notebook.cells[0].source.split("\n\n")
-    links = f"{{.lead-links}}\nThis page is a notebook, `nbs/{chapter}.ipynb`{api}"
-    notebook.cells[0].source = "\n\n".join([f"# {title}", promise, links, *rest])
+    links = f"{{.lead-links}}\n{room['part']} · this page is a notebook, `nbs/{room['chapter']}.ipynb`"
+    head = [f"# {room['title']}", promise, f"{links} · API of {api}" if api else links]
+    notebook.cells[0].source = "\n\n".join([*head, *rest])
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
+            cell.source = cell.source.replace("](../docs/", "](")
             prose = re.sub(r"\[([^\]]+)\]\([^)]*\)|[`*$#]", r"\1", cell.source).strip()  # no links, no markup
             sentence = re.split(r"(?<=[.?!:])\s", prose)[-1]
             continue
         # Who does not see a figure hears the sentence before it, and the words on its axes.
         alt = " ".join(["Figure:", sentence, *re.findall(r'(?:title|label)\w*[(=]f?"([^"]+)"', cell.source)])
-        tags = ["exported"] if "#| export" in cell.source else []
-        cell.metadata = {"tags": tags, "mystnb": {"image": {"alt": alt}}}
-        cell.source = "" if "#| hide" in cell.source else re.sub(r"(?m)^#\|.*\n*", "", cell.source)
+        tags = ["exported"] if "#| export" in cell.source else re.findall(rf"^#\| *({KINDS})\n", cell.source)
+        prompts = {f"code_prompt_{state}": "Solution" for state in ("show", "hide")}
+        tags += ["hide-input"] if "solution" in tags else []  # folded
+        cell.metadata = {"tags": tags, "mystnb": {"image": {"alt": alt}, **prompts}}
+        cell.source = (
+            "" if re.search(r"(?m)^#\|\s*hide\s*$", cell.source) else re.sub(r"(?m)^#\|.*\n*", "", cell.source)
+        )
     notebook.cells = [cell for cell in notebook.cells if cell.source]
     return nbformat.writes(notebook)
 
 
-def figure(match: re.Match[str]) -> str:
-    """For `figure:04_scheduler#1`, the first figure stored in that notebook, as a data URL."""
-    images = re.findall(r'"image/png": "([^"]+)"', (ROOT / "nbs" / f"{match[1]}.ipynb").read_text())
-    return "data:image/png;base64," + images[int(match[2]) - 1].replace(r"\n", "")
+def link_module(text: str, page_of: dict[str, str]) -> str:
+    """A cell of README's table that names a module, `overlap` or with its folder, as a link to its page."""
+    page = page_of.get(re.split(r"[./]", text)[-1])
+    return f"[`{text}`]({page}.md)" if page else f"`{text}`"
+
+
+def contents(groups: dict[str, list[str]], *options: str) -> str:
+    """A table of contents for each group of pages, under its name."""
+    trees = ("\n".join([f":caption: {name}", *options, "", *pages]) for name, pages in groups.items() if pages)
+    return "\n\n".join(f"```{{toctree}}\n{tree}\n```" for tree in trees)
 
 
 def stage() -> dict[str, str]:
     """Every source of the site, by path."""
     book = read_book()
+    modules = {module: room for room in book.nodes.values() for module in room["modules"]}
+    page_of = {module.split(".")[-1]: f"api/{module}" for module in modules}
     readme = (ROOT / "README.md").read_text().replace("(nbs/", "(")
-    files = {"map.svg": draw(book), "readme.txt": re.sub(r"\| `(\w+)` \|", r"| [`\1`](api/\1.md) |", readme)}
+    readme = re.sub(r"(?<=\| )`([\w./]+)`(?= \|)", lambda cell: link_module(cell[1], page_of), readme)
+    rooms_of = {part: [book.nodes[name] for name in names] for part, names in parts(book).items()}
+    chapters = {part: [room["chapter"] for room in rooms] for part, rooms in rooms_of.items()}
+    pages = {
+        part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
+    }
+    files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme}
+    files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
-        files[page.name] = re.sub(r"figure:(\w+)#(\d+)", figure, page.read_text().replace("](../nbs/", "]("))
-    for name, room in book.nodes.items():
-        chapter, module = room["chapter"], name if room["module"] else ""
-        files[f"{chapter}.ipynb"] = stage_chapter(chapter, room["title"], module, room["notebook"])
-        if module:
-            head = f"# {name}\n\n{{.lead-links}}\nWritten in [](../{chapter}.ipynb)."
-            files[f"api/{name}.md"] = f"{head}\n\n```{{eval-rst}}\n.. automodule:: atom_mini.{name}\n```\n"
+        files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"
+    for room in book.nodes.values():
+        files[f"{room['chapter']}.ipynb"] = stage_chapter(room)
+    for module, room in modules.items():
+        head = f"# {module}\n\n{{.lead-links}}\nWritten in [](../{room['chapter']}.ipynb)."
+        files[f"api/{module}.md"] = f"{head}\n\n```{{eval-rst}}\n.. automodule:: atom_mini.{module}\n```\n"
     return files
 
 

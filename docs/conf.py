@@ -4,7 +4,7 @@ import re
 from dataclasses import is_dataclass
 
 from docutils import nodes
-from map import ROOT, read_book
+from map import ROOT, read_book, source_of
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.nodes import make_refnode, traverse_parent
@@ -13,6 +13,7 @@ project = html_title = copyright = "atom_mini"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx.ext.mathjax", "sphinx_copybutton"]
 
 myst_enable_extensions = ["dollarmath", "attrs_block"]
+myst_heading_anchors = 4  # the entries of documents.md
 nb_execution_mode = "off"  # outputs are stored in the notebooks
 mathjax_path = "tex-svg.js"  # from npm, beside the other static files
 copybutton_selector = "div:not(.output) > div.highlight > pre"
@@ -29,12 +30,14 @@ html_theme_options = {"dark_css_variables": {"figure-filter": "invert(0.9) hue-r
 html_static_path = [f"{ROOT}/docs/_static", f"{ROOT}/build/node_modules/mathjax/es5/tex-svg.js"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
+html_js_files = ["frames.js"]
 # A search shows excerpts, but a browser does not let a page opened from a file read its neighbours.
-html_js_files = [(None, {"body": "if (location.protocol=='file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false"})]
+html_js_files += [(None, {"body": "if (location.protocol=='file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false"})]
 html_copy_source = html_show_sphinx = False
 
 BOOK = read_book()
-MODULE_OF_PAGE = {page: name for name, chapter in BOOK.nodes(data="chapter") for page in (chapter, f"api/{name}")}
+ROOM_OF_MODULE = {module: name for name, room in BOOK.nodes.items() for module in room["modules"]}
+MODULE_OF_PAGE = {room["chapter"]: name for name, room in BOOK.nodes.items()} | {f"api/{m}": m for m in ROOM_OF_MODULE}
 UPSTREAM = {  # first folder of a path in the chapters -> where that file is on GitHub; the last is vLLM on IBM Spyre
     "atom": "ROCm/ATOM/blob/main", "nanovllm": "GeeeekExplorer/nano-vllm/blob/main",
     "vllm": "vllm-project/vllm/blob/main", "minisgl": "sgl-project/mini-sglang/blob/main/python",
@@ -42,15 +45,24 @@ UPSTREAM = {  # first folder of a path in the chapters -> where that file is on 
 }  # fmt: skip
 
 
+def split(full: str) -> tuple[str, str] | None:
+    """The module of a name and the name in it: `atom_mini.refinements.overlap.OverlapCore.step` after the third dot."""
+    pieces = full.split(".")[1:]
+    ends = (n for n in range(1, len(pieces)) if ".".join(pieces[:n]) in ROOM_OF_MODULE)
+    return next(((".".join(pieces[:n]), ".".join(pieces[n:])) for n in ends), None)
+
+
 def resolve(text: str, module: str, names: set[str]) -> str | None:
     """Which of the full `names` a `text` means on a page about `module`: its own first, else what is clear."""
-    name = re.sub(r"\(.*\)$", "", text).removeprefix(f"{module}.")
-    parts = [full.split(".", 2) for full in names if full.endswith(f".{name}") and full.count(".") > 1]
-    own = [p for p in parts if p[1] == module]
-    exact = [p for p in parts if name.endswith(p[2])]  # a class, a function, or with its class before it
+    name = re.sub(r"\(.*\)$", "", text).removeprefix(f"{module.split('.')[-1]}.")
+    parts = [pair for full in names if full.endswith(f".{name}") and (pair := split(full))]
+    own = [p for p in parts if p[0] == module]
+    exact = [p for p in parts if name.endswith(p[1])]  # a class, a function, or with its class before it
     # Another module's field: if no other has it, and a plain word (`factor`) only if this module imports that one.
-    known = [p for p in parts if "_" in name or BOOK.has_edge(p[1], module)]
-    return next((".".join(p) for p in own + exact + known * (len({p[1] for p in parts}) == 1)), None)
+    here = ROOM_OF_MODULE.get(module)
+    known = [p for p in parts if "_" in name or BOOK.has_edge(ROOM_OF_MODULE[p[0]], here)]
+    found = own + exact + known * (len({p[0] for p in parts}) == 1)
+    return next((".".join(["atom_mini", *pair]) for pair in found), None)
 
 
 def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
@@ -72,8 +84,8 @@ def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
 
 def find_attributes(app: Sphinx) -> None:
     """Autodoc shows attributes that have a comment with `#:`. Make it see one in each comment, and where none is."""
-    for path in (ROOT / "atom_mini").glob("*.py"):
-        name, source = f"atom_mini.{path.stem}", path.read_text()
+    for module in ROOM_OF_MODULE:
+        name, source = f"atom_mini.{module}", source_of(module).read_text()
         marked = re.sub(r"(?m)^( +self\.|[A-Z])[\w., ]+(: .*)? = ", r"#:\n\g<0>", source.replace("  # ", "  #: "))
         ModuleAnalyzer.cache["module", name] = analyzer = ModuleAnalyzer.for_string(source, name)
         analyzer.analyze()

@@ -138,7 +138,7 @@ def attend(shape: Shape, phase: str, dtype: str, block_size: int, pool: str, mis
     blocks = POOLS[pool] // (2 * torch.Size(block).numel() * number.itemsize)
     plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
     q, cache = empty((64, shape.heads, shape.dim), number, misaligned), empty((2, blocks, *block), number, misaligned)
-    meta = AttentionMetaData(*[empty([8], torch.int32)] * 4, [], [], plan=plan)
+    meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=plan)
     make_ops(shape, dtype).attend(q, cache, meta, 0.1)
 
 

@@ -21,7 +21,7 @@ from timing import Bench, ratio, show, time_limit
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-import atom_mini.models
+import atom_mini.loading
 from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
 from atom_mini.model_runner import ModelRunner
@@ -71,14 +71,14 @@ def fill_randomly(model: torch.nn.Module, folder: Path | str | None = None) -> N
 @contextmanager
 def random_checkpoint(bench: Bench, kind: str, shape: dict[str, Any]) -> Iterator[str]:
     """A folder that atom_mini loads as a model of this shape, its weights made on the device."""
-    loader = atom_mini.models.load_weights
+    loader = atom_mini.loading.load_weights
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), kind, shape, bench.dtype)
-        atom_mini.models.load_weights = fill_randomly
+        atom_mini.loading.load_weights = fill_randomly
         try:
             yield folder
         finally:
-            atom_mini.models.load_weights = loader
+            atom_mini.loading.load_weights = loader
 
 
 @dataclass(frozen=True)

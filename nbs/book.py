@@ -1,8 +1,11 @@
 """Keeps the book in order: `python nbs/book.py run|export|readme [NOTEBOOK ...]`.
 
-run     execute the notebooks (cells marked `#| eval: false`, gpu or slow excepted), store outputs, clean
-export  write the package from the notebooks
+run     execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow), store outputs, clean
+export  write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
 readme  write README.md from index.ipynb
+
+An exercise is a text cell, then code cells that begin with `#| exercise` (what the reader fills in), `#| check` (it
+fails until then) and `#| solution` (with the tag hide-input). tests/test_exercises.py runs them; nothing else does.
 """
 
 from __future__ import annotations
@@ -13,22 +16,37 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from execnb.nbio import NbCell, read_nb, write_nb
 from execnb.shell import CaptureShell
+from fold import fold
 from nbdev.clean import clean_nb
-from nbdev.config import get_config
-from nbdev.doclinks import nbdev_export
+from nbdev.config import add_init, get_config
+from nbdev.doclinks import _build_modidx
 from nbdev.export import nb_export
+from nbdev.maker import ModuleMaker
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIP = re.compile(r"^#\|\s*(eval:\s*false|gpu|slow)\b", re.MULTILINE)
+EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order in which they stand
+SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|{'|'.join(EXERCISE)})\b", re.MULTILINE)
 SETUP = "%config InlineBackend.figure_formats = ['png']"
 
 
 def notebooks(names: list[str]) -> list[Path]:
     """The notebooks named, or all of them in reading order."""
     return [Path(n) for n in names] or sorted((ROOT / "nbs").glob("*.ipynb"))
+
+
+def is_part_one(path: Path) -> bool:
+    """Chapters 00 to 19: the tens digit of a chapter is its part, and Part I has two."""
+    return path.stem[:1] in ("0", "1")
+
+
+def module_of(path: Path) -> str | None:
+    """The module that a chapter exports: `refinements.turns`."""
+    found = re.search(r"#\| *default_exp ([\w.]+)", path.read_text())
+    return found[1] if found else None
 
 
 def run(path: Path) -> None:
@@ -40,6 +58,7 @@ def run(path: Path) -> None:
     for cell in nb.cells:
         if cell.cell_type != "code" or SKIP.search(cell.source):
             continue
+        cell.outputs = []  # else a cell that prints nothing now keeps what it printed
         shell.cell(cell)
         if shell.exc:
             raise SystemExit(f"{path.name}: the cell failed\n{cell.source}\n{shell.prettytb(path)}")
@@ -47,6 +66,37 @@ def run(path: Path) -> None:
     clean_nb(nb)
     write_nb(nb, path)
     print(f"{path.name}: {time.perf_counter() - started:.1f} s")
+
+
+def exercises(path: Path) -> list[dict[str, str]]:
+    """Of each exercise, the source of its cells by kind. ValueError if one lacks a kind or they are out of order."""
+    cells = [c.source for c in read_nb(path).cells if c.cell_type == "code"]
+    found = [(m[1], s) for s in cells if (m := re.match(rf"#\|\s*({'|'.join(EXERCISE)})\n", s))]
+    if [kind for kind, _ in found] != [*EXERCISE] * (len(found) // 3):
+        raise ValueError(f"{path.name}: {[k for k, _ in found]} should be {EXERCISE}, again and again")
+    return [dict(found[i : i + 3]) for i in range(0, len(found), 3)]
+
+
+class FoldingMaker(ModuleMaker):
+    """nbdev's writer of a module, and then `fold`; a module that cannot be folded stays as it was."""
+
+    def make(self, *args: Any, **options: Any) -> None:
+        before = self.fname.read_text() if self.fname.exists() else None
+        super().make(*args, **options)
+        try:
+            folded = fold(self.fname.read_text())
+        except ValueError as error:
+            self.fname.unlink() if before is None else self.fname.write_text(before)
+            raise SystemExit(f"{self.nb_path}: {error}") from None
+        self.fname.write_text(folded)
+
+
+def export(paths: list[Path]) -> None:
+    """Write the modules of these notebooks, an `__init__.py` into each folder of modules, and nbdev's index of names."""
+    for path in paths:
+        nb_export(path, mod_maker=FoldingMaker)
+    add_init(get_config().lib_path)
+    _build_modidx()
 
 
 def readme(path: Path | None = None) -> str:
@@ -76,12 +126,7 @@ def main(command: str, *names: str) -> None:
             else:  # a process each, so that no chapter sees what another has imported or counted
                 subprocess.run([sys.executable, __file__, "run", path], check=True)
     elif command == "export":
-        get_config()
-        if names:
-            for name in names:
-                nb_export(name)
-        else:
-            nbdev_export()
+        export(notebooks(list(names)))
     elif command == "readme":
         (ROOT / "README.md").write_text(readme())
     else:

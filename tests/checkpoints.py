@@ -114,7 +114,7 @@ import json, re, sys, time
 from pathlib import Path
 import torch, transformers
 from atom_mini.config import Config
-from atom_mini.models import load_model
+from atom_mini.loading import load_model
 config = Config(sys.argv[1], max_model_len=512)
 def peak():  # not getrusage's: that one remembers the parent's
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -211,7 +211,7 @@ def is_empty(llm: LLM) -> bool:
     scheduler = llm.engine_core.scheduler
     scheduler.block_manager.check([*scheduler.running, *scheduler.waiting])
     free = scheduler.block_manager.num_free_blocks == llm.config.num_kvcache_blocks
-    return not scheduler.waiting and not scheduler.running and not llm._requests and free
+    return not scheduler.waiting and not scheduler.running and not scheduler.seqs and free
 
 
 def plain_search(text: str, stops: list[str]) -> tuple[str, str] | None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
+
+from atom_mini.instruments.command_line import spin_less
+
+spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
+
+import torch  # noqa: E402
 
 torch.set_num_threads(1)  # small models: more threads only wait for each other, above all on a busy machine
 os.environ.setdefault("MPLBACKEND", "agg")

@@ -22,10 +22,11 @@ from itertools import accumulate, chain
 from types import SimpleNamespace
 
 import atom_mini.model_runner as model_runner
+import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.overlap import OverlapCore, OverlapScheduler
+from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
 
@@ -130,10 +131,7 @@ class SymbolicRunner:
 
 
 class LaunchingSymbolicRunner(SymbolicRunner):
-    """Takes steps and runs them in their order: at once, or as late as it may, when a result is waited for.
-
-    `strict` also asserts of each launched step that it writes nothing that a step under way reads or writes.
-    """
+    """Takes steps and runs them in their order: at once, or as late as it may, when a result is waited for."""
 
     def __init__(self, config: Config, alphabet: int, strict: bool, fails: Callable[[], bool], is_late: Callable[[], bool]):
         super().__init__(config, alphabet, strict, fails)
@@ -144,11 +142,7 @@ class LaunchingSymbolicRunner(SymbolicRunner):
 
     def launch(self, batch: ScheduledBatch) -> SymbolicStep:
         step = SymbolicStep(self, batch)
-        if self.strict:
-            written, _ = step.slots()
-            for other in self.in_flight:
-                assert not written & set.union(*other.slots()), "a slot is given away under a step that is under way"
-            self.stats["ahead"] += bool(self.in_flight)
+        self.stats["ahead"] += bool(self.in_flight)
         self.queue.append(step)
         self.in_flight.append(step)
         if not self.is_late():
@@ -188,12 +182,6 @@ class SymbolicStep:
         for i in (tokens == PLACEHOLDER).nonzero()[0].tolist():
             tokens[i] = self.runner.token_pool.get(self.batch.rows[i], 0)
         return replace(self.batch, scheduled_tokens=tokens)
-
-    def slots(self) -> tuple[set[int], set[int]]:
-        """(written, read)."""
-        _, slots, _ = model_runner.locate(self.batch, self.runner.size)
-        contexts = zip(self.batch.block_tables.tolist(), self.batch.context_lens.tolist(), strict=True)
-        return set(slots.tolist()), set(chain.from_iterable(self.runner._slots(table)[:n] for table, n in contexts))
 
 
 @dataclass
@@ -334,7 +322,7 @@ def run_trial(
         trial.config.prefix_cache = cache
     luck, ticks = random.Random(~seed), iter(range(10**9))
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))  # the delay gate must not depend on this machine
-    real_time, scheduler_module.time = scheduler_module.time, clock  # type: ignore[assignment]
+    real_time, scheduler_module.time, turns.time = scheduler_module.time, clock, clock  # type: ignore[assignment]
     try:
         failures = Counter({"left": 10 if trial.failure_rate else 0})  # a lasting failure would never end
 
@@ -351,7 +339,7 @@ def run_trial(
         launching = LaunchingSymbolicRunner(trial.config, trial.alphabet, strict, fails, lambda: luck.random() < late)
         return play(trial, OverlapCore(trial.config, launching), launching, strict, clock.perf_counter)
     finally:
-        scheduler_module.time = real_time
+        scheduler_module.time = turns.time = real_time
 
 
 def play(
@@ -405,7 +393,7 @@ def play(
         stats["steps"] += 1
         step += 1
         if strict:
-            manager.check([*scheduler.running, *getattr(scheduler, "leaving", ())])
+            manager.check(scheduler.running)
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"

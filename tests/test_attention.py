@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from atom_mini.attention import AttentionMetaData, paged_attention, reference_attention, store_kv_cache
 from atom_mini.config import SamplingParams
 from atom_mini.model_runner import locate
+from atom_mini.refinements.cpu_decode import CpuOps, SparseTable, decode_attention
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 
@@ -40,7 +43,6 @@ def make_batch(lens: Lens, block_size: int, seed: int, spare: int = 3) -> tuple[
              for row, (n, length) in enumerate(lens) for p in range(length - n, length)]  # fmt: skip
     queries = [n for n, _ in lens]
     meta = AttentionMetaData(
-        cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32),
         context_lens=torch.tensor([length for _, length in lens], dtype=torch.int32),
         block_tables=torch.from_numpy(tables),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
@@ -64,6 +66,18 @@ def fill(
             pool[:, block, :, position % block_size] = kv[:, :, position]
         plain.append((kv[0], kv[1]))
     return pool, plain
+
+
+def cpu_attention(q: Tensor, pool: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
+    """What the engine does on a CPU: `CpuOps` chooses. The sparse table for float32 decodes, and only for them."""
+    meta = replace(meta, plan=None)
+    out = CpuOps().attend(q, pool, meta, scale)
+    is_sparse = max(meta.query_lens) == 1 and q.dtype == torch.float32
+    assert isinstance(meta.plan, SparseTable) == is_sparse
+    return out
+
+
+BOTH = (paged_attention, cpu_attention)
 
 
 def contiguous_attention(q: Tensor, plain: list[tuple[Tensor, Tensor]], lens: Lens, scale: float) -> Tensor:
@@ -99,7 +113,7 @@ def edge_lens(block_size: int) -> Lens:
 def test_paged_attention(
     block_size: int, heads: tuple[int, int], head_dim: int, kind: str, dtype: torch.dtype, limit: float
 ) -> None:
-    """Both implementations equal torch's on contiguous K and V; one NaN read would spoil the whole norm."""
+    """All implementations equal torch's on contiguous K and V; one NaN read would spoil the whole norm."""
     lens = edge_lens(block_size)
     if kind == "decode":
         lens = [(1, length) for _, length in lens]
@@ -108,41 +122,45 @@ def test_paged_attention(
     q = torch.randn(sum(meta.query_lens), heads[0], head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
     scale = head_dim**-0.5
     wanted = contiguous_attention(q, plain, lens, scale)
-    for function in (reference_attention, paged_attention):
+    for function in (reference_attention, *BOTH):
         out = function(q, pool, meta, scale)
         assert out.shape == q.shape and out.dtype == dtype
         assert relative_error(out, wanted) < limit, function.__name__
-        ends = meta.cu_seqlens_q.tolist()
+        ends = itertools.accumulate(meta.query_lens, initial=0)
         for start, end in itertools.pairwise(ends):  # a short sequence must not hide among long ones
             assert relative_error(out[start:end], wanted[start:end]) < 2 * limit, (function.__name__, end - start)
 
 
-@pytest.mark.parametrize("function", [reference_attention, paged_attention])
+@pytest.mark.parametrize("function", [reference_attention, *BOTH, decode_attention])
 def test_poison_is_seen(function: object) -> None:
     """The test above can fail: one token too many, one wrong block, one scale off by 1 %."""
-    lens = [(3, 20), (1, 16), (5, 5)]
+    lens = [(1, 20), (1, 16), (1, 5)] if function is decode_attention else [(3, 20), (1, 16), (5, 5)]
     meta, num_blocks = make_batch(lens, 16, seed=0)
     pool, plain = fill(meta, num_blocks, 16, 2, 16, torch.float32, seed=1)
-    q = torch.randn(9, 4, 16)
+    q = torch.randn(sum(meta.query_lens), 4, 16)
     wanted = contiguous_attention(q, plain, lens, 0.25)
-    assert relative_error(function(q, pool, meta, 0.2525), wanted) > 1e-4  # type: ignore[operator]
-    longer = AttentionMetaData(**{**vars(meta), "lens": [n + 1 for n in meta.lens]})
+    assert relative_error(function(q, pool, replace(meta), 0.2525), wanted) > 1e-4  # type: ignore[operator]
+    longer = replace(meta, lens=[n + 1 for n in meta.lens], context_lens=meta.context_lens + 1)
     assert function(q, pool, longer, 0.25).isnan().any()  # type: ignore[operator]
     other = meta.block_tables.clone()
     other[0, 0], other[1, 0] = meta.block_tables[1, 0], meta.block_tables[0, 0]
-    swapped = AttentionMetaData(**{**vars(meta), "block_tables": other})
+    swapped = replace(meta, block_tables=other)
     assert relative_error(function(q, pool, swapped, 0.25), wanted) > 0.1  # type: ignore[operator]
 
 
-def test_shared_blocks() -> None:
+@pytest.mark.parametrize("attend", BOTH)
+def test_shared_blocks(attend: Callable[..., Tensor]) -> None:
     """Two sequences over the same first blocks (a prefix hit) read the same numbers."""
     meta, num_blocks = make_batch([(4, 36), (4, 36)], 16, seed=3)
     meta.block_tables[1, :2] = meta.block_tables[0, :2]
     pool, _ = fill(meta, num_blocks, 16, 2, 16, torch.float32, seed=1)  # the second one's prefix is in both tables now
     pool[:, meta.block_tables[1, 2]] = pool[:, meta.block_tables[0, 2]]
     q = torch.randn(4, 6, 16).repeat(2, 1, 1)
-    out = paged_attention(q, pool, meta, 0.25)
+    out = attend(q, pool, meta, 0.25)
     assert torch.equal(out[:4], out[4:]) and not out.isnan().any()
+    decodes = replace(meta, query_lens=[1, 1])
+    out = attend(q[3::4], pool, decodes, 0.25)
+    assert torch.equal(out[0], out[1]) and not out.isnan().any()
 
 
 DECODES: Lens = [(1, 40), (1, 1), (1, 300), (1, 16), (1, 17), (1, 133)]
@@ -152,10 +170,8 @@ PREFILLS: Lens = [(7, 7), (5, 40), (33, 70), (2, 300), (16, 32), (16, 16)]
 def pick(meta: AttentionMetaData, order: list[int]) -> AttentionMetaData:
     """The metadata of some of the sequences, in that order."""
     queries = [meta.query_lens[i] for i in order]
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     width = -(-max(meta.lens[i] for i in order) // 16)
     return AttentionMetaData(
-        cu_seqlens_q=cu_seqlens,
         context_lens=meta.context_lens[order],
         block_tables=meta.block_tables[order, :width].contiguous(),
         slot_mapping=torch.zeros(0, dtype=torch.int64),
@@ -164,17 +180,18 @@ def pick(meta: AttentionMetaData, order: list[int]) -> AttentionMetaData:
     )
 
 
+@pytest.mark.parametrize("attend", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("lens", [DECODES, PREFILLS], ids=["decode", "prefill"])
-def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
+def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
     """A sequence's rows do not change by a bit with its company, its place in the batch, or its place in the pool."""
     meta, num_blocks = make_batch(lens, 16, seed=5)
     pool, plain = fill(meta, num_blocks, 16, 2, 64, dtype, seed=1)
     q = torch.randn(sum(meta.query_lens), 6, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
-    together, rows = paged_attention(q, pool, meta, 0.125).split(meta.query_lens), q.split(meta.query_lens)
+    together, rows = attend(q, pool, meta, 0.125).split(meta.query_lens), q.split(meta.query_lens)
     for orders in [*([i] for i in range(len(lens))), [3, 1], [5, 4, 3, 2, 1, 0], [0, 2, 4]]:
         some = pick(meta, orders)
-        out = paged_attention(torch.cat([rows[i] for i in orders]), pool, some, 0.125).split(some.query_lens)
+        out = attend(torch.cat([rows[i] for i in orders]), pool, some, 0.125).split(some.query_lens)
         assert all(torch.equal(out[at], together[i]) for at, i in enumerate(orders)), orders
     for i, pair in enumerate(lens):  # elsewhere in another pool
         alone, few_blocks = make_batch([pair], 16, seed=100 + i)
@@ -182,7 +199,7 @@ def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
         for position in range(pair[1]):
             block = int(alone.block_tables[0, position // 16])
             own[:, block, :, position % 16] = torch.stack([t[:, position] for t in plain[i]])
-        assert torch.equal(paged_attention(rows[i].clone(), own, alone, 0.125), together[i]), pair
+        assert torch.equal(attend(rows[i].clone(), own, alone, 0.125), together[i]), pair
 
 
 def test_one_query_among_chunks() -> None:
@@ -190,8 +207,8 @@ def test_one_query_among_chunks() -> None:
     meta, num_blocks = make_batch([*DECODES, *PREFILLS], 16, seed=6)
     pool, _ = fill(meta, num_blocks, 16, 2, 64, torch.float32, seed=1)
     q = torch.randn(sum(meta.query_lens), 6, 64, generator=torch.Generator().manual_seed(2))
-    mixed = paged_attention(q, pool, meta, 0.125)[: len(DECODES)]
-    decoded = paged_attention(q[: len(DECODES)], pool, pick(meta, list(range(len(DECODES)))), 0.125)
+    mixed = cpu_attention(q, pool, meta, 0.125)[: len(DECODES)]
+    decoded = cpu_attention(q[: len(DECODES)], pool, pick(meta, list(range(len(DECODES)))), 0.125)
     assert relative_error(mixed, decoded.double()) < 1e-6
 
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import atom_mini.block_manager as block_manager_module
 from atom_mini.block_manager import NO_HASH, BlockManager, BlockPool, PrefixIndex, compute_hash
 from atom_mini.config import SamplingParams
-from atom_mini.radix_cache import RadixCache
 from atom_mini.sequence import Sequence
+from atom_mini.systems.radix_cache import RadixCache
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

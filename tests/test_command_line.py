@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from checkpoints import is_empty, save_checkpoint
 from safetensors import safe_open
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.command_line import COMMANDS, answer, given, main, make_parser, parse, run_chat
 from atom_mini.config import Config
-from atom_mini.trace import Trace
+from atom_mini.instruments.command_line import COMMANDS, SPINS, answer, given, knobs, main, make_parser, parse, run_chat
+from atom_mini.instruments.trace import Trace
 
 TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
 CPU = ["--device", "cpu", "--num-kvcache-blocks", "200"]
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
+FIGURES = re.compile(r"prefill ([\d,]+) tokens/s, decode ([\d,]+) tokens/s, TTFT ([\d.,]+) ms, TPOT ([\d.,]+) ms\n")
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
@@ -51,6 +52,14 @@ def run_json(capsys: Capture, *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def assert_figures(shown: str) -> None:
+    """`shown` has the four figures, and they fit each other: a step, at its rate, gives one token at least."""
+    found = FIGURES.search(shown)
+    assert found is not None, shown
+    prefill, decode, ttft, tpot = (float(text.replace(",", "")) for text in found.groups())
+    assert prefill * ttft > 900 and decode * tpot > 900, shown  # tokens per second x milliseconds, rounded
+
+
 # each command
 
 
@@ -59,11 +68,14 @@ def test_generate(capsys: Capture, llm: LLM) -> None:
     one, two = (out.text for out in llm.generate(["Once upon", "12 + 7 ="], GREEDY))
     assert main(["generate", "Once upon", "12 + 7 =", "--max-tokens", "6", "--temperature", "0", *CPU]) == 0
     shown = capsys.readouterr()
-    assert shown.out == f"Once upon{one}\n\n12 + 7 ={two}\n" and "tokens/s" in shown.err
+    assert shown.out == f"Once upon{one}\n\n12 + 7 ={two}\n"
+    assert_figures(shown.err)
     options = ["--model", "tiny", "--max-tokens", "6", *CPU]
     for arguments in (["Once upon", *options], [*options, "Once upon"]):
         assert main(arguments) == 0
-        assert capsys.readouterr().out == f"Once upon{one}\n"
+        shown = capsys.readouterr()
+        assert shown.out == f"Once upon{one}\n"
+        assert_figures(shown.err)
 
 
 def test_generate_json_equals_generate(capsys: Capture, llm: LLM) -> None:
@@ -101,7 +113,7 @@ def test_options_are_the_dataclasses() -> None:
     """Each field is an option, of its type; what is not typed is left to the dataclass."""
     parser = make_parser()
     for command in COMMANDS:
-        for f in [*fields(Config), *(fields(SamplingParams) if command != "info" else [])]:
+        for f in [*knobs(Config), *(knobs(SamplingParams) if command != "info" else [])]:
             if f.init and f.name != "model":
                 flag, kind = f.name.replace("_", "-"), str(f.type)
                 words = [f"--no-{flag}"] if "bool" in kind else [f"--{flag}", "3"]
@@ -149,7 +161,7 @@ def test_bench(capsys: Capture) -> None:
 
 def test_info(capsys: Capture, monkeypatch: Patch) -> None:
     """What it says without reading a weight is what the files hold and what an engine has."""
-    monkeypatch.setattr("atom_mini.models.load_weights", None)
+    monkeypatch.setattr("atom_mini.loading.load_weights", None)
     report = run_json(capsys, "info", "tiny", "--device", "cpu")
     half = run_json(capsys, "info", "--dtype", "bfloat16", "--device", "cpu")
     monkeypatch.undo()
@@ -361,6 +373,59 @@ def test_in_a_shell() -> None:
     done = run_shell("--model", "no/such-model", "--debug")
     assert done.returncode == 1 and "Traceback" in done.stderr
     assert run_shell("trace", "--outptu", "a.html").returncode == 2
+
+
+SPY = """
+import os, sys
+
+class Spy:  # the first to be asked for any module
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print({k: os.environ[k] for k in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if k in os.environ})
+            sys.stdout.flush()
+            os._exit(0)
+
+before = dict(os.environ)
+sys.meta_path.insert(0, Spy())
+import atom_mini
+assert os.environ == before
+sys.argv = ["atom-mini", "Once upon", "--device", "cpu"]
+"""
+WAYS_IN = {
+    "python -m atom_mini": "import runpy; runpy.run_module('atom_mini', run_name='__main__')",
+    "atom-mini": "from atom_mini.instruments.command_line import main; sys.exit(main())",  # as [project.scripts] has it
+    "library": "atom_mini.LLM('tiny', device='cpu')",
+}
+Env = dict[str, str]
+
+
+@pytest.mark.parametrize("theirs", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}], ids=str)
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_how_threads_wait(way: str, theirs: Env) -> None:
+    """The command line says so before torch loads, unless the user did; a library leaves the environment as it is."""
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | theirs
+    command = [sys.executable, "-c", SPY + WAYS_IN[way]]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    wanted = {"GOMP_SPINCOUNT": SPINS} if way != "library" and not theirs else theirs
+    assert done.stdout == f"{wanted}\n", done.stderr
+
+
+def test_openmp_reads_it() -> None:
+    """GNU's OpenMP says what it took from the environment when it was loaded."""
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-m", "atom_mini", "Hi", "--max-tokens", "1", *CPU]
+    env["OMP_DISPLAY_ENV"] = "verbose"
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300).stderr
+    if "GOMP_" not in shown:
+        pytest.skip("torch's OpenMP is another one here")
+    assert f"GOMP_SPINCOUNT = '{SPINS}'" in shown
+
+
+def test_the_environment_is_left_alone_once_torch_is_loaded(monkeypatch: Patch) -> None:
+    """Who calls `main` from a program of his own has loaded torch: nothing would come of it."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["--max-tokens", "1", *CPU]) == 0 and "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_whoever_reads_may_stop() -> None:

@@ -17,6 +17,7 @@ from checkpoints import save_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from atom_mini.assemble import make_runner
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import (
@@ -25,12 +26,11 @@ from atom_mini.graphs import (
     Wishes,
     first_decodes,
     graph_sizes,
-    make_runner,
     no_garbage_collection,
 )
-from atom_mini.launcher import Launcher
 from atom_mini.model_runner import ModelRunner
-from atom_mini.overlap import OverlapCore
+from atom_mini.refinements.launcher import Launcher
+from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.sequence import Sequence
 
 ON_GPU = torch.cuda.is_available()
@@ -80,7 +80,7 @@ def run(
         seqs.append(Sequence(prompt, runner.config.kv_cache_block_size, params))
         core.add(seqs[-1])
     while core.step():
-        core.scheduler.block_manager.check([*core.scheduler.running, *getattr(core.scheduler, "leaving", ())])
+        core.scheduler.block_manager.check(core.scheduler.running)
     return [(s.completion_token_ids, s.logprobs) for s in seqs], core
 
 
@@ -149,19 +149,6 @@ def test_one_runner_many_batches(folder: Path, record: Any) -> None:
         assert run(runner, [wish] * 2, **options)[0] == run(plain, [wish] * 2, **options)[0]
 
 
-def test_guesses_are_used_and_checked(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A steady decode makes its plan beforehand; a guess for other lengths is not taken."""
-    runner, made = GraphRunner(make_config(folder, max_num_seqs=1), record), []
-    prepare = GraphRunner._prepare
-    monkeypatch.setattr(GraphRunner, "_prepare", lambda self, lens, tables: made.append(lens.copy()) or prepare(self, lens, tables))
-    run(runner, [{}], max_tokens=4)
-    assert len(made) <= 3 + 2  # one per decode step, and one more where the table grew
-    batch = first_decodes(1)
-    assert not runner.guess.fits(batch)
-    runner._upload(batch, 1)
-    assert made[-1].tolist() == [1]
-
-
 def test_padding_rows_touch_nothing(folder: Path, record: Any) -> None:
     """One sequence in a graph of three writes one slot of its own; the two rows beside it write to the spare block."""
     runner = GraphRunner(make_config(folder), record)
@@ -221,7 +208,7 @@ def test_kernels_that_cannot_run_say_why(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match=r"TRITON_INTERPRET=1.*attention='torch'"):
         make_runner(make_config(folder))
-    monkeypatch.setattr("atom_mini.model_runner.find_spec", lambda name: None)
+    monkeypatch.setattr("atom_mini.assemble.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"install atom_mini\[triton\], or set attention='torch'"):
         make_runner(make_config(folder))
     make_runner(make_config(folder, attention="torch"))

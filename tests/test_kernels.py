@@ -88,7 +88,6 @@ class Step:
     def meta(self, plan: AttentionPlan | None = None) -> AttentionMetaData:
         queries, lens = [n for n, _ in self.lens], [length for _, length in self.lens]
         return AttentionMetaData(
-            cu_seqlens_q=torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32),
             context_lens=torch.tensor(lens, dtype=torch.int32),
             block_tables=torch.from_numpy(self.tables).to(DEVICE),
             slot_mapping=torch.zeros(0, dtype=torch.int64),
@@ -170,7 +169,7 @@ def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
     together = step.attend(ops).split([n for n, _ in lens])
     everybody = list(range(len(lens)))
     for order, units in [*(([i], 4) for i in everybody), (everybody[::-1], 4), (everybody, 1), (everybody, 1000)]:
-        ops.attention.units = units
+        ops.units = units
         out = step.pick(order).attend(ops).split([lens[i][0] for i in order])
         assert all(torch.equal(out[at], together[i]) for at, i in enumerate(order)), (order, units)
 
@@ -228,8 +227,8 @@ def test_plan_fits_the_tile(group: int, queries: list[int], dim: int) -> None:
     lens = np.array(queries) + 300
     plan = ops.plan(np.array(queries), lens, np.zeros((len(queries), 30), dtype=np.int32))
     items = plan.data[plan.data[2] :][: 8 * plan.num_items].reshape(-1, 8)
-    assert items[:, 1].max() * group <= ops.attention.tiles[0 if plan.is_decode else 1][0]
-    assert plan.is_decode == (max(queries) * group <= ops.attention.tiles[0][0])
+    assert items[:, 1].max() * group <= ops.tiles[0 if plan.is_decode else 1][0]
+    assert plan.is_decode == (max(queries) * group <= ops.tiles[0][0])
 
 
 def test_launched_for_a_larger_decode() -> None:
@@ -237,7 +236,7 @@ def test_launched_for_a_larger_decode() -> None:
     step, ops = Step([(1, 300), (1, 40), (1, 1)], 16, 1, 4, 64, torch.float16), make_ops(1, 4, 64, torch.float16)
 
     def enlarge(plan: AttentionPlan) -> None:
-        largest = ops.attention.largest_decode_plan(num_seqs=4, longest=600, block_size=16)
+        largest = ops.largest_decode_plan(num_seqs=4, longest=600, block_size=16)
         assert len(plan.data) <= len(largest.data)
         largest.data[: len(plan.data)] = plan.data
         plan.__dict__.update(vars(largest))
@@ -252,7 +251,7 @@ def test_largest_decode_plan(lens: list[int], more: int, longer: int) -> None:
     ops, longest = make_ops(1, 4, 64, torch.float16), max(lens) + longer
     tables = np.zeros((len(lens), -(-longest // 16)), dtype=np.int32)
     plan = ops.plan(np.ones(len(lens), dtype=np.int64), np.array(lens), tables)
-    largest = ops.attention.largest_decode_plan(len(lens) + more, longest, 16)
+    largest = ops.largest_decode_plan(len(lens) + more, longest, 16)
     assert plan.is_decode and largest.is_decode and len(plan.data) <= len(largest.data)
     for name in ("num_items", "num_merges", "num_partials"):
         assert getattr(plan, name) <= getattr(largest, name)

@@ -12,19 +12,23 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
 
 from atom_mini import LLM, CompletionOutput, SamplingParams
-from atom_mini.llm import TextPiece
+from atom_mini.text import TextPiece
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
 TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
@@ -87,6 +91,27 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
     first, second = llm.generate([PROMPT, other], GREEDY)
     assert first.token_ids == out.token_ids and second.prompt_token_ids == other and second.prompt is None
     assert llm.generate([], GREEDY) == [] and list(llm.stream([], GREEDY)) == []
+
+
+def test_token_ids_of_every_kind(llm: LLM) -> None:
+    """Whatever is a whole number, in lists and arrays; what comes back is int."""
+    ids = llm.tokenizer.encode(PROMPT)
+    (wanted,) = llm.generate(ids, GREEDY)
+    array = np.array(ids)
+    prompts: list[Any] = [array, array.astype(np.uint16), list(array), [array], [list(array)], (*array,)]
+    prompts += [torch.tensor(ids), [torch.tensor(ids)], list(torch.tensor(ids)), [ids[0], *array[1:]]]
+    for prompt in prompts:
+        (out,) = llm.generate(prompt, GREEDY)
+        assert out.token_ids == wanted.token_ids and out.prompt_token_ids == ids
+        assert {type(i) for i in out.prompt_token_ids} == {int} and json.dumps(out.prompt_token_ids)
+        (piece, *_) = llm.stream(prompt, replace(GREEDY, max_tokens=1))
+        assert piece.token_ids == wanted.token_ids[:1]
+    outs = llm.generate(np.array([ids, ids[::-1]]), GREEDY)  # type: ignore[arg-type]
+    assert [out.prompt_token_ids for out in outs] == [ids, ids[::-1]]
+    for wrong, word in ((np.array([3, VOCABULARY]), "vocabulary"), (array / 2, "float"), (np.array(5), "int")):
+        refused(partial(llm.generate, wrong, GREEDY), word)
+    request = llm.add_request(array, GREEDY)  # type: ignore[arg-type]
+    assert llm.engine_core.scheduler.seqs[request].token_ids == ids and llm.abort(request)
 
 
 def test_completion_output(llm: LLM) -> None:
@@ -472,6 +497,16 @@ def refused(action: Callable[[], Any], *words: str) -> None:
         ([3, 1.5], ["1.5"]),
         ([3, "a"], ["'a'"]),
         ([3, None], ["None"]),
+        ([3, 1.5], ["type float"]),
+        ([3, "a"], ["type str"]),
+        ([3, True], ["type bool"]),
+        ([3, None], ["type NoneType"]),
+        ([3, [4]], ["type list"]),
+        ([3, np.float64(4)], ["type float"]),
+        ([3, np.True_], ["type bool"]),
+        ([np.int64(3), np.int64(-1)], ["-1", str(VOCABULARY)]),
+        ("a\ud800b", ["ud800", "character 1", "surrogate", "prompt"]),
+        ([PROMPT, "\udfff"], ["udfff", "character 0", "surrogate"]),
         ([1.5], ["float"]),
         ([None], ["NoneType"]),
         (5, ["int"]),
@@ -598,6 +633,8 @@ def test_bad_requests(llm: LLM) -> None:
         "vocabulary",
     )
     many: Any
+    refused(lambda: llm.generate(PROMPT, SamplingParams(stop=["a", "b\udc80"])), "udc80", "stop string", "surrogate")
+    refused(lambda: llm.chat([{"role": "user", "content": "\ud8ff"}]), "ud8ff", "surrogate")
     for many in ([], [GREEDY], [GREEDY] * 3):
         words = "2 prompts", f"{len(many)} sampling_params"
         refused(partial(llm.generate, ["a", "b"], many), *words)
@@ -663,7 +700,7 @@ def test_abort_of_a_stream(llm: LLM) -> None:
     (wanted,) = llm.generate(PROMPT, GREEDY)
     pieces = llm.stream(PROMPT, GREEDY)
     taken = [next(pieces) for _ in range(3)]
-    (request_id,) = llm._requests
+    (request_id,) = llm.engine_core.scheduler.seqs
     assert llm.abort(request_id)
     taken += pieces
     out = taken[-1].output
@@ -702,7 +739,7 @@ def test_interrupted_step(
         monkeypatch.setattr(runner, "forward", failing)
         with pytest.raises(error):
             llm.generate(prompts, GREEDY)
-        assert len(llm._requests) == 1
+        assert len(llm.engine_core.scheduler.seqs) == 1
         check_pieces(pieces + list(bystander), alone)
         assert is_empty(llm)
         assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == wanted
@@ -716,9 +753,9 @@ def test_interrupted_step(
 def test_close() -> None:
     """Afterwards every use says why not; closing twice is no mistake; what ran is aborted."""
     llm = LLM("tiny", **OPTIONS)
-    pieces = llm.stream(PROMPT, GREEDY)
-    next(pieces)
+    untouched = llm.stream(PROMPT, GREEDY)
     request = llm.add_request(PROMPT, GREEDY)
+    llm.step()
     runner = weakref.ref(llm.engine_core.runner)
     assert llm.close() is None  # type: ignore[func-returns-value]
     assert is_empty(llm)
@@ -730,7 +767,7 @@ def test_close() -> None:
         lambda: llm.chat([{"role": "user", "content": "hi"}]),
         lambda: llm.add_request(PROMPT),
         lambda: llm.step(),
-        lambda: next(pieces),
+        lambda: next(untouched),
     ]
     for action in actions:
         refused(action, "closed")
@@ -738,6 +775,31 @@ def test_close() -> None:
     llm.close()
     with LLM("tiny", **OPTIONS) as other:
         other.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_taken", [1, 2, 3, 4, 9])
+def test_close_in_a_stream(num_taken: int, overlap: bool) -> None:
+    """Each prompt gets its last piece: the finished one its own, the others "abort", with what they have."""
+    prompts: list[Any] = [PROMPT, "12 + 7 =", "Ada lives in"]
+    wishes = [GREEDY, replace(GREEDY, max_tokens=2), replace(GREEDY, stop="never")]
+    with LLM("tiny", overlap=overlap, **OPTIONS) as llm:
+        wanted = llm.generate(prompts, wishes)
+        pieces = llm.stream(prompts, wishes)
+        taken = list(itertools.islice(pieces, num_taken))
+        llm.close()
+        assert not llm.engine_core.scheduler.seqs
+        found = collect(iter([*taken, *pieces]))
+        assert sorted(found) == [0, 1, 2]
+        for index, whole in enumerate(wanted):
+            out = found[index][-1].output
+            assert out is not None and out.token_ids == whole.token_ids[: len(out.token_ids)]
+            check_pieces(found[index], out)
+            is_whole = len(out.token_ids) == len(whole.token_ids)
+            assert out.finish_reason == (whole.finish_reason if is_whole else "abort")
+            assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        assert found[0][-1].finish_reason == "abort"
+        assert found[1][-1].finish_reason == ("length" if num_taken > 3 else "abort")
 
 
 def test_context_manager_closes_after_an_error() -> None:
@@ -763,6 +825,178 @@ def test_same_prompt_many_times(llm: LLM) -> None:
     assert len({tuple(out.token_ids) for out in outs}) == 1
     computed = sum(batch.total_tokens_num for batch in recorder.batches[:5] if batch.type.name == "PREFILL")
     assert computed < 3 * len(prompt)
+
+
+# threads
+
+
+def in_threads(actions: Seq[Callable[[], Any]]) -> list[Any]:
+    """What each returns, all begun at once; an exception is raised here, and so is a thread that does not end."""
+    results: list[Any] = [None] * len(actions)
+    start = threading.Barrier(len(actions))
+
+    def run(i: int) -> None:
+        try:
+            start.wait(60)
+            results[i] = actions[i]()
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a thread hangs"
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    """Threads take turns a thousand times more often than usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+THREADS: list[tuple[list[Any], SamplingParams]] = [
+    ([PROMPT, "12 + 7 ="], GREEDY),
+    ([[5, 6, 7] * 9, PROMPT], WILD),
+    (["Ada lives in Rome. Where does Ada live?"], replace(WILD, seed=5, stop=["e", "th"])),
+    ([PROMPT, [5] * 40, "Ben likes"], replace(GREEDY, stop=[" her", "."], max_tokens=40)),
+]
+
+
+def essence(out: CompletionOutput) -> tuple[Any, ...]:
+    return out.prompt_token_ids, out.token_ids, out.text, out.finish_reason, out.stop_reason
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("how", ["generate", "stream", "step"])
+def test_four_threads(how: str, overlap: bool) -> None:
+    """Each gets what it gets alone; their requests are computed together, and counted once."""
+    options = OPTIONS | {"overlap": overlap, "max_num_batched_tokens": 32, "num_kvcache_blocks": 24}
+    with LLM("tiny", **options) as llm:
+        wanted = [[essence(out) for out in llm.generate(*call)] for call in THREADS]
+        before = copy.copy(llm.metrics)
+
+        def serve(i: int) -> None:
+            prompts, wish = THREADS[i]
+            for _ in range(3):
+                if how == "generate" or (how == "step" and i < 2):
+                    assert [essence(out) for out in llm.generate(prompts, wish)] == wanted[i]
+                elif how == "stream":
+                    for index, pieces in collect(llm.stream(prompts, wish)).items():
+                        out = pieces[-1].output
+                        assert out is not None and essence(out) == wanted[i][index]
+                        check_pieces(pieces, out)
+                else:
+                    request = llm.add_request(prompts[0], wish)
+                    while request in llm.engine_core.scheduler.seqs:
+                        llm.step()
+
+        step, steps = llm.engine_core.step, []
+
+        def recording() -> Any:
+            steps.append(step())
+            return steps[-1]
+
+        llm.engine_core.step = recording  # type: ignore[assignment, method-assign]
+        in_threads([partial(serve, i) for i in range(4)])
+        assert is_empty(llm)
+        batches = [s.batch for s in steps if s is not None]
+        assert max(len(batch.req_ids) for batch in batches) > 3, "in one batch"
+        counted = llm.metrics.num_prefill_tokens + llm.metrics.num_decode_tokens
+        counted -= before.num_prefill_tokens + before.num_decode_tokens
+        computed = sum(batch.total_tokens_num for batch in batches)
+        assert counted == computed or (overlap and 0 < computed - counted < 100)  # steps in vain are not counted
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_short_call_does_not_wait_for_a_long_one(overlap: bool) -> None:
+    """Who has run a step lets the others in before the next, or a waiting thread would wait for its end."""
+    with LLM("tiny", overlap=overlap, **OPTIONS) as llm:
+        (alone,) = llm.generate(PROMPT, replace(GREEDY, max_tokens=150))
+        (short,) = llm.generate("12 + 7 =", replace(GREEDY, max_tokens=3))
+        ended: list[str] = []
+
+        def long() -> None:
+            (out,) = llm.generate(PROMPT, replace(GREEDY, max_tokens=150))
+            ended.append("long")
+            assert essence(out) == essence(alone)
+
+        def several() -> None:
+            while not llm.engine_core.scheduler.seqs:
+                time.sleep(0.001)
+            for _ in range(5):
+                (out,) = llm.generate("12 + 7 =", replace(GREEDY, max_tokens=3))
+                ended.append("short")
+                assert essence(out) == essence(short)
+
+        in_threads([long, several])
+        assert ended == ["short"] * 5 + ["long"]
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 3, 12])
+def test_close_from_another_thread(num_steps: int, overlap: bool) -> None:
+    """It waits for the step under way; the others end with what they have, or are told that it is closed."""
+    wish = replace(GREEDY, max_tokens=60)
+    with LLM("tiny", overlap=overlap, **OPTIONS) as llm:
+        wanted = llm.generate([PROMPT, "12 + 7 ="], wish)
+        start = llm.metrics.num_steps
+
+        def run(stream: bool) -> list[CompletionOutput | None]:
+            try:
+                if not stream:
+                    return list(llm.generate([PROMPT, "12 + 7 ="], wish))
+                found = collect(llm.stream([PROMPT, "12 + 7 ="], wish))
+                for pieces in found.values():
+                    check_pieces(pieces, pieces[-1].output)  # type: ignore[arg-type]
+                return [found[i][-1].output for i in range(2)]
+            except ValueError as error:
+                assert "closed" in str(error)
+                return []
+
+        def close() -> list[Any]:
+            while llm.metrics.num_steps - start < num_steps:
+                time.sleep(0.0005)
+            llm.close()
+            return []
+
+        ran = in_threads([partial(run, False), partial(run, True), close])
+        assert not llm.engine_core.scheduler.seqs and (num_steps == 0 or ran[0] or ran[1])
+        for outs in ran:
+            for out, whole in zip(outs, wanted if outs else [], strict=True):
+                assert out.token_ids == whole.token_ids[: len(out.token_ids)]
+                assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+                assert out.finish_reason == ("abort" if len(out.token_ids) < len(whole.token_ids) else "length")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stream_dropped_within_a_step(overlap: bool) -> None:
+    """As the garbage collector may do it, in the thread that computes: the next step takes its prompts back."""
+    with LLM("tiny", overlap=overlap, **OPTIONS) as llm:
+        (wanted,) = llm.generate(PROMPT, GREEDY)
+        pieces: Any = llm.stream(["12 + 7 =", "Ada lives in"], replace(GREEDY, max_tokens=200))
+        next(pieces)
+        scheduler = llm.engine_core.scheduler
+        advance, left = scheduler.advance, []
+
+        def dropping(seqs: Any) -> None:
+            pieces.close()
+            left.append(len(scheduler.seqs))
+            advance(seqs)
+
+        scheduler.advance = dropping  # type: ignore[method-assign]
+        assert llm.generate(PROMPT, GREEDY)[0].token_ids == wanted.token_ids
+        assert left[0] == 3 and left[-1] == 1 and is_empty(llm)
 
 
 # the package

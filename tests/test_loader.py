@@ -17,11 +17,12 @@ from checkpoints import edit_json, save_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import atom_mini.loading
 import atom_mini.models
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.config import SUPPORTED_ARCHITECTURES
-from atom_mini.model_runner import kvcache_block_bytes
-from atom_mini.models import load_model
+from atom_mini.checkpoint import SUPPORTED_ARCHITECTURES
+from atom_mini.loading import load_model
+from atom_mini.memory import kvcache_block_bytes
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a5e\nsize 1192135096\n"
@@ -202,7 +203,7 @@ def test_remote_code_is_not_run(single: Path) -> None:
 
 def test_source_neither_pickles_nor_trusts() -> None:
     """Nowhere in the engine; how the built-in model is trained is another matter."""
-    for file in set(Path(atom_mini.models.__file__).parent.glob("*.py")):
+    for file in set(Path(atom_mini.models.__file__).parent.rglob("*.py")):
         if file.name != "tiny_model.py":
             found = re.findall(r"trust_remote_code|pickle|torch\.load", file.read_text())
             assert not found, f"{file.name}: {found}"
@@ -404,7 +405,7 @@ def test_each_weight_is_read_once(kind: str, saved: dict[str, Path], monkeypatch
             reads[name] += 1
             return self.inner.get_tensor(name)
 
-    monkeypatch.setattr(atom_mini.models, "safe_open", Counting)
+    monkeypatch.setattr(atom_mini.loading, "safe_open", Counting)
     LLM(str(saved[kind]), device="cpu", num_kvcache_blocks=8).close()
     stored = {name for file in saved[kind].glob("*.safetensors") for name in load_file(file)}
     assert reads == Counter(stored)
@@ -417,7 +418,7 @@ def test_every_weight_reaches_the_model(saved: dict[str, Path]) -> None:
         model = atom_mini.models.CausalLM(config.hf_config, 64, atom_mini.models.TorchOps())
     for weight in model.parameters():
         weight.data.fill_(float("nan"))
-    atom_mini.models.load_weights(model, saved["single"])
+    atom_mini.loading.load_weights(model, saved["single"])
     stored = load_file(saved["single"] / "model.safetensors")
     assert not any(weight.isnan().any() for weight in model.parameters())
     ours = sum(weight.double().sum().item() for weight in model.parameters())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import random
+import signal
 import textwrap
 import threading
 import weakref
@@ -18,12 +20,13 @@ import symbolic
 from symbolic import run_trial
 from test_fuzz import mutate
 
-from atom_mini import LLM, SamplingParams, overlap
+import atom_mini.refinements.overlap as overlap
+from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
-from atom_mini.overlap import OverlapCore, OverlapScheduler
+from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.sequence import PLACEHOLDER, Sequence
-from atom_mini.spyre import SpyreScheduler
+from atom_mini.systems.spyre import SpyreScheduler
 
 Patch = pytest.MonkeyPatch
 
@@ -43,7 +46,7 @@ def test_outputs_equal_the_oracle_a_step_ahead() -> None:
     """Tight pools, most of which preempt; devices that run late, at once or mixed; steps that fail."""
     stats = run_many(2000, tight=True)
     least = {
-        "ahead": 50_000, "preempting": 1100, "preemptions": 4000, "prefix_hits": 1000, "chunks": 4000, "failures": 800,
+        "ahead": 50_000, "preempting": 1100, "preemptions": 3000, "prefix_hits": 1000, "chunks": 4000, "failures": 800,
         "aborts_running": 80, "max_tokens": 1500, "kv_cache": 1000, "eos": 300, "stop": 200, "stop_sequence": 80,
     }  # fmt: skip
     assert not {name: stats[name] for name in least if stats[name] < least[name]}
@@ -70,18 +73,14 @@ def plant(patch: Patch, name: str, old: str, new: str) -> None:
 
 def keeps_placeholders(patch: Patch) -> None:
     """ATOM, defect A: what stood for a token to come stays in the context of a sequence that lost its blocks."""
-    plant(patch, "preempt", "seq.drop_placeholders()", "seq.num_known_tokens = seq.num_tokens")
+    mutate(patch, Sequence, "restart", "self.drop_placeholders()", "self.num_known_tokens = self.num_tokens")
 
 
 def drops_one_placeholder_of_two(patch: Patch) -> None:
     """ATOM again: the number is derived, not counted."""
-    old = "seq.drop_placeholders()"
-    plant(patch, "preempt", old, f"seq.num_known_tokens = max(seq.num_known_tokens, seq.num_tokens - 1); {old}")
-
-
-def gives_blocks_away_under_a_step(patch: Patch) -> None:
-    """Whoever ends or is aborted may be in a step that is under way."""
-    plant(patch, "_release", "if seq.num_launched_steps:", "if False:")
+    old = "self.drop_placeholders()"
+    cut = "self.num_known_tokens = max(self.num_known_tokens, self.num_tokens - 1)"
+    mutate(patch, Sequence, "restart", old, f"{cut}; {old}")
 
 
 def preempts_under_a_step(patch: Patch) -> None:
@@ -93,11 +92,6 @@ def publishes_unknown_tokens(patch: Patch) -> None:
     """A block whose last token is a placeholder is hashed with it."""
     old = "seq.num_known_tokens % size == 0:"
     mutate(patch, Scheduler, "_schedule_decode", old, f"{old[:-1]} or manager.stage(seq, seq.num_tokens):")
-
-
-def believes_what_a_failed_step_published(patch: Patch) -> None:
-    """Blocks are published on credit; the step that would have filled them never did."""
-    plant(patch, "rollback", "self.block_manager.index.forget(self.block_manager.pool.blocks[block_id])", "pass")
 
 
 def maps_by_place_in_the_batch(patch: Patch) -> None:
@@ -113,19 +107,12 @@ def delivers_to_the_finished(patch: Patch) -> None:
 
 def gives_up_one_step_of_two(patch: Patch) -> None:
     """The step after the failed one read what that never wrote."""
-    mutate(patch, OverlapCore, "_give_up", "self.in_flight.clear()", "pass")
-
-
-def counts_the_leaving_as_free_rows(patch: Patch) -> None:
-    """ATOM, df04b961f: more sequences at once than places."""
-    old = "budget and self.block_manager.num_free_rows"
-    mutate(patch, Scheduler, "_schedule_prefill", old, "budget and len(self.running) < self.config.max_num_seqs")
+    mutate(patch, OverlapCore, "rollback", "self.in_flight.clear()", "pass")
 
 
 PLANTED = [
-    keeps_placeholders, drops_one_placeholder_of_two, gives_blocks_away_under_a_step, preempts_under_a_step,
-    publishes_unknown_tokens, believes_what_a_failed_step_published, maps_by_place_in_the_batch,
-    delivers_to_the_finished, gives_up_one_step_of_two, counts_the_leaving_as_free_rows,
+    keeps_placeholders, drops_one_placeholder_of_two, preempts_under_a_step, publishes_unknown_tokens,
+    maps_by_place_in_the_batch, delivers_to_the_finished, gives_up_one_step_of_two,
 ]  # fmt: skip
 
 
@@ -195,14 +182,14 @@ def test_the_next_step_is_launched_before_the_last_is_looked_at() -> None:
     assert core.step() is None
 
 
-def test_an_end_token_costs_one_step_in_which_its_blocks_stay() -> None:
+def test_an_end_token_costs_one_step_and_frees_its_blocks_at_once() -> None:
     core = make_core()
     seq = Sequence([1, 2, 3], 4, SamplingParams(max_tokens=9, stop_token_ids=[4]))
     core.add(seq)
     core.step()
     step = core.step()
     assert step is not None and step.finished == [seq] and seq.completion_token_ids == [3, 4]
-    assert core.scheduler.leaving == [seq] and seq.block_table and not core.is_finished()  # type: ignore[attr-defined]
+    assert core.scheduler.block_manager.num_free_blocks == 16 and not core.is_finished()
     step = core.step()
     assert step is not None and step.outputs == [] and core.is_finished()
     assert core.scheduler.block_manager.num_free_blocks == 16 and seq.completion_token_ids == [3, 4]
@@ -215,9 +202,9 @@ def test_abort_under_way_frees_once() -> None:
         core.add(seq)
     core.step()
     assert core.abort(seqs[0].id) is seqs[0] and core.abort(seqs[0].id) is None
-    assert seqs[0].block_table and seqs[0].completion_token_ids == [5] and PLACEHOLDER not in seqs[0].token_ids
+    assert not seqs[0].block_table and seqs[0].completion_token_ids == [5] and PLACEHOLDER not in seqs[0].token_ids
     while core.step():
-        core.scheduler.block_manager.check([*core.scheduler.running, *core.scheduler.leaving])  # type: ignore[attr-defined]
+        core.scheduler.block_manager.check(core.scheduler.running)
     assert core.scheduler.block_manager.num_free_blocks == 16 and seqs[1].num_completion_tokens == 9
 
 
@@ -303,7 +290,7 @@ def test_closing_waits_and_gives_the_memory_back() -> None:
                 llm.add_request([i + 5] * 50, SamplingParams(max_tokens=20, ignore_eos=True))
             llm.step()
             core: Any = llm.engine_core
-            pending, cache = core.in_flight[0][2], weakref.ref(core.runner.runner.kv_cache)
+            pending, cache = core.in_flight[0][2].future, weakref.ref(core.runner.runner.kv_cache)
         assert pending.done() and cache() is None
         assert "device" not in "".join(thread.name for thread in threading.enumerate())
     finally:
@@ -320,3 +307,24 @@ def test_engines_side_by_side_do_not_see_each_others_step() -> None:
         for _ in range(8):
             ahead.step()  # leaves a step under way
             assert plain.generate("The cat", params, use_tqdm=False)[0].token_ids == wanted
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_fork_has_no_device_and_says_so(under_way: bool) -> None:
+    """The thread stays behind in the parent: waiting for it would never end."""
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=True) as llm:
+        pieces = llm.stream("Once", SamplingParams(max_tokens=20))
+        if under_way:
+            next(pieces)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                list(pieces) if under_way else llm.generate("Once")
+            except ValueError as error:
+                os._exit(0 if "fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert "".join(piece.text for piece in pieces)

@@ -15,7 +15,8 @@ import torch
 from checkpoints import recorded, reference_logits, save_checkpoint
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.models import load_model, rotary_frequencies
+from atom_mini.loading import load_model
+from atom_mini.models import rotary_frequencies
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
 THETA = {"rope_theta": 10000.0}

@@ -18,10 +18,10 @@ import atom_mini.block_manager as block_manager_module
 from atom_mini.block_manager import NO_HASH, BlockManager, PrefixIndex
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.llm import IncrementalDetokenizer
-from atom_mini.radix_cache import RadixCache
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.systems.radix_cache import RadixCache
+from atom_mini.text import IncrementalDetokenizer
 
 A, B, C, X = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]  # blocks of tokens
 _fresh_tokens = count(1000)
@@ -420,7 +420,7 @@ def test_every_step_schedules_something_or_everything_is_finished() -> None:
 
 
 def test_running_requests_get_a_token_at_least_every_second_step_while_prompts_keep_arriving() -> None:
-    """nano-vLLM, ATOM: decodes stall for as long as prompts come (82.4 s to a first token there)."""
+    """nano-vLLM, ATOM: decodes stall for as long as prompts come."""
     gaps = {}
     for interleave in (False, True):
         core = engine(num_kvcache_blocks=400, max_num_batched_tokens=8, interleave_decode=interleave)
@@ -561,7 +561,7 @@ class ByteTokenizer:
 
 
 def test_a_joined_stream_equals_the_decoded_whole() -> None:
-    """Token by token, 7,124 of 9,000 random byte sequences are wrong elsewhere; without a final flush, 4,263."""
+    """Token by token most are wrong, and without a final flush many: chapter 09b counts them."""
     rng, wrong = random.Random(0), 0
     pieces = ["a", "é", "漢", "🙂", "\ufffd", " "]
     for _ in range(500):
@@ -572,7 +572,7 @@ def test_a_joined_stream_equals_the_decoded_whole() -> None:
             detokenizer.push(token)
             text += detokenizer.take()
         detokenizer.flush()
-        text += detokenizer.take(final=True)
+        text += detokenizer.take()
         wrong += text != data.decode("utf-8", errors="replace")
     assert wrong == 0
 

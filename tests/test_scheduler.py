@@ -15,14 +15,15 @@ import pytest
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, chunk_size
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
 from atom_mini.sequence import RequestOutput, Sequence, SequenceStatus, SequenceType
 
 PREFILL, DECODE = SequenceType.PREFILL, SequenceType.DECODE
 
 
 def make(**options: Any) -> Scheduler:
-    return Scheduler(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}))
+    config = Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options})
+    return config.pick("make_scheduler", Scheduler)(config)
 
 
 def request(id: int, prompt: int | list[int], max_tokens: int = 8, size: int = 4, **params: Any) -> Sequence:
@@ -116,8 +117,8 @@ def test_the_decode_batch_is_bounded_by_the_budget_too() -> None:
         (0, 100, 0, True, 0),
     ],
 )
-def test_chunk_size(computed: int, missing: int, budget: int, may_exceed: bool, expected: int) -> None:
-    assert chunk_size(computed, missing, budget, 4, may_exceed) == expected
+def test_next_chunk(computed: int, missing: int, budget: int, may_exceed: bool, expected: int) -> None:
+    assert next_chunk(computed, computed + missing, budget, 4, may_exceed) == expected
 
 
 def test_chunks_end_at_block_borders_and_only_the_last_samples() -> None:
@@ -266,7 +267,7 @@ def test_a_failed_step_leaves_the_queues_in_their_order() -> None:
     add(scheduler, *(request(i, 5) for i in range(4)))
     scheduled = scheduler.schedule()
     assert scheduled is not None and list(scheduled[1]) == [0, 1]
-    scheduler.rollback(list(scheduled[1].values()))
+    scheduler.rollback()
     assert [s.id for s in scheduler.waiting] == [0, 1, 2, 3] and not scheduler.running
     assert scheduler.block_manager.num_free_blocks == 64
     scheduler.block_manager.check([])
@@ -390,6 +391,38 @@ def test_stream_outputs_tell_the_new_tokens_of_each_step_and_the_reason_with_the
         [RequestOutput(1, (7,), True, "max_tokens")],
         [RequestOutput(0, (7,), True, "max_tokens")],
     ]
+
+
+def engine(**options: Any) -> EngineCore:
+    class Runner:
+        def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+            return answer(batch, 7)
+
+    return EngineCore(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), Runner())
+
+
+def test_records_of_a_step_are_made_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` reads none, and pays for none."""
+    core, made = engine(), []
+    monkeypatch.setattr(scheduler_module, "RequestOutput", lambda *args: made.append(args) or RequestOutput(*args))
+    for i in range(2):
+        core.add(request(i, 5, max_tokens=3))
+    (first, *_, last) = iter(core.step, None)
+    assert not made
+    assert last.outputs == [RequestOutput(i, (7,), True, "max_tokens") for i in range(2)] and len(made) == 2
+    assert first.outputs == [RequestOutput(i, (7,)) for i in range(2)]  # by now they are finished; then they were not
+
+
+def test_records_hold_what_was_kept_and_only_if_wanted() -> None:
+    core, seq = engine(), request(0, 5, max_tokens=9, stop_token_ids=[9])
+    core.add(seq)
+    core.runner.forward = lambda batch: ScheduledBatchOutput({0: (4, 9, 8)})  # type: ignore[method-assign]
+    step = core.step()
+    assert step is not None and step.outputs == [RequestOutput(0, (4, 9), True, "stop_9")]
+    core = engine()
+    core.add(request(0, 5))
+    quiet = core.step(stream=False)
+    assert quiet is not None and quiet.outputs == []
 
 
 def test_times_and_status_of_a_life(clock: list[float]) -> None:

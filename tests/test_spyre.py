@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
+from atom_mini.systems.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
 
 TABLES = Path(os.environ.get("SPYRE_TABLES", Path(__file__).resolve().parents[2] / "shared" / "spyre"))
 
@@ -168,6 +168,120 @@ def test_a_waiting_request_counts_each_token_that_others_may_still_make() -> Non
     assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, 17] and rows[17].tkv == 71
 
 
+@pytest.mark.parametrize(("max_tokens", "start"), [(55, 3), (56, 21)])
+def test_a_newcomer_must_fit_the_context_itself(max_tokens: int, start: int) -> None:
+    """10 tokens pushed beside 70 begin at 74, so that 55 more end at 128 and 56 wait until the other has ended."""
+    rows = list(replay(make_config(128, 2048, max_num_seqs=2), [request(0, 0, 70, 20), request(1, 0, 10, max_tokens)]))
+    assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, start]
+    assert max(row.tkv for row in rows) <= 128
+
+
+@pytest.mark.parametrize(("limit", "interleave", "requests", "start"), [
+    (9, True, [request(0, 0, 1, 3), request(1, 2, 1, 1)], 4),  # the other's last step is at 3: 2 x (4 + 2) is too much
+    (8, False, [request(0, 0, 1, 2), request(1, 0, 1, 7)], 2),  # 1 x 10 would be too much; alone, nobody is padded
+])  # fmt: skip
+def test_the_smallest_volumes(limit: int, interleave: bool, requests: list[dict[str, Any]], start: int) -> None:
+    """Everybody's end counts, at the place of its last step, as long as there is somebody else in the batch."""
+    config = Config(scheduler="spyre", kv_cache_block_size=2, chunk_size=4, max_model_len=8, max_batch_tkv_limit=limit,
+                    interleave=interleave, num_kvcache_blocks=20, max_num_seqs=2)
+    rows = list(replay(config, requests))
+    assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, start]
+    assert max(len(row.tkvs) * row.tkv for row in rows) <= limit
+
+
+class Published(SpyreScheduler):
+    """Compares each look ahead with the published formulas, in their own words: they count tokens with K/V."""
+
+    looks: ClassVar[Counter[str]] = Counter()
+
+    def _new_tkv(self, seq: Sequence) -> int:
+        return max(self.tkv, seq.num_tokens) // self.size * self.size + seq.num_tokens % self.size
+
+    def _too_long(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+        blocks, longest = max(self.tkv, seq.num_tokens) // self.size, self.config.max_model_len or 0
+        fits = seq.limit - seq.num_tokens - 1 <= longest - self._new_tkv(seq)
+        for s in decoding:
+            left = s.sampling_params.max_tokens - (s.num_computed_tokens - s.num_prompt_tokens)
+            left = min(left, self.max_len - s.num_computed_tokens)
+            fits &= left - 1 <= longest - (blocks * self.size + s.num_computed_tokens % self.size)
+        return self._compare("length", fits, super()._too_long(seq, decoding))
+
+    def _too_large(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+        size, n, worst = self.size, len(decoding) + 1, 0
+        new_end = -(-(self._new_tkv(seq) + seq.limit - seq.num_tokens - 1) // size) * size + size
+        ends = []
+        for s in decoding:
+            left = s.sampling_params.max_tokens - (s.num_computed_tokens - s.num_prompt_tokens)
+            left = min(left, self.max_len - s.num_computed_tokens)
+            ends.append(-(-(max(self.tkv, seq.num_tokens) + left - 1) // size) * size + size)
+        for end in sorted(ends):
+            worst = max(worst, n * min(end, new_end))
+            if new_end <= end:
+                break
+            n -= 1
+        return self._compare("volume", worst <= (self.config.max_batch_tkv_limit or 0), super()._too_large(seq, decoding))
+
+    def _compare(self, rule: str, admitted: bool, reason: str | None) -> str | None:
+        assert admitted == (reason is None), f"{rule}: published {admitted}, here {reason}"
+        self.looks[f"{rule} {admitted}"] += 1
+        return reason
+
+
+def test_every_look_ahead_is_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 400 random runs, each rule saying yes and no many times."""
+    Published.looks.clear()
+    for seed in range(400):
+        run_spyre_trial(seed, monkeypatch, Published)
+    assert len(Published.looks) == 4 and min(Published.looks.values()) > 100, Published.looks
+
+
+def test_a_shared_block_is_one_block() -> None:
+    """Two times 9 tokens and 4 more need three blocks each, and four together, since two are the same."""
+    def rows(shared: int) -> list[Row]:
+        config = Config(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=16, num_kvcache_blocks=4,
+                        max_num_seqs=2)
+        ends = [{"stream": f"own{i}", "start": 0, "len": 9 - shared} for i in range(2)]
+        prompts = [[{"stream": "stem", "start": 0, "len": shared}, end] for end in ends]
+        return list(replay(config, [request(i, i, 9, 4) | {"prompt": prompt} for i, prompt in enumerate(prompts)]))
+
+    together, apart = rows(8), rows(7)
+    assert max(len(row.running) for row in together) == 2 and max(row.used for row in together) == 4
+    assert max(len(row.running) for row in apart) == 1
+
+
+class Failing(Runner):
+    """Fails in one step."""
+
+    def __init__(self, failing: int) -> None:
+        super().__init__(dict.fromkeys(range(3), 10**9))
+        self.step, self.failing = 0, failing
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.step += 1
+        if self.step == self.failing:
+            raise RuntimeError("the device is gone")
+        return super().forward(batch)
+
+
+def test_a_failed_step_does_not_change_what_others_had_computed() -> None:
+    """Requests of 12 and 20 tokens, the first 8 in common: the second has found 8, whatever it finds after a failure."""
+    for failing in range(1, 10):
+        config = Config(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=32, num_kvcache_blocks=20,
+                        max_num_seqs=2)
+        core = EngineCore(config, Failing(failing))
+        seqs = [Sequence([*range(8), *range(100 * n, 101 * n - 8)], 4, SamplingParams(max_tokens=3), id=i)
+                for i, n in enumerate((12, 20))]
+        for seq in seqs:
+            core.add(seq)
+            while not core.is_finished():
+                try:
+                    core.step()
+                except RuntimeError:
+                    assert core.runner.step == failing  # type: ignore[attr-defined]
+        assert core.runner.step > failing  # type: ignore[attr-defined]
+        assert [s.num_cached_tokens for s in seqs] == [0, 8], failing
+
+
 def test_the_tkv_jumps() -> None:
     """264, 45 and 115 tokens: backward where a padding block goes, forward where everybody needs one more."""
     requests = [request(0, 0, 264, 100, 62), request(1, 0, 45, 100, 71), request(2, 0, 115, 100, 67)]
@@ -309,7 +423,7 @@ def lay_out(batch: PaddedBatch, size: int) -> Any:
     """`RectangularRunner`'s layout, flat, without a runner."""
     from types import SimpleNamespace
 
-    from atom_mini.spyre_runner import RectangularRunner
+    from atom_mini.systems.spyre_runner import RectangularRunner
 
     runner: Any = SimpleNamespace(config=SimpleNamespace(kv_cache_block_size=size))
     return [part.ravel() for part in RectangularRunner._lay_out(runner, batch)]
@@ -388,9 +502,13 @@ def make_spyre_trial(seed: int) -> Trial:
     return trial
 
 
-def run_spyre_trial(seed: int, monkeypatch: pytest.MonkeyPatch, scheduler: type[SpyreScheduler] = SpyreScheduler) -> Counter[str]:
+def run_spyre_trial(
+    seed: int, monkeypatch: pytest.MonkeyPatch, scheduler: type[SpyreScheduler] = SpyreScheduler, crowded: bool = False
+) -> Counter[str]:
     """Play trial `seed`; raises if an output is wrong, a limit broken, a step idle, a block lost."""
     trial, luck, left = make_spyre_trial(seed), random.Random(~seed), [10]
+    if crowded:
+        crowd(trial, random.Random(seed + 1))
 
     def fails() -> bool:
         failing = left[0] > 0 and luck.random() < trial.failure_rate
@@ -410,6 +528,40 @@ def test_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = sum((run_spyre_trial(seed, monkeypatch) for seed in range(4000)), Counter())
     least = {"trials": 4000, "tokens": 40_000, "prefix_hits": 300, "redirected": 300, "failures": 50}
     assert all(stats[name] >= n for name, n in least.items()), stats
+
+
+def crowd(trial: Trial, rng: random.Random) -> None:
+    """Prompts with a long common beginning, all at once, in a pool that holds little more than one of them."""
+    config = trial.config
+    config.num_kvcache_blocks = (config.max_model_len or 0) // config.kv_cache_block_size + rng.randint(0, 3)
+    config.max_num_seqs, config.max_batch_tkv_limit = rng.randint(2, 5), 1000
+    config.prefix_cache, config.enable_prefix_caching = "hash", True
+    stem = max((r.prompt for r in trial.requests), key=len)
+    for request in trial.requests:
+        request.arrival = rng.randrange(4)
+        if rng.random() < 0.8:
+            request.prompt = stem[: rng.randint(len(stem) // 2, len(stem))] + request.prompt[-1:]
+
+
+class OncePerOwner(SpyreScheduler):
+    """Counts the admissions of which a count per owner would say that the pool could run dry."""
+
+    late = 0
+
+    def _no_blocks(self, seq: Sequence, *rest: Any) -> str | None:
+        reason = super()._no_blocks(seq, *rest)
+        lives = {s.id: s for s in [*self.running, seq]}.values()
+        per_owner = sum(-(-(s.limit - 1) // self.size) for s in lives)
+        OncePerOwner.late += reason is None and per_owner > len(self.block_manager.pool.blocks)
+        return reason
+
+
+def test_nobody_runs_out_of_blocks_where_prompts_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 crowded runs: many admissions that only sharing makes possible, and the oracle's tokens for all."""
+    OncePerOwner.late = 0
+    for seed in range(400):
+        run_spyre_trial(seed, monkeypatch, OncePerOwner, crowded=True)
+    assert OncePerOwner.late > 100, OncePerOwner.late
 
 
 def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +591,7 @@ class NoSlack(SpyreScheduler):
 class NoRounding(SpyreScheduler):
     def staircase(self, seq: Sequence, decoding: list[Sequence]) -> list[tuple[int, int]]:
         base, end = max(self.tkv, seq.num_tokens), max(self.tkv, seq.num_tokens) + remaining(seq) - 1
-        ends = sorted([base + remaining(s) - 1 for s in decoding if base + remaining(s) - 1 < end] + [end])
+        ends = sorted([base + remaining(s) for s in decoding if base + remaining(s) < end] + [end])
         return [(len(decoding) + 1 - i, e) for i, e in enumerate(ends)]
 
 
@@ -463,12 +615,25 @@ class NoVolume(SpyreScheduler):
         return None
 
 
-@pytest.mark.parametrize("mutant", [NoSlack, NoRounding, StaleTkv, NoRedirect, NoVolume])
+class NoGrowth(SpyreScheduler):
+    def _to_come(self, seq: Sequence) -> int:
+        return -(-seq.num_tokens // self.size) - len(seq.block_table)
+
+
+class FreeIsShared(SpyreScheduler):
+    def _no_blocks(self, seq: Sequence, cached: list[int]) -> str | None:
+        free = [b for b in cached if self.block_manager.pool.blocks[b].ref_count == 0]
+        reason = super()._no_blocks(seq, cached)
+        return reason if reason and int(reason.split()[1]) - len(free) > len(self.block_manager.pool.blocks) else None
+
+
+@pytest.mark.parametrize("mutant", [NoSlack, NoRounding, StaleTkv, NoRedirect, NoVolume, NoGrowth, FreeIsShared])
 def test_the_fuzz_can_fail(mutant: type[SpyreScheduler], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these is noticed within 4,000 runs."""
-    with pytest.raises(AssertionError):
+    """Each of these is noticed within 4,000 runs, or in those that are crowded: a dry pool is a KeyError."""
+    crowded = mutant in (NoGrowth, FreeIsShared)
+    with pytest.raises(KeyError if crowded else AssertionError):
         for seed in range(4000):
-            run_spyre_trial(seed, monkeypatch, mutant)
+            run_spyre_trial(seed, monkeypatch, mutant, crowded)
 
 
 class NoLength(SpyreScheduler):
@@ -477,7 +642,7 @@ class NoLength(SpyreScheduler):
 
 
 def test_least_padding_keeps_the_context_without_the_length_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What chapter 20 says: padding made anew in each step never exceeds max_model_len, asked for or not."""
+    """What chapter 41 says: padding made anew in each step never exceeds max_model_len, asked for or not."""
     for seed in range(500):
         run_spyre_trial(seed, monkeypatch, NoLength)
 
@@ -508,7 +673,7 @@ def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: 
     from checkpoints import save_checkpoint
 
     from atom_mini.model_runner import ModelRunner
-    from atom_mini.spyre_runner import RectangularRunner
+    from atom_mini.systems.spyre_runner import RectangularRunner
 
     save_checkpoint("qwen3", tmp_path, head_dim=16, max_position_embeddings=96)
     rng = random.Random(0)
@@ -552,6 +717,7 @@ def test_llm_with_spyres_scheduler() -> None:
     ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor=0.5 does not go with scheduler='spyre'"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "enable_chunked_prefill=False does not go"),
     ({"max_num_batched_tokens": 256}, "chunk_size=512 is over max_num_batched_tokens=256"),
+    ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 is over max_num_batched_tokens=512"),
     ({"scheduler": "atom", "chunk_size": 32}, "chunk_size belong to scheduler='spyre'"),
     ({"scheduler": "spire"}, "scheduler='spire' must be one of 'atom', 'spyre'"),
     ({"max_model_len": None}, "needs max_model_len"),

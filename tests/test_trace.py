@@ -18,12 +18,12 @@ import symbolic
 from symbolic import SymbolicRunner
 
 from atom_mini.config import Config, SamplingParams
-from atom_mini.engine_core import EngineCore
+from atom_mini.engine_core import EngineCore, Listener
+from atom_mini.instruments.trace import COLOURS, REASONS, Trace
 from atom_mini.llm import LLM
-from atom_mini.overlap import OverlapCore
+from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, _ignore
 from atom_mini.sequence import Sequence
-from atom_mini.trace import COLOURS, REASONS, Listener, Trace
 
 TIGHT = [(9, 18), (6, 22), (13, 6), (3, 12), (5, 4)]  # prompt and output tokens
 
@@ -52,9 +52,9 @@ class WatchedCore(EngineCore):
             })  # fmt: skip
             return forward(batch)
 
-        def finished(seq: Sequence, reason: str, now: float) -> None:
-            self.ended.append((seq.id, reason))
-            finish(seq, reason, now)
+        def finished(seq: Sequence, now: float) -> None:
+            self.ended.append((seq.id, str(seq.leave_reason)))
+            finish(seq, now)
 
         runner.forward, self.scheduler._finish = watched, finished  # type: ignore[method-assign]
 
@@ -132,14 +132,15 @@ def test_a_run_a_step_ahead_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -
         assert Trace.from_json(trace.to_json()) == trace
         names = Counter(e["event"] for step in trace.steps for e in step.events + step.after)
         assert names["finished"] == names["added"] == len(trace.requests)
-        assert sum(step.error is not None for step in trace.steps) >= (names["forgotten"] > 0)
+        assert sum(step.error is not None for step in trace.steps) >= (names["rolled back"] > 0)
     assert all(stats[name] > 5 for name in ("failures", "aborts_running", "preemptions", "prefix_hits"))
 
 
-def play(shapes: list[tuple[int, int]], scheduler: type[Scheduler] = Scheduler, **options: Any) -> Trace:
+def play(shapes: list[tuple[int, int]], scheduler: type[Scheduler] | None = None, **options: Any) -> Trace:
     """Run requests of (prompt, output) tokens to their ends, in blocks of 4; a trace that agrees."""
     config = Config(kv_cache_block_size=4, **{"num_kvcache_blocks": 10, "trace": True, **options})  # type: ignore[arg-type]
-    core = WatchedCore(config, SymbolicRunner(config, 9), scheduler(config))
+    make = scheduler or config.pick("make_scheduler", Scheduler)
+    core = WatchedCore(config, SymbolicRunner(config, 9), make(config))
     for i, (prompt, output) in enumerate(shapes):
         core.add(Sequence([i + 2] * prompt, 4, SamplingParams(max_tokens=output), id=i))
     while core.step():
@@ -195,7 +196,7 @@ def test_a_failed_step_and_an_abort_are_in_the_trace() -> None:
     core.abort(3)  # not here any more: no event
     trace = agree(core)
     assert [step.error for step in trace.steps[:3]] == [None, "StepFailed", None]
-    assert trace.steps[1].after == [{"event": "preempted", "id": 4}, {"event": "preempted", "id": 3}]
+    assert trace.steps[2].events[0] == {"event": "rolled back", "id": None, "waiting": [3, 4]}
     assert {"event": "finished", "id": 4, "why": "abort"} in trace.steps[3].events and trace.tail == []
 
 
@@ -269,7 +270,7 @@ def test_the_page_needs_nothing_else(trace: Trace, tmp_path: Any) -> None:
     trace.to_text = {2: "</script><script>alert(1)</script>"}.get
     trace.save_html(tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
-    template = (files("atom_mini") / "timeline.html").read_text()
+    template = (files("atom_mini") / "instruments" / "timeline.html").read_text()
     assert len(template.encode()) < 300_000 and len(page) - len(template) < 100_000
     assert not re.search(r"https?://|//cdn|@import|url\(|\ssrc=|\shref=|fetch\(|XMLHttp|import\(", page)
     assert page.count("<script") == page.count("</script>") == 1

@@ -1,8 +1,9 @@
-"""What the host costs per decode step: schedule, prepare, pack the sampling, look at the results; no model, no sampler.
+"""What the host costs per decode step of `LLM.generate`: no model and no sampler, all the rest.
 
-Each figure is the median of the steps of one run, in milliseconds. Aims: 0.5 ms at 256 sequences, 1.0 ms at 512,
-linear in the sequences, flat in their length. On a GPU decodes are replayed (chapter 12): there part of the work is done
-while the device computes, and the last table shows what is left beside it. Run: `python tests/bench/host_step.py`.
+That is what passes from one call of the runner to the next: locks, the loop of `generate`, the transaction, schedule,
+prepare, pack the sampling, look at the results. Each figure is the median of the steps of one run, in milliseconds.
+Aims: 0.5 ms at 256 sequences, 1.0 ms at 512, linear in the sequences, flat in their length. On a GPU decodes are
+replayed (chapter 12a): the last table is about them. Run: `python tests/bench/host_step.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +22,59 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # nothing is launched; without i
 
 import torch
 
+from atom_mini import LLM
 from atom_mini.config import Config, SamplingParams
+from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
-from atom_mini.model_runner import InputBuffer, ModelRunner, pack_output
-from atom_mini.scheduler import ScheduledBatchOutput, Scheduler
-from atom_mini.sequence import Sequence
+from atom_mini.memory import InputBuffer
+from atom_mini.model_runner import ModelRunner, pack_output
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.sequence import SequenceType
 
 AIMS = {256: 0.5, 512: 1.0}
 
 
-def host_milliseconds(runner: ModelRunner, num_seqs: int, length: int, params: SamplingParams, steps: int = 40) -> float:
-    """Median decode step of `num_seqs` sequences of `length` tokens, without the forward pass."""
-    size = runner.config.kv_cache_block_size
-    config = Config(kv_cache_block_size=size, num_kvcache_blocks=num_seqs * (length // size + 8), max_num_seqs=num_seqs,
-                    max_num_batched_tokens=2**24)
-    scheduler, logits = Scheduler(config), torch.rand(num_seqs, 64)
-    for i in range(num_seqs):
-        scheduler.add(Sequence([i % 900] * length, size, params))
-    times = []
+class Noting:
+    """`runner`, and when it was called for a decode. The prefill is not run: all get token 7."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.called: list[float] = []
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        if batch.type is SequenceType.PREFILL:
+            return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (7,)))
+        self.called.append(time.perf_counter())
+        return self.runner.forward(batch)
+
+
+class HollowModel:
+    """`runner` without its model: inputs are prepared, and tokens taken from the same logits each time."""
+
+    def __init__(self, runner: ModelRunner, num_seqs: int) -> None:
+        self.runner, self.logits = runner, torch.rand(num_seqs, 64)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.runner.prepare_model(batch)
+        return pack_output(batch, self.logits, self.runner.postprocess(batch, self.logits).tolist())
+
+
+def generate_milliseconds(llm: LLM, runner: Any, num_seqs: int, length: int, params: SamplingParams) -> list[float]:
+    """The decode steps of `llm.generate` with another runner: `num_seqs` prompts of `length` tokens."""
+    blocks, noting = num_seqs * (length // 16 + 8), Noting(runner)
+    config = Config(num_kvcache_blocks=blocks, max_num_seqs=num_seqs, max_num_batched_tokens=2**24)
+    llm.engine_core = EngineCore(config, noting)
     gc.collect()
     gc.freeze()
-    for _ in range(steps + 1):
-        start = time.perf_counter()
-        scheduled = scheduler.schedule()
-        assert scheduled is not None
-        batch, seqs = scheduled
-        runner.prepare_model(batch)
-        output = pack_output(batch, logits, runner.postprocess(batch, logits).tolist())
-        scheduler.postprocess(list(seqs.values()), output)
-        times.append(time.perf_counter() - start)
+    llm.generate([[i % 900] * length for i in range(num_seqs)], params, use_tqdm=False)
     gc.unfreeze()
-    return 1e3 * statistics.median(times[1:])  # the first step is the prefill
+    return [1e3 * (end - start) for start, end in pairwise(noting.called)]
+
+
+def host_milliseconds(llm: LLM, runner: ModelRunner, num_seqs: int, length: int, params: SamplingParams) -> float:
+    """Median decode step of `num_seqs` sequences of `length` tokens, without the forward pass."""
+    hollow = HollowModel(runner, num_seqs)
+    return statistics.median(generate_milliseconds(llm, hollow, num_seqs, length, params))
 
 
 class HollowGraph:
@@ -64,9 +88,7 @@ class HollowGraph:
 
 
 class HollowRunner(GraphRunner):
-    """A `GraphRunner` on a CPU without kernels: inputs, guesses and outputs are real, the device's work is left out."""
-
-    hidden = 0.0  # seconds that a device would have worked meanwhile
+    """A `GraphRunner` on a CPU without kernels: inputs and outputs are real, the device's work is left out."""
 
     def _capture(self, sizes: list[int]) -> list[int]:
         ops: Any = self.ops
@@ -75,60 +97,37 @@ class HollowRunner(GraphRunner):
         self.graphs = {n: HollowGraph(n) for n in sizes}
         return []
 
-    def _prepare(self, context_lens: Any, block_tables: Any) -> Any:
-        start = time.perf_counter()
-        guess = super()._prepare(context_lens, block_tables)
-        self.hidden += time.perf_counter() - start
-        return guess
 
-
-def replayed_milliseconds(num_seqs: int, length: int, temperature: float, steps: int = 40) -> tuple[float, float]:
-    """(median of what a replayed step costs the host, the part of it that runs while the device does)."""
-    size, blocks = 16, num_seqs * (length // 16 + 8)
+def replayed_milliseconds(llm: LLM, num_seqs: int, length: int, params: SamplingParams) -> float:
+    """Median of what a replayed step costs the host."""
     config = Config("tiny", device="cpu", attention="triton", num_kvcache_blocks=num_seqs, max_num_seqs=num_seqs)
     runner = HollowRunner(config)
-    config.num_kvcache_blocks, config.max_model_len, config.max_num_batched_tokens = blocks, None, 2**24
-    scheduler, params = Scheduler(config), SamplingParams(temperature=temperature, seed=1, max_tokens=500, ignore_eos=True)
-    for i in range(num_seqs):
-        scheduler.add(Sequence([i % 900] * length, size, params))
-    times, hidden = [], []
-    gc.collect()
-    gc.freeze()
-    for step in range(steps + 1):
-        runner.hidden, start = 0.0, time.perf_counter()
-        scheduled = scheduler.schedule()
-        assert scheduled is not None
-        batch, seqs = scheduled
-        output = ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (7,))) if step == 0 else runner.forward(batch)
-        scheduler.postprocess(list(seqs.values()), output)
-        times.append(time.perf_counter() - start)
-        hidden.append(runner.hidden)
-    gc.unfreeze()
-    return 1e3 * statistics.median(times[2:]), 1e3 * statistics.median(hidden[2:])
+    return statistics.median(generate_milliseconds(llm, runner, num_seqs, length, params)[1:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
+    llm = LLM("tiny", device="cpu", num_kvcache_blocks=1)  # for its `generate`
     runner = ModelRunner(Config("tiny", device="cpu", num_kvcache_blocks=1))
     runner.sampler = lambda logits, meta: logits.argmax(-1)  # type: ignore[assignment]  # the device's work, not the host's
-    kinds = {"greedy": SamplingParams(temperature=0, max_tokens=500, ignore_eos=True),
+    kinds = {"greedy": SamplingParams(temperature=0, max_tokens=42, ignore_eos=True),
              "temperature 0.6, top-p 0.9": SamplingParams(temperature=0.6, top_p=0.9, top_k=0, min_p=0.0, seed=1,
-                                                          repetition_penalty=1.0, max_tokens=500, ignore_eos=True)}
+                                                          repetition_penalty=1.0, max_tokens=42, ignore_eos=True)}
     figures = {}
     for kind, params in kinds.items():
         print(f"\nhost ms per decode step, {kind}\nsequences  " + "".join(f"context {n:<7}" for n in (128, 1024, 4096)))
         for num_seqs in (64, 128, 256, 512):
-            row = [host_milliseconds(runner, num_seqs, length, params) for length in (128, 1024, 4096)]
+            row = [host_milliseconds(llm, runner, num_seqs, length, params) for length in (128, 1024, 4096)]
             figures[f"{kind}, {num_seqs}"] = row
             aim = f"aim {AIMS[num_seqs]}" if num_seqs in AIMS else ""
             print(f"{num_seqs:9}  " + "".join(f"{ms:<15.2f}" for ms in row) + aim)
-    print("\nreplayed on a GPU, temperature 0.6, context 1024: host ms per step, hidden behind the device, left beside it")
+    print("\nreplayed on a GPU, temperature 0.6, context 1024: host ms per step")
+    replayed = SamplingParams(temperature=0.6, seed=1, max_tokens=42, ignore_eos=True)
     for num_seqs in (64, 128, 256, 512):
-        whole, hidden = replayed_milliseconds(num_seqs, 1024, 0.6)
-        figures[f"replayed, {num_seqs}"] = [whole, hidden, whole - hidden]
-        print(f"{num_seqs:9}  {whole:<15.2f}{hidden:<15.2f}{whole - hidden:<15.2f}")
+        figures[f"replayed, {num_seqs}"] = [replayed_milliseconds(llm, num_seqs, 1024, replayed)]
+        print(f"{num_seqs:9}  {figures[f'replayed, {num_seqs}'][0]:.2f}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
 

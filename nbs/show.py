@@ -1,0 +1,328 @@
+"""What more than one chapter draws, times or fakes: `from show import five_requests`.
+
+Not in the package, and without torch until a function needs it.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import os
+import time
+from typing import Any, NamedTuple
+
+from atom_mini.config import SamplingParams
+from atom_mini.scheduler import ScheduledBatchOutput
+from atom_mini.sequence import Sequence
+
+# The palette. A test holds it against the player's; no two that can meet are alike.
+COLOURS = {
+    "waiting": "#e6b43c70", "held": "#8090a066", "prefill": "#e4572e",
+    "decode": "#4d9de0", "preempted": "#b5179e", "finished": "#2a9d5c",
+    "used": "#7f8fa3", "cached": "#bcc6d2", "free": "#eef1f4",
+    "host": "#5b6570", "device": "#12a3a3",
+}  # fmt: skip
+TIGHT = {"kv_cache_block_size": 4, "num_kvcache_blocks": 10}
+TIGHT |= {"max_num_batched_tokens": 16}
+CENTRE = {"ha": "center", "va": "center"}
+
+
+class Request(NamedTuple):
+    """What somebody asks for, and before which step."""
+
+    name: str
+    prompt: list[int]
+    max_tokens: int
+    arrival: int = 0
+
+
+def make_requests(shapes, arrivals=None) -> list[Request]:
+    """Requests of (prompt, output) tokens: a, b, c ... No two prompts begin alike."""
+    arrivals = arrivals or [0] * len(shapes)
+    return [
+        Request(chr(97 + i), [i + 2] * prompt, output, arrivals[i])
+        for i, (prompt, output) in enumerate(shapes)
+    ]
+
+
+def five_requests() -> list[Request]:
+    """The load of the book. In a pool as small as `TIGHT` somebody is preempted."""
+    return make_requests([(9, 18), (6, 22), (13, 6), (3, 12), (5, 4)], [0, 0, 0, 4, 4])
+
+
+def sequences(block_size=4, requests=None, kind=Sequence, **params) -> list[Sequence]:
+    """The requests (or the five) as sequences with ids 0, 1, 2 ... made by `kind`."""
+    requests = requests or five_requests()
+    wishes = [SamplingParams(max_tokens=r.max_tokens, **params) for r in requests]
+    return [kind(requests[i].prompt, block_size, w, id=i) for i, w in enumerate(wishes)]
+
+
+def sampled(batch) -> list[tuple[int, int]]:
+    """(request, length) of every row of a batch that gets a token."""
+    ids, lens = batch.req_ids, batch.context_lens.tolist()
+    rows = zip(ids, lens, batch.is_sampled, strict=True)
+    return [(i, n) for i, n, gets_one in rows if gets_one]
+
+
+class CountingRunner:
+    """Runs no model: the next token of a sequence is its length."""
+
+    def forward(self, batch) -> ScheduledBatchOutput:
+        return ScheduledBatchOutput({i: (n,) for i, n in sampled(batch)})
+
+
+class Played(NamedTuple):
+    """One step as it was scheduled."""
+
+    phases: dict[int, str]  # request -> a name in `COLOURS`
+    tokens: dict[int, int]  # request -> tokens computed
+    used: int  # blocks
+    batch: Any
+    seqs: dict[int, Sequence]
+
+
+def watch(scheduler) -> list[Played]:
+    """A list that grows with every step that `scheduler` schedules from now on."""
+    steps, schedule, manager = [], scheduler.schedule, scheduler.block_manager
+
+    def watched():
+        before = {s.id: s.num_preemptions for s in scheduler.running}
+        if (scheduled := schedule()) is None:
+            return None
+        batch, seqs = scheduled
+        waiting = {s.id: s.num_preemptions for s in scheduler.waiting}
+        lost = [i for i in waiting if waiting[i] > before.get(i, waiting[i])]
+        phases = dict.fromkeys(waiting, "waiting") | dict.fromkeys(lost, "preempted")
+        phases |= dict.fromkeys([s.id for s in scheduler.running], "held")
+        phases |= dict.fromkeys(seqs, batch.type.name.lower())
+        tokens = {i: s.num_scheduled_tokens for i, s in seqs.items()}
+        used = len(manager.pool.blocks) - manager.num_free_blocks
+        steps.append(Played(phases, tokens, used, batch, dict(seqs)))
+        return scheduled
+
+    scheduler.schedule = watched
+    return steps
+
+
+def play(engine, seqs, arrivals=None, forward=None) -> list[Played]:
+    """Run `seqs` to their ends, each added before the step of its arrival (or 0).
+
+    `engine` is an engine core, or a scheduler and `forward`, which runs a batch.
+    """
+    scheduler, clock = getattr(engine, "scheduler", engine), 0
+    steps, manager = watch(scheduler), scheduler.block_manager
+    arrivals = arrivals or [0] * len(seqs)
+    while clock <= max(arrivals) or not engine.is_finished():
+        for seq in [s for s, at in zip(seqs, arrivals, strict=True) if at == clock]:
+            engine.add(seq)
+        if forward is None:
+            engine.step()
+        elif (scheduled := scheduler.schedule()) is not None:
+            batch, running = scheduled
+            scheduler.postprocess(list(running.values()), forward(batch))
+            manager.check(scheduler.running)
+        clock += 1
+    assert manager.num_free_blocks == len(manager.pool.blocks)
+    return steps
+
+
+def admit(manager, *seqs) -> None:
+    """Give `seqs` blocks, compute them whole in one step, publish the full blocks."""
+    for seq in seqs:
+        cached = manager.can_allocate(seq)
+        assert cached is not None, "the pool is full"
+        manager.allocate(seq, cached)
+        manager.stage(seq, seq.num_tokens)
+    for seq in seqs:  # the step runs here
+        seq.num_computed_tokens = seq.num_tokens
+    manager.index.publish()
+
+
+def complain(action) -> None:
+    """Print the ValueError that `action` must raise."""
+    try:
+        action()
+    except ValueError as error:
+        print("ValueError:", error)
+    else:
+        raise AssertionError("this should have been refused")
+
+
+def use_triton() -> str:
+    """The device; without a GPU, Triton's interpreter is switched on: call it first."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_step(shapes, H=4, K=2, D=8, S=4, seed=0, device="cpu") -> tuple:
+    """A random step of (new tokens, context) pairs over a shuffled pool of N blocks.
+
+    Returns q [T, H, D], the cache [2, N, K, S, D] with NaN in every slot that no token
+    has, the metadata, and of each sequence its k and v [2, context, K, D] in one piece.
+    """
+    import torch
+
+    from atom_mini.attention import AttentionMetaData
+
+    g = torch.Generator().manual_seed(seed)
+    news, lens = map(list, zip(*shapes, strict=True))
+    counts = [-(-length // S) for length in lens]
+    ids = torch.randperm(sum(counts) + 3, generator=g)
+    cache = torch.full((2, len(ids), K, S, D), float("nan"))
+    tables = torch.full((len(shapes), max(counts)), -1, dtype=torch.int32)
+    unpaged = [torch.randn(2, length, K, D, generator=g) for length in lens]
+    slots = []
+    for b, blocks in enumerate(ids[:-3].split(counts)):
+        tables[b, : len(blocks)] = blocks
+        p = torch.arange(lens[b])
+        cache.transpose(2, 3)[:, blocks[p // S], p % S] = unpaged[b]
+        slots.append((blocks[p // S] * S + p % S)[-news[b] :])
+    ends = torch.tensor(lens).int()
+    meta = AttentionMetaData(ends, tables, torch.cat(slots), news, lens)
+    q = torch.randn(sum(news), H, D, generator=g)
+    return q.to(device), cache.to(device), meta, unpaged
+
+
+def logits_by_token(engine, runner, seqs, forward=None) -> tuple[dict, list]:
+    """`play`: {(request, length): logits [V]} of what is sampled; the batches."""
+    record, postprocess = {}, runner.postprocess
+
+    def noting(batch, logits, *rest):
+        record.update(zip(sampled(batch), logits.clone(), strict=True))
+        return postprocess(batch, logits, *rest)
+
+    runner.postprocess = noting
+    try:
+        return record, [step.batch for step in play(engine, seqs, forward=forward)]
+    finally:
+        del runner.postprocess
+
+
+def seconds(action, repeat=7, warm_up=True) -> float:
+    """The median of some runs. Print ratios of it: the seconds are this machine's."""
+    times = []
+    for _ in range(repeat + warm_up):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return sorted(times[warm_up:])[repeat // 2]
+
+
+class Note(NamedTuple):
+    """Who ("host", "device") did what, from when to when, in seconds."""
+
+    who: str
+    what: str
+    start: float
+    end: float
+
+
+def note_calls(notes: list[Note], owner, method: str, who: str) -> None:
+    """From now on every call of `owner.method` adds a note."""
+    call = getattr(owner, method)
+
+    def noting(*args, **options):
+        start = time.perf_counter()
+        result = call(*args, **options)
+        notes.append(Note(who, method, start, time.perf_counter()))
+        return result
+
+    setattr(owner, method, noting)
+
+
+def busy(notes: list[Note], skip=2) -> tuple[float, float]:
+    """(seconds per step, share of it that the device computes) from step `skip` on."""
+    steps = sorted((n.start, n.end) for n in notes if n.who == "device")[skip:]
+    total = steps[-1][1] - steps[0][0]
+    return total / len(steps), sum(end - start for start, end in steps) / total
+
+
+def ink(colour) -> str:
+    """Black or white, whichever can be read on `colour` on a white page."""
+    from matplotlib.colors import to_rgba
+
+    r, g, b, alpha = to_rgba(colour)
+    dark = alpha * (1 - 0.3 * r - 0.59 * g - 0.11 * b)
+    return "white" if dark > 0.5 else "black"
+
+
+def owner_colour(id: int) -> tuple[float, float, float]:
+    """The colour of a request's blocks, as in the player."""
+    return colorsys.hls_to_rgb((id * 137.508 + 205) % 360 / 360, 0.52, 0.5)
+
+
+def legend(ax, names) -> None:
+    """Name colours above the picture, in the order of `COLOURS`."""
+    handles = [ax.bar(0, 0, color=COLOURS[n], label=n) for n in COLOURS if n in names]
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    ax.legend(handles=handles, ncol=len(handles), frameon=False, fontsize=8, **place)
+
+
+def plot_lanes(ax, steps: list[Played], names="abcde") -> None:
+    """Requests by step: what each did, with the number of tokens of a prefill."""
+    ids, shown = sorted({i for step in steps for i in step.phases}), set()
+    last = {i: x for x, step in enumerate(steps) for i in step.tokens}
+    for x, step in enumerate(steps):
+        for i, phase in step.phases.items():
+            is_end = x == last.get(i) and step.seqs[i].status.name == "FINISHED"
+            shown.add(phase := "finished" if is_end else phase)
+            at, n, colour = ids.index(i), step.tokens.get(i, 0), COLOURS[phase]
+            ax.barh(at, 1, left=x, height=0.8, color=colour, ec="white", lw=0.4)
+            if phase == "prefill" and len(steps) < 60:
+                ax.text(x + 0.5, at, n, color=ink(colour), size=7, **CENTRE)
+    ax.set_yticks(range(len(ids)), [names[i] if i < len(names) else i for i in ids])
+    ax.set(ylabel="request", xlabel="step", xlim=(0, len(steps)))
+    ax.invert_yaxis()
+    ax.label_outer()
+    legend(ax, shown)
+
+
+def plot_used(ax, steps: list[Played], num_blocks: int) -> None:
+    """How many blocks were in use, by step."""
+    used = [*(step.used for step in steps), 0]
+    ax.fill_between(range(len(used)), used, step="post", color=COLOURS["used"])
+    ax.axhline(num_blocks, color="black", ls="--", lw=0.8)
+    ax.set(ylabel="blocks", xlabel="step", xlim=(0, len(steps)), ylim=(0, None))
+
+
+def plot_pool(ax, manager, seqs: dict[str, Sequence], names="abcde") -> None:
+    """A column of tokens per block in its owners' colours, grey if only cached."""
+    size, cached, free = manager.block_size, COLOURS["cached"], COLOURS["free"]
+    for block in manager.pool.blocks:
+        n, x = block.block_id, 1.25 * block.block_id
+        owners = [name for name in seqs if n in seqs[name].block_table]
+        tokens = block.token_ids if block.hash != -1 else []
+        for seq in [seqs[name] for name in owners[:1]]:
+            start = seq.block_table.index(n) * size
+            tokens = seq.token_ids[start : start + size]
+        fills = [owner_colour(names.index(name)) for name in owners] or [cached]
+        for y in range(size):
+            text = tokens[y] if y < len(tokens) else ""
+            for k, fill in enumerate(fills):
+                at, fill = x + k / len(fills), free if text == "" else fill
+                ax.bar(at, -0.94, 1 / len(fills), size - y, color=fill, align="edge")
+            middle = x + 0.5, size - y - 0.47
+            ax.text(*middle, text, color=ink(fills[0]), size=8, **CENTRE)
+        whose = "+".join(owners) or ("cached" if len(tokens) else "free")
+        ax.text(x + 0.5, -0.1, whose, ha="center", va="top", size=8)
+        ax.text(x + 0.5, size + 0.2, n, ha="center", size=8, color=COLOURS["host"])
+    ax.set(xlim=(-0.2, 1.25 * len(manager.pool.blocks)), ylim=(-0.6, size + 0.9))
+    ax.axis("off")
+
+
+def plot_host_and_device(axes, runs: dict[str, list[Note]], num_steps=5, skip=20):
+    """Host and device by time; the slowest run shows `num_steps` whole steps."""
+    device = [[n.start for n in notes if n.who == "device"] for notes in runs.values()]
+    starts = [*map(sorted, device)]
+    span = max(at[skip + num_steps] - at[skip] for at in starts)
+    for ax, at, (name, notes) in zip(axes, starts, runs.items(), strict=True):
+        for who, _, start, end in notes:
+            bar = [(1e3 * (start - at[skip]), 1e3 * (end - start))]
+            lane = (0.1 + (who == "host"), 0.8)
+            ax.broken_barh(bar, lane, color=COLOURS[who], ec="white")
+        ax.set(yticks=[0.5, 1.5], yticklabels=["device", "host"], ylim=(0, 2))
+        ax.set(xlim=(0, 1e3 * span), xlabel="milliseconds")
+        ax.label_outer()
+        ax.set_title(name, size=9, loc="left")

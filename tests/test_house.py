@@ -1,0 +1,134 @@
+"""Part I stands alone: without the later parts it runs, names none of them, and imports only what was read before."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import book
+import pytest
+import show
+
+from atom_mini import Config
+from atom_mini.instruments.trace import COLOURS
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if p.stem[0].isdigit()]
+PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
+MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
+WITHOUT_EDITABLE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]  # it would find the whole house
+"""
+RUN = f"""{WITHOUT_EDITABLE}
+import json
+from pathlib import Path
+import torch
+from nbdev.test import test_nb
+for path in map(Path, sys.argv[1:]):
+    with torch.enable_grad():
+        fine, _ = test_nb(path, skip_flags=["gpu", "slow", "exercise", "check", "solution"], basepath=path.parent)
+    print("ran", json.dumps([path.stem, fine]), flush=True)
+"""
+
+
+def module_path(name: str) -> Path:
+    return (ROOT / "atom_mini" / name.replace(".", "/")).with_suffix(".py")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Part I's modules and chapters, and nothing else of the project."""
+    home = tmp_path_factory.mktemp("alone")
+    shutil.copytree(ROOT / "atom_mini" / "tiny", home / "atom_mini" / "tiny")
+    shutil.copy(ROOT / "atom_mini" / "__init__.py", home / "atom_mini")
+    (home / "nbs").mkdir()
+    for path in PART_ONE:
+        shutil.copy(path, home / "nbs")
+        if path in MODULES:
+            shutil.copy(module_path(MODULES[path]), home / "atom_mini")
+    for name in ("show.py", "patch.py"):
+        shutil.copy(ROOT / "nbs" / name, home / "nbs")
+    for name in ("settings.ini", "pyproject.toml"):
+        shutil.copy(ROOT / name, home)
+    return home
+
+
+def python(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"} | {"PYTHONPATH": f"{home}:{home / 'nbs'}"}
+    return subprocess.run([sys.executable, *arguments], cwd=home / "nbs", env=env, capture_output=True, text=True)
+
+
+def test_part_one_alone_generates(alone: Path) -> None:
+    """The built-in model's words are those of the whole house; what is not there is refused like a misspelt name."""
+    code = f"""{WITHOUT_EDITABLE}
+import atom_mini
+from atom_mini import LLM, Config, SamplingParams
+assert not [m for m in sys.modules if m.startswith("atom_mini.") and m.count(".") > 1], sys.modules
+try:
+    Config(overlap=True)
+except ValueError as error:
+    assert "no option 'overlap'" in str(error), error
+else:
+    raise SystemExit("overlap without its folder")
+with LLM("tiny", device="cpu") as llm:
+    print(atom_mini.__file__, llm.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text)
+"""
+    result = python(alone, "-c", code)
+    assert result.stdout == f"{alone / 'atom_mini' / '__init__.py'}  19\n", result.stderr
+
+
+@pytest.fixture(scope="module")
+def chapters(alone: Path) -> dict[str, bool]:
+    """Chapter -> whether it ran, one after the other in one process."""
+    result = python(alone, "-c", RUN, *(str(alone / "nbs" / p.name) for p in PART_ONE))
+    found = dict(json.loads(line[4:]) for line in result.stdout.splitlines() if line.startswith("ran "))
+    print(result.stdout, result.stderr)  # shown if a chapter failed
+    return found
+
+
+@pytest.mark.parametrize("path", PART_ONE, ids=lambda p: p.stem)
+def test_chapter_runs_alone(path: Path, chapters: dict[str, bool]) -> None:
+    assert chapters.get(path.stem), f"{path.stem} fails without the later parts"
+
+
+@pytest.mark.parametrize("name", [MODULES[p] for p in PART_ONE if p in MODULES])
+def test_part_one_mentions_no_later_part(name: str) -> None:
+    """In comments and docstrings; `assemble` lets the parts in, by the names of their modules."""
+    text = module_path(name).read_text()
+    comments = [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
+    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    said = "\n".join([*comments, *(ast.get_docstring(n) or "" for n in nodes)])
+    later = re.search(r"(?i)chapters? [2-9]\d|overlap|spyre|radix|timeline|speculat", said)
+    assert later is None, said[max(0, later.start() - 60) : later.end() + 60]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
+def test_imports_come_from_earlier_chapters(path: Path) -> None:
+    """The order of reading is the order of imports, also of those inside functions."""
+    earlier = {m for p, m in MODULES.items() if p < path}
+    package = ["atom_mini", *MODULES[path].split(".")[:-1]]
+    for node in ast.walk(ast.parse(module_path(MODULES[path]).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("atom_mini")):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])]).removeprefix("atom_mini").lstrip(".")
+            names = [name] if name else [alias.name for alias in node.names]
+            assert earlier.issuperset(names), f"line {node.lineno} imports {names} from a later chapter"
+
+
+def test_one_palette() -> None:
+    """The player and the figures paint the same thing in the same colour."""
+    assert show.COLOURS.items() >= COLOURS.items()
+
+
+def test_config_refuses_a_name_that_no_part_knows() -> None:
+    with pytest.raises(ValueError, match="no option 'chunk_sise': did you mean 'chunk_size'"):
+        Config(chunk_sise=4)

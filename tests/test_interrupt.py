@@ -1,0 +1,161 @@
+"""Ctrl-C at any line of the host's code: what is asked next is right, and the books balance."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from symbolic import LaunchingSymbolicRunner, Request, SymbolicRunner, Trial
+from test_spyre import RectangularSymbols
+
+import atom_mini
+from atom_mini import LLM, SamplingParams
+from atom_mini.config import Config
+from atom_mini.engine_core import EngineCore
+from atom_mini.refinements.overlap import OverlapCore
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import Sequence
+
+PACKAGE = str(Path(atom_mini.__file__).parent)
+STRIDE = 7  # every seventh line is enough for each day; 1 tries them all, in some minutes
+DEVICE = ("models.py", "attention.py", "sampler.py")  # torch's side, called hundreds of times a step
+
+
+class Tripwire:
+    """Raises KeyboardInterrupt before the `at`-th line of the package that runs (counting from 1)."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(PACKAGE) or name.endswith(DEVICE):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{Path(name).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, action: Callable[[], object]) -> bool:
+        """Whether `action` was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            action()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return bool(self.where)
+
+
+REQUESTS = [  # two share a beginning; the pool is too small for all
+    Request(0, [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=7, ignore_eos=True)),
+    Request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=4, ignore_eos=True)),
+    Request(0, [2, 2], SamplingParams(max_tokens=8, seed=3)),
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "hash": {},
+    "radix": {"prefix_cache": "radix"},
+    "no cache": {"prefix_cache": "none"},
+    "interleaved": {"interleave_decode": True},
+    "traced": {"trace": True},
+    "overlap": {"overlap": True},
+    "overlap, radix": {"overlap": True, "prefix_cache": "radix"},
+    "overlap, traced": {"overlap": True, "trace": True},
+    "spyre": {"scheduler": "spyre", "chunk_size": 4, "max_model_len": 20, "num_kvcache_blocks": 12},
+}
+
+
+def make_core(options: dict[str, Any]) -> EngineCore:
+    config = Config(kv_cache_block_size=4, **{"num_kvcache_blocks": 6, "max_num_batched_tokens": 8, "max_num_seqs": 4, **options})
+    if config.overlap:
+        return OverlapCore(config, LaunchingSymbolicRunner(config, 12, False, bool, lambda: True))
+    kind = RectangularSymbols if config.scheduler == "spyre" else SymbolicRunner
+    return EngineCore(config, kind(config, 12, strict=False))
+
+
+def serve(core: EngineCore, seqs: list[Sequence]) -> None:
+    """As somebody would who has been interrupted: add those that are not in it, and go on."""
+    for seq in seqs:
+        if seq.id not in core.scheduler.seqs and not seq.is_finished:
+            core.add(seq)
+    while core.step():
+        pass
+
+
+def expect_whole(core: EngineCore) -> None:
+    scheduler = core.scheduler
+    scheduler.block_manager.check(scheduler.running)
+    queued = [*scheduler.running, *scheduler.waiting]
+    assert sorted(s.id for s in queued) == sorted(scheduler.seqs), "a request is in no queue"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_at_any_line(kind: str) -> None:
+    """One line in `STRIDE`; then the same requests go on, and others come, and all see the oracle's tokens."""
+    trial, at, places = Trial(make_core(KINDS[kind]).config, (), 12, [], 0.0), 0, set()
+    expected = [trial.expected(request)[:2] for request in REQUESTS]
+    while True:
+        at += STRIDE
+        core, wire = make_core(KINDS[kind]), Tripwire(at)
+        seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)]
+        if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
+            break
+        places.add(wire.where)
+        if not core.is_torn:
+            expect_whole(core)
+        serve(core, seqs)
+        later = [Sequence(r.prompt, 4, r.params, id=9 + i) for i, r in enumerate(REQUESTS)]
+        serve(core, later)
+        expect_whole(core)
+        for seq, (tokens, hashes) in zip(seqs + later, expected * 2, strict=True):
+            assert seq.completion_token_ids == tokens, f"{wire.where}: request {seq.id} has other tokens"
+            assert [h for entry in seq.logprobs for h in entry.values()] == hashes, wire.where
+        if core.trace is not None:
+            core.trace.check()
+    assert len(places) > 60, "the wire hardly trips"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_half_packed_batch_is_not_believed(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted after blocks were staged and before the runner saw them: they must not be found afterwards."""
+    prompt = [7 + i % 60 for i in range(60)]
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=overlap) as llm:
+        wish = SamplingParams(max_tokens=8, ignore_eos=True)
+        (before,) = llm.generate([prompt], wish)
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=overlap) as llm:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(ScheduledBatch, "pack", classmethod(interrupt))
+            llm.generate([prompt], wish)
+        (after,) = llm.generate([prompt], wish)
+        assert (after.token_ids, after.num_cached_tokens) == (before.token_ids, 0)
+
+
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_whole_llm_interrupted(overlap: bool) -> None:
+    """Text, tensors and all: some lines of a call, and the next call is right."""
+    prompts = ["Once upon a time", "12 + 7 =", "Once upon a day"]
+    wish = SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=overlap) as llm:
+        expected = [(out.text, out.token_ids) for out in llm.generate(prompts, wish)]
+        at, tripped = 1, 0
+        while True:
+            wire = Tripwire(at)
+            if not wire.run(lambda: llm.generate(prompts, wish)):
+                break
+            at, tripped = at + 61, tripped + 1
+            got = [(out.text, out.token_ids) for out in llm.generate(prompts, wish)]
+            assert got == expected, wire.where
+            expect_whole(llm.engine_core)
+        assert tripped > 10
