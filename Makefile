@@ -67,11 +67,11 @@ docs-serve: $(VENV)/docs
 test-docs: $(VENV)/docs
 	$(PY) -m pytest tests/test_docs.py -rs
 
-# The chapters, to be read and changed: a definition changed there holds for the cells after it.
 # How the book reads, in numbers; --check fails where an aim is missed.
 measure: $(VENV)/dev
 	$(PY) nbs/measure.py
 
+# The chapters, to be read and changed: a definition changed there holds for the cells after it.
 lab: $(VENV)/lab
 	cd nbs && ../$(PY) -m jupyter lab
 

@@ -380,10 +380,12 @@ def play(
         idle = core.is_finished()
         if not isinstance(scheduler, OverlapScheduler):  # there, the steps under way say what is read
             runner.readers = [(s, s.num_computed_tokens) for s in scheduler.running]
+        holding = len(scheduler.running)
         try:
             result = core.step()
         except StepFailed:
             stats["failures"] += 1
+            stats["put_back"] += holding  # they lose their blocks and compute again, as the preempted do
         else:
             assert (result is None) == idle
             for output in result.outputs if result else ():

@@ -54,8 +54,8 @@ def add_fields(parser: ArgumentParser, title: str, cls: Any) -> None:
         if kind is bool:
             how = {"action": BooleanOptionalAction}
         name = f.name.replace("_", "-")
-        group.add_argument(f"--{name}", default=SUPPRESS, **how).help = SUPPRESS
         value = parser.get_default(f.name) or f.default or kind.__name__.upper()
+        group.add_argument(f"--{name}", default=SUPPRESS, **how).help = SUPPRESS
         words.append(f"--[no-]{name}" if kind is bool else f"--{name}={value}")
     text = textwrap.fill(" ".join(words), 76, break_on_hyphens=False)
     group.description = text
@@ -171,7 +171,7 @@ def free_bytes(config: Config, device: Any, weights: int) -> int:
     """What is left for the KV cache; on a GPU, without a step's own memory."""
     import torch
 
-    from atom_mini.memory import CPU_KVCACHE_BYTES, free_host_bytes
+    from atom_mini.model_runner import CPU_KVCACHE_BYTES, free_host_bytes
 
     if device.type != "cuda":
         return min(CPU_KVCACHE_BYTES, (free_host_bytes() - weights) // 2)
