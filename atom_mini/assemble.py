@@ -40,6 +40,7 @@ PARTS = {
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
+    "speculation.verify": "Speculation",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",

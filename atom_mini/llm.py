@@ -47,7 +47,7 @@ class Metrics:
             self.num_prefill_tokens += step.batch.total_tokens_num
             self.prefill_seconds += step.seconds
         else:
-            self.num_decode_tokens += step.batch.total_tokens_num
+            self.num_decode_tokens += sum(map(len, step.output.token_ids.values()))
             self.decode_seconds += step.seconds
 
     @property

@@ -20,6 +20,7 @@ COLOURS = {
     "decode": "#4d9de0", "preempted": "#b5179e", "finished": "#2a9d5c",
     "used": "#7f8fa3", "cached": "#bcc6d2", "free": "#eef1f4",
     "host": "#5b6570", "device": "#12a3a3",
+    "accepted": "#2f6db3", "bonus": "#8fc7f0", "rejected": "#e3a9b8",
 }  # fmt: skip
 TIGHT = {"kv_cache_block_size": 4, "num_kvcache_blocks": 10}
 TIGHT |= {"max_num_batched_tokens": 16}
@@ -310,6 +311,20 @@ def plot_pool(ax, manager, seqs: dict[str, Sequence], names="abcde") -> None:
         ax.text(x + 0.5, size + 0.2, n, ha="center", size=8, color=COLOURS["host"])
     ax.set(xlim=(-0.2, 1.25 * len(manager.pool.blocks)), ylim=(-0.6, size + 0.9))
     ax.axis("off")
+
+
+def plot_verified(ax, steps: list[tuple[int, int, int]]) -> None:
+    """A bar per verify step of (accepted, rejected, bonus) tokens, as they were kept."""
+    names = ("accepted", "bonus", "rejected")
+    for x, (accepted, rejected, bonus) in enumerate(steps):
+        bottom = 0
+        for name, n in zip(names, (accepted, bonus, rejected), strict=True):
+            for y in range(bottom, bottom + n):
+                ax.bar(x, 0.92, 0.86, y + 0.04, color=COLOURS[name])
+            bottom += n
+    ax.set(xlabel="step", ylabel="rows", xlim=(-0.6, len(steps) - 0.4))
+    ax.margins(y=0.25)
+    legend(ax, names)
 
 
 def plot_host_and_device(axes, runs: dict[str, list[Note]], num_steps=5, skip=20):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from types import SimpleNamespace
 
 import atom_mini.model_runner as model_runner
@@ -29,6 +29,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
+from atom_mini.speculation.verify import Drafter, SpecScheduler, Verifier
 
 
 def mix(state: int, value: int) -> int:
@@ -76,6 +77,7 @@ class SymbolicRunner:
         self.block_slots = [range(i * self.size, (i + 1) * self.size) for i in range(config.num_kvcache_blocks)]
         self.stats: Counter[str] = Counter()
         self.readers: list[tuple[Sequence, int]] = []  # who ran before this step, with how many tokens computed
+        self.max_rows = config.max_num_seqs
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         positions, slots, cu_seqlens = (a.tolist() for a in model_runner.locate(batch, self.size))
@@ -111,9 +113,10 @@ class SymbolicRunner:
         config, counts = self.config, batch.num_scheduled_tokens
         assert counts.min() >= 1, "a sequence without a query token"
         assert 1 <= batch.total_tokens_num == counts.sum() <= config.max_num_batched_tokens, "tokens over the budget"
-        assert batch.total_seqs_num <= config.max_num_seqs, "sequences over the limit"
+        assert batch.total_seqs_num <= self.max_rows, "sequences over the limit"
         assert len(set(batch.req_ids)) == batch.total_seqs_num, "a sequence twice in one batch"
         assert len(set(slots)) == len(slots), "two tokens of one step in one slot"
+        assert max(positions) < (config.max_model_len or 10**9), "a position that the model does not have"
         assert (counts == 1).all() or batch.type is SequenceType.PREFILL
         read = {slot for seq, computed in self.readers for slot in self._slots(seq.block_table)[:computed]}
         for token, position, slot in zip(tokens, positions, slots, strict=True):
@@ -133,7 +136,9 @@ class SymbolicRunner:
 class LaunchingSymbolicRunner(SymbolicRunner):
     """Takes steps and runs them in their order: at once, or as late as it may, when a result is waited for."""
 
-    def __init__(self, config: Config, alphabet: int, strict: bool, fails: Callable[[], bool], is_late: Callable[[], bool]):
+    def __init__(
+        self, config: Config, alphabet: int, strict: bool, fails: Callable[[], bool], is_late: Callable[[], bool]
+    ):
         super().__init__(config, alphabet, strict, fails)
         self.is_late, self.device_fails = is_late, fails
         self.token_pool: dict[int, int] = {}  # row -> the token last sampled in it
@@ -161,6 +166,24 @@ class LaunchingSymbolicRunner(SymbolicRunner):
                 raise
             rows = dict(zip(step.batch.req_ids, step.batch.rows, strict=True))
             self.token_pool.update((rows[i], ids[0]) for i, ids in step.output.token_ids.items())
+
+
+class SymbolicDrafter(Drafter):
+    """Drafts as many tokens as it likes; each is what will come with probability `right`."""
+
+    def __init__(self, alphabet: int, right: float, luck: random.Random) -> None:
+        self.alphabet, self.right, self.luck = alphabet, right, luck
+        self.has_cache = luck.random() < 0.5
+
+    def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
+        drafts = []
+        for seq, n in zip(seqs, most, strict=True):
+            coming = continuation(seq.token_ids, seq.sampling_params.seed, self.alphabet)
+            tokens = [token for token, _ in islice(coming, n if self.right == 1 else self.luck.randint(0, n))]
+            drafts.append(
+                [t if self.luck.random() < self.right else self.luck.randrange(self.alphabet) for t in tokens]
+            )
+        return drafts
 
 
 class SymbolicStep:
@@ -307,13 +330,18 @@ def tighten(trial: Trial, rng: random.Random) -> None:
 
 
 def run_trial(
-    seed: int, strict: bool = True, cache: str = "hash", overlap: bool = False, tight: bool = False
+    seed: int,
+    strict: bool = True,
+    cache: str = "hash",
+    overlap: bool = False,
+    tight: bool = False,
+    drafts: bool = False,
 ) -> Counter[str]:
     """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
 
     `strict=False` leaves out the checks of every step, so that only wrong outputs count (and exceptions).
     `cache` is the prefix cache of those trials that have one. `overlap`: the host is a step ahead.
-    `tight`: most of the trials preempt.
+    `tight`: most of the trials preempt. `drafts`: up to 8 per decode, of a drafter between always wrong and always right.
     """
     trial = make_trial(seed)
     if tight:
@@ -331,6 +359,17 @@ def run_trial(
             failures["left"] -= failing
             return failing
 
+        if drafts:
+            runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
+            runner.max_rows = trial.config.max_num_batched_tokens
+            scheduler = SpecScheduler(trial.config)
+            scheduler.num_drafts = luck.randint(1, 8)
+            scheduler.drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
+            core = EngineCore(trial.config, Verifier(runner), scheduler)
+            stats = play(trial, core, runner, strict, clock.perf_counter)
+            stats["drafted"] = scheduler.spec_stats.proposed.total()
+            stats["accepted"] = scheduler.spec_stats.accepted.total()
+            return stats
         if not overlap:
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
@@ -359,9 +398,7 @@ def play(
         while todo and trial.requests[todo[-1]].arrival <= step:
             i = todo.pop()
             request = trial.requests[i]
-            seq = Sequence(
-                request.prompt, trial.config.kv_cache_block_size, request.params, i, request.stop_checker()
-            )
+            seq = Sequence(request.prompt, trial.config.kv_cache_block_size, request.params, i, request.stop_checker())
             seq.arrive_time = now()
             try:
                 core.add(seq)

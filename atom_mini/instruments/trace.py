@@ -46,6 +46,7 @@ class Step:
     device: float = 0.0  # in the runner
     host: float = 0.0  # all the rest
     after: list[Event] = field(default_factory=list)  # once it had run
+    drafts: dict[int, int] = field(default_factory=dict)  # request -> how many guesses
     error: str | None = None  # what the runner raised; the step was rolled back
 
 # %% ../../nbs/30_timeline.ipynb #722ba187
@@ -79,11 +80,14 @@ class State:
             block = self.blocks[number]
             self.blocks[number] = block._replace(owners=block.owners | {id})
 
-    def _take(self, id: int) -> None:
-        """Its blocks have one owner less."""
-        for number in self.tables.pop(id, []):
+    def _take(self, id: int, count: int) -> None:
+        """The last `count` of its blocks have one owner less."""
+        table = self.tables.pop(id, [])
+        for number in table[len(table) - count :]:
             block = self.blocks[number]
             self.blocks[number] = block._replace(owners=block.owners - {id})
+        if rest := table[: len(table) - count]:
+            self.tables[id] = rest
 
     def _roll_back(self, waiting: list[int]) -> None:
         self.waiting, self.running = list(waiting), []
@@ -102,10 +106,13 @@ class State:
             self.tables[id], self.computed[id] = [], event["computed"]
         elif name == "rolled back":
             self._roll_back(event["waiting"])
+        elif name == "verified":  # some of what was computed were guesses, and wrong
+            self.computed[id] -= event["rejected"]
+            self._take(id, event["returned"])
         self._give(id, event.get("blocks", []), event.get("cached", 0))
         if name in ("preempted", "finished"):
             (self.running if id in self.running else self.waiting).remove(id)
-            self._take(id)
+            self._take(id, len(self.tables.get(id, [])))
         if name == "preempted":
             self.waiting.insert(0, id)
 
@@ -181,7 +188,7 @@ class Trace:
             for id, tokens in step.tokens.items():
                 end, room = state.computed[id] + tokens, len(state.tables[id])
                 # an abort may leave one token unknown: chapter 23a
-                known = len(self.requests[id]["token_ids"]) + 1
+                known = len(self.requests[id]["token_ids"]) + 1 + step.drafts.get(id, 0)
                 much = f"step {n}: {id} computes too much"
                 assert end <= min(room * self.block_size, known), much
 
@@ -317,7 +324,7 @@ class Recorder(Listener):
         if blocks := seq.block_table[known:]:
             facts["blocks"] = blocks
         is_out = event in ("preempted", "finished")
-        self.lengths[seq.id] = 0 if is_out else known + len(blocks)
+        self.lengths[seq.id] = 0 if is_out else len(seq.block_table)
         if event == "added":
             request = {"prompt": seq.num_prompt_tokens, "token_ids": seq.token_ids}
             self.trace.requests[seq.id] = request
@@ -343,6 +350,8 @@ class Recorder(Listener):
         when, lead = round(1e3 * (start - self.zero), 3), _ms_since(start)
         events = self.trace.tail
         step = Step(kind, tokens, events, published, self._count(), when, lead)
+        if kind == "decode":  # a token of each, and perhaps drafts: chapter 50
+            step.drafts = {id: n - 1 for id, n in tokens.items() if n > 1}
         self.under_way.append((step, time.perf_counter()))
         self.trace.tail = []  # last: what is interrupted before has lost no event
 

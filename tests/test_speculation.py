@@ -1,0 +1,395 @@
+"""Drafts never change a word: verification against the oracle, against the run without, and with its parts broken."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import symbolic
+from symbolic import Request, SymbolicDrafter, SymbolicRunner, Trial, continuation, make_trial, run_trial
+from test_fuzz import mutate
+from test_interrupt import STRIDE, Tripwire, expect_whole, serve
+
+import atom_mini.speculation.verify as verify
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.engine_core import EngineCore
+from atom_mini.scheduler import ScheduledBatchOutput
+from atom_mini.sequence import Sequence
+from atom_mini.speculation.verify import (
+    Drafter,
+    SpecScheduler,
+    SpecStats,
+    SpeculativeConfig,
+    Verifier,
+    read_speculative,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+# ---- the symbolic cache ----
+
+
+def run_many(trials: int, first: int = 0, strict: bool = True, cache: str = "hash") -> Counter[str]:
+    stats: Counter[str] = Counter()
+    for seed in range(first, first + trials):
+        try:
+            stats += run_trial(seed, strict, cache, tight=seed % 3 == 0, drafts=True)
+        except Exception as error:
+            raise AssertionError(
+                f"reproduce with symbolic.run_trial({seed}, drafts=True, tight={seed % 3 == 0})"
+            ) from error
+    return stats
+
+
+def test_outputs_equal_the_oracle_with_drafts() -> None:
+    """And drafts are made, accepted, rejected, dropped and cut off often enough for that to say something."""
+    stats = run_many(2000)
+    least = {
+        "drafted": 20_000, "accepted": 10_000, "preemptions": 1000, "prefix_hits": 1000, "chunks": 9000, "failures": 800,
+        "aborts_running": 60, "max_tokens": 2000, "max_model_len": 900, "kv_cache": 900, "eos": 800, "stop": 200,
+        "stop_sequence": 80,
+    }  # fmt: skip
+    assert not {name: stats[name] for name in least if stats[name] < least[name]}
+    assert stats["drafted"] > 1.2 * stats["accepted"]
+
+
+def test_with_a_radix_tree() -> None:
+    assert run_many(500, cache="radix")["accepted"] > 2000
+
+
+def test_drafts_change_nothing_in_the_pool(monkeypatch: Patch) -> None:
+    """With a drafter that is always wrong the same steps are taken and the same sequences preempted as without one.
+
+    Not with a prefix cache, of which drafts may take the oldest free block.
+    """
+    monkeypatch.setattr(SymbolicDrafter, "propose", lambda self, seqs, most: [[self.alphabet] * n for n in most])
+    stats: Counter[str] = Counter()
+    for seed in range(900):
+        config = make_trial(seed).config
+        if not config.enable_prefix_caching and not config.scheduler_delay_factor:
+            plain, drafted = (run_trial(seed, tight=True, drafts=drafts) for drafts in (False, True))
+            if not plain["failures"] and not drafted["failures"]:  # those come by chance
+                assert (drafted["preemptions"], drafted["steps"]) == (plain["preemptions"], plain["steps"])
+                stats += drafted
+    assert stats["preemptions"] > 100 and stats["drafted"] > 1000 and stats["accepted"] == 0
+
+
+# ---- planted bugs: each is found by the fuzz ----
+
+
+def plant(patch: Patch, name: str, old: str, new: str) -> None:
+    """Break the method `name` of `SpecScheduler`."""
+    source = textwrap.dedent(inspect.getsource(getattr(SpecScheduler, name)))
+    assert source.count(old) == 1, f"{old!r} must stand once in {name}"
+    namespace: dict[str, Any] = {}
+    source = source.replace(old, new).replace("super()", "super(SpecScheduler, self)")
+    exec("from __future__ import annotations\n" + source, vars(verify), namespace)
+    patch.setattr(SpecScheduler, name, namespace[name])
+
+
+def counts_rejected_drafts_as_computed(patch: Patch) -> None:
+    """The rollback is missing."""
+    plant(patch, "postprocess", "seq.num_scheduled_tokens = len(output.token_ids[seq.id])", "pass")
+
+
+def rolls_back_one_too_few(patch: Patch) -> None:
+    """Off by one: the bonus token counts as computed."""
+    old = "seq.num_scheduled_tokens = len(output.token_ids[seq.id])"
+    plant(patch, "postprocess", old, old + " + 1")
+
+
+def publishes_drafts(patch: Patch) -> None:
+    """nano-vLLM's PR 147, vLLM 41838: blocks enter the index before their tokens are known."""
+    old = "        self.drafts[seq.id] = draft[:n]"
+    new = old + "\n        self._publish_drafts(seq, draft[:n])"
+
+    def publish(self: SpecScheduler, seq: Sequence, draft: list[int]) -> None:
+        seq.token_ids += draft
+        self.block_manager.stage(seq, len(seq.token_ids))
+        del seq.token_ids[len(seq.token_ids) - len(draft) :]
+
+    patch.setattr(SpecScheduler, "_publish_drafts", publish, raising=False)
+    plant(patch, "_schedule_decode", old, new)
+
+
+def takes_the_bonus_from_the_next_row(patch: Patch) -> None:
+    """The row after the first rejected draft saw a past that never was."""
+    mutate(
+        patch, verify, "accept", "tuple(said[: good + 1])", "tuple(said[:good] + said[good + 1 : good + 2] or said[:1])"
+    )
+
+
+def accepts_after_a_rejection(patch: Patch) -> None:
+    """Drafts are compared one by one, not up to the first that is wrong."""
+    old = "next((i for i, d in enumerate(drafts) if d != said[i]), n - 1)"
+    mutate(patch, verify, "accept", old, "sum(d == s for d, s in zip(drafts, said))")
+
+
+def forgets_the_limit(patch: Patch) -> None:
+    """More tokens than were asked for, in a pool without a place for them."""
+    plant(
+        patch,
+        "_most_drafts",
+        "min(self.num_drafts, seq.limit - seq.num_tokens - 1, left)",
+        "min(self.num_drafts, left)",
+    )
+
+
+def forgets_the_budget(patch: Patch) -> None:
+    plant(patch, "_most_drafts", "seq.num_tokens - 1, left)", "seq.num_tokens - 1)")
+
+
+def takes_blocks_that_are_not_there(patch: Patch) -> None:
+    plant(patch, "_reserve", "min(num_drafts, blocks * seq.block_size - seq.num_tokens)", "num_drafts")
+
+
+def keeps_the_drafts_blocks(patch: Patch) -> None:
+    """Found by the count of preemptions alone, see above; here it is that a block is given back twice."""
+    plant(patch, "_give_back", "    del seq.block_table[kept:]\n", "")
+
+
+def reads_one_context_for_all_rows(patch: Patch) -> None:
+    """vLLM-like metadata per sequence instead of per row: every row sees all drafts."""
+    old = "(batch.context_lens - ends)[owners] + np.arange(1, len(owners) + 1)"
+    mutate(patch, verify, "spread", old, "batch.context_lens[owners]")
+
+
+PLANTED: list[Callable[[Patch], None]] = [
+    counts_rejected_drafts_as_computed, rolls_back_one_too_few, publishes_drafts, takes_the_bonus_from_the_next_row,
+    accepts_after_a_rejection, forgets_the_limit, forgets_the_budget, takes_blocks_that_are_not_there,
+    keeps_the_drafts_blocks, reads_one_context_for_all_rows,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.__name__)
+def test_planted_bugs_are_found(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    bug(monkeypatch)
+    with pytest.raises(AssertionError, match="reproduce with"):
+        run_many(300)
+
+
+# ---- step by step ----
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_an_oracle_takes_as_few_steps_as_can_be(k: int) -> None:
+    """ceil(n / (k + 1)) decode steps for the n tokens after the prompt's own."""
+    for n in (1, 2, 9, 17, 40):
+        config = Config(kv_cache_block_size=4, num_kvcache_blocks=30, max_num_batched_tokens=16, max_num_seqs=2)
+        runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
+        runner.max_rows = 16
+        scheduler.num_drafts, scheduler.drafter = k, SymbolicDrafter(12, 1.0, random.Random(0))
+        core = EngineCore(config, Verifier(runner), scheduler)
+        core.add(seq := Sequence([1, 2, 3], 4, SamplingParams(max_tokens=1 + n)))
+        while core.step():
+            pass
+        assert seq.completion_token_ids == [t for t, _ in itertools.islice(continuation([1, 2, 3], None, 12), 1 + n)]
+        stats = scheduler.spec_stats
+        assert stats.num_steps == -(-n // (k + 1)) and stats.num_tokens == n
+        assert sum(a * m for a, m in stats.histogram.items()) == stats.accepted.total()
+
+
+def test_statistics_do_not_count_what_an_end_token_cuts_off() -> None:
+    """vLLM 56101: drafts behind it were accepted, and nobody got them."""
+    config = Config(kv_cache_block_size=4, num_kvcache_blocks=30, max_num_batched_tokens=16)
+    tokens = [t for t, _ in itertools.islice(continuation([1, 2, 3], None, 12), 6)]
+    last = next(i for i in range(2, 6) if tokens[i] not in tokens[:i])
+    runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
+    scheduler.num_drafts, scheduler.drafter = 8, SymbolicDrafter(12, 1.0, random.Random(0))
+    core = EngineCore(config, Verifier(runner), scheduler)
+    core.add(seq := Sequence([1, 2, 3], 4, SamplingParams(max_tokens=20, stop_token_ids=[tokens[last]])))
+    core.step()
+    step = core.step()
+    assert step and step.finished == [seq] and seq.completion_token_ids == tokens[: last + 1]
+    assert scheduler.spec_stats.num_tokens == scheduler.spec_stats.accepted.total() == last
+    assert step.outputs[0].output_tokens == tuple(tokens[1 : last + 1])
+
+
+REQUESTS = [
+    Request(0, [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=9, ignore_eos=True)),
+    Request(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=6, ignore_eos=True)),
+    Request(0, [2, 2], SamplingParams(max_tokens=11, seed=3)),
+]
+
+
+def make_core(trace: bool) -> EngineCore:
+    config = Config(
+        kv_cache_block_size=4, num_kvcache_blocks=7, max_num_batched_tokens=10, max_num_seqs=4, trace=trace
+    )  # fmt: skip
+    scheduler = SpecScheduler(config)
+    scheduler.num_drafts, scheduler.drafter = 3, SymbolicDrafter(12, 0.8, random.Random(1))
+    runner = SymbolicRunner(config, 12, strict=False)
+    return EngineCore(config, Verifier(runner), scheduler)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_interrupted_at_any_line(trace: bool) -> None:
+    """As in test_interrupt: the same requests go on, others come, and all see the oracle's tokens."""
+    trial, at, places = Trial(make_core(trace).config, (), 12, [], 0.0), 0, set()
+    expected = [trial.expected(request)[0] for request in REQUESTS]
+    while True:
+        at += STRIDE
+        core, wire = make_core(trace), Tripwire(at)
+        seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)]
+        if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
+            break
+        places.add(wire.where)
+        serve(core, seqs)
+        later = [Sequence(r.prompt, 4, r.params, id=9 + i) for i, r in enumerate(REQUESTS)]
+        serve(core, later)
+        expect_whole(core)
+        for seq, tokens in zip(seqs + later, expected * 2, strict=True):
+            assert seq.completion_token_ids == tokens, f"{wire.where}: request {seq.id} has other tokens"
+        if core.trace is not None:
+            core.trace.check()
+    assert len(places) > 60, "the wire hardly trips"
+
+
+def test_the_trace_knows_what_was_verified() -> None:
+    """Accepted and rejected drafts are in it, its books balance, and it survives its own file."""
+    core = make_core(trace=True)
+    serve(core, [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)])
+    trace, stats = core.trace, core.scheduler.spec_stats  # type: ignore[attr-defined]
+    trace.check()
+    verified = [e for step in trace.steps for e in step.after if e["event"] == "verified"]
+    assert sum(e["accepted"] + e["rejected"] for e in verified) == stats.proposed.total() > 5
+    assert sum(n for step in trace.steps for n in step.drafts.values()) == stats.proposed.total()
+    again = type(trace).from_json(trace.to_json())
+    again.check()
+    assert again.steps == trace.steps and any(e["rejected"] for e in verified)
+
+
+# ---- the real model ----
+
+PROMPTS = [
+    "Once upon a time there was",
+    "Ada lives in Rome. Mia has a red cat. What does Mia have?",
+    "12 + 7 =",
+    "3 + 3 = 6 3 + 3 =",
+]
+WISHES = {
+    "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True),
+    "all of it": SamplingParams(
+        temperature=1.1, seed=7, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.2, logprobs=3, max_tokens=20
+    ),
+    "stops": SamplingParams(temperature=0, max_tokens=24, stop=["One day", " cat"], stop_token_ids=[17]),
+}
+ROOMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 9, "max_num_seqs": 3},
+    "tight": {"num_kvcache_blocks": 22, "kv_cache_block_size": 4},
+    "radix": {"prefix_cache": "radix"},
+    "no cache": {"enable_prefix_caching": False},
+    "turns": {"interleave_decode": True},
+    "traced": {"trace": True},
+}
+BASE: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 80, "max_num_seqs": 8}
+
+
+class FromABook(Drafter):
+    """Knows what comes, except every `gap`-th token."""
+
+    def __init__(self, books: dict[tuple[int, ...], list[int]], gap: int) -> None:
+        self.books, self.gap = books, gap
+
+    def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
+        drafts = []
+        for seq, n in zip(seqs, most, strict=True):
+            at = seq.num_completion_tokens
+            book = self.books[tuple(seq.token_ids[: seq.num_prompt_tokens])][at : at + n]
+            drafts.append([(t + ((at + i) % self.gap == 0)) % 900 for i, t in enumerate(book)])
+        return drafts
+
+
+def outcome(outs: list[Any]) -> list[Any]:
+    return [(o.text, o.token_ids, o.finish_reason, o.stop_reason, [sorted(p) for p in o.logprobs or []]) for o in outs]
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("room", ROOMS)
+def test_text_is_what_it_is_without(room: str, wish: str) -> None:
+    """Token for token, with whatever else is asked; log probabilities within rounding."""
+    options = BASE | ROOMS[room]
+    with LLM("tiny", **options) as llm:
+        plain = llm.generate(PROMPTS, WISHES[wish], use_tqdm=False)
+    books = {tuple(o.prompt_token_ids): o.token_ids for o in plain}
+    for k, gap in ((1, 10**6), (3, 4), (5, 2), (8, 7)):
+        with LLM("tiny", **options, speculative_config={"num_speculative_tokens": k}) as llm:
+            scheduler: Any = llm.engine_core.scheduler
+            scheduler.drafter = FromABook(books, gap)
+            outs = llm.generate(PROMPTS, WISHES[wish], use_tqdm=False)
+            assert outcome(outs) == outcome(plain)
+            for ours, theirs in zip(outs, plain, strict=True):
+                for found, wanted in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+                    assert found == pytest.approx(wanted, abs=1e-4)
+            assert scheduler.spec_stats.accepted.total() > 0
+            scheduler.block_manager.check([])
+            assert scheduler.block_manager.num_free_blocks == len(scheduler.block_manager.pool.blocks)
+            if llm.trace is not None:
+                llm.trace.check()
+
+
+def test_metrics_count_tokens_that_came() -> None:
+    """Not rows: drafts that were thrown away are no tokens."""
+    with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 4}) as llm:
+        scheduler: Any = llm.engine_core.scheduler
+        scheduler.drafter = type("Wrong", (Drafter,), {"propose": lambda self, seqs, most: [[1] * n for n in most]})()
+        llm.generate("Once", WISHES["greedy"], use_tqdm=False)
+        assert llm.metrics.num_decode_tokens == 19 and scheduler.spec_stats.proposed.total() > 30
+
+
+# ---- knobs ----
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculative_config": {"method": "oracle"}}, ["'oracle'", "ngram"]),
+        ({"speculative_config": {"num_speculative_tokens": -1}}, ["-1", "num_speculative_tokens"]),
+        ({"speculative_config": {"num_speculative_tokens": 2.5}}, ["2.5", "num_speculative_tokens"]),
+        ({"speculative_config": {"num_tokens": 3}}, ["num_tokens", "did you mean"]),
+        ({"speculative_config": {"num_speculative_tokens": 16}, "max_num_batched_tokens": 16}, ["16", "17", "lower k"]),
+        ({"speculative_config": {"prompt_lookup_min": 9}}, ["9", "prompt_lookup_max=4"]),
+        ({"speculative_config": {"prompt_lookup_max": 0}}, ["prompt_lookup_max=0"]),
+        ({"speculative_config": "{'method': 1}"}, ["no JSON"]),
+        ({"speculative_config": 4}, ["=4", "dict"]),
+        ({"speculative_config": {}, "overlap": True}, ["overlap=True", "False"]),
+        ({"speculative_config": {}, "scheduler": "spyre", "chunk_size": 16}, ["scheduler='spyre'", "'atom'"]),
+    ],
+)
+def test_refused(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        Config("tiny", **options)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_zero_drafts_is_off() -> None:
+    """And then nothing is refused that goes without drafts."""
+    config = Config("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
+    assert not verify.Speculation.is_chosen(config)
+    with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 0}) as llm:
+        assert not isinstance(llm.engine_core.scheduler, SpecScheduler)
+
+
+def test_three_ways_to_say_it() -> None:
+    wanted = SpeculativeConfig(num_speculative_tokens=2)
+    for given in (wanted, {"num_speculative_tokens": 2}, '{"num_speculative_tokens": 2}'):
+        assert read_speculative(given) == wanted
+        assert Config(speculative_config=given).speculative_config == wanted
+
+
+def test_statistics_of_nothing() -> None:
+    assert SpecStats().tokens_per_step == 0 and SpecStats().acceptance == []
+    assert np.isfinite(SpecStats().tokens_per_step) and Drafter().propose([], []) == []
+    assert ScheduledBatchOutput({}).token_ids == {} and Path(verify.__file__).name == "verify.py"
+    assert symbolic.Drafter is Drafter
