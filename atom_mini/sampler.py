@@ -144,9 +144,22 @@ class Sampler:
         old, by = logits[rows, tokens], penalty[rows]
         return logits.index_put((rows, tokens), torch.where(old > 0, old / by, old * by))
 
+    def filtered(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
+        """The probabilities that are drawn from, [B, V], by softened `logits` [B, V],
+        which it may overwrite."""
+        rows = meta.sorted_rows
+        if rows is not None:
+            keep = keep_mask(logits[rows], meta.top_k, meta.top_p)
+            logits[rows] = logits[rows].masked_fill(~keep, float("-inf"))
+        probs = logits.softmax(-1)
+        if meta.min_p is not None:
+            low = probs < meta.min_p[:, None] * probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(low, 0)
+        return probs
+
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
-        heat, rows = meta.temperature, meta.sorted_rows
-        filters = (meta.min_p, rows, meta.penalty)
+        heat = meta.temperature
+        filters = (meta.min_p, meta.sorted_rows, meta.penalty)
         if heat is not None and all(values is None for values in filters):
             return self.plain(logits, heat, meta.u)
         logits = logits.float()
@@ -155,14 +168,7 @@ class Sampler:
         greedy = logits.argmax(-1)
         if heat is None:
             return greedy
-        logits = soften(logits, heat)
-        if rows is not None:
-            keep = keep_mask(logits[rows], meta.top_k, meta.top_p)
-            logits[rows] = logits[rows].masked_fill(~keep, float("-inf"))
-        probs = logits.softmax(-1)
-        if meta.min_p is not None:
-            low = probs < meta.min_p[:, None] * probs.amax(-1, keepdim=True)
-            probs = probs.masked_fill(low, 0)
+        probs = self.filtered(soften(logits, heat), meta)
         return torch.where(heat == 0, greedy, draw(probs, meta.u))
 
 # %% ../nbs/07_sampler.ipynb #0d907b8f
