@@ -225,6 +225,10 @@ class SpecScheduler(TurnScheduler):
                 self._settle(seq, len(output.token_ids[seq.id]))
         return finished
 
+    def _finish(self, seq: Sequence, now: float) -> None:
+        super()._finish(seq, now)
+        self.drafter.forget(seq.id)
+
 # %% ../../nbs/50_verify.ipynb #99cb1163
 @dataclass(frozen=True)
 class SpeculativeConfig:

@@ -1,0 +1,222 @@
+"""A lookup and a draft model: what they guess, what they have seen, and that bad ones do no harm."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from safetensors.torch import load_file, save_file
+from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
+
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.sequence import Sequence
+from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens
+
+TINY = Path(DraftModel.__init__.__code__.co_filename).parent.parent / "tiny"
+LONG = [*PROMPTS, "Once upon a time there was a boy", "25 + 31 ="]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def shortened(folder: Path, num_layers: int) -> str:
+    """The built-in model's first layers."""
+    shutil.copytree(TINY, folder)
+    cfg = json.loads((folder / "config.json").read_text())
+    cfg |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+    (folder / "config.json").write_text(json.dumps(cfg))
+    gone = tuple(f"model.layers.{i}." for i in range(num_layers, 4))
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: w for name, w in weights.items() if not name.startswith(gone)}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return shortened(tmp_path_factory.mktemp("short") / "model", 3)
+
+
+def drafting(model: str, k: int = 4, **options: Any) -> LLM:
+    wanted = {"method": "draft_model", "model": model, "num_speculative_tokens": k}
+    return LLM("tiny", **BASE | options, speculative_config=wanted)
+
+
+def acceptance(llm: LLM, prompts: list[Any] = LONG, params: Any = GREEDY) -> float:
+    """Accepted of proposed, of one call."""
+    scheduler: Any = llm.engine_core.scheduler
+    scheduler.spec_stats = type(scheduler.spec_stats)()
+    llm.generate(prompts, params, use_tqdm=False)
+    return scheduler.spec_stats.accepted.total() / scheduler.spec_stats.proposed.total()
+
+
+# ---- the lookup ----
+
+
+def slow_lookup(tokens: list[int], most: int, least: int, longest: int) -> list[int]:
+    for n in range(longest, least - 1, -1):
+        for end in range(n, len(tokens)):
+            if tokens[end - n : end] == tokens[-n:]:
+                return tokens[end : end + most]
+    return []
+
+
+def test_the_lookup_is_the_definition() -> None:
+    """On random texts of few letters, with every pair of limits; after a preemption, too: nothing known changes."""
+    luck = random.Random(0)
+    for trial in range(60):
+        least = luck.randint(1, 3)
+        longest = luck.randint(least, 5)
+        drafter = NgramDrafter(Config(speculative_config={"prompt_lookup_min": least, "prompt_lookup_max": longest}))
+        seq = Sequence([luck.randrange(3) for _ in range(luck.randint(1, 9))], 4, id=trial)
+        for _ in range(40):
+            most = luck.randint(1, 6)
+            assert drafter.propose([seq], [most]) == [slow_lookup(seq.token_ids, most, least, longest)]
+            seq.append_token(luck.randrange(3))
+            if luck.random() < 0.1:
+                seq.restart()
+        drafter.forget(trial)
+        assert not drafter.seen
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_lookup_changes_no_text(room: str, wish: str) -> None:
+    options = BASE | ROOMS[room]
+    with LLM("tiny", **options) as llm:
+        plain = llm.generate(LONG, WISHES[wish], use_tqdm=False)
+    with LLM("tiny", **options, speculative_config={"method": "ngram", "prompt_lookup_min": 1}) as llm:
+        assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
+        scheduler: Any = llm.engine_core.scheduler
+        assert scheduler.spec_stats.proposed.total() > 0
+        assert not scheduler.drafter.seen, "it remembers requests that have left"
+
+
+def test_recall_takes_fewer_steps() -> None:
+    """Answers that repeat their question: at least 1.5 times fewer decode steps (2.1 tokens a step were promised)."""
+    names = [("Ada", "Rome", "Mia", "red cat"), ("Otto", "Oslo", "Uma", "big dog"), ("Ben", "Paris", "Eva", "new hat")]
+    prompts = [f"{a} lives in {b}. {c} has a {d}. What does {c} have?" for a, b, c, d in names]
+    with LLM("tiny", **BASE, speculative_config={"method": "ngram"}) as llm:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+        assert llm.engine_core.scheduler.spec_stats.tokens_per_step > 1.5  # type: ignore[attr-defined]
+
+
+# ---- the draft model ----
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_draft_model_changes_no_text(room: str, wish: str, short: str) -> None:
+    options = BASE | ROOMS[room]
+    with LLM("tiny", **options) as llm:
+        plain = llm.generate(LONG, WISHES[wish], use_tqdm=False)
+    with drafting(short, **ROOMS[room]) as llm:
+        assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
+        scheduler: Any = llm.engine_core.scheduler
+        assert scheduler.spec_stats.accepted.total() > 0
+        assert not scheduler.drafter.known and not scheduler.drafter.guessed
+
+
+@pytest.mark.parametrize("room", ["plain", "chunks", "tight", "radix"])
+def test_a_model_accepts_all_of_its_own_drafts(room: str) -> None:
+    """Greedily, whatever happens on the way: text cannot show that a drafter reads wrong K/V, this does."""
+    prompts = [[5 + i, *range(20, 33 + i)] for i in range(5)]
+    with LLM("tiny", **BASE) as llm:
+        twice = [
+            *prompts,
+            *([*p, *o.token_ids[:9]] for p, o in zip(prompts, llm.generate(prompts, GREEDY), strict=True)),
+        ]
+    with drafting("tiny", **ROOMS[room]) as llm:
+        assert acceptance(llm, twice) == 1.0
+        assert acceptance(llm, twice[::-1]) == 1.0  # many of them found in the cache
+        if room != "tight":
+            assert llm.engine_core.scheduler.num_preemptions == 0
+        else:
+            assert llm.engine_core.scheduler.num_preemptions > 0
+
+
+def test_cached_prefixes_and_chunks_cost_no_acceptance(short: str) -> None:
+    """Within 2 % of a plain run: the drafter has seen every chunk and every cached block."""
+    with drafting(short, k=1) as llm:
+        plain, hit = acceptance(llm), acceptance(llm)
+    with drafting(short, k=1, max_num_batched_tokens=9, max_num_seqs=4) as llm:
+        chunked = acceptance(llm)
+    assert 0.2 < plain < 0.9 and abs(hit - plain) < 0.02 and abs(chunked - plain) < 0.02
+
+
+def test_a_step_that_fails_costs_the_drafter_nothing(short: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of the drafter, or one of the target, raises: both begin again with the prompt."""
+    with LLM("tiny", **BASE) as llm:
+        plain = outcome(llm.generate(LONG, GREEDY, use_tqdm=False))
+    for at in (0, 3, 7, 20):
+        with drafting("tiny") as llm:
+            core: Any = llm.engine_core
+            drafter, calls = core.scheduler.drafter, iter(range(10**6))
+            for runner in (drafter.runner, core.runner.runner):
+                compute = runner.compute_hidden
+
+                def failing(*args: Any, compute: Any = compute, calls: Any = calls) -> Any:
+                    if next(calls) == at:  # noqa: B023
+                        raise RuntimeError("the device has gone")
+                    return compute(*args)
+
+                monkeypatch.setattr(runner, "compute_hidden", failing)
+            for prompt in LONG:
+                llm.add_request(prompt, GREEDY)
+            seqs = list(core.scheduler.seqs.values())
+            with pytest.raises(RuntimeError):
+                while llm.step():
+                    pass
+            core.scheduler.spec_stats = type(core.scheduler.spec_stats)()
+            while llm.step():
+                pass
+            assert [s.completion_token_ids for s in seqs] == [tokens for _, tokens, *_ in plain]
+            stats = core.scheduler.spec_stats
+            assert stats.accepted.total() / stats.proposed.total() == 1.0
+
+
+def test_another_vocabulary_does_no_harm(tmp_path: Path) -> None:
+    """Families pad theirs differently: a smaller one cannot read some tokens, a larger one guesses some that are none."""
+    for size in (900, 1200):
+        save_checkpoint("llama", tmp_path / str(size), vocab_size=size, max_position_embeddings=2048)
+        with LLM("tiny", **BASE) as llm, drafting(str(tmp_path / str(size))) as drafted:
+            prompt = [950, 3, 957, 4]
+            wanted = llm.generate(prompt, GREEDY, use_tqdm=False)[0].token_ids
+            assert drafted.generate(prompt, GREEDY, use_tqdm=False)[0].token_ids == wanted
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set model"):
+        LLM("tiny", **BASE, speculative_config={"method": "draft_model"})
+    save_checkpoint("llama", tmp_path / "short", max_position_embeddings=64)
+    with pytest.raises(ValueError, match=r"max_model_len=\d+ is over the checkpoint's 64"):
+        drafting(str(tmp_path / "short"))
+    with pytest.raises(ValueError, match="is no folder"):
+        drafting(str(tmp_path / "nowhere"))
+
+
+class Words:
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words)}
+
+
+def test_the_first_difference_between_tokenizers_is_named() -> None:
+    check_same_tokens(Words("a", "b"), Words("a", "b"))
+    check_same_tokens(None, Words("a"))
+    with pytest.raises(ValueError, match="2 tokens: 'b' is 1 here and 2 there"):
+        check_same_tokens(Words("a", "b", "c"), Words("a", "c", "b"))
+    with pytest.raises(ValueError, match="1 tokens: 'c' is 2 here and None there"):
+        check_same_tokens(Words("a", "b", "c"), Words("a", "b"))
+
+
+def test_unwritten_slots_hold_zeros(short: str) -> None:
+    """What a drafter has not seen yet must not be NaN by chance."""
+    with drafting(short) as llm:
+        cache = llm.engine_core.scheduler.drafter.runner.kv_cache  # type: ignore[attr-defined]
+        assert cache.shape[2] == llm.config.num_kvcache_blocks and not torch.isnan(cache).any() and not cache.any()
