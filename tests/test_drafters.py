@@ -8,10 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint
 from safetensors.torch import load_file, save_file
+from scipy.stats import chi2_contingency
 from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
 
 from atom_mini import LLM, Config, SamplingParams
@@ -220,3 +222,55 @@ def test_unwritten_slots_hold_zeros(short: str) -> None:
     with drafting(short) as llm:
         cache = llm.engine_core.scheduler.drafter.runner.kv_cache  # type: ignore[attr-defined]
         assert cache.shape[2] == llm.config.num_kvcache_blocks and not torch.isnan(cache).any() and not cache.any()
+
+
+# ---- drafts that are drawn ----
+
+
+def drawing(model: str, k: int = 3, **options: Any) -> LLM:
+    wanted = {"method": "draft_model", "model": model, "num_speculative_tokens": k, "draft_sampling": True}
+    return LLM("tiny", **BASE | {"num_kvcache_blocks": 400, "max_num_seqs": 64} | options, speculative_config=wanted)
+
+
+def test_drawn_drafts_leave_the_distribution(short: str) -> None:
+    """Four tokens of 2,000 texts with and without: what they are, place by place, is the same within chance."""
+    wishes = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(2000)]
+    prompts = ["Once upon a time there was a"] * len(wishes)
+    with LLM("tiny", **BASE | {"num_kvcache_blocks": 400, "max_num_seqs": 64}) as llm:
+        plain = [o.token_ids for o in llm.generate(prompts, wishes, use_tqdm=False)]
+    with drawing(short) as llm:
+        drawn = [o.token_ids for o in llm.generate(prompts, wishes, use_tqdm=False)]
+        stats = llm.engine_core.scheduler.spec_stats  # type: ignore[attr-defined]
+        assert stats.accepted.total() > 1000 and stats.accepted.total() < stats.proposed.total() - 1000
+    for place in range(4):
+        counts = [np.bincount([t[place] for t in texts], minlength=958) for texts in (plain, drawn)]
+        table = np.array(counts)[:, sum(counts) >= 20]
+        assert chi2_contingency(table).pvalue > 1e-4, (place, table)
+
+
+def test_greedy_requests_stay_exact_among_drawn_ones(short: str) -> None:
+    """A row of temperature 0 has one token; log probabilities are the target's; reproducible by the seed."""
+    wishes = [WISHES["greedy"], WISHES["all of it"], SamplingParams(temperature=0, logprobs=2, max_tokens=20)]
+    with LLM("tiny", **BASE) as llm:
+        plain = llm.generate(PROMPTS[:3], wishes, use_tqdm=False)
+    with drawing(short) as llm:
+        outs, again = (llm.generate(PROMPTS[:3], wishes, use_tqdm=False) for _ in range(2))
+        assert [o.token_ids for o in outs] == [o.token_ids for o in again]
+    for i in (0, 2):
+        assert outs[i].token_ids == plain[i].token_ids
+    for found, wanted in zip(outs[2].logprobs or [], plain[2].logprobs or [], strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    assert all(t in found for t, found in zip(outs[1].token_ids, outs[1].logprobs or [], strict=True))
+
+
+def test_a_model_keeps_all_that_it_draws_itself() -> None:
+    """p and q are one distribution: 1 - TV is 1."""
+    wishes = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(3)]
+    with drawing("tiny") as llm:
+        assert acceptance(llm, PROMPTS[:3], wishes) > 0.99  # the two runs round differently
+
+
+@pytest.mark.parametrize("method", ["ngram"])
+def test_nothing_to_draw_from_is_refused(method: str) -> None:
+    with pytest.raises(ValueError, match=r"draft_sampling=True.*draft_model"):
+        Config("tiny", speculative_config={"method": method, "draft_sampling": True})

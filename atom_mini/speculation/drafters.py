@@ -10,15 +10,22 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from ..checkpoint import require
 from ..config import Config, SamplingParams
+from ..engine_core import Runner
+from ..model_runner import pack_output
+from ..sampler import SamplingMetaData
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
-from .verify import Drafter, spread
+from .rejection import RejectionSampler, draft_tokens, final_probs
+from .verify import Drafter, Verifier, accept, spread
 
 # %% auto #0
-__all__ = ['SHARED', 'NgramDrafter', 'check_same_tokens', 'DraftModel']
+__all__ = ['SHARED', 'NgramDrafter', 'check_same_tokens', 'DraftModel', 'LawfulVerifier']
 
 # %% ../../nbs/52_drafters.ipynb #4d930054
 @dataclass
@@ -96,6 +103,8 @@ class DraftModel(Drafter):
         self.runner.kv_cache.zero_()  # what was never written is read after some hits
         self.known: dict[int, int] = {}  # request -> its tokens with K/V here
         self.guessed: dict[int, list[int]] = {}  # and after those, of these drafts
+        self.is_random = config.speculative_config.draft_sampling
+        self.probs: dict[int, list[Tensor]] = {}  # what its drafts were drawn from
 
     def _read_config(self, config: Config) -> Config:
         """The draft model's own: what the target has, and another model."""
@@ -143,11 +152,15 @@ class DraftModel(Drafter):
             context_lens=np.array(lens, np.int32), is_sampled=counts > 0,
             sampling_params=[SamplingParams(temperature=0)] * len(seqs), rows=lens,
         )  # fmt: skip
-        said = self.runner.forward(spread(self._readable(batch))).token_ids
-        return [said[end - 1][0] for end in counts.cumsum().tolist()]
+        passed, last = spread(self._readable(batch)), counts.cumsum() - 1
+        if self.is_random:
+            return self._draw(seqs, passed, last)
+        said = self.runner.forward(passed).token_ids
+        return [said[row][0] for row in last.tolist()]
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in seqs]
+        self.probs = {}
         for place in range(max(most)):
             active = [i for i, n in enumerate(most) if n > place]
             asked = [seqs[i] for i in active]
@@ -163,7 +176,63 @@ class DraftModel(Drafter):
     def forget(self, request_id: int) -> None:
         self.known.pop(request_id, None)
         self.guessed.pop(request_id, None)
+        self.probs.pop(request_id, None)
+
+    def _draw(
+        self, seqs: list[Sequence], rows: ScheduledBatch, last: np.ndarray
+    ) -> list[int]:
+        """A token of each, drawn from what `probs` keeps; `last`: their last rows."""
+        logits = self.runner.run_model(*self.runner.prepare_model(rows))[last]
+        missing = self.vocab_size - logits.shape[1]  # below 0: it has too many
+        logits = pad(logits, (0, missing), value=float("-inf"))
+        wishes = [replace(s.sampling_params, repetition_penalty=1.0) for s in seqs]
+        lens = rows.context_lens[last]
+        meta = SamplingMetaData.pack(wishes, lens, {}, self.vocab_size, self.runner.upload)
+        q = final_probs(logits, meta)
+        for seq, probs in zip(seqs, q, strict=True):
+            self.probs.setdefault(seq.id, []).append(probs)
+        return draft_tokens(q, [w.seed or 0 for w in wishes], lens).tolist()
+
+    def make_verifier(self, runner: Runner) -> Verifier:
+        return LawfulVerifier(runner, self) if self.is_random else Verifier(runner)
 
 # %% ../../nbs/52_drafters.ipynb #e1e7b07f
 SHARED = """device dtype kv_cache_block_size num_kvcache_blocks max_num_seqs attention
 max_model_len max_num_batched_tokens gpu_memory_utilization enforce_eager""".split()
+
+# %% ../../nbs/52_drafters.ipynb #edc5564e
+class LawfulVerifier(Verifier):
+    """Verifies drafts that `drafter` has drawn, by the law of acceptance."""
+
+    def __init__(self, runner: Runner, drafter: DraftModel) -> None:
+        super().__init__(runner)
+        self.drafter, self.law = drafter, RejectionSampler()
+
+    def _judge(
+        self, batch: ScheduledBatch, rows: ScheduledBatch, logits: Tensor
+    ) -> list[list[int]]:
+        """The tokens that each sequence keeps."""
+        ends = batch.num_scheduled_tokens.cumsum()[:-1]
+        drafts = [x[1:].tolist() for x in np.split(batch.scheduled_tokens, ends)]
+        none = logits.new_zeros(0, logits.shape[1])
+        probs = [self.drafter.probs.get(id, []) for id in batch.req_ids]
+        known = zip(probs, drafts, strict=True)
+        q = [torch.stack(p[: len(d)]) if d else none for p, d in known]
+        wishes, size = rows.sampling_params, logits.shape[1]
+        args = wishes, rows.context_lens, rows.histories, size, self.upload
+        seeds = [w.seed or 0 for w in batch.sampling_params]
+        lens = batch.context_lens - batch.num_scheduled_tokens + 1
+        return self.law.verify(logits, SamplingMetaData.pack(*args), drafts, q, seeds, lens)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        runner: Any = self.runner
+        has_drafts = len(batch.scheduled_tokens) > len(batch.req_ids)
+        if batch.type is SequenceType.PREFILL or not has_drafts:
+            return runner.forward(batch)
+        rows = spread(batch)
+        logits = runner.run_model(*runner.prepare_model(rows))
+        kept = self._judge(batch, rows, logits)
+        counts = batch.num_scheduled_tokens.tolist()
+        said = [t + [0] * (n - len(t)) for t, n in zip(kept, counts, strict=True)]
+        output = pack_output(rows, logits, sum(said, []))
+        return accept(batch, output, [*map(len, kept)])

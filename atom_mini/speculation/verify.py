@@ -17,7 +17,7 @@ import numpy as np
 from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, Variant, check_options, check_rules
-from ..config import is_count, is_whole
+from ..config import is_bool, is_count, is_whole
 from ..engine_core import EngineCore, Runner
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -50,20 +50,23 @@ def spread(batch: ScheduledBatch) -> ScheduledBatch:
     )
 
 # %% ../../nbs/50_verify.ipynb #7f4224c1
-def accept(batch: ScheduledBatch, output: ScheduledBatchOutput) -> ScheduledBatchOutput:
-    """`output`, by row of `spread(batch)`, by request: the accepted drafts of each, and
-    the token after them; log probabilities of as many."""
+def accept(
+    batch: ScheduledBatch, output: ScheduledBatchOutput, keep: list[int] | None = None
+) -> ScheduledBatchOutput:
+    """`output`, by row of `spread(batch)`, by request: the accepted drafts of each and
+    the token after them, or as many as `keep` says; log probabilities of as many."""
     tokens, start = batch.scheduled_tokens.tolist(), 0
     new: dict[int, tuple[int, ...]] = {}
     logprobs: dict[int, list[dict[int, float]]] = {}
-    for id, n in zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True):
+    counts = batch.num_scheduled_tokens.tolist()
+    for i, (id, n) in enumerate(zip(batch.req_ids, counts, strict=True)):
         said = [output.token_ids[row][0] for row in range(start, start + n)]
         drafts = tokens[start + 1 : start + n]
-        good = next((i for i, d in enumerate(drafts) if d != said[i]), n - 1)
-        new[id] = tuple(said[: good + 1])
+        good = next((j for j, d in enumerate(drafts) if d != said[j]), n - 1)
+        kept = good + 1 if keep is None else keep[i]
+        new[id] = tuple(said[:kept])
         if start in output.logprobs:
-            kept = range(start, start + good + 1)
-            logprobs[id] = [output.logprobs[row][0] for row in kept]
+            logprobs[id] = [output.logprobs[start + j][0] for j in range(kept)]
         start += n
     return ScheduledBatchOutput(new, logprobs)
 
@@ -104,6 +107,10 @@ class Drafter:
 
     def forget(self, request_id: int) -> None:
         """The request has left."""
+
+    def make_verifier(self, runner: Runner) -> Verifier:
+        """What its drafts are verified by."""
+        return Verifier(runner)
 
 # %% ../../nbs/50_verify.ipynb #6a60b852
 @dataclass
@@ -241,6 +248,7 @@ class SpeculativeConfig:
     method: str = "ngram"
     num_speculative_tokens: int = 4
     model: str | None = None
+    draft_sampling: bool = False  # draft_model: drafts are drawn; see chapter 52
     prompt_lookup_max: int = 4  # ngram: tokens that must match, at most
     prompt_lookup_min: int = 2  # and at least
 
@@ -253,6 +261,7 @@ LEAST: list[Any] = [
     ("method", METHODS.__contains__, f"one of {', '.join(METHODS)}"),
     ("num_speculative_tokens", lambda v: is_whole(v) and v >= 0, "from 0 (off)"),
     ("prompt_lookup_max prompt_lookup_min", is_count, "a whole number from 1"),
+    ("draft_sampling", is_bool, "True or False"),
 ]
 
 
@@ -280,8 +289,8 @@ def make_speculating(config: Config) -> EngineCore:
     scheduler = config.pick("make_scheduler", SpecScheduler)(config)
     module, _, name = METHODS[config.speculative_config.method].partition(".")
     make = getattr(import_module(f"atom_mini.speculation.{module}"), name)
-    scheduler.drafter = make(config, runner)
-    return EngineCore(config, Verifier(runner), scheduler)
+    scheduler.drafter = drafter = make(config, runner)
+    return EngineCore(config, drafter.make_verifier(runner), scheduler)
 
 # %% ../../nbs/50_verify.ipynb #7cae9feb
 @dataclass
@@ -308,6 +317,10 @@ class Speculation(Variant):
         wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
         require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
         least, longest = wanted.prompt_lookup_min, wanted.prompt_lookup_max
+        is_fixed = wanted.method != "draft_model"
+        wrong = f"draft_sampling=True, but {wanted.method!r} has nothing to draw from"
+        wrong += ": set method='draft_model'"
+        require(not (is_fixed and wanted.draft_sampling), wrong)
         wrong = f"prompt_lookup_min={least} is above prompt_lookup_max={longest}: lower it"
         require(least <= longest, wrong)
         is_off = not cls.is_chosen(config)
