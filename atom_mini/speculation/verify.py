@@ -25,7 +25,7 @@ from ..sequence import RequestOutput, Sequence, SequenceType
 
 # %% auto #0
 __all__ = ['METHODS', 'LEAST', 'spread', 'accept', 'Verifier', 'Drafter', 'SpecStats', 'SpecScheduler', 'SpeculativeConfig',
-           'read_speculative', 'make_speculating', 'Speculation']
+           'read_speculative', 'find', 'make_scheduler', 'make_speculating', 'Speculation']
 
 # %% ../../nbs/50_verify.ipynb #55c9d3e7
 def spread(batch: ScheduledBatch) -> ScheduledBatch:
@@ -156,6 +156,10 @@ class SpecScheduler(TurnScheduler):
         self.drafts: dict[int, list[int]] = {}  # in a decode: of each request
         self.batch: Any = None  # what was scheduled last
 
+    def attach(self, drafter: Drafter, runner: Any) -> None:
+        """The engine is made: this is what drafts, and what will run the steps."""
+        self.drafter = drafter
+
     def _most_drafts(self, seqs: list[Sequence]) -> list[int]:
         """How many drafts each of `seqs` may bring."""
         left, most = self.config.max_num_batched_tokens - len(seqs), []
@@ -249,6 +253,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 4
     model: str | None = None
     draft_sampling: bool = False  # draft_model: drafts are drawn; see chapter 52
+    adaptive: bool = False  # fewer drafts where they do not pay: chapter 54
     prompt_lookup_max: int = 4  # ngram: tokens that must match, at most
     prompt_lookup_min: int = 2  # and at least
 
@@ -261,7 +266,7 @@ LEAST: list[Any] = [
     ("method", METHODS.__contains__, f"one of {', '.join(METHODS)}"),
     ("num_speculative_tokens", lambda v: is_whole(v) and v >= 0, "from 0 (off)"),
     ("prompt_lookup_max prompt_lookup_min", is_count, "a whole number from 1"),
-    ("draft_sampling", is_bool, "True or False"),
+    ("draft_sampling adaptive", is_bool, "True or False"),
 ]
 
 
@@ -282,14 +287,26 @@ def read_speculative(given: Any) -> SpeculativeConfig:
     check_rules(given, LEAST)
     return given
 
+# %% ../../nbs/50_verify.ipynb #c8dfba3c
+def find(name: str) -> Any:
+    """What is called `module.Name` in this part; the module is imported now."""
+    module, _, name = name.partition(".")
+    return getattr(import_module(f"atom_mini.speculation.{module}"), name)
+
+
+def make_scheduler(config: Config) -> SpecScheduler:
+    """The scheduler of `Speculation`."""
+    if config.speculative_config.adaptive:
+        return find("adaptive.AdaptiveScheduler")(config)
+    return SpecScheduler(config)
+
 # %% ../../nbs/50_verify.ipynb #fd755155
 def make_speculating(config: Config) -> EngineCore:
     """The engine core of `Speculation`: any runner, with the drafter asked for."""
     runner = make_runner(config)
     scheduler = config.pick("make_scheduler", SpecScheduler)(config)
-    module, _, name = METHODS[config.speculative_config.method].partition(".")
-    make = getattr(import_module(f"atom_mini.speculation.{module}"), name)
-    scheduler.drafter = drafter = make(config, runner)
+    drafter = find(METHODS[config.speculative_config.method])(config, runner)
+    scheduler.attach(drafter, runner)
     return EngineCore(config, drafter.make_verifier(runner), scheduler)
 
 # %% ../../nbs/50_verify.ipynb #7cae9feb
@@ -299,7 +316,7 @@ class Speculation(Variant):
 
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = None
 
-    make_scheduler = SpecScheduler
+    make_scheduler = staticmethod(make_scheduler)
     make_core = staticmethod(make_speculating)
 
     @classmethod
