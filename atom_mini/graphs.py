@@ -25,8 +25,8 @@ from .scheduler import ScheduledBatch
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'GraphRunner',
-           'left_bytes']
+__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'one_row_each',
+           'GraphRunner', 'left_bytes']
 
 # %% ../nbs/12a_graphs.ipynb #caab1f1a
 class DeviceGraph:
@@ -93,6 +93,11 @@ class Wishes:
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
 
+# %% ../nbs/12a_graphs.ipynb #342b8c25
+def one_row_each(config: Config) -> int:
+    """Rows of the largest decode: every sequence has one. A variant may want more."""
+    return config.max_num_seqs
+
 # %% ../nbs/12a_graphs.ipynb #c0309130
 class GraphRunner(ModelRunner):
     """A `ModelRunner` that replays its decode steps, sampling included."""
@@ -102,8 +107,9 @@ class GraphRunner(ModelRunner):
 
     def __init__(self, config: Config, record: Callable = DeviceGraph) -> None:
         self.record, self.graphs, self.wishes = record, dict[int, Any](), Wishes([])
+        self.max_rows = config.pick("max_rows", one_row_each)(config)
         super().__init__(config)
-        most = min(config.max_num_seqs, config.num_kvcache_blocks or 0)  # one each
+        most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
         self._capture(graph_sizes(most))
 
     def _upload(self, batch: ScheduledBatch, size: int) -> list[Tensor]:
@@ -112,7 +118,7 @@ class GraphRunner(ModelRunner):
         if batch.sampling_params != self.wishes.params:
             self.wishes = Wishes(batch.sampling_params)
         lens, block_size = batch.context_lens, self.config.kv_cache_block_size
-        plan = self.ops.plan(batch.num_scheduled_tokens, lens, batch.block_tables)
+        plan = self.ops.plan(*batch.queries)
         positions, slots, *_ = locate(batch, block_size)
         u = uniforms(self.wishes.seeds, lens)
         rows = [batch.scheduled_tokens, positions, slots, self.wishes.temperature, u]
@@ -160,7 +166,7 @@ class GraphRunner(ModelRunner):
         free = super()._free_bytes()
         if self.device.type == "cpu":
             return free
-        sizes = graph_sizes(self.config.max_num_seqs)
+        sizes = graph_sizes(self.max_rows)
         self._set_kv_cache(sizes[-1] + self.num_spare_blocks)
         left = self._capture(sorted({1, sizes[-1]}))
         self.graphs.clear()

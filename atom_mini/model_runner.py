@@ -75,7 +75,7 @@ class ModelRunner:
         """(ids [T], positions [T], metadata, places [R] of the last tokens that sample)."""
         queries, lens = batch.num_scheduled_tokens, batch.context_lens
         where, slots, ends = locate(batch, self.config.kv_cache_block_size)
-        plan = self.ops.plan(queries, lens, batch.block_tables)
+        plan = self.ops.plan(*batch.queries)
         tables = batch.block_tables if plan is None else plan.data  # a plan holds them
         places = ends[1:][batch.is_sampled] - 1
         arrays = [batch.scheduled_tokens, where, places, slots, lens, tables]

@@ -73,6 +73,11 @@ class ScheduledBatch:
     def total_seqs_num(self) -> int:
         return len(self.req_ids)
 
+    @property
+    def queries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(new tokens [B], contexts [B], block tables [B, W]) that attention is planned by."""
+        return self.num_scheduled_tokens, self.context_lens, self.block_tables
+
 # %% ../nbs/04_scheduler.ipynb #15e9411c
 @dataclass(frozen=True)
 class ScheduledBatchOutput:

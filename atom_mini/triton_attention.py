@@ -19,9 +19,9 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by NumPy, on the CPU
 
 # %% auto #0
-__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'LAUNCHES', 'cut_queries', 'part_size', 'cut_keys', 'AttentionPlan',
-           'plan_attention', 'paged_attention_kernel', 'merge_kernel', 'Launch', 'architecture', 'launch_options',
-           'product_type', 'PagedAttention']
+__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'LAUNCHES', 'FEW_TOKENS', 'cut_queries', 'part_size', 'cut_keys',
+           'AttentionPlan', 'plan_attention', 'paged_attention_kernel', 'merge_kernel', 'Launch', 'architecture',
+           'launch_options', 'product_type', 'PagedAttention']
 
 # %% ../nbs/10_triton_attention.ipynb #62e25316
 def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -304,15 +304,15 @@ class PagedAttention:
     ) -> AttentionPlan:
         """A step, `query_lens` and `context_lens` [B], `block_tables` [B, W], as work
         items; `data` is on the host."""
-        is_decode = int(query_lens.max()) * self.group <= self.tiles[0][0]
+        is_decode = int(query_lens.max()) <= FEW_TOKENS
         tokens = self.tiles[0 if is_decode else 1][0] // self.group
         return plan_attention(query_lens, context_lens, block_tables, tokens, is_decode)
 
     def largest_decode_plan(
         self, num_seqs: int, longest: int, block_size: int
     ) -> AttentionPlan:
-        """As large as the plan of `num_seqs` decodes of up to `longest` tokens can get; its
-        `data` say nothing."""
+        """As large as the plan of `num_seqs` decodes of up to `longest` tokens can get, or
+        of as many rows in fewer sequences; its `data` say nothing."""
         splits = min(MAX_SPLITS, -(-longest // SPLIT_KEYS))
         items, cut = num_seqs * splits, num_seqs if splits > 1 else 0
         size = 8 + 4 * cut + 8 * items + num_seqs * -(-longest // block_size)
@@ -338,3 +338,6 @@ class PagedAttention:
             args = partial, lse, out, plan.data, self.heads, self.dim, block_d
             merge_kernel[(plan.num_merges, self.heads)](*args, MAX_SPLITS)
         return out
+
+# %% ../nbs/10_triton_attention.ipynb #9814628d
+FEW_TOKENS = 16  # new ones of a sequence, in a decode

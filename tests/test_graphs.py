@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from test_speculation import FromABook
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -32,6 +33,7 @@ from atom_mini.model_runner import ModelRunner
 from atom_mini.refinements.launcher import Launcher
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.sequence import Sequence
+from atom_mini.speculation.verify import Verifier
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -67,10 +69,13 @@ def plain_runner(folder: Path, **options: Any) -> ModelRunner:
 
 
 def run(
-    runner: ModelRunner, wishes: list[dict[str, Any]], max_tokens: int = 5, seed: int = 0, overlap: bool = False
-) -> Any:
+    runner: ModelRunner, wishes: list[dict[str, Any]], max_tokens: int = 5, seed: int = 0, overlap: bool = False,
+    drafter: Any = None, everyone: list[Sequence] | None = None,
+) -> Any:  # fmt: skip
     """(tokens, log probabilities) of one request per wish, and the engine they went through."""
-    rng, core = random.Random(seed), EngineCore(runner.config, runner)
+    rng, core = random.Random(seed), EngineCore(runner.config, Verifier(runner) if drafter else runner)
+    if drafter:
+        core.scheduler.attach(drafter, runner)  # type: ignore[attr-defined]
     if overlap:
         core = OverlapCore(runner.config, Launcher(runner.config, lambda config: runner))
     seqs = []
@@ -79,6 +84,8 @@ def run(
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 12))]
         seqs.append(Sequence(prompt, runner.config.kv_cache_block_size, params))
         core.add(seqs[-1])
+    if everyone is not None:
+        everyone += seqs
     while core.step():
         core.scheduler.block_manager.check(core.scheduler.running)
     return [(s.completion_token_ids, s.logprobs) for s in seqs], core
@@ -88,9 +95,11 @@ def count_replays(runner: GraphRunner) -> dict[int, int]:
     """How often each size is replayed from now on."""
     counts = dict.fromkeys(runner.graphs, 0)
     for size, graph in runner.graphs.items():
+
         def counting(replay: Any = graph.replay, size: int = size) -> None:
             counts[size] += 1
             replay()
+
         graph.replay = counting  # type: ignore[method-assign]
     return counts
 
@@ -117,7 +126,12 @@ def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
 
 def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
     """The inputs of a replay come from the token pool; filters and penalties are sampled outside of it."""
-    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"repetition_penalty": 1.4}, {"top_k": 5, "temperature": 1.0}]
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9},
+        {"repetition_penalty": 1.4},
+        {"top_k": 5, "temperature": 1.0},
+    ]
     runner = GraphRunner(make_config(folder, num_kvcache_blocks=9), record)
     counts = count_replays(runner)
     for chosen in (wishes[:2] * 2, wishes):
@@ -127,9 +141,45 @@ def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
         assert core.scheduler.num_preemptions > 0 and sum(counts.values()) > 8
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
+    """Verify steps, replayed and not: several queries of a sequence in one tile, and the tokens of the plain path."""
+    wishes: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9},
+        {"repetition_penalty": 1.4},
+        {"top_k": 5, "temperature": 1.0},
+    ]
+    eager, _ = run(plain_runner(folder, num_kvcache_blocks=30), wishes, max_tokens=9)
+    config = make_config(folder, num_kvcache_blocks=30, speculative_config={"num_speculative_tokens": 3})
+    runner = GraphRunner(config, record) if graphs else ModelRunner(config)
+    sizes: list[int] = []
+    plan = runner.ops.plan
+    runner.ops.plan = lambda *args: sizes.append(int(args[0].max())) or plan(*args)  # type: ignore[func-returns-value]
+    drafter = FromABook({}, gap=5)
+    propose = drafter.propose
+
+    def with_books(seqs: list[Sequence], most: list[int]) -> list[list[int]]:
+        texts = {s.id: tokens for s, (tokens, _) in zip(everyone, eager, strict=True)}
+        drafter.books = {tuple(s.token_ids[: s.num_prompt_tokens]): texts[s.id] for s in seqs}
+        return propose(seqs, most)
+
+    drafter.propose = with_books  # type: ignore[method-assign]
+    everyone: list[Sequence] = []
+    drafted, core = run(runner, wishes, max_tokens=9, drafter=drafter, everyone=everyone)
+    assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in eager]
+    stats = core.scheduler.spec_stats
+    assert stats.accepted.total() > 5 and stats.proposed.total() > stats.accepted.total() and max(sizes) == 4
+    assert not graphs or max(runner.graphs) == 12  # type: ignore[attr-defined]
+
+
 def test_filters_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
     """A request that wants more than a temperature gets it, and so do the plain ones beside it."""
-    wishes: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 5}, {"logprobs": 2}, {"temperature": 0.8, "top_p": 0.7}]
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 1.0, "top_k": 5},
+        {"logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.7},
+    ]
     wishes += [{"temperature": 1.0, "min_p": 0.1}, {"repetition_penalty": 1.4}, {}]
     runner = GraphRunner(make_config(folder), record)
     counts = count_replays(runner)

@@ -20,7 +20,7 @@ from atom_mini import triton_attention, triton_ops
 from atom_mini.attention import AttentionMetaData, reference_attention
 from atom_mini.models import TorchOps
 from atom_mini.sampler import draw
-from atom_mini.triton_attention import AttentionPlan, plan_attention
+from atom_mini.triton_attention import FEW_TOKENS, AttentionPlan, plan_attention
 from atom_mini.triton_ops import TritonOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -228,7 +228,9 @@ def test_plan_fits_the_tile(group: int, queries: list[int], dim: int) -> None:
     plan = ops.plan(np.array(queries), lens, np.zeros((len(queries), 30), dtype=np.int32))
     items = plan.data[plan.data[2] :][: 8 * plan.num_items].reshape(-1, 8)
     assert items[:, 1].max() * group <= ops.tiles[0 if plan.is_decode else 1][0]
-    assert plan.is_decode == (max(queries) * group <= ops.tiles[0][0])
+    assert plan.is_decode  # in as many tiles as it takes
+    longer = np.array([*queries, FEW_TOKENS + 1])
+    assert not ops.plan(longer, longer + 300, np.zeros((len(longer), 30), dtype=np.int32)).is_decode
 
 
 def test_launched_for_a_larger_decode() -> None:
@@ -242,6 +244,32 @@ def test_launched_for_a_larger_decode() -> None:
         plan.__dict__.update(vars(largest))
 
     assert torch.equal(step.attend(ops, enlarge), step.attend(ops))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7])
+@pytest.mark.parametrize("tokens", [*range(1, 10), FEW_TOKENS])
+def test_several_queries_of_a_sequence(tokens: int, group: int) -> None:
+    """What a verify step asks: short and long contexts, one part and several, whatever the tile holds."""
+    lens = [(tokens, tokens), (1, 40), (tokens, tokens + 250), (tokens, 530 + tokens)]
+    step, ops = Step(lens, 16, 1, group, 32, torch.float32), make_ops(1, group, 32, torch.float32)
+    plans: list[AttentionPlan] = []
+    assert step.error(ops, plans.append) < 1e-5
+    assert plans[0].is_decode and plans[0].num_merges >= tokens
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, FEW_TOKENS), st.integers(0, 9000)), min_size=1, max_size=6), st.integers(1, 12)
+)
+def test_rows_of_few_sequences_fit_a_graph(shapes: list[tuple[int, int]], group: int) -> None:
+    """A graph for so many rows has room for the plan of as many rows in fewer sequences."""
+    ops, counts = make_ops(1, group, 64, torch.float16), np.array([n for n, _ in shapes])
+    lens = counts + np.array([before for _, before in shapes])
+    tables = np.zeros((len(lens), -(-int(lens.max()) // 16)), dtype=np.int32)
+    plan, largest = ops.plan(counts, lens, tables), ops.largest_decode_plan(int(counts.sum()), int(lens.max()), 16)
+    assert plan.is_decode and len(plan.data) <= len(largest.data)
+    for name in ("num_items", "num_merges", "num_partials"):
+        assert getattr(plan, name) <= getattr(largest, name)
 
 
 @settings(max_examples=50, deadline=None)

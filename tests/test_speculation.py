@@ -307,7 +307,7 @@ class FromABook(Drafter):
         for seq, n in zip(seqs, most, strict=True):
             at = seq.num_completion_tokens
             book = self.books[tuple(seq.token_ids[: seq.num_prompt_tokens])][at : at + n]
-            drafts.append([(t + ((at + i) % self.gap == 0)) % 900 for i, t in enumerate(book)])
+            drafts.append([t ^ ((at + i) % self.gap == 0) for i, t in enumerate(book)])
         return drafts
 
 

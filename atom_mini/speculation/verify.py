@@ -24,11 +24,24 @@ from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import RequestOutput, Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['METHODS', 'LEAST', 'spread', 'accept', 'Verifier', 'Drafter', 'SpecStats', 'SpecScheduler', 'SpeculativeConfig',
-           'read_speculative', 'find', 'make_scheduler', 'make_speculating', 'Speculation']
+__all__ = ['METHODS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Verifier', 'Drafter', 'SpecStats', 'SpecScheduler',
+           'SpeculativeConfig', 'read_speculative', 'find', 'make_scheduler', 'count_rows', 'make_speculating',
+           'Speculation']
 
 # %% ../../nbs/50_verify.ipynb #55c9d3e7
-def spread(batch: ScheduledBatch) -> ScheduledBatch:
+@dataclass(frozen=True)
+class Rows(ScheduledBatch):
+    """A decode in which each row is a sequence; `whole` has them in one piece."""
+
+    whole: Any = None
+
+    @property
+    def queries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A kernel that takes several queries of a sequence reads its K/V once."""
+        return self.whole.queries
+
+# %% ../../nbs/50_verify.ipynb #331159a2
+def spread(batch: ScheduledBatch) -> Rows:
     """A decode of B sequences and their drafts as one of T sequences, one per row.
 
     Row r has request id r, and a context that ends with its own token.
@@ -42,11 +55,12 @@ def spread(batch: ScheduledBatch) -> ScheduledBatch:
         r: known[i] + tokens[first[r] + 1 : r + 1]
         for r, i in enumerate(owner) if i in known
     }  # fmt: skip
-    return replace(
-        batch, req_ids=list(range(len(owner))), num_scheduled_tokens=ones,
-        context_lens=lens.astype(np.int32), block_tables=batch.block_tables[owners],
-        is_sampled=ones.astype(bool), rows=[batch.rows[i] for i in owner],
+    return Rows(
+        batch.type, req_ids=list(range(len(owner))), num_scheduled_tokens=ones,
+        scheduled_tokens=batch.scheduled_tokens, context_lens=lens.astype(np.int32),
+        block_tables=batch.block_tables[owners], is_sampled=ones.astype(bool),
         sampling_params=[batch.sampling_params[i] for i in owner], histories=past,
+        rows=[batch.rows[i] for i in owner], whole=batch,
     )
 
 # %% ../../nbs/50_verify.ipynb #7f4224c1
@@ -300,6 +314,15 @@ def make_scheduler(config: Config) -> SpecScheduler:
         return find("adaptive.AdaptiveScheduler")(config)
     return SpecScheduler(config)
 
+# %% ../../nbs/50_verify.ipynb #e9ffb131
+LARGEST_GRAPH = 512  # rows; a recording beyond that saves little
+
+
+def count_rows(config: Config) -> int:
+    """Rows of the largest decode that is worth a graph."""
+    most, k = config.max_num_seqs, config.speculative_config.num_speculative_tokens
+    return max(most, min(most * (1 + k), LARGEST_GRAPH))
+
 # %% ../../nbs/50_verify.ipynb #fd755155
 def make_speculating(config: Config) -> EngineCore:
     """The engine core of `Speculation`: any runner, with the drafter asked for."""
@@ -318,6 +341,7 @@ class Speculation(Variant):
 
     make_scheduler = staticmethod(make_scheduler)
     make_core = staticmethod(make_speculating)
+    max_rows = staticmethod(count_rows)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
