@@ -75,7 +75,7 @@ class ScheduledBatch:
 
     @property
     def queries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(new tokens [B], contexts [B], block tables [B, W]) that attention is planned by."""
+        """(new tokens [B], contexts [B], block tables [B, W]), for attention's plan."""
         return self.num_scheduled_tokens, self.context_lens, self.block_tables
 
 # %% ../nbs/04_scheduler.ipynb #15e9411c

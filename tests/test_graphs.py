@@ -169,7 +169,7 @@ def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
     drafted, core = run(runner, wishes, max_tokens=9, drafter=drafter, everyone=everyone)
     assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in eager]
     stats = core.scheduler.spec_stats
-    assert stats.accepted.total() > 5 and stats.proposed.total() > stats.accepted.total() and max(sizes) == 4
+    assert stats.accepted.total() > 5 and stats.proposed.total() > stats.accepted.total() and 4 in sizes
     assert not graphs or max(runner.graphs) == 12  # type: ignore[attr-defined]
 
 
