@@ -14,6 +14,7 @@ import tokenize
 from pathlib import Path
 
 import book
+import nbformat
 import pytest
 import show
 
@@ -109,6 +110,17 @@ def test_part_one_mentions_no_later_part(name: str) -> None:
     said = "\n".join([*comments, *(ast.get_docstring(n) or "" for n in nodes)])
     later = re.search(r"(?i)chapters? [2-9]\d|overlap|spyre|radix|timeline|speculat", said)
     assert later is None, said[max(0, later.start() - 60) : later.end() + 60]
+
+
+LATER = re.compile(r"\]\([^)]*\b(?!90)[2-9]\d[a-z]?_\w+\.ipynb|(?i:chapters? (?!90)[2-9]\d)")
+
+
+@pytest.mark.parametrize("path", PART_ONE, ids=lambda p: p.stem)
+def test_the_text_of_part_one_points_to_no_later_part(path: Path) -> None:
+    """Neither by a link nor by a number; only the appendix may be linked."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        found = LATER.search(cell.source) if cell.cell_type == "markdown" else None
+        assert found is None, f"cell {cell.id}: {found and found[0]}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
