@@ -188,7 +188,8 @@ class BaseScheduler:
         return seq
 
     def _stop_reason(self, seq: Sequence, token_id: int) -> str | None:
-        """Why `seq` ends with `token_id`, its next token (ATOM's words), or None."""
+        """Why `seq` ends with `token_id`, its next token, or None. The first four are
+        ATOM's words."""
         if seq.stop_checker is not None and seq.stop_checker(token_id):
             return "stop_sequence"
         if token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos:

@@ -138,7 +138,8 @@ PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
 
 # %% ../nbs/02_sequence.ipynb #7e40ee66
 class RequestOutput(NamedTuple):
-    """New tokens of one request after one step; `finish_reason`: its `leave_reason`."""
+    """New tokens of one request after one step: the first fields of ATOM's record.
+    `finish_reason`: its `leave_reason`."""
 
     request_id: int
     output_tokens: tuple[int, ...]

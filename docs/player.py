@@ -1,12 +1,17 @@
 """The player on the landing page: the five requests of chapter 04, computed by the engine and its built-in model."""
 
+import sys
 from html import escape
 
-REQUESTS = [  # a prompt, its length in tokens, and tokens of output; the last two come after four steps
-    ("Once upon a time there was a cat.", 9, 18), ("12 + 7 =", 6, 22),
-    ("Ada lives in Rome. Mia has a red cat. Mia has", 13, 6), ("One day", 3, 12), ("3 + 4 =", 5, 4),
+from map import ROOT
+
+sys.path.insert(0, str(ROOT / "nbs"))
+from show import TIGHT, five_requests
+
+PROMPTS = [  # each of as many tokens as its request has
+    "Once upon a time there was a cat.", "12 + 7 =", "Ada lives in Rome. Mia has a red cat. Mia has", "One day",
+    "3 + 4 =",
 ]  # fmt: skip
-LIMITS = {"kv_cache_block_size": 4, "num_kvcache_blocks": 10, "max_num_batched_tokens": 16}
 
 # It starts by itself, and again at its end, until somebody touches it; not for those who asked for less motion.
 LOOP = """<style>body { font-size: 12px } p { margin: 8px 0 2px } #about { height: 5.2em }</style>
@@ -25,14 +30,15 @@ setInterval(() => {
 
 
 def record() -> str:
-    """The page that plays the run, made now. Raises ValueError if a prompt has not the length it should have."""
+    """The page that plays the run, made now. Raises ValueError if a prompt has another length."""
     from atom_mini import LLM, SamplingParams
 
-    with LLM("tiny", device="cpu", trace=True, **LIMITS) as llm:
-        for n, (prompt, _, output) in enumerate(REQUESTS):
-            for _ in range(4 * (n == 3)):
-                llm.step()
-            llm.add_request(prompt, SamplingParams(max_tokens=output, ignore_eos=True))
+    requests, clock = five_requests(), 0
+    with LLM("tiny", device="cpu", trace=True, **TIGHT) as llm:
+        for prompt, request in zip(PROMPTS, requests, strict=True):
+            while clock < request.arrival:
+                clock += bool(llm.step())
+            llm.add_request(prompt, SamplingParams(max_tokens=request.max_tokens, ignore_eos=True))
         while llm.step():
             pass
         trace = llm.trace
@@ -40,8 +46,8 @@ def record() -> str:
     lengths = [
         (request["prompt"], len(request["token_ids"]) - request["prompt"]) for request in trace.requests.values()
     ]
-    if lengths != [(prompt, output) for _, prompt, output in REQUESTS]:
-        raise ValueError(f"the five requests have {lengths} tokens of prompt and output: mend REQUESTS")
+    if lengths != [(len(request.prompt), request.max_tokens) for request in requests]:
+        raise ValueError(f"the five requests have {lengths} tokens of prompt and output: mend PROMPTS")
     return trace.to_html()
 
 

@@ -135,7 +135,9 @@ def test_trace(capsys: Capture, tmp_path: Path, name: str) -> None:
     if name == "a.json":
         assert len(Trace.from_json(text).steps) == 2
     else:
-        assert text.lstrip().lower().startswith("<!doctype html") if name == "a.html" else json.loads(text)["traceEvents"]
+        assert (
+            text.lstrip().lower().startswith("<!doctype html") if name == "a.html" else json.loads(text)["traceEvents"]
+        )
     assert main(["trace", "a", "--output", str(tmp_path / "none" / name), *CPU]) == 1
     assert "none" in capsys.readouterr().err
 
@@ -286,6 +288,71 @@ def test_chat_without_a_template(capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     chat("Hello?", arguments=("--model", str(tmp_path)))
     assert "no chat template" in capsys.readouterr().out
+
+
+# speculation
+
+DRAFTS = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}']
+REPEATS = "Mia has a red cat. Ben has a red cat. Mia has a"
+
+
+def test_drafts_change_no_text(capsys: Capture, tmp_path: Path) -> None:
+    """generate, trace and chat take the knob as JSON and say what they say without it; the trace has the verdicts."""
+    options = ["--max-tokens", "24", "--temperature", "0", *CPU]
+    plain, drafted = (run_json(capsys, REPEATS, *options, *more) for more in ([], DRAFTS))
+    assert drafted[0]["token_ids"] == plain[0]["token_ids"]
+    file = tmp_path / "a.json"
+    (traced,) = run_json(capsys, "trace", REPEATS, "--output", str(file), *options, *DRAFTS)
+    trace = Trace.from_json(file.read_text())
+    verdicts = [e for step in trace.steps for e in step.after if e["event"] == "verified"]
+    assert traced["text"] == plain[0]["text"] and sum(e["accepted"] for e in verdicts) > 0
+    trace.check()
+    said = []
+    for more in ((), DRAFTS):
+        chat("Mia has a red cat. What does Mia have?", arguments=("--max-tokens", "9", "--temperature", "0", *more))
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert main([REPEATS, "--speculative-config", "ngram", *CPU]) == 2
+    assert "is no JSON" in capsys.readouterr().err
+
+
+def test_bench_counts_drafts(capsys: Capture) -> None:
+    """What `SpecStats` has, without the request before the clock starts; nothing of it in an engine without drafts."""
+    size = ["bench", "--num-requests", "6", "--input-len", "40", "--max-tokens", "30", "--temperature", "0"]
+    names = {"tokens_per_step", "accepted_by_place", "steps_by_accepted"}
+    report, plain = run_json(capsys, *size, *CPU, *DRAFTS), run_json(capsys, *size, *CPU)
+    assert names <= set(report) and not names & set(plain)
+    assert report["num_decode_tokens"] == plain["num_decode_tokens"] == 6 * 29
+    parts, shares = sum(report["steps_by_accepted"]), report["accepted_by_place"]
+    assert report["tokens_per_step"] == pytest.approx(6 * 29 / parts) and 1 < report["tokens_per_step"] <= 5
+    accepted = sum(n * steps for n, steps in enumerate(report["steps_by_accepted"]))
+    assert accepted + parts == 6 * 29 and len(shares) <= 4 and all(0 <= share <= 1 for share in shares)
+    assert main([*size, *CPU, *DRAFTS]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["steps_by_accepted"].split() == [str(n) for n in report["steps_by_accepted"]]
+    assert lines["accepted_by_place"].split() == [f"{round(share, 2):,}" for share in shares]
+    none = run_json(capsys, "bench", "--num-requests", "1", "--input-len", "1", "--max-tokens", "1", *CPU, *DRAFTS)
+    assert (none["tokens_per_step"], none["accepted_by_place"], none["steps_by_accepted"]) == (0, [], [])
+
+
+def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
+    """The method and k; of a draft model what it needs besides, without a weight being read."""
+    draft = save_checkpoint("llama", tmp_path / "draft")
+    monkeypatch.setattr("atom_mini.loading.load_weights", None)
+    plain, ngram = (run_json(capsys, "info", "--device", "cpu", *more) for more in ([], DRAFTS))
+    named = {"speculative_method": "ngram", "num_speculative_tokens": 4}
+    assert ngram.items() >= named.items() and set(ngram) - set(plain) == set(named)
+    wanted = {"method": "draft_model", "num_speculative_tokens": 2, "model": str(tmp_path / "draft")}
+    asked = ["info", "--device", "cpu", "--speculative-config", json.dumps(wanted)]
+    report = run_json(capsys, *asked)
+    alone = run_json(capsys, "info", str(tmp_path / "draft"), "--device", "cpu")
+    assert report["draft_weight_bytes"] == alone["weight_bytes"] == 4 * sum(p.numel() for p in draft.parameters())
+    assert report["draft_kvcache_bytes_per_token"] == alone["kvcache_bytes_per_token"]
+    assert report["weight_bytes"] == plain["weight_bytes"] and report["speculative_method"] == "draft_model"
+    half = run_json(capsys, *asked, "--dtype", "bfloat16")
+    assert half["draft_weight_bytes"] == report["draft_weight_bytes"] // 2
+    off = run_json(capsys, "info", "--device", "cpu", "--speculative-config", '{"num_speculative_tokens": 0}')
+    assert set(off) == set(plain)
 
 
 # mistakes

@@ -194,11 +194,12 @@ def test_parts_and_folders(tmp_path: Path) -> None:
         book_map.part_of("70_later")
 
 
-def test_the_player_has_the_five_requests_of_chapter_04() -> None:
-    """Their lengths stand in the chapter; the run itself asserts that it has them."""
-    shapes = ", ".join(f"({prompt}, {output})" for _, prompt, output in book_player.REQUESTS)
-    sources = [path.read_text() for path in (ROOT / "nbs").glob("*") if path.name in ("04_scheduler.ipynb", "show.py")]
-    assert any(shapes in source for source in sources)
+def test_the_player_has_the_five_requests_of_the_book(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run itself refuses prompts of other lengths; a page comes of it."""
+    assert book_player.record().lstrip().lower().startswith("<!doctype html")
+    monkeypatch.setattr(book_player, "PROMPTS", ["One day", *book_player.PROMPTS[1:]])
+    with pytest.raises(ValueError, match=r"\(3, 18\).*mend PROMPTS"):
+        book_player.record()
 
 
 def test_the_snippets_about_other_documents_run() -> None:
@@ -445,6 +446,44 @@ def test_timelines_play(tab: Any, chapter: str) -> None:
     frame = tab.frame_locator("iframe").first
     frame.locator("svg, canvas, table").first.wait_for()
     assert len(frame.locator("body").inner_text()) > 100
+
+
+PIXELS = """(canvas, [n, line, lines]) => {
+  const high = canvas.height / lines, data = canvas.getContext("2d").getImageData(n, line * high, 1, high).data;
+  return [...new Set(Array.from({ length: high }, (_, y) => `rgb(${data.slice(4 * y, 4 * y + 3).join(", ")})`))];
+}"""  # the colours of a request in a step, from top to bottom
+
+
+def test_the_player_shows_verdicts(browser: Any, tmp_path: Path) -> None:
+    """Of a decode with drafts each request's accepted, bonus and rejected tokens, in their colours, in chip and lane."""
+    from atom_mini import LLM, SamplingParams
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    prompts, params = ["Mia has a red cat. Ben has a red", "12 + 7 ="], SamplingParams(max_tokens=30, ignore_eos=True)
+    with LLM("tiny", device="cpu", num_kvcache_blocks=64, trace=True, speculative_config=drafts) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        trace = llm.trace
+    trace.save_html(tmp_path / "run.html")
+    page, wrong, painted, lanes = browser.new_page(), [], set[int](), [*trace.requests]
+    page.on("pageerror", lambda e: wrong.append(str(e)))
+    page.goto(f"file://{tmp_path}/run.html")
+    page.locator("#what", has_text="Step 0 ").wait_for()
+    assert page.locator("#legend").inner_text().split()[-3:] == ["accepted", "bonus", "rejected"]
+    colours = page.locator("#legend i").evaluate_all("all => all.slice(-3).map(i => i.style.background)")
+    for n, view in enumerate(trace._views()):
+        page.locator("#scrub").evaluate("(e, n) => { e.value = n; e.dispatchEvent(new Event('input')) }", n)
+        for id, counts in view["verified"].items():
+            chip = page.locator("#running span").nth(view["running"].index(id))
+            marks = chip.locator("i").evaluate_all("all => all.map(i => i.style.background)")
+            assert marks == [colours[k] for k, many in enumerate(counts) for _ in range(many)]
+            if view["phases"][id] == "decode":
+                kinds = [k for k, many in enumerate(counts) if many]
+                assert page.locator("canvas").evaluate(PIXELS, [n, lanes.index(id), 2]) == [colours[k] for k in kinds]
+                painted.update(kinds)
+    page.locator("#names span").first.hover()
+    assert "drafts: " in page.locator("#about").inner_text()
+    assert painted == {0, 1, 2} and not wrong
+    page.close()
 
 
 def test_the_landing_page_opens_with_the_player(tab: Any) -> None:

@@ -33,6 +33,22 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch"""
+POINT = '''\
+@dataclass(frozen=True)
+class Point:
+    """Two numbers."""
+
+    x: int
+    y: int = 0
+    seen: list[int] = field(default_factory=list)
+'''
+PAIR = '''\
+class Pair(NamedTuple):
+    """Two more."""
+
+    a: int
+    b: int
+'''
 CELLS = [
     "#| hide\nfrom patch import patch",
     HEAD,
@@ -80,13 +96,13 @@ three"""
 def name(self: Base) -> str:
     """What it is called."""
 ''',
-    '''
+    """
 #| export
 @patch
 @property
 def limit(self: Base) -> int:
     return self.size * 2
-''',
+""",
     '''
 #| export
 TWO = 2
@@ -104,7 +120,7 @@ THREE = 3
 class Derived(Base):
     """One of them."""
 ''',
-    '''
+    """
 #| export
 @patch
 def __init__(
@@ -112,18 +128,18 @@ def __init__(
 ) -> None:
     super().__init__(size)
     self.extra = extra
-''',
-    '''
+""",
+    """
 #| export
 @patch
 def name(self: Derived) -> str: return "derived"
-''',
-    '''
+""",
+    """
 #| export
 @patch
 def hash(self: Derived) -> int:
     return THREE
-''',
+""",
     '''
 #| export
 @patch
@@ -175,32 +191,17 @@ async def later(self: Derived) -> int:
 def __len__(self: Derived) -> int:
     return self.size
 ''',
-    '''
-#| export
-@dataclass(frozen=True)
-class Point:
-    """Two numbers."""
-
-    x: int
-    y: int = 0
-    seen: list[int] = field(default_factory=list)
-''',
-    '''
+    f"\n#| export\n{POINT}",
+    """
 #| export
 @patch
 def __post_init__(self: Point) -> None:
     if self.x < 0:
         raise ValueError("x")
     self.seen.append(self.x)
-''',
+""",
+    f"\n#| export\n{PAIR}"
     '''
-#| export
-class Pair(NamedTuple):
-    """Two more."""
-
-    a: int
-    b: int
-
 
 @patch
 @property
@@ -246,7 +247,8 @@ def __eq__(self: Made, other: object) -> bool:
 ''',
 ]
 
-FOLDED = '''
+FOLDED = (
+    '''
 
 class Base(ABC):
     """What both have."""
@@ -346,26 +348,18 @@ class Derived(Base):
         return self.size
 
 # %% ../nbs/01_demo.ipynb #c13
-@dataclass(frozen=True)
-class Point:
-    """Two numbers."""
-
-    x: int
-    y: int = 0
-    seen: list[int] = field(default_factory=list)
-
+'''
+    + POINT
+    + """
     def __post_init__(self) -> None:
         if self.x < 0:
             raise ValueError("x")
         self.seen.append(self.x)
 
 # %% ../nbs/01_demo.ipynb #c15
-class Pair(NamedTuple):
-    """Two more."""
-
-    a: int
-    b: int
-
+"""
+    + PAIR
+    + '''
     @property
     def total(self) -> int:
         """Of both."""
@@ -397,6 +391,7 @@ class Made:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Made)
 '''
+)
 
 # What is seen from outside; the same in the notebook and in the module.
 CHECKS = """
@@ -573,7 +568,10 @@ def test_export_of_a_project(tmp_path: Path) -> None:
     assert "from ..floor import Floor" in files["demo/tower/room.py"]
     assert "from .room import Room\nfrom ..floor import Floor" in files["demo/tower/roof.py"]
     index: dict[str, Any] = ast.literal_eval(files["demo/_modidx.py"].split("d = ")[1])
-    assert index["syms"]["demo.tower.room"]["demo.tower.room.Room.double"] == ("room.html#room.double", "demo/tower/room.py")
+    assert index["syms"]["demo.tower.room"]["demo.tower.room.Room.double"] == (
+        "room.html#room.double",
+        "demo/tower/room.py",
+    )
     code = dedent("""
         from demo.tower.roof import ROOMS
         assert ROOMS[0].double() == 6""")
@@ -592,6 +590,17 @@ def test_measures(tmp_path: Path) -> None:
     assert (row["cells"], row["median"], row["largest"], row["assert %"], row["defs"]) == (5, 1, 3, 20, 2)
     assert row["used %"] == row["shown %"] == 50  # f in time, A one cell late
     assert measure.count_words("three words here\n```\ncode\n```\n| a | table |") == 3
-    module = ['"""Doc."""', "", "__all__ = ['f',", " 'g']", "x = 1  # yes", "# no", "def f():", '    """Doc', '    doc."""', ""]
+    module = [
+        '"""Doc."""',
+        "",
+        "__all__ = ['f',",
+        " 'g']",
+        "x = 1  # yes",
+        "# no",
+        "def f():",
+        '    """Doc',
+        '    doc."""',
+        "",
+    ]
     (tmp_path / "m.py").write_text("\n".join(module))
     assert measure.count_code(tmp_path / "m.py") == 2

@@ -14,11 +14,12 @@ import tokenize
 from pathlib import Path
 
 import book
+import nbformat
 import pytest
 import show
 
 from atom_mini import Config
-from atom_mini.instruments.trace import COLOURS
+from atom_mini.instruments.trace import COLOURS, POOL, TIMES, VERDICTS
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if p.stem[0].isdigit()]
@@ -111,6 +112,17 @@ def test_part_one_mentions_no_later_part(name: str) -> None:
     assert later is None, said[max(0, later.start() - 60) : later.end() + 60]
 
 
+LATER = re.compile(r"\]\([^)]*\b(?!90)[2-9]\d[a-z]?_\w+\.ipynb|(?i:chapters? (?!90)[2-9]\d)")
+
+
+@pytest.mark.parametrize("path", PART_ONE, ids=lambda p: p.stem)
+def test_the_text_of_part_one_points_to_no_later_part(path: Path) -> None:
+    """Neither by a link nor by a number; only the appendix may be linked."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        found = LATER.search(cell.source) if cell.cell_type == "markdown" else None
+        assert found is None, f"cell {cell.id}: {found and found[0]}"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
 def test_imports_come_from_earlier_chapters(path: Path) -> None:
     """The order of reading is the order of imports, also of those inside functions."""
@@ -126,7 +138,7 @@ def test_imports_come_from_earlier_chapters(path: Path) -> None:
 
 def test_one_palette() -> None:
     """The player and the figures paint the same thing in the same colour."""
-    assert show.COLOURS.items() >= COLOURS.items()
+    assert show.COLOURS.items() >= (COLOURS | POOL | TIMES | VERDICTS).items()
 
 
 def test_config_refuses_a_name_that_no_part_knows() -> None:

@@ -19,7 +19,7 @@ from symbolic import SymbolicRunner
 
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore, Listener
-from atom_mini.instruments.trace import COLOURS, REASONS, Trace
+from atom_mini.instruments.trace import COLOURS, REASONS, VERDICTS, Trace
 from atom_mini.llm import LLM
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, _ignore
@@ -118,7 +118,9 @@ def test_traces_of_random_loads_agree_with_the_engine(monkeypatch: pytest.Monkey
         assert Trace.from_json(trace.to_json()) == trace
         whys.update(e["why"].split(":")[0] for step in trace.steps for e in step.events if e["event"] == "refused")
         assert not any("unsaid" in why for id in trace.requests for why in trace.waits(id).values() if seed % 10 == 0)
-    assert all(stats[name] > 5 for name in ("failures", "aborts_running", "aborts_waiting", "preemptions", "same_step_hits"))
+    assert all(
+        stats[name] > 5 for name in ("failures", "aborts_running", "aborts_waiting", "preemptions", "same_step_hits")
+    )
     assert set(whys) == set(REASONS)
 
 
@@ -278,6 +280,7 @@ def test_the_page_needs_nothing_else(trace: Trace, tmp_path: Any) -> None:
     assert zipped is not None
     data, blocks = json.loads(gzip.decompress(base64.b64decode(zipped[1]))), dict[str, Any]()
     assert data["colours"] == COLOURS and len(data["steps"]) == len(trace.steps)
+    assert data["verdicts"] == VERDICTS and not any(view["verified"] for view in data["steps"])
     assert data["to_text"]["2"] == "</script><script>alert(1)</script>"
     for n, (view, state) in enumerate(zip(data["steps"], trace.replay(), strict=True)):
         blocks |= view["blocks"]
@@ -288,6 +291,26 @@ def test_the_page_needs_nothing_else(trace: Trace, tmp_path: Any) -> None:
         assert view["why"] == {str(id): trace.waits(id)[n] for id in state.waiting[:1]}
     frame = trace._repr_html_()
     assert frame.startswith("<iframe ") and frame.count('"') == 6 and "<script" not in frame
+
+
+def test_the_page_shows_what_was_verified() -> None:
+    """Accepted, bonus and rejected tokens of each step; with the tokens of all other steps they are the whole text."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    prompts = ["Mia has a red cat. Ben has a red", "12 + 7 = 19. 12 + 7 =", "Once upon a time"]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (17, 14, 40)]
+    with LLM("tiny", device="cpu", num_kvcache_blocks=64, trace=True, speculative_config=drafts) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        trace, stats = cast(Trace, llm.trace), llm.engine_core.scheduler.spec_stats  # type: ignore[union-attr]
+    totals, texts = Counter[str](), Counter[int]()
+    for step, view in zip(trace.steps, trace._views(), strict=True):
+        assert set(view["verified"]) == set(step.drafts)
+        texts.update(id for id in step.tokens if id not in step.drafts)  # of a prompt, all in one step
+        for id, counts in view["verified"].items():
+            totals += Counter(dict(zip(VERDICTS, counts, strict=True)))
+            texts[id] += counts[0] + counts[1]
+    lengths = {id: len(r["token_ids"]) - r["prompt"] for id, r in trace.requests.items()}
+    assert texts == lengths and list(lengths.values()) == [17, 14, 40]
+    assert totals["accepted"] == stats.accepted.total() and totals["rejected"] > 0 < totals["bonus"]
 
 
 def test_a_tree_is_not_traced() -> None:

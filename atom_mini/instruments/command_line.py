@@ -32,9 +32,9 @@ from ..text import CompletionOutput
 
 # %% auto #0
 __all__ = ['SPINS', 'EXAMPLES', 'COMMANDS', 'DEFAULTS', 'knobs', 'add_fields', 'given', 'mean_times', 'summary', 'save_trace',
-           'stream_one', 'run_generate', 'speeds', 'print_report', 'measure', 'run_bench', 'weight_sizes', 'free_bytes',
-           'memory_bandwidth', 'describe', 'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_own',
-           'make_parser', 'parse', 'main']
+           'stream_one', 'run_generate', 'print_report', 'drafted', 'speeds', 'measure', 'run_bench', 'weight_sizes',
+           'free_bytes', 'memory_bandwidth', 'needs', 'describe_drafts', 'describe', 'run_info', 'answer', 'respond',
+           'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse', 'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -118,30 +118,45 @@ def run_generate(args: Namespace) -> None:
         if args.trace:
             save_trace(llm.trace, args.output)
 
+# %% ../../nbs/31_command_line.ipynb #cba9466d
+def print_report(report: dict[str, Any], as_json: bool = False) -> None:
+    """Print it as one JSON document, or as lines."""
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list):
+            return " ".join(map(shown, value))
+        return value if isinstance(value, str) else f"{round(value, 2):,}"
+
+    lines = (f"{name:32}{shown(value)}" for name, value in report.items())
+    print(json.dumps(report) if as_json else "\n".join(lines))
+
+# %% ../../nbs/31_command_line.ipynb #da6358a5
+def drafted(stats: Any) -> dict[str, Any]:
+    """What a `SpecStats` says: tokens per decode step and sequence, the share of the
+    drafts in each place that was kept, and how many steps kept 0, 1, 2 ... of them."""
+    kept = range(max(stats.histogram, default=-1) + 1)
+    report = {"tokens_per_step": stats.tokens_per_step}
+    report["accepted_by_place"] = stats.acceptance
+    return report | {"steps_by_accepted": [stats.histogram[n] for n in kept]}
+
 # %% ../../nbs/31_command_line.ipynb #3f57caad
 def speeds(m: Metrics) -> dict[str, Any]:
     """What the engine did, and how fast."""
     names = ("prefill_tokens_per_second", "decode_tokens_per_second")
     return asdict(m) | {name: getattr(m, name) for name in names}
 
-# %% ../../nbs/31_command_line.ipynb #cba9466d
-def print_report(report: dict[str, Any], as_json: bool = False) -> None:
-    """Print it as one JSON document, or as lines."""
-
-    def shown(value: Any) -> str:
-        return value if isinstance(value, str) else f"{round(value, 2):,}"
-
-    lines = (f"{name:32}{shown(value)}" for name, value in report.items())
-    print(json.dumps(report) if as_json else "\n".join(lines))
-
 # %% ../../nbs/31_command_line.ipynb #1ecc33c6
 def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, Any]:
     """Generate, and say how fast: counts, seconds, tokens per second, milliseconds."""
     llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    scheduler: Any = llm.engine_core.scheduler
     llm.metrics = Metrics()
+    if has_stats := hasattr(scheduler, "spec_stats"):
+        scheduler.spec_stats = type(scheduler.spec_stats)()
     outs = llm.generate(prompts, params)
     counts = {"requests": len(outs), "seconds": max(out.latency for out in outs)}
-    return counts | speeds(llm.metrics) | mean_times(outs)
+    drafts = drafted(scheduler.spec_stats) if has_stats else {}
+    return counts | speeds(llm.metrics) | mean_times(outs) | drafts
 
 # %% ../../nbs/31_command_line.ipynb #2ce2a206
 def run_bench(args: Namespace) -> None:
@@ -187,36 +202,56 @@ def memory_bandwidth(device: Any) -> float:
     runs = timeit.repeat(lambda: numbers.sum().item(), number=1, repeat=5)
     return numbers.nbytes / min(runs)
 
+# %% ../../nbs/31_command_line.ipynb #4d05287e
+def needs(config: Config, device: str) -> tuple[Any, dict[str, int], int]:
+    """The checkpoint's dtype on such a device, the bytes of each weight, and those of a
+    token's K/V."""
+    import torch
+
+    from atom_mini.memory import kvcache_block_bytes
+
+    own = "float32" if device == "cpu" else str(config.hf_config.dtype or "float32")
+    dtype: torch.dtype = getattr(torch, config.dtype or own.removeprefix("torch."))
+    sizes = weight_sizes(config, dtype.itemsize)
+    return dtype, sizes, kvcache_block_bytes(config.hf_config, 1, dtype)
+
+# %% ../../nbs/31_command_line.ipynb #8ea70770
+def describe_drafts(config: Config, device: str) -> dict[str, Any]:
+    """What drafts, and what a draft model needs besides; {} without drafts."""
+    wanted = getattr(config, "speculative_config", None)
+    if wanted is None or wanted.num_speculative_tokens == 0:
+        return {}
+    k = wanted.num_speculative_tokens
+    report = {"speculative_method": wanted.method, "num_speculative_tokens": k}
+    if wanted.method != "draft_model" or not wanted.model:
+        return report
+    _, sizes, per_token = needs(Config(wanted.model, dtype=config.dtype), device)
+    report["draft_weight_bytes"] = sum(sizes.values())
+    return report | {"draft_kvcache_bytes_per_token": per_token}
+
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
 def describe(config: Config) -> dict[str, Any]:
     """What the checkpoint of `config` needs, how many tokens fit, and the speed that
     memory allows one sequence."""
-    import torch
-
-    from atom_mini.memory import kvcache_block_bytes
     from atom_mini.model_runner import choose_device
 
     cfg, device = config.hf_config, choose_device(config.device)
-    own = "float32" if device.type == "cpu" else str(cfg.dtype or "float32")
-    kind = config.dtype or own.removeprefix("torch.")
-    dtype: torch.dtype = getattr(torch, kind)
-    sizes = weight_sizes(config, dtype.itemsize)
-    weights, per_token = sum(sizes.values()), kvcache_block_bytes(cfg, 1, dtype)
+    dtype, sizes, per_token = needs(config, device.type)
+    weights, bandwidth = sum(sizes.values()), memory_bandwidth(device)
     fitting = max(0, free_bytes(config, device, weights)) // per_token
-    bandwidth = memory_bandwidth(device)
     # a table beside the head is looked up, not read
     looked_up = 0 if cfg.tie_word_embeddings else sizes["model.embed_tokens.weight"]
     return {
         "model": config.model,
         "device": str(device),
-        "dtype": kind,
+        "dtype": str(dtype).removeprefix("torch."),
         "parameters": weights // dtype.itemsize,
         "weight_bytes": weights,
         "kvcache_bytes_per_token": per_token,
         "fitting_tokens": fitting,
         "memory_bytes_per_second": int(bandwidth),
         "ideal_decode_tokens_per_second": bandwidth / (weights - looked_up),
-    }
+    } | describe_drafts(config, device.type)
 
 # %% ../../nbs/31_command_line.ipynb #5c7a0076
 def run_info(args: Namespace) -> None:

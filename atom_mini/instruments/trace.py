@@ -22,7 +22,8 @@ from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['COLOURS', 'Event', 'REASONS', 'POOL', 'TIMES', 'Step', 'Block', 'State', 'Trace', 'Recorder', 'TraceKnobs']
+__all__ = ['COLOURS', 'Event', 'REASONS', 'POOL', 'TIMES', 'VERDICTS', 'Step', 'Block', 'State', 'Trace', 'Recorder',
+           'TraceKnobs']
 
 # %% ../../nbs/30_timeline.ipynb #7b5d63b6
 COLOURS = {"waiting": "#e6b43c70", "held": "#8090a066", "prefill": "#e4572e"}
@@ -254,6 +255,17 @@ class Trace:
         axes[2].set_xlabel("step")
         return fig
 
+    def verdicts(self, state: State) -> dict[int, list[int]]:
+        """request -> how many tokens of each of `VERDICTS` it had, if it had drafts."""
+        counts = {}
+        for event in state.step.after:
+            if event["event"] == "verified" and event["id"] in state.step.drafts:
+                id, good = event["id"], event["accepted"]
+                # new tokens: its end may have cut them
+                n = len(self.requests[id]["token_ids"]) - state.computed[id] - 1
+                counts[id] = [min(good, n), int(good < n), event["rejected"]]
+        return counts
+
     def _views(self) -> Iterator[dict[str, Any]]:
         """What the page shows of each step."""
         before: dict[int, Block] = {}
@@ -266,6 +278,7 @@ class Trace:
             queues = {"waiting": state.waiting[:], "running": state.running[:]}
             view = {**vars(state.step), **state.counts(), **queues}
             extra = {"phases": state.phases(), "why": why, "done": done}
+            extra["verified"] = self.verdicts(state)
             yield view | extra | {"blocks": changed}
             before = now.copy()
 
@@ -273,7 +286,7 @@ class Trace:
         """One page that needs nothing else: the template `timeline.html`, and what it
         shows of every step, zipped."""
         data = json.loads(self.to_json())
-        data |= {"steps": [*self._views()], "colours": COLOURS}
+        data |= {"steps": [*self._views()], "colours": COLOURS, "verdicts": VERDICTS}
         text = json.dumps(data, default=sorted)
         zipped = b64encode(gzip.compress(text.encode(), mtime=0)).decode()
         template = files("atom_mini") / "instruments" / "timeline.html"
@@ -408,6 +421,9 @@ def _plot_lanes(ax: Any, phases: list[dict[int, str]], ids: list[int]) -> None:
     ax.set_yticks(range(0, len(ids), every), ids[::every], fontsize=7)
     for name, colour in COLOURS.items():
         ax.plot([], "s", color=colour, label=name)
+
+# %% ../../nbs/30_timeline.ipynb #cdff8fda
+VERDICTS = {"accepted": "#2f6db3", "bonus": "#8fc7f0", "rejected": "#e3a9b8"}
 
 # %% ../../nbs/30_timeline.ipynb #1a2f22ea
 @dataclass

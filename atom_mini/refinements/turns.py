@@ -46,7 +46,8 @@ class DelayGate:
 class TurnScheduler(Scheduler):
     """`Scheduler` with a gate before admission, and with decodes between two prefills.
 
-    Source: `scheduler_delay_factor` of ATOM and vLLM; Sarathi (Agrawal et al. 2023).
+    Source: `scheduler_delay_factor` of ATOM and vLLM; the turns of Spyre's plugin
+    (sendnn-inference). Sarathi (Agrawal et al. 2023) puts both into one step instead.
     """
 
     def __init__(self, config: Config) -> None:

@@ -289,8 +289,8 @@ class SpyreKnobs(Variant):
             return
         own = ("chunk_size", "max_batch_tkv_limit", "interleave")
         names = ", ".join(name for name in own if name in given)
-        other = f"belong to scheduler='spyre' and not to {config.scheduler!r}"
-        require(not names, f"{names} {other}: drop them")
+        wrong = f"knobs of scheduler='spyre', not of {config.scheduler!r}: {names}"
+        require(not names, f"{wrong}: drop what is not for it")
 
 # %% ../../nbs/41_spyre.ipynb #1cc18c93
 def _refuse_others(config: Config) -> None:
