@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -148,7 +148,7 @@ class DraftModel(Drafter):
             tables[i, : len(seq.block_table)] = seq.block_table
         batch = ScheduledBatch(
             type=SequenceType.DECODE, req_ids=[s.id for s in seqs], block_tables=tables,
-            scheduled_tokens=np.array(sum(rows, []), np.int64), num_scheduled_tokens=counts,
+            scheduled_tokens=np.array([*chain(*rows)], np.int64), num_scheduled_tokens=counts,
             context_lens=np.array(lens, np.int32), is_sampled=counts > 0,
             sampling_params=[SamplingParams(temperature=0)] * len(seqs), rows=lens,
         )  # fmt: skip
@@ -197,8 +197,9 @@ class DraftModel(Drafter):
         return LawfulVerifier(runner, self) if self.is_random else Verifier(runner)
 
 # %% ../../nbs/52_drafters.ipynb #e1e7b07f
-SHARED = """device dtype kv_cache_block_size num_kvcache_blocks max_num_seqs attention
-max_model_len max_num_batched_tokens gpu_memory_utilization enforce_eager""".split()
+SHARED = ["device", "dtype", "attention", "enforce_eager", "gpu_memory_utilization"]
+SHARED += ["kv_cache_block_size", "num_kvcache_blocks"]
+SHARED += ["max_num_seqs", "max_num_batched_tokens", "max_model_len"]
 
 # %% ../../nbs/52_drafters.ipynb #edc5564e
 class LawfulVerifier(Verifier):
@@ -234,5 +235,5 @@ class LawfulVerifier(Verifier):
         kept = self._judge(batch, rows, logits)
         counts = batch.num_scheduled_tokens.tolist()
         said = [t + [0] * (n - len(t)) for t, n in zip(kept, counts, strict=True)]
-        output = pack_output(rows, logits, sum(said, []))
+        output = pack_output(rows, logits, [*chain(*said)])
         return accept(batch, output, [*map(len, kept)])

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -259,8 +258,8 @@ class SpecScheduler(TurnScheduler):
 class SpeculativeConfig:
     """How drafts are made. Names: vLLM's `speculative_config`.
 
-    `method`: a name in `METHODS`. `model`: of those that are models, a folder, a hub
-    id, or None for what comes with the built-in model.
+    `method`: a name in `METHODS`. `model`: of those that are models, a folder or a
+    hub id; of a head, None for the one beside the checkpoint.
     """
 
     method: str = "ngram"
