@@ -231,7 +231,7 @@ def load_head(
     head.embed_tokens = head.embed_tokens if brings_own else embed
     return head
 
-# %% ../../nbs/53_eagle.ipynb #85056c19
+# %% ../../nbs/53_eagle.ipynb #6fc7e8b2
 def follow(
     seqs: list[Sequence], batch: ScheduledBatch, output: ScheduledBatchOutput
 ) -> ScheduledBatch:
@@ -241,7 +241,7 @@ def follow(
     counts = batch.num_scheduled_tokens
     starts = (counts.cumsum() - counts).tolist()
     if batch.type is SequenceType.DECODE:
-        batch, is_last = spread(batch), tokens > 0
+        batch, is_last = spread(batch), np.zeros(len(tokens), bool)
     for seq, start in zip(seqs, starts, strict=True):
         n, end = seq.num_scheduled_tokens, seq.num_computed_tokens + 1
         known = seq.token_ids[end : end + n]
@@ -283,6 +283,13 @@ class EagleDrafter(Drafter, ModelRunner):
         wanted, beside = config.speculative_config.model, config.folder
         return resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
 
+    def _set_kv_cache(self, num_blocks: int) -> None:
+        """Allocate its pool [2, N, K, S, D] of zeros: some hits read what is unwritten."""
+        layer, size = self.model.midlayer.self_attn, self.config.kv_cache_block_size
+        shape = 2, num_blocks, layer.num_kv_heads, size, layer.head_dim
+        self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        layer.attn.kv_cache = self.kv_cache
+
     def __init__(
         self, config: Config, runner: ModelRunner,
         head_folder: Path | None = None,
@@ -299,7 +306,6 @@ class EagleDrafter(Drafter, ModelRunner):
         embed, longest = target.model.embed_tokens, config.max_model_len or 0
         self.model = load_head(folder, cfg, embed, longest, self.ops)
         self._set_kv_cache(runner.kv_cache.shape[2])
-        self.kv_cache.zero_()  # what was never written is at least a number
         self.taps = Taps(target, cfg.taps)
         self.next: dict[int, tuple[Tensor, Tensor]] = {}  # request -> state, draft
 
