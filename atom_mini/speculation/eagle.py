@@ -134,8 +134,8 @@ def find_taps(raw: dict[str, Any], num_layers: int) -> list[int]:
     require(fits, f"{what}: set model to a head that was trained for it")
     return taps
 
-# %% ../../nbs/53_eagle.ipynb #89b56889
-STYLES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # EAGLE's and SGLang's
+# %% ../../nbs/53_eagle.ipynb #8cc424ee
+STYLES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # EAGLE's, vLLM's
 NESTED = ("Eagle3DraftModel", "Eagle3Speculator")  # speculators'
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # EAGLE-3.1's
 
