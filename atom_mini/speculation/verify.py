@@ -274,6 +274,7 @@ class SpeculativeConfig:
 METHODS = {  # what makes drafters: (config, runner)
     "ngram": "drafters.NgramDrafter",
     "draft_model": "drafters.DraftModel",
+    "eagle3": "eagle.EagleDrafter",
 }
 LEAST: list[Any] = [
     ("method", METHODS.__contains__, f"one of {', '.join(METHODS)}"),
