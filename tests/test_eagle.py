@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -340,6 +342,15 @@ def test_text_is_the_same_with_and_without(engine: str) -> None:
         text, (_, scheduler) = run(prompts, wishes, k, **ENGINES[engine])
         assert text == plain
     assert (scheduler.num_preemptions > 0) == (engine in ("tight", "blocks of 1"))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+def test_kernels_in_the_interpreter_draft_the_same() -> None:
+    """The head on Triton's operations, made for its own shape: the same text, and the same drafts kept."""
+    prompts, few = make_prompts("stories", 1), SamplingParams(temperature=0, max_tokens=6)
+    text, (stats, _) = run(prompts, few)
+    assert run(prompts, few, attention="triton") == (text, (stats, ANY)) and stats.num_steps > 1
 
 
 def test_chunks_and_prefix_hits_cost_next_to_nothing() -> None:
