@@ -148,7 +148,7 @@ class DraftModel(Drafter):
             tables[i, : len(seq.block_table)] = seq.block_table
         batch = ScheduledBatch(
             type=SequenceType.DECODE, req_ids=[s.id for s in seqs], block_tables=tables,
-            scheduled_tokens=np.array([*chain(*rows)], np.int64), num_scheduled_tokens=counts,
+            num_scheduled_tokens=counts, scheduled_tokens=np.array([*chain(*rows)], np.int64),
             context_lens=np.array(lens, np.int32), is_sampled=counts > 0,
             sampling_params=[SamplingParams(temperature=0)] * len(seqs), rows=lens,
         )  # fmt: skip
