@@ -143,12 +143,13 @@ class DraftModel(Drafter):
     ) -> list[int]:
         """The likeliest next token of each, behind `rows`, which end at length `lens`."""
         counts = np.array([*map(len, rows)], np.int32)
+        tokens = np.array([*chain(*rows)], np.int64)
         tables = np.zeros((len(seqs), max(len(s.block_table) for s in seqs)), np.int32)
         for i, seq in enumerate(seqs):
             tables[i, : len(seq.block_table)] = seq.block_table
         batch = ScheduledBatch(
             type=SequenceType.DECODE, req_ids=[s.id for s in seqs], block_tables=tables,
-            num_scheduled_tokens=counts, scheduled_tokens=np.array([*chain(*rows)], np.int64),
+            num_scheduled_tokens=counts, scheduled_tokens=tokens,
             context_lens=np.array(lens, np.int32), is_sampled=counts > 0,
             sampling_params=[SamplingParams(temperature=0)] * len(seqs), rows=lens,
         )  # fmt: skip
