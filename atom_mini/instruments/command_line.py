@@ -307,7 +307,7 @@ def run_chat(args: Namespace, read: Any = input) -> None:
     print()
 
 # %% ../../nbs/31_command_line.ipynb #91c3d0ab
-SPINS = "1000"  # about 10 microseconds
+SPINS = "10000"  # about 100 microseconds
 
 
 def spin_less(environ: MutableMapping[str, str]) -> None:

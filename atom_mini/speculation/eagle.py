@@ -41,19 +41,28 @@ def stream(args: tuple[Any, ...]) -> Tensor:
 # %% ../../nbs/53_eagle.ipynb #b4d14104
 class Taps:
     """Notes, at each pass of `model`, the residual stream that enters the layers `ids`;
-    the norm behind the last layer counts as one, too."""
+    the norm behind the last layer counts as one, too. Passes of up to `max_rows` rows
+    write to a place that never moves, also when they are recorded and replayed."""
 
-    def __init__(self, model: CausalLM, ids: list[int]) -> None:
+    def __init__(self, model: CausalLM, ids: list[int], max_rows: int = 0) -> None:
+        like, self.max_rows = model.model.embed_tokens.weight, max_rows
         self.ids, self.found = ids, dict[int, Tensor]()
+        self.fixed = {i: like.new_zeros(max_rows, like.shape[1]) for i in ids}
         for i, place in enumerate([*model.model.layers, model.model.norm]):
             if i in ids:
                 place.register_forward_pre_hook(
-                    lambda _, args, i=i: self.found.update({i: stream(args)})
+                    lambda _, args, i=i: self.note(i, stream(args))
                 )
 
-    def states(self) -> Tensor:
-        """Side by side, of the newest pass: [T, taps * hidden]."""
-        return torch.cat([self.found[i] for i in self.ids], -1)
+    def note(self, place: int, x: Tensor) -> None:
+        """Keep the stream `x` [T, hidden] that enters `place`."""
+        few = len(x) <= self.max_rows
+        self.found[place] = self.fixed[place][: len(x)].copy_(x) if few else x
+
+    def states(self, num_rows: int) -> Tensor:
+        """Side by side, of the newest pass, which had so many rows: [T, taps * hidden]."""
+        kept = self.fixed if num_rows <= self.max_rows else self.found
+        return torch.cat([kept[i][:num_rows] for i in self.ids], -1)
 
 # %% ../../nbs/53_eagle.ipynb #176f3949
 class WideAttention(SelfAttention):
@@ -294,9 +303,7 @@ class EagleDrafter(Drafter, ModelRunner):
         self, config: Config, runner: ModelRunner,
         head_folder: Path | None = None,
     ) -> None:  # fmt: skip
-        replays = bool(getattr(runner, "graphs", None))
-        what = "a replayed step calls no hooks, and EAGLE-3 needs them"
-        require(not replays, f"{what}: set enforce_eager=True")
+        graphs: Any = getattr(runner, "graphs", {})  # by size
         folder = head_folder or self._find_head(config)
         target, cfg = runner.model, read_head_config(folder, config.hf_config)
         self.config, self.upload = copy(config), runner.upload
@@ -306,7 +313,9 @@ class EagleDrafter(Drafter, ModelRunner):
         embed, longest = target.model.embed_tokens, config.max_model_len or 0
         self.model = load_head(folder, cfg, embed, longest, self.ops)
         self._set_kv_cache(runner.kv_cache.shape[2])
-        self.taps = Taps(target, cfg.taps)
+        self.taps = Taps(target, cfg.taps, max(graphs, default=0))
+        if graphs:  # once more: now with the hooks
+            runner._capture(sorted(graphs))  # type: ignore[attr-defined]
         self.next: dict[int, tuple[Tensor, Tensor]] = {}  # request -> state, draft
 
     @torch.inference_mode()
@@ -330,7 +339,7 @@ class EagleDrafter(Drafter, ModelRunner):
     ) -> None:  # fmt: skip
         """A step has run: the head follows, and has one draft for whoever got a token."""
         step = follow(seqs, batch, output)
-        found = self.run(step, self.model.fc(self.taps.states()))
+        found = self.run(step, self.model.fc(self.taps.states(batch.total_tokens_num)))
         asked = [s for s, is_asked in zip(seqs, batch.is_sampled, strict=True) if is_asked]
         for seq, state, draft in zip(asked, *found, strict=True):
             self.next[seq.id] = state, draft
