@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +276,14 @@ def test_a_model_keeps_all_that_it_draws_itself() -> None:
 def test_nothing_to_draw_from_is_refused(method: str) -> None:
     with pytest.raises(ValueError, match=r"draft_sampling=True.*draft_model"):
         Config("tiny", speculative_config={"method": method, "draft_sampling": True})
+
+
+def test_closing_gives_the_drafters_memory_back(short: str) -> None:
+    for adaptive in (False, True):
+        wanted = {"method": "draft_model", "model": short, "adaptive": adaptive}
+        llm = LLM("tiny", **BASE, speculative_config=wanted)
+        cache = weakref.ref(llm.engine_core.scheduler.drafter.runner.kv_cache)  # type: ignore[attr-defined]
+        llm.generate("Once", GREEDY, use_tqdm=False)
+        llm.close()
+        gc.collect()
+        assert cache() is None

@@ -363,6 +363,12 @@ def test_metrics_count_tokens_that_came() -> None:
         ({"speculative_config": {"prompt_lookup_max": 0}}, ["prompt_lookup_max=0"]),
         ({"speculative_config": "{'method': 1}"}, ["no JSON"]),
         ({"speculative_config": 4}, ["=4", "dict"]),
+        ({"speculative_config": {"method": ["ngram"]}}, ["['ngram']", "one of"]),
+        ({"speculative_config": {"model": "tiny"}}, ["model='tiny'", "draft_model and eagle3", "'ngram'"]),
+        (
+            {"speculative_config": {"method": "eagle3", "prompt_lookup_min": 1}},
+            ["prompt_lookup_min=1", "ngram", "eagle3"],
+        ),
         ({"speculative_config": {}, "overlap": True}, ["overlap=True", "False"]),
         ({"speculative_config": {}, "scheduler": "spyre", "chunk_size": 16}, ["scheduler='spyre'", "'atom'"]),
     ],

@@ -100,6 +100,8 @@ class AdaptiveScheduler(SpecScheduler):
 
     def attach(self, drafter: Any, runner: Any) -> None:
         super().attach(drafter, runner)
+        if runner is None:
+            return
         most = self.config.max_num_seqs * (1 + self.num_drafts)
         most = min(most, self.config.num_kvcache_blocks or 1)  # a block for each
         self.sizes, self.seconds = graph_sizes(min(most, 256)), []

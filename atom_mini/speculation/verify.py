@@ -23,9 +23,9 @@ from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import RequestOutput, Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['METHODS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Verifier', 'Drafter', 'SpecStats', 'SpecScheduler',
-           'SpeculativeConfig', 'read_speculative', 'find', 'make_scheduler', 'count_rows', 'make_speculating',
-           'Speculation']
+__all__ = ['METHODS', 'KNOBS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Verifier', 'Drafter', 'SpecStats',
+           'SpecScheduler', 'SpeculativeConfig', 'read_speculative', 'refuse_foreign', 'find', 'make_scheduler',
+           'count_rows', 'SpecCore', 'make_speculating', 'Speculation']
 
 # %% ../../nbs/50_verify.ipynb #55c9d3e7
 @dataclass(frozen=True)
@@ -276,14 +276,19 @@ METHODS = {  # what makes drafters: (config, runner)
     "draft_model": "drafters.DraftModel",
     "eagle3": "eagle.EagleDrafter",
 }
+KNOBS = {  # whose they are; the others are everybody's
+    "ngram": {"prompt_lookup_max", "prompt_lookup_min"},
+    "draft_model": {"model", "draft_sampling"},
+    "eagle3": {"model"},
+}
 LEAST: list[Any] = [
-    ("method", METHODS.__contains__, f"one of {', '.join(METHODS)}"),
+    ("method", lambda v: v in [*METHODS], f"one of {', '.join(METHODS)}"),
     ("num_speculative_tokens", lambda v: is_whole(v) and v >= 0, "from 0 (off)"),
     ("prompt_lookup_max prompt_lookup_min", is_count, "a whole number from 1"),
     ("draft_sampling adaptive", is_bool, "True or False"),
 ]
 
-
+# %% ../../nbs/50_verify.ipynb #72a068b4
 def read_speculative(given: Any) -> SpeculativeConfig:
     """The class from itself, a dictionary, or JSON; ValueError names what is wrong."""
     if isinstance(given, str):
@@ -299,7 +304,17 @@ def read_speculative(given: Any) -> SpeculativeConfig:
         check_options("speculative_config", given, known)
         given = SpeculativeConfig(**given)
     check_rules(given, LEAST)
+    refuse_foreign(given)
     return given
+
+# %% ../../nbs/50_verify.ipynb #fe499c03
+def refuse_foreign(wanted: SpeculativeConfig) -> None:
+    """ValueError for a knob that the method does not have."""
+    for f in fields(wanted):
+        owners = [method for method in KNOBS if f.name in KNOBS[method]]
+        value, fits = getattr(wanted, f.name), not owners or wanted.method in owners
+        wrong = f"{f.name}={value!r} is for {' and '.join(owners)}, not for method="
+        require(fits or value == f.default, f"{wrong}{wanted.method!r}: leave it out")
 
 # %% ../../nbs/50_verify.ipynb #c8dfba3c
 def find(name: str) -> Any:
@@ -323,6 +338,17 @@ def count_rows(config: Config) -> int:
     most, k = config.max_num_seqs, config.speculative_config.num_speculative_tokens
     return max(most, min(most * (1 + k), LARGEST_GRAPH))
 
+# %% ../../nbs/50_verify.ipynb #3f50795a
+class SpecCore(EngineCore):
+    """An engine core whose drafter may hold memory of its own."""
+
+    scheduler: SpecScheduler | Any
+
+    def close(self) -> None:
+        """Let go of the runner and of the drafter."""
+        super().close()
+        self.scheduler.attach(Drafter(), None)
+
 # %% ../../nbs/50_verify.ipynb #fd755155
 def make_speculating(config: Config) -> EngineCore:
     """The engine core of `Speculation`: any runner, with the drafter asked for."""
@@ -330,7 +356,7 @@ def make_speculating(config: Config) -> EngineCore:
     scheduler = config.pick("make_scheduler", SpecScheduler)(config)
     drafter = find(METHODS[config.speculative_config.method])(config, runner)
     scheduler.attach(drafter, runner)
-    return EngineCore(config, drafter.make_verifier(runner), scheduler)
+    return SpecCore(config, drafter.make_verifier(runner), scheduler)
 
 # %% ../../nbs/50_verify.ipynb #7cae9feb
 @dataclass
@@ -358,10 +384,6 @@ class Speculation(Variant):
         wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
         require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
         least, longest = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-        is_fixed = wanted.method != "draft_model"
-        wrong = f"draft_sampling=True, but {wanted.method!r} has nothing to draw from"
-        wrong += ": set method='draft_model'"
-        require(not (is_fixed and wanted.draft_sampling), wrong)
         wrong = f"prompt_lookup_min={least} is above prompt_lookup_max={longest}: lower it"
         require(least <= longest, wrong)
         is_off = not cls.is_chosen(config)
