@@ -5,6 +5,7 @@
 # %% ../nbs/09c_llm.ipynb #518f37a0
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -21,7 +22,7 @@ from .text import CompletionOutput, InputOutputProcessor, Request, TextPiece
 from .text import decode, load_tokenizer
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'Chat', 'plain_engine', 'Metrics', 'LLM']
+__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'Metrics', 'LLM']
 
 # %% ../nbs/09c_llm.ipynb #80c4fab6
 def plain_engine(config: Config) -> EngineCore:
@@ -88,10 +89,22 @@ class LLM:
         self.metrics = Metrics()
         self._closed = False
         self._lock = RLock()  # around whatever reads or changes the engine or its queue
+        self._line: set[object] = set()  # who has or wants the lock for a call
         self._dropped: deque[int] = deque()  # requests that nobody waits for any more
 
     def _require_open(self) -> None:
         require(not self._closed, "this LLM is closed: make a new one")
+
+    @contextmanager
+    def _in_line(self) -> Iterator[None]:
+        """The lock; while somebody waits for it here, `_line` says so."""
+        me = object()
+        try:
+            self._line.add(me)
+            with self._lock:
+                yield
+        finally:
+            self._line.discard(me)
 
     def _prepare(self, prompts: Prompts, params: Any, stream: bool) -> list[Request]:
         """Check everything, queue nothing."""
@@ -107,7 +120,7 @@ class LLM:
         require(len(params) == len(many), f"{both}: give one, or one each")
         wrong = [type(p).__name__ for p in params if not isinstance(p, SamplingParams)][:1]
         require(not wrong, f"sampling_params must be SamplingParams, not {''.join(wrong)}")
-        with self._lock:
+        with self._in_line():
             pairs = zip(many, params, strict=True)
             requests = [self.processor.preprocess(p, w, stream) for p, w in pairs]
             for request in requests:
@@ -131,17 +144,19 @@ class LLM:
             return step
 
     def _add(self, requests: list[Request]) -> None:
-        with self._lock:
+        with self._in_line():
             self._require_open()
             for request in requests:
                 self.engine_core.add(request.seq)
 
     def _serve(self, seqs: list[Sequence]) -> bool:
         """Run a step; False, and no step, once all of `seqs` are finished."""
-        with self._lock:
+        with self._in_line():
             if is_open := not all(s.is_finished for s in seqs):
                 self.step()
-            return is_open
+        if self._line:
+            time.sleep(PAUSE)
+        return is_open
 
     @contextmanager
     def _queued(self, requests: list[Request]) -> Iterator[None]:
@@ -269,6 +284,9 @@ Params = SamplingParams | Seq[SamplingParams] | None
 def _plain(value: Any) -> Any:
     """Arrays and their elements (NumPy's, torch's) as lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+# %% ../nbs/09c_llm.ipynb #5c697822
+PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
 
 # %% ../nbs/09c_llm.ipynb #7a31c5d7
 Chat = list[dict[str, str]]  # {"role", "content"}

@@ -123,14 +123,13 @@ def publishes_drafts(patch: Patch) -> None:
 
 def takes_the_bonus_from_the_next_row(patch: Patch) -> None:
     """The row after the first rejected draft saw a past that never was."""
-    mutate(
-        patch, verify, "accept", "tuple(said[: good + 1])", "tuple(said[:good] + said[good + 1 : good + 2] or said[:1])"
-    )
+    new = "tuple(said[: kept - 1] + (said[kept : kept + 1] or said[kept - 1 : kept]))"
+    mutate(patch, verify, "accept", "tuple(said[:kept])", new)
 
 
 def accepts_after_a_rejection(patch: Patch) -> None:
     """Drafts are compared one by one, not up to the first that is wrong."""
-    old = "next((i for i, d in enumerate(drafts) if d != said[i]), n - 1)"
+    old = "next((j for j, d in enumerate(drafts) if d != said[j]), n - 1)"
     mutate(patch, verify, "accept", old, "sum(d == s for d, s in zip(drafts, said))")
 
 
