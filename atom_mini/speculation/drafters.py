@@ -97,9 +97,10 @@ class DraftModel(Drafter):
         from atom_mini.assemble import make_runner
         from atom_mini.text import load_tokenizer
 
-        self.config = draft = self._read_config(config)
-        check_same_tokens(load_tokenizer(config), load_tokenizer(draft))
-        self.vocab_size, self.runner = config.hf_config.vocab_size, make_runner(draft)
+        self.config = self._read_config(config)
+        check_same_tokens(load_tokenizer(config), load_tokenizer(self.config))
+        self.vocab_size = config.hf_config.vocab_size
+        self.runner = make_runner(self.config)
         self.runner.kv_cache.zero_()  # what was never written is read after some hits
         self.known: dict[int, int] = {}  # request -> its tokens with K/V here
         self.guessed: dict[int, list[int]] = {}  # and after those, of these drafts
