@@ -45,8 +45,8 @@ class Taps:
     write to a place that never moves, also when they are recorded and replayed."""
 
     def __init__(self, model: CausalLM, ids: list[int], max_rows: int = 0) -> None:
-        like, self.max_rows = model.model.embed_tokens.weight, max_rows
-        self.ids, self.found = ids, dict[int, Tensor]()
+        self.ids, self.found, self.max_rows = ids, dict[int, Tensor](), max_rows
+        like = model.model.embed_tokens.weight
         self.fixed = {i: like.new_zeros(max_rows, like.shape[1]) for i in ids}
         for i, place in enumerate([*model.model.layers, model.model.norm]):
             if i in ids:
