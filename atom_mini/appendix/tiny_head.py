@@ -103,7 +103,8 @@ class TrainedLayer(nn.Module):
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
-        size, self.dim = cfg.hidden_size, cfg.head_dim
+        self.dim = cfg.head_dim
+        size = cfg.hidden_size
         q, kv = cfg.num_attention_heads * self.dim, cfg.num_key_value_heads * self.dim
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         linear = {name: nn.Linear(2 * size, n, bias=False) for name, n in rows.items()}
