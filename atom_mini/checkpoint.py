@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['WANTED', 'SUPPORTED_ARCHITECTURES', 'SAMPLING', 'require', 'read_json', 'resolve_model', 'read_config',
+__all__ = ['WANTED', 'SUPPORTED_ARCHITECTURES', 'NEEDS', 'SAMPLING', 'require', 'read_json', 'resolve_model', 'read_config',
            'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
@@ -53,7 +53,8 @@ def resolve_model(model: str) -> Path:
         raise ValueError(f"model {model!r} {why}: {hint}") from None
 
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+NEEDS: dict[str, str] = {}  # name -> what this engine lacks for it
 
 
 def read_config(folder: Path) -> Any:
@@ -62,7 +63,8 @@ def read_config(folder: Path) -> Any:
     require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
     raw = read_json(file)
     name, *_ = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
-    require(name in known, f"{folder} holds {name}: supported are {', '.join(known)}")
+    named = f"{name} (it needs {NEEDS[name]})" if name in NEEDS else name
+    require(name in known, f"{folder} holds {named}: supported are {', '.join(known)}")
     from transformers import AutoConfig
 
     try:

@@ -5,6 +5,8 @@
 # %% ../nbs/06b_loading.ipynb #9fb1e9d7
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .checkpoint import read_json, require
-from .models import CausalLM, Linear, TorchOps
+from .models import CausalLM, Linear, Readers, TorchOps, family_of
 
 # %% auto #0
-__all__ = ['weight_targets', 'open_file', 'checkpoint_files', 'load_weights', 'load_model']
+__all__ = ['weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'load_weights', 'load_model']
 
 # %% ../nbs/06b_loading.ipynb #680c3671
 def weight_targets(model: nn.Module) -> dict[str, Tensor]:
@@ -58,29 +60,39 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     with open_file(file) as tensors:
         return dict.fromkeys(tensors.keys(), file)
 
+# %% ../nbs/06b_loading.ipynb #6b027067
+def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
+    """A tensor of a file, or the part of it that an index selects."""
+    with open_file(file) as tensors:
+        what = f"{file} lacks {name}, which the index says it holds"
+        require(name in set(tensors.keys()), what)
+        if part is None:
+            return tensors.get_tensor(name)
+        return tensors.get_slice(name)[part]
+
 # %% ../nbs/06b_loading.ipynb #400164f0
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(
+    model: nn.Module, folder: Path, adapt: Callable[[Readers], Readers] = dict
+) -> None:
     """Fill every weight of `model` once, converted to its dtype and device.
 
     ValueError names the weights that are missing, extra or mis-shaped.
     """
     targets, files = weight_targets(model), checkpoint_files(folder)
+    readers = adapt({n: partial(read_tensor, file, n) for n, file in files.items()})
     known = {"lm_head.weight", *targets}  # some store the tied matrix a second time
-    missing = [n for n in targets if n not in files]
-    extra = [n for n in files if n not in known and "rotary_emb" not in n]
+    missing = [n for n in targets if n not in readers]
+    extra = [n for n in readers if n not in known and "rotary_emb" not in n]
     what = f"{folder} lacks {len(missing)} weight(s)"
     require(not missing, f"{what}: {', '.join(missing[:5])}")
     what = f"{folder} has {len(extra)} weight(s) that the model has no place for"
     require(not extra, f"{what}: {', '.join(extra[:5])}")
     for name, target in targets.items():
-        with open_file(files[name]) as tensors:
-            what = f"{files[name]} lacks {name}, which the index says it holds"
-            require(name in set(tensors.keys()), what)
-            tensor = tensors.get_tensor(name)
-            theirs, ours = list(tensor.shape), list(target.shape)
-            what = f"weight {name} is {theirs} in the file, {ours} in the model"
-            require(theirs == ours, what)
-            target.copy_(tensor)
+        tensor = readers[name]()
+        theirs, ours = list(tensor.shape), list(target.shape)
+        what = f"weight {name} is {theirs} in the file, {ours} in the model"
+        require(theirs == ours, what)
+        target.copy_(tensor)
 
 # %% ../nbs/06b_loading.ipynb #1014d3f8
 def load_model(
@@ -95,7 +107,7 @@ def load_model(
             model = CausalLM(cfg, max_position, ops or TorchOps())
     finally:
         torch.set_default_dtype(default)
-    load_weights(model, folder)
+    load_weights(model, folder, family_of(cfg).adapt)
     for module in model.modules():
         if isinstance(module, Linear):
             module.pack()

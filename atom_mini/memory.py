@@ -5,6 +5,7 @@
 # %% ../nbs/08a_memory.ipynb #151afa5f
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from functools import partial
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .models import head_dim
+from .models import family_of
 
 # %% auto #0
 __all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'kvcache_block_bytes', 'free_host_bytes', 'InputBuffer']
@@ -22,8 +23,8 @@ __all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'kvcache_block_bytes', 'free_host_
 # %% ../nbs/08a_memory.ipynb #2e19e297
 def kvcache_block_bytes(hf_config: Any, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block of `block_size` tokens over all layers."""
-    heads = hf_config.num_hidden_layers * hf_config.num_key_value_heads
-    return 2 * heads * head_dim(hf_config) * block_size * dtype.itemsize
+    numbers = math.prod(family_of(hf_config).kv_shape()) * hf_config.num_hidden_layers
+    return numbers * block_size * dtype.itemsize
 
 # %% ../nbs/08a_memory.ipynb #bfcdea34
 CPU_KVCACHE_BYTES = 4 * 2**30

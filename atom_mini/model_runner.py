@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import AttentionMetaData
+from .attention import Attention, AttentionMetaData
 from .attention import reset_forward_context, set_forward_context
 from .checkpoint import require
 from .config import Config
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, InputBuffer
 from .memory import free_host_bytes, kvcache_block_bytes
-from .models import SelfAttention, TorchOps
+from .models import TorchOps, family_of
 from .sampler import Sampler, SamplingMetaData, gather_logprobs, on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
@@ -64,12 +64,13 @@ class ModelRunner:
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool, [layers, 2, N, K, S, D], and give each layer its part."""
-        layers = [m for m in self.model.modules() if isinstance(m, SelfAttention)]
-        heads, size = layers[0].num_kv_heads, self.config.kv_cache_block_size
-        shape = (len(layers), 2, num_blocks, heads, size, layers[0].head_dim)
+        layers = [m for m in self.model.modules() if isinstance(m, Attention)]
+        halves, heads, dim = family_of(self.config.hf_config).kv_shape()
+        size = self.config.kv_cache_block_size
+        shape = len(layers), halves, num_blocks, heads, size, dim
         self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
         for layer, cache in zip(layers, self.kv_cache, strict=True):
-            layer.attn.kv_cache = cache
+            layer.kv_cache = cache
 
     def prepare_model(self, batch: ScheduledBatch) -> Inputs:
         """(ids [T], positions [T], metadata, places [R] of the last tokens that sample)."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,9 @@ from atom_mini.attention import (
 from .checkpoint import require
 
 # %% auto #0
-__all__ = ['Scale', 'ROPE_TYPES', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'uses_onednn', 'linear', 'unfilled',
-           'Linear', 'TorchOps', 'head_dim', 'RMSNorm', 'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder',
-           'check_supported', 'CausalLM']
+__all__ = ['Scale', 'ROPE_TYPES', 'Readers', 'FAMILIES', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'uses_onednn',
+           'linear', 'unfilled', 'Linear', 'TorchOps', 'head_dim', 'Heads', 'dense_heads', 'RMSNorm', 'SelfAttention',
+           'MLP', 'Dense', 'family_of', 'DecoderLayer', 'Decoder', 'check_supported', 'CausalLM']
 
 # %% ../nbs/06a_models.ipynb #0322c49c
 # (frequencies [dim / 2], the checkpoint's parameters, dim) -> (frequencies, factor)
@@ -152,6 +152,19 @@ def head_dim(cfg: Any) -> int:
     """Numbers per head."""
     return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
 
+# %% ../nbs/06a_models.ipynb #08e65d9e
+class Heads(NamedTuple):
+    """How one kind's attention differs from another's."""
+
+    bias: bool = False  # on q, k, v
+    out_bias: bool = False  # on o
+    is_normed: bool = False  # each head of q and k
+
+
+def dense_heads(cfg: Any) -> Heads:
+    kind, bias = cfg.model_type, getattr(cfg, "attention_bias", False)
+    return Heads(bias or kind == "qwen2", bias and kind != "qwen2", kind == "qwen3")
+
 # %% ../nbs/06a_models.ipynb #ebb1f7be
 class RMSNorm(nn.Module):
     """Norm over the last axis of x + residual; returns (norm, sum)."""
@@ -168,16 +181,16 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """x [T, hidden] -> [T, hidden], keys and values through the paged cache."""
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
+    def __init__(self, cfg: Any, ops: TorchOps, heads: Heads | None = None) -> None:
         super().__init__()
-        kind, bias = cfg.model_type, getattr(cfg, "attention_bias", False)
+        heads = heads or dense_heads(cfg)
         self.num_kv_heads, dim = cfg.num_key_value_heads, head_dim(cfg)
         q, kv = cfg.num_attention_heads * dim, self.num_kv_heads * dim
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv = Linear(cfg.hidden_size, parts, bias or kind == "qwen2")
-        self.o = Linear(q, {"o_proj": cfg.hidden_size}, bias and kind != "qwen2")
+        self.qkv = Linear(cfg.hidden_size, parts, heads.bias)
+        self.o = Linear(q, {"o_proj": cfg.hidden_size}, heads.out_bias)
         self.attn, self.head_dim, self.ops = Attention(dim, ops.attend), dim, ops
-        self.eps, self.is_normed = cfg.rms_norm_eps, kind == "qwen3"
+        self.eps, self.is_normed = cfg.rms_norm_eps, heads.is_normed
         if self.is_normed:
             self.q_norm, self.k_norm = (RMSNorm(dim, self.eps, ops) for _ in "qk")
 
@@ -203,14 +216,54 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.ops.silu_and_mul(self.gate_up(x)))
 
+# %% ../nbs/06a_models.ipynb #cd433908
+Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> what reads it
+
+
+class Dense:
+    """What a model with the config `cfg` is made of."""
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+
+    def attention(self, layer: int, ops: TorchOps) -> nn.Module:
+        """The first half of the layer, with an `Attention` in it."""
+        return SelfAttention(self.cfg, ops)
+
+    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
+        """The second half: x [T, hidden] -> [T, hidden]."""
+        return MLP(self.cfg, ops)
+
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token: keys and values, heads, numbers of each."""
+        return 2, self.cfg.num_key_value_heads, head_dim(self.cfg)
+
+    def rotary(self, max_position: int) -> RotaryEmbedding:
+        return RotaryEmbedding(self.cfg, head_dim(self.cfg), max_position)
+
+    def adapt(self, readers: Readers) -> Readers:
+        """The checkpoint's weights as `Linear.parts` name them."""
+        return readers
+
+    def check(self) -> None:
+        """ValueError for what the config asks for and this does not compute."""
+        check_supported(self.cfg)
+
+# %% ../nbs/06a_models.ipynb #9aba7419
+FAMILIES: dict[str, type[Dense]] = {}  # model type -> what it is made of, if not Dense
+
+
+def family_of(cfg: Any) -> Dense:
+    return FAMILIES.get(getattr(cfg, "model_type", ""), Dense)(cfg)
+
 # %% ../nbs/06a_models.ipynb #e49a3646
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the last addition still to do."""
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
+    def __init__(self, cfg: Any, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        size, eps = cfg.hidden_size, cfg.rms_norm_eps
-        self.self_attn, self.mlp = SelfAttention(cfg, ops), MLP(cfg, ops)
+        size, eps, family = cfg.hidden_size, cfg.rms_norm_eps, family_of(cfg)
+        self.self_attn, self.mlp = family.attention(layer, ops), family.mlp(layer, ops)
         self.input_layernorm = RMSNorm(size, eps, ops)
         self.post_attention_layernorm = RMSNorm(size, eps, ops)
 
@@ -230,10 +283,10 @@ class Decoder(nn.Module):
         super().__init__()
         table = torch.empty(cfg.vocab_size, cfg.hidden_size)  # torch would fill its own
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size, _weight=table)
-        layers = (DecoderLayer(cfg, ops) for _ in range(cfg.num_hidden_layers))
+        layers = (DecoderLayer(cfg, ops, i) for i in range(cfg.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, ops)
-        self.rotary = RotaryEmbedding(cfg, head_dim(cfg), max_position)
+        self.rotary = family_of(cfg).rotary(max_position)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None
@@ -258,7 +311,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, cfg: Any, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        check_supported(cfg)
+        family_of(cfg).check()
         self.model, parts = Decoder(cfg, max_position, ops), {"lm_head": cfg.vocab_size}
         self.head = None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, parts)
 
