@@ -395,7 +395,7 @@ def test_with_the_rest(other: dict[str, Any], tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     save("gpt-oss", tmp_path)
     options = {"scheduler": "spyre", "max_model_len": 128, "max_num_batched_tokens": 512}
-    with pytest.raises(ValueError, match=r"scheduler='spyre' has no sinks or windows"):
+    with pytest.raises(ValueError, match=r"scheduler='spyre' lacks sinks, windows"):
         LLM(str(tmp_path), device="cpu", **options)
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(ValueError):
