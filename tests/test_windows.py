@@ -97,7 +97,7 @@ def test_torch_equals_a_column_more(shape: tuple[int, int, int, int], kind: str)
 
 
 CASES = list(itertools.product(enumerate(SHAPES), enumerate(KINDS), enumerate(LOOKS)))
-CASES = [(s, k, look) for (i, s), (j, k), (m, look) in CASES if (i + j + m) % 3 == 0]
+CASES = [(s, k, look) for (i, s), (j, k), (m, look) in CASES if (i + 2 * j + 3 * m) % 6 == 0]
 
 
 @with_triton
@@ -137,7 +137,7 @@ WAYS = [pytest.param(in_triton, marks=with_triton), in_torch]
 PLANTS = [  # sequences, block size, window, which query
     ([(1, 40), (1, 257), (1, 530), (1, 600)], 16, 20, 0),
     ([(1, 40), (1, 300)], 1, 16, 0),
-    ([(1, 300), (1, 513), (1, 777)], 256, 256, 0),
+    ([(1, 300), (1, 513)], 256, 256, 0),
     ([(1, 300), (1, 777)], 32, 257, 0),
     ([(3, 40), (8, 270), (5, 530)], 16, 33, 0),
     ([(3, 40), (8, 270), (5, 530)], 16, 33, 99),
@@ -183,7 +183,7 @@ def test_all_parts_empty_but_one() -> None:
 
 @with_triton
 @pytest.mark.parametrize("attend", WAYS)
-@pytest.mark.parametrize("lens", [[(1, 40), (1, 600), (2, 300)], [(6, 6), (40, 300), (33, 64)]], ids=str)
+@pytest.mark.parametrize("lens", [[(1, 40), (1, 600), (2, 300)], [(6, 6), (20, 100), (18, 64)]], ids=str)
 def test_alone_or_among_others_bitwise(lens: list[tuple[int, int]], attend: Attend) -> None:
     step, sinks = Step(lens, 16, 1, 3, 64, torch.float32), some_sinks(3)
     together = attend(step, 50, sinks).split([n for n, _ in lens])
@@ -253,10 +253,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def save(name: str, folder: Path) -> Any:
+def save(name: str, folder: Path, **changes: Any) -> Any:
     """A small model, its sinks where a head's softmax feels them."""
     kind, options = MODELS[name]
-    model = save_family(kind, folder, **options)
+    model = save_family(kind, folder, **options | changes)
     for weight_name, weight in model.named_parameters():
         if "sinks" in weight_name:
             torch.nn.init.normal_(weight, 2.0, 1.0)
@@ -286,10 +286,10 @@ def test_chunks_of_seven_and_thirty_two_at_once(tmp_path: Path) -> None:
 
 @with_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
-@pytest.mark.parametrize("name", ["gpt-oss", "Qwen2"])
-def test_kernels_in_the_interpreter_equal_transformers(name: str, tmp_path: Path) -> None:
-    model = save(name, tmp_path)
-    few, prompts = replace(GREEDY, max_tokens=4), [make_prompts()[n] for n in (1, 4)]
+@pytest.mark.skipif(not find_spec("atom_mini.families.grouped"), reason="no kernel for the experts")
+def test_kernels_in_the_interpreter_equal_transformers(tmp_path: Path) -> None:
+    model = save("gpt-oss", tmp_path, num_hidden_layers=2)
+    few, prompts = replace(GREEDY, max_tokens=3), [make_prompts()[n] for n in (1, 4)]
     with LLM(str(tmp_path), device="cpu", attention="triton", **TIGHT) as llm, recorded(llm) as recorder:
         outs = llm.generate(prompts, few, use_tqdm=False)
     sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
@@ -314,7 +314,7 @@ def route_over_all(logits: Tensor, routing: Any, correction: Any = None) -> tupl
     return ROUTE(logits, type(routing)(**vars(routing) | {"scoring": "softmax"}))
 
 
-READ_TURNED, ROUTE = windows.read_turned, mixture.route
+READ_TURNED, ROUTE, ACTIVATE = windows.read_turned, mixture.route, mixture.activate
 ATTEND: dict[str, Attend] = {
     "no sinks": lambda *args, window, sinks: windowed_attention(*args, window),
     "sinks twice": lambda *args, window, sinks: windowed_attention(*args, window, sinks + math.log(2)),
@@ -322,7 +322,7 @@ ATTEND: dict[str, Attend] = {
     "one key less": window_off(-1),
 }
 MISTAKES = {name: (windows, "windowed_attention", attend) for name, attend in ATTEND.items()}
-MISTAKES["plain SwiGLU"] = (mixture.MixtureMLP, "activate", lambda self, x: self.ops.silu_and_mul(x))
+MISTAKES["plain SwiGLU"] = (mixture, "activate", lambda gate_up, limit: ACTIVATE(gate_up))
 MISTAKES["halves, not turns"] = (windows, "read_turned", read_halves)
 MISTAKES["softmax over all"] = (mixture, "route", route_over_all)
 
@@ -422,11 +422,11 @@ def test_replays_equal_eager_steps(tmp_path: Path) -> None:
         from recording import load_recorded_graph
 
         record = load_recorded_graph()
-    runner = graphs.GraphRunner(graphs.make_config(tmp_path), record)
+    runner = graphs.GraphRunner(graphs.make_config(tmp_path, max_num_seqs=2), record)
     counts, wishes = graphs.count_replays(runner), [{}, {"temperature": 0.9}]
-    replayed, _ = graphs.run(runner, wishes, max_tokens=7)
-    eager, _ = graphs.run(graphs.plain_runner(tmp_path), wishes, max_tokens=7)
-    assert replayed == eager and sum(counts.values()) > 5
+    replayed, _ = graphs.run(runner, wishes, max_tokens=5)
+    eager, _ = graphs.run(graphs.plain_runner(tmp_path), wishes, max_tokens=5)
+    assert replayed == eager and sum(counts.values()) > 3
 
 
 @with_triton
@@ -437,7 +437,7 @@ def test_compiles_without_spills(target: str) -> None:
 
     result = run(f"""
 torch, result = tool.torch, {{}}
-for heads, kv_heads, dim, window in ((64, 8, 64, 128), (64, 8, 64, 0), (32, 8, 128, 4096)):
+for heads, kv_heads, dim, window in ((64, 8, 64, 128), (32, 8, 128, 4096)):
     shape = tool.Shape("", heads, kv_heads, dim, 2880, 2880, 32000, False)
     for phase in ("decode", "prefill"):
         def launch():
@@ -450,4 +450,4 @@ for heads, kv_heads, dim, window in ((64, 8, 64, 128), (64, 8, 64, 0), (32, 8, 1
         rows = tool.compile_case({target!r}, name, launch)
         result[name] = [fault for row in rows for fault in tool.faults(row)]
 """)
-    assert len(result) == 6 and not any(result.values()), result
+    assert len(result) == 4 and not any(result.values()), result
