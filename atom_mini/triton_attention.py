@@ -165,7 +165,7 @@ def _attend(
 # %% ../nbs/10_triton_attention.ipynb #727f687f
 @triton.jit
 def _sink(sink_ptr, top):
-    """The weight of a sink's logit, as that of a key where `top` is the largest score."""
+    """The weight of a sink, as that of a key where `top` is the largest score."""
     return tl.exp2(tl.load(sink_ptr).to(tl.float32) * 1.4426950408889634 - top)
 
 # %% ../nbs/10_triton_attention.ipynb #e7fa7a93
@@ -205,7 +205,7 @@ def paged_attention_kernel(
             q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride,
             plan_ptr + table, scale, D, S, KEYS, True, 1, PRODUCT, WINDOW,
         )
-        if sink_ptr is not None:  # one key more, of value 0; the merge adds it where keys are cut
+        if sink_ptr is not None:  # one key more, of value 0; or the merge adds it
             total += tl.where(partial < 0, _sink(sink_ptr + head, top), 0.0)
         acc = acc / tl.maximum(total, 1e-30)[:, None]
         if partial < 0:
@@ -336,8 +336,8 @@ class PagedAttention:
         return AttentionPlan(np.zeros(size, np.int32), True, items, cut, cut * splits)
 
     def __call__(
-        self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float,
-        window: int = 0, sinks: Tensor | None = None,
+        self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan,
+        scale: float, window: int = 0, sinks: Tensor | None = None,
     ) -> Tensor:
         """`reference_attention` in one launch, or two where keys are cut: `q` [T, H, D]
         -> [T, H, D]. `plan.data` is on the device. `window`: the keys that a query sees (0:
