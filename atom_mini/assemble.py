@@ -47,6 +47,7 @@ WITH_TORCH = {  # attached when an engine is made
     "refinements.rope_scaling": "RopeScaling",
     "refinements.launcher": "Launching",
     "systems.spyre_runner": "Rectangles",
+    "families.quantised": "Quantised",  # last: for all families above
 }
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b
