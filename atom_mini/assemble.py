@@ -41,12 +41,14 @@ PARTS = {
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
     "speculation.verify": "Speculation",
+    "families.records": "FamilyNames",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.launcher": "Launching",
     "systems.spyre_runner": "Rectangles",
+    "families.mixture": "Mixtures",
     "families.quantised": "Quantised",  # last: for all families above
 }
 

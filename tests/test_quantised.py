@@ -131,7 +131,6 @@ def test_fp8_formula(shape: tuple[int, int], kind: torch.dtype) -> None:
     before, grid = packed.clone(), grid.to(kind)
     ours = dequantise_fp8(packed, grid)
     assert ours.dtype == torch.float32 and ours.equal(plain_fp8(packed, grid))
-    assert dequantise_fp8(packed, grid, dtype=torch.bfloat16).equal(ours.bfloat16())
     assert packed.view(torch.uint8).equal(before.view(torch.uint8))
 
 
@@ -186,7 +185,7 @@ def logits(folder: Path) -> Tensor:
     """Ours [30, vocabulary], through the engine."""
     with LLM(str(folder), device="cpu", num_kvcache_blocks=8) as llm, recorded(llm) as recorder:
         llm.generate([IDS], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-    return torch.stack([recorder.every[0, i] for i in range(len(IDS))])
+    return torch.stack([row for (_, i), row in sorted(recorder.every.items()) if i < len(IDS)])
 
 
 @pytest.mark.parametrize(
@@ -260,7 +259,7 @@ REFUSED = {
     "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},
     "None": {"bits": 8},
     "weight_block_size=None": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-    "activation_scheme='static'": FP8 | {"activation_scheme": "static"},
+    "activation_scheme=static": FP8 | {"activation_scheme": "static"},
 }
 
 
@@ -274,7 +273,7 @@ def test_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(atom_mini.loading, "safe_open", lambda *a, **k: opened.append(a))
     with pytest.raises(ValueError) as error:
         LLM(str(folder), device="cpu", num_kvcache_blocks=8)
-    assert name in str(error.value) and "16 bits" in str(error.value) and not opened
+    assert name in str(error.value) and "in 16 bits" in str(error.value) and not opened
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_rest_of_the_config_is_still_checked(changes: dict[str, Any], tmp_path: Path) -> None:
     packed, _, _ = quantise(tmp_path)
     edit_json(packed / "config.json", layer_types=None, **changes)
-    with pytest.raises(ValueError, match="gelu|sliding"):
+    with pytest.raises(ValueError, match=r"gelu|sliding"):
         logits(packed)
 
 
@@ -296,11 +295,10 @@ def test_checking_changes_no_config(tmp_path: Path) -> None:
 
 def test_peak_memory(tmp_path: Path) -> None:
     """Beside the weights, no more than a tensor or two at a time. The process loads nothing else."""
-    shape = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24}
-    packed, _, _ = quantise(tmp_path, **shape, head_dim=64, num_attention_heads=8, num_key_value_heads=4)
-    for dtype in ("float32", "bfloat16"):
-        measured = measure_loading(packed, dtype)
-        assert measured["peak"] < 1.1 * measured["weights"] + 40 * 2**20, measured
+    shape = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 512}
+    packed, _, _ = quantise(tmp_path, **shape | {"num_hidden_layers": 24, "head_dim": 64})
+    measured = measure_loading(packed)
+    assert measured["peak"] < 1.1 * measured["weights"], measured
 
 
 def test_speed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -376,7 +374,7 @@ def test_blocks_without_scales(experts: tuple) -> None:
     alone = {name: read for name, read in readers.items() if not name.endswith("_scales")}
     adapted = adapt_quantised(alone, As(MXFP4))
     assert f"{NAME}_blocks" in adapted
-    with pytest.raises(ValueError, match="no scales"):
+    with pytest.raises(ValueError, match="without scales"):
         adapted[f"{NAME}_blocks"]()
     alone = {name: read for name, read in readers.items() if not name.endswith("_blocks")}
     with pytest.raises(ValueError, match=f"{NAME}_scales"):
