@@ -220,16 +220,16 @@ def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> N
     torch.testing.assert_close(ours, reference_logits(model, IDS), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("error", ["transposed", "inverse", "none", "by shape"])
+@pytest.mark.parametrize("error", ["transposed", "inverse", "none", "size by shape"])
 def test_planted_errors_in_a_checkpoint(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the comparison above would see."""
-    packed, _, model = quantise(tmp_path, hidden_size=256, intermediate_size=256, num_attention_heads=8)
+    packed, _, model = quantise(tmp_path, num_attention_heads=8)  # q_proj: 2 x 2 squares
     right = dequantise_fp8
     wrong: dict[str, Callable[..., Tensor]] = {
         "transposed": lambda w, s, b: right(w, s.T.contiguous() if s.shape[0] == s.shape[1] else s, b),
         "inverse": lambda w, s, b: right(w, 1 / s, b),
         "none": lambda w, s, b: right(w, torch.ones_like(s), b),
-        "by shape": lambda w, s, b: right(w, s.flip(0), b),
+        "size by shape": lambda w, s, b: right(w, s, [-(-n // k) for n, k in zip(w.shape, s.shape, strict=True)]),
     }
     assert (logits(packed) - reference_logits(model, IDS)).abs().max() < 1e-4
     monkeypatch.setattr(quantised, "dequantise_fp8", wrong[error])
