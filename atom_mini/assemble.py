@@ -50,6 +50,7 @@ WITH_TORCH = {  # attached when an engine is made
     "systems.spyre_runner": "Rectangles",
     "families.mixture": "Mixtures",
     "families.windows": "SinksAndWindows",
+    "families.quantised": "Quantised",
 }
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b

@@ -397,8 +397,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     options = {"scheduler": "spyre", "max_model_len": 128, "max_num_batched_tokens": 512}
     with pytest.raises(ValueError, match=r"scheduler='spyre' lacks sinks, windows"):
         LLM(str(tmp_path), device="cpu", **options)
-    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(ValueError):
+    edit_json(tmp_path / "config.json", hidden_act="gelu")
+    with pytest.raises(ValueError, match="hidden_act='gelu' is not supported"):
         LLM(str(tmp_path), device="cpu")
 
 
