@@ -64,23 +64,27 @@ def route(
 
 # %% ../../nbs/61_mixture.ipynb #bfc5c6cf
 class ExpertLinear(Linear):
-    """A matrix per expert, [count * rows, size]: `parts` (name -> rows) of each."""
+    """A matrix per expert, [count * rows, size]: `parts` (name -> rows) of each.
+
+    `stays`: as it is, for a kernel that reads all experts.
+    """
 
     def __init__(
-        self, size: int, count: int, parts: dict[str, int], bias: bool = False
-    ) -> None:
+        self, size: int, count: int, parts: dict[str, int], bias: bool = False,
+        stays: bool = False,
+    ) -> None:  # fmt: skip
         names = {f"experts.{e}.{n}": r for e in range(count) for n, r in parts.items()}
         super().__init__(size, names, bias)
-        self.count = count
+        self.count, self.stays = count, stays
         self.packed: list[Tensor] = []
 
-    def stacked(self) -> tuple[Tensor, Tensor | None]:
+    def stacked(self) -> tuple[Any, Tensor | None]:
         """Weights [E, rows, size] and biases [E, rows], as views."""
         weight = self.weight.unflatten(0, (self.count, -1))
         return weight, None if self.bias is None else self.bias.view(self.count, -1)
 
     def pack(self) -> None:
-        if uses_onednn(self.weight):
+        if uses_onednn(self.weight) and not self.stays:
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self.packed = [reorder(w.contiguous(), 32) for w in self.stacked()[0]]
             self.weight = unfilled(self.count, 0)
@@ -117,6 +121,8 @@ def activate(gate_up: Tensor, limit: float = 0.0) -> Tensor:
 class MixtureMLP(nn.Module):
     """The chosen experts and the shared one: x [T, hidden] -> [T, hidden]."""
 
+    linear: type[ExpertLinear] = ExpertLinear  # what holds the experts
+
     def __init__(self, cfg: Any, ops: TorchOps) -> None:
         super().__init__()
         experts, self.routing, self.ops = read_experts(cfg), read_routing(cfg), ops
@@ -128,8 +134,9 @@ class MixtureMLP(nn.Module):
             zeros = torch.zeros(count, dtype=torch.float32)
             self.correction = nn.Parameter(zeros, requires_grad=False)
         parts = {"gate_proj": experts.width, "up_proj": experts.width}
-        self.gate_up = ExpertLinear(size, count, parts, biased)
-        self.down = ExpertLinear(experts.width, count, {"down_proj": size}, biased)
+        self.gate_up = self.linear(size, count, parts, biased, callable(ops))
+        parts = {"down_proj": size}
+        self.down = self.linear(experts.width, count, parts, biased, callable(ops))
         self.shared = MLP(cfg, ops, experts.shared) if experts.shared else None
         gate = Linear(size, {"shared_expert_gate": 1}) if experts.is_gated else None
         self.shared_gate, self.limit = gate, experts.limit

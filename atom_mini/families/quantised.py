@@ -6,23 +6,27 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-import atom_mini.families.windows  # noqa: F401 - its kinds are entered first
 from ..checkpoint import require
 from ..config import Variant
-from ..models import FAMILIES, Dense, Readers
+from .mixture import ExpertLinear, MixtureMLP
+from .windows import FUSED  # and its kinds are entered before ours
+from ..models import FAMILIES, Dense, Readers, TorchOps
 
 # %% auto #0
-__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'log', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
-           'check_quantised', 'read_plain', 'Speed', 'adapt_quantised', 'Stored', 'Quantised']
+__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'log', 'PACKED', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
+           'check_quantised', 'read_plain', 'Speed', 'adapt_quantised', 'Stored', 'Quantised', 'PackedExperts',
+           'read_rows', 'keep_packed', 'PackedMLP', 'stays_packed', 'StaysPacked']
 
 # %% ../../nbs/64_quantised_files.ipynb #e09fc83a
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -161,3 +165,78 @@ class Quantised(Variant):
 
 for kind in {"llama", "qwen2", "qwen3", *FAMILIES}:
     FAMILIES[kind] = type("Stored", (Stored, FAMILIES.get(kind, Dense)), {})
+
+# %% ../../nbs/64_quantised_files.ipynb #b237560b
+class PackedExperts(ExpertLinear):
+    """An `ExpertLinear` in MXFP4: blocks [count * rows, size / 2] and scales [count *
+    rows, size / 32], both uint8, as the file has them."""
+
+    def __init__(
+        self, size: int, count: int, parts: dict[str, int], bias: bool = False,
+        stays: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(size // 32, count, parts, bias, stays)  # for its names
+        self.weight, self.scales = (self._bytes(size // n) for n in (2, 32))
+
+    def _bytes(self, columns: int) -> nn.Parameter:
+        data = torch.empty(len(self.weight), columns, dtype=torch.uint8)
+        return nn.Parameter(data, requires_grad=False)
+
+    def stacked(self) -> tuple[Any, Tensor | None]:
+        """((blocks, scales), each [E, rows, ...], biases [E, rows])."""
+        blocks, bias = super().stacked()
+        return (blocks, self.scales.unflatten(0, (self.count, -1))), bias
+
+# %% ../../nbs/64_quantised_files.ipynb #7cf87a58
+def read_rows(read: Any, e: int, count: int, rows: slice) -> Tensor:
+    """Some rows of expert `e` of blocks [count, all rows, G, 16] or scales [count, all
+    rows, G], each in one piece. The last one's end where the tensor does."""
+    which = slice(e, e + 1 if e + 1 < count else None)
+    return read(part=which)[:, rows].flatten(2).flatten(0, 1)
+
+# %% ../../nbs/64_quantised_files.ipynb #90dc18ab
+PACKED = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj)_(blocks|scales)")
+
+
+def keep_packed(readers: Readers, count: int) -> Readers:
+    """Of experts in MXFP4 a reader per expert and part, named as in `PackedExperts`."""
+    packed = Readers()
+    for match in filter(None, map(PACKED.fullmatch, readers)):
+        read, (where, fused, kind) = readers[match[0]], match.groups()
+        ours, parts = {"blocks": "weight"}.get(kind, kind), FUSED[fused]
+        for (i, part), e in product(enumerate(parts), range(count)):
+            reader = partial(read_rows, read, e, count, slice(i, None, len(parts)))
+            packed[f"{where}.{e}.{part}.{ours}"] = reader
+    return packed
+
+# %% ../../nbs/64_quantised_files.ipynb #fea477be
+class PackedMLP(MixtureMLP):
+    """A `MixtureMLP` whose experts stay in MXFP4."""
+
+    linear = PackedExperts
+
+
+def stays_packed(cfg: Any, ops: TorchOps) -> bool:
+    """Whether a layer made now has packed experts."""
+    how = getattr(cfg, "quantization_config", None) or {}
+    is_half = torch.get_default_dtype().itemsize == 2
+    return how.get("quant_method") == "mxfp4" and is_half and callable(ops)
+
+# %% ../../nbs/64_quantised_files.ipynb #59744b8d
+class StaysPacked(Dense):
+    """Stands before gpt-oss, and leaves its experts packed where `stays_packed`."""
+
+    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
+        self.cfg.is_packed = stays_packed(self.cfg, ops)  # for `adapt`
+        if self.cfg.is_packed:
+            return PackedMLP(self.cfg, ops)
+        return super().mlp(layer, ops)
+
+    def adapt(self, readers: Readers) -> Readers:
+        if not getattr(self.cfg, "is_packed", False):
+            return super().adapt(readers)
+        rest = {n: read for n, read in readers.items() if not PACKED.fullmatch(n)}
+        return keep_packed(readers, self.cfg.num_local_experts) | super().adapt(rest)
+
+
+FAMILIES["gpt_oss"] = type("StaysPacked", (StaysPacked, FAMILIES["gpt_oss"]), {})
