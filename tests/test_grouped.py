@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import recorded, save_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
+from atom_mini import LLM, SamplingParams
 from atom_mini.families import grouped
 from atom_mini.families.grouped import sort_pairs
-from atom_mini.families.mixture import activate, loop_over_experts
+from atom_mini.families.mixture import ExpertLinear, activate, loop_over_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -104,7 +106,8 @@ def test_the_loop_and_the_definition_agree(limit: float) -> None:
     torch.testing.assert_close(loop, layer.wanted())
 
 
-CASES = [(tokens, dtype) for tokens in (1, 5, 70) for dtype in DTYPES] + [(300, torch.bfloat16)]
+CASES = [(tokens, dtype) for tokens in (1, 5) for dtype in DTYPES]
+CASES += [(70, torch.float32), (70, torch.float16), (300, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), CASES, ids=str)
@@ -248,6 +251,17 @@ def test_packed_weights_are_not_for_float32() -> None:
         layer.run()
 
 
+def test_matrices_of_another_size_are_refused() -> None:
+    """Not read beyond their ends; the same for packed ones, whose rows look half as long."""
+    layer = Layer(3, 2, 64, 32, dtype=torch.float16)
+    layer.mats[1] = layer.mats[1][..., :0]
+    with pytest.raises(ValueError, match="a row of x has 32 numbers, one of the experts' 0"):
+        layer.run()
+    layer.mats[0] = pack(E, 64, 96)
+    with pytest.raises(ValueError, match="a row of x has 64 numbers, one of the experts' 96"):
+        layer.run()
+
+
 def far_product(module: ModuleType = grouped) -> float:
     """The error of a product with an expert that begins 2**32 numbers after the first, which is NaN.
 
@@ -366,3 +380,15 @@ def test_full_size_in_a_graph(packed: bool) -> None:
         wanted, rows = layer.wanted(), [i for i in range(tokens) if i != tokens // 2]
         assert not out[tokens // 2].any()
         assert not rows or relative_error(out[rows], wanted[rows]) < 1e-2
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for CPUs; with a GPU the kernels are the default")
+def test_an_engine_computes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small Qwen3-MoE, all kernels in the interpreter: transformers' logits, in a prefill and in decodes."""
+    monkeypatch.setattr(ExpertLinear, "pack", lambda self: None)  # for oneDNN: the kernels want plain matrices
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    model = save_family("qwen3_moe", tmp_path, head_dim=32, num_hidden_layers=2, **shape)
+    with LLM(str(tmp_path), device="cpu", attention="triton", num_kvcache_blocks=16) as llm, recorded(llm) as recorder:
+        outs = llm.generate([[5, 6, 7, 8], [9, 10]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+    assert max(recorder.errors(model, sequences).values()) < 1e-4
