@@ -1,4 +1,4 @@
-"""The product with the chosen experts: the grouped kernel against its definition and against the loop of chapter 61."""
+"""The product with the chosen experts: the grouped kernel against its definition, and that against the loop."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ CASES += [(70, torch.float32), (70, torch.float16), (300, torch.bfloat16)]
 
 @pytest.mark.parametrize(("tokens", "dtype"), CASES, ids=str)
 def test_grouped(tokens: int, dtype: torch.dtype) -> None:
-    """Decodes and prompts, in small tiles and (70 tokens with 8 experts, 300) in large ones; nothing unwritten shows."""
+    """Decodes and prompts, in small tiles and (70 tokens with 8 experts, 300) in large ones."""
     is_odd = tokens % 2 == 1
     layer = Layer(tokens, 8 if tokens == 70 else 2, biased=not is_odd, limit=float(is_odd), dtype=dtype)
     before = [t.clone() for t in (layer.x, layer.ids, layer.weights)]
@@ -357,7 +357,7 @@ def test_without_a_mistake(error: Callable[[ModuleType], float]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_full_size_in_a_graph(packed: bool) -> None:
-    """A layer as in Qwen3-30B-A3B, or packed as in gpt-oss-20b, recorded once and replayed with other tokens and ids."""
+    """A layer as in Qwen3-30B-A3B, or packed as in gpt-oss-20b, recorded once, replayed with other ids."""
     experts, k, hidden, inner, dtype = (
         (32, 4, 2880, 2880, torch.bfloat16) if packed else (128, 8, 2048, 768, torch.bfloat16)
     )
