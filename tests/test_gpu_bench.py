@@ -102,6 +102,8 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     assert len(parts["kernels"]["decode_attention"]) == len(parts["kernels"]["prefill_attention"]) == 2
     assert len(parts["kernels"]["small_kernels"]) == 8
     assert all(row["microseconds"] > 0 for row in parts["kernels"]["small_kernels"].values())
+    assert set(parts["kernels"]["experts"]) == {"toy batch 3", "toy, packed batch 3"}
+    assert all(row["microseconds"] > 0 < row["experts_hit"] <= 6 for row in parts["kernels"]["experts"].values())
     assert {"ms", "roofline_ms", "of_roofline"} <= set(parts["mixtures"]["toy mixture"]["decode batch 2"])
     steps = parts["steps"]["toy"]
     assert {"ms", "roofline_ms", "of_roofline", "tokens_per_second", "host_ms"} <= set(
