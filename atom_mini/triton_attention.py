@@ -72,7 +72,7 @@ def cut_keys(tiles: np.ndarray, is_decode: bool) -> tuple[np.ndarray, np.ndarray
 @dataclass
 class AttentionPlan:
     """A step's attention as work items. `data` int32: a header of 8 (items, merges,
-    where items begin), merges, items, block tables.
+    where items begin, query rows), merges, items, block tables.
 
     An item is 8 numbers: first query row, query tokens, position of the first, where
     its block table begins, first key, end of keys, row in the partial results (-1:
@@ -96,7 +96,7 @@ def plan_attention(
     items, merges = cut_keys(tiles, is_decode)
     items_at = 8 + merges.size
     items[:, 3] += items_at + items.size
-    header = [len(items), len(merges), items_at, 0, 0, 0, 0, 0]
+    header = [len(items), len(merges), items_at, int(query_lens.sum()), 0, 0, 0, 0]
     pieces = header, merges.ravel(), items.ravel(), block_tables.ravel()
     data = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
     num_partials = int(merges[:, 3].sum())

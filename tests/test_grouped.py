@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py h
 from atom_mini import LLM, SamplingParams
 from atom_mini.families import grouped
 from atom_mini.families.grouped import sort_pairs
-from atom_mini.families.mixture import ExpertLinear, activate, loop_over_experts
+from atom_mini.families.mixture import activate, loop_over_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -383,9 +383,8 @@ def test_full_size_in_a_graph(packed: bool) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for CPUs; with a GPU the kernels are the default")
-def test_an_engine_computes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_computes_with_it(tmp_path: Path) -> None:
     """A small Qwen3-MoE, all kernels in the interpreter: transformers' logits, in a prefill and in decodes."""
-    monkeypatch.setattr(ExpertLinear, "pack", lambda self: None)  # for oneDNN: the kernels want plain matrices
     shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     model = save_family("qwen3_moe", tmp_path, head_dim=32, num_hidden_layers=2, **shape)
     with LLM(str(tmp_path), device="cpu", attention="triton", num_kvcache_blocks=16) as llm, recorded(llm) as recorder:

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -423,13 +424,11 @@ def test_tiny_in_fp8(tmp_path: Path) -> None:
     assert len(out.token_ids) == 24 and out.text.startswith(" there was a")
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
-    """Experts in MXFP4: the logits of the same experts stored whole, exactly, and transformers' to 1e-4."""
-    if "gpt_oss" not in FAMILIES:
-        pytest.skip("gpt-oss is not in the house")
+def save_gpt_oss(tmp_path: Path, **options: int) -> tuple[Path, Path]:
+    """Two checkpoints of the same numbers, the experts whole and in MXFP4."""
     whole, packed = tmp_path / "whole", tmp_path / "mxfp4"
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
-    save_family("gpt_oss", whole, **sizes)
+    save_family("gpt_oss", whole, **sizes | options)
     shutil.copytree(whole, packed)
     tensors, g = load_file(whole / "model.safetensors"), torch.Generator().manual_seed(0)
     small = dict(tensors)
@@ -444,7 +443,35 @@ def test_gpt_oss(tmp_path: Path) -> None:
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     save_file(small, packed / "model.safetensors", {"format": "pt"})
     edit_json(packed / "config.json", quantization_config=MXFP4)
+    return whole, packed
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Experts in MXFP4: the logits of the same experts stored whole, exactly, and transformers' to 1e-4."""
+    whole, packed = save_gpt_oss(tmp_path)
     ours = logits(packed)
     assert ours.equal(logits(whole))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(whole, attn_implementation="eager").eval()
     torch.testing.assert_close(ours, reference_logits(theirs, IDS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+def test_gpt_oss_stays_packed(tmp_path: Path) -> None:
+    """With a kernel that reads MXFP4 the experts stay as they are in the file; the logits are those of whole ones."""
+    found, rooms = [], {"device": "cpu", "attention": "triton", "dtype": "bfloat16", "num_kvcache_blocks": 8}
+    for folder in save_gpt_oss(tmp_path, num_hidden_layers=2):
+        with LLM(str(folder), **rooms) as llm, recorded(llm) as recorder:  # type: ignore[arg-type]
+            llm.generate([IDS[:9]], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+            model: Any = llm.engine_core.runner.model  # type: ignore[attr-defined]
+        found.append(([row for _, row in sorted(recorder.every.items())], model))
+    (whole, plain), (packed, small) = found
+    spread = torch.stack(whole).std()
+    assert spread > 0.5 and (torch.stack(whole) - torch.stack(packed)).abs().max() < 0.02 * spread
+    sizes = [sum(w.nbytes for w in m.model.layers[0].mlp.gate_up.parameters() if w.dim() > 1) for m in (plain, small)]
+    assert sizes[1] == sizes[0] * 4.25 / 16
+    again = {n: w for n, w in small.named_parameters() if n.endswith("mlp.down.weight")}
+    stored = load_file(tmp_path / "mxfp4" / "model.safetensors")
+    for name, weight in again.items():
+        blocks = stored[name.replace("mlp.down.weight", "mlp.experts.down_proj_blocks")]
+        assert weight.equal(blocks.flatten(2).flatten(0, 1))

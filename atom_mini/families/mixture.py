@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..attention import get_forward_context
 from ..checkpoint import require
 from ..config import Variant
 from atom_mini.families.records import (
@@ -149,8 +150,11 @@ class MixtureMLP(nn.Module):
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
         if not callable(self.ops):
             return loop_over_experts(x, ids, weights, self.expert)
-        (gate_up, bias), (down, down_bias) = self.gate_up.stacked(), self.down.stacked()
         kernels = import_module("atom_mini.families.grouped")  # chapter 62: needs Triton
+        (gate_up, bias), (down, down_bias) = self.gate_up.stacked(), self.down.stacked()
+        num_rows = get_forward_context().plan.data[3]  # the others fill up a graph's batch
+        is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
+        ids = torch.where(is_real, ids, self.gate_up.count)  # nobody's
         args = x, ids, weights, gate_up, down, bias, down_bias
         return kernels.grouped_experts(*args, self.limit)
 
