@@ -41,12 +41,14 @@ PARTS = {
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
     "speculation.verify": "Speculation",
+    "families.records": "FamilyNames",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.launcher": "Launching",
     "systems.spyre_runner": "Rectangles",
+    "families.mixture": "Mixtures",
 }
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b

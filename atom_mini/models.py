@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +154,8 @@ def head_dim(cfg: Any) -> int:
     return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
 
 # %% ../nbs/06a_models.ipynb #08e65d9e
-class Heads(NamedTuple):
+@dataclass(frozen=True)
+class Heads:
     """How one kind's attention differs from another's."""
 
     bias: bool = False  # on q, k, v
@@ -194,8 +196,12 @@ class SelfAttention(nn.Module):
         if self.is_normed:
             self.q_norm, self.k_norm = (RMSNorm(dim, self.eps, ops) for _ in "qk")
 
+    def project(self, x: Tensor) -> Tensor:
+        """q, k and v [T, H + 2K, D] of x [T, hidden], not yet normed or turned."""
+        return self.qkv(x).view(len(x), -1, self.head_dim)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        qkv = self.project(x)
         norm = (self.q_norm.weight, self.k_norm.weight) if self.is_normed else None
         cache, slots = self.attn.kv_cache, get_forward_context().slot_mapping
         q = self.ops.rotate_and_store(qkv, norm, self.eps, cos, sin, cache, slots)
@@ -205,9 +211,9 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
+    def __init__(self, cfg: Any, ops: TorchOps, size: int = 0) -> None:
         super().__init__()
-        size, bias = cfg.intermediate_size, getattr(cfg, "mlp_bias", False)
+        size, bias = size or cfg.intermediate_size, getattr(cfg, "mlp_bias", False)
         parts = {"gate_proj": size, "up_proj": size}
         self.gate_up = Linear(cfg.hidden_size, parts, bias)
         self.down = Linear(size, {"down_proj": cfg.hidden_size}, bias)
