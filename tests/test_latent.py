@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,20 @@ import checkpoints
 import pytest
 import torch
 import transformers
-from checkpoints import Recorder, recorded, save_checkpoint
+from checkpoints import Recorder, random_model, recorded
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import atom_mini.families.latent as latent
-from atom_mini import LLM, SamplingParams, checkpoint
+from atom_mini import LLM, SamplingParams
 from atom_mini.attention import plain_attention, reset_forward_context, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, TorchOps, family_of, rotate
 
-KINDS = {
-    "deepseek_v2": (transformers.DeepseekV2Config, "DeepseekV2ForCausalLM"),
-    "deepseek_v3": (transformers.DeepseekV3Config, "DeepseekV3ForCausalLM"),
-    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, "Glm4MoeLiteForCausalLM"),
+KINDS: dict[str, Any] = {
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
 }
 SMALL: dict[str, Any] = {
     "kv_lora_rank": 32,
@@ -32,16 +35,23 @@ SMALL: dict[str, Any] = {
     "v_head_dim": 32,
     "num_key_value_heads": 4,
     "initializer_range": 0.2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
 }
+GROUPS = {"n_group": 4, "topk_group": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-V2 = SMALL | {"first_k_dense_replace": 3, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
-V3 = SMALL | {"first_k_dense_replace": 3, "q_lora_rank": 24, "rope_parameters": YARN | {"mscale_all_dim": 1.0}}
-GLM = SMALL | {"mlp_layer_types": ["dense"] * 3, "q_lora_rank": 24, "v_head_dim": 48}
+V2 = SMALL | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
+V3 = SMALL | {"q_lora_rank": 24, "rope_parameters": YARN | {"mscale_all_dim": 1.0}}
+GLM = SMALL | {"q_lora_rank": 24, "v_head_dim": 48}
+LIMITED = {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "V2-Lite": ("deepseek_v2", V2 | {"q_lora_rank": None}),
-    "V2, biases": ("deepseek_v2", V2 | {"q_lora_rank": 24, "attention_bias": True, "mlp_bias": True}),
-    "V3": ("deepseek_v3", V3),
-    "V3, halves": ("deepseek_v3", V3 | {"rope_interleave": False, "q_lora_rank": None}),
+    "V2, groups, biases": ("deepseek_v2", V2 | GROUPS | LIMITED | {"q_lora_rank": 24, "attention_bias": True}),
+    "V3": ("deepseek_v3", V3 | GROUPS),
+    "V3, halves, no groups": ("deepseek_v3", V3 | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
+    "V3, dense, no query rank": ("deepseek_v3", V3 | {"first_k_dense_replace": 3, "q_lora_rank": None}),
     "GLM-4.7-Flash": ("glm4_moe_lite", GLM | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
 }
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -52,9 +62,18 @@ TIGHT = {"kv_cache_block_size": 4, "num_kvcache_blocks": 36, "max_num_batched_to
 
 @pytest.fixture(autouse=True)
 def small_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, (config, _) in KINDS.items():
+    for kind, config in KINDS.items():
         monkeypatch.setitem(checkpoints.CONFIGS, kind, config)
-    monkeypatch.setattr(checkpoint, "SUPPORTED_ARCHITECTURES", [name for _, name in KINDS.values()])
+
+
+def save_mixture(kind: str, folder: Path, **options: Any) -> Any:
+    """A `save_checkpoint` whose routers differ from expert to expert, the correction bias included."""
+    model = random_model(kind, **options)
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("mlp.gate.weight", "e_score_correction_bias", "gate_up_proj", "down_proj")):
+            torch.nn.init.normal_(value, std=0.1 if "bias" in name else 0.2)
+    model.save_pretrained(folder)
+    return model
 
 
 def make_prompts() -> list[list[int]]:
@@ -76,7 +95,7 @@ def generate(folder: Path, prompts: list[list[int]], **engine: Any) -> tuple[Rec
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     """Whole prefills, chunks of 7, decodes of five and of one, prefix hits, preempted and resumed."""
     kind, options = CASES[case]
-    model = save_checkpoint(kind, tmp_path, **options)
+    model = save_mixture(kind, tmp_path, **options)
     texts = []
     for engine in (ROOMY, SEVENS, TIGHT):
         recorder, sequences, llm = generate(tmp_path, make_prompts(), **engine)
@@ -95,7 +114,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
 def test_alone_and_among_32(tmp_path: Path) -> None:
     """The same logits to 1e-4, and the same tokens, in a batch of 32 and alone."""
     kind, options = CASES["V2-Lite"]
-    model = save_checkpoint(kind, tmp_path, **options)
+    model = save_mixture(kind, tmp_path, **options)
     rng = random.Random(1)
     prompts = [[rng.randrange(300) for _ in range(rng.randint(1, 70))] for _ in range(32)]
     recorder, many, _ = generate(tmp_path, prompts, **ROOMY)
@@ -109,7 +128,7 @@ def test_alone_and_among_32(tmp_path: Path) -> None:
 def test_prefix_hits(tmp_path: Path) -> None:
     """Latents of a cached prefix serve another request, through hashes and through the radix tree."""
     kind, options = CASES["V3"]
-    model = save_checkpoint(kind, tmp_path, **options)
+    model = save_mixture(kind, tmp_path, **options)
     for cache in ("hash", "radix"):
         with LLM(str(tmp_path), device="cpu", kv_cache_block_size=4, num_kvcache_blocks=90, prefix_cache=cache) as llm:
             llm.generate(make_prompts()[0], GREEDY, use_tqdm=False)
@@ -132,7 +151,7 @@ def test_prefix_hits(tmp_path: Path) -> None:
 def test_other_rooms_say_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     """Overlap, drafts (several queries per sequence) and Spyre's rectangles."""
     kind, shape = CASES["GLM-4.7-Flash"]
-    save_checkpoint(kind, tmp_path, **shape)
+    save_mixture(kind, tmp_path, **shape)
     prompts = [*make_prompts(), [5, 6, 7] * 9]
     _, plain, _ = generate(tmp_path, prompts, **ROOMY)
     with LLM(str(tmp_path), device="cpu", **ROOMY | options) as llm:
@@ -159,7 +178,7 @@ def expanded(layer: latent.LatentAttention, x: Tensor, cos: Tensor, sin: Tensor)
 @pytest.mark.parametrize("case", CASES)
 def test_absorbed_equals_expanded(case: str) -> None:
     kind, options = CASES[case]
-    cfg = KINDS[kind][0](**checkpoints.SMALL | options)
+    cfg = KINDS[kind](**checkpoints.SMALL | options)
     layer, n = latent.LatentAttention(cfg, TorchOps()), 90
     for name, weight in layer.named_parameters():
         torch.nn.init.normal_(weight, float("norm" in name), 0.3)
@@ -180,7 +199,7 @@ CRAFTED = YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 def test_mistakes_show(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each moves a logit by more than 1. The weights are crafted: latents as small as their epsilon."""
     options = CASES["GLM-4.7-Flash"][1] | {"rope_parameters": CRAFTED, "rms_norm_eps": 1e-3}
-    model = save_checkpoint("glm4_moe_lite", tmp_path, **options)
+    model = save_mixture("glm4_moe_lite", tmp_path, **options)
     for layer in model.model.layers:
         layer.self_attn.kv_a_proj_with_mqa.weight.data[:32] *= 1e-3
     model.save_pretrained(tmp_path)
@@ -226,10 +245,38 @@ def test_bias_beside_none_is_refused() -> None:
 
 def test_rows_are_sorted_once() -> None:
     """Also a part of them, and a bias; other weights are left alone."""
-    cfg = KINDS["deepseek_v3"][0](**checkpoints.SMALL | V3)
+    cfg = KINDS["deepseek_v3"](**checkpoints.SMALL | V3)
     rows = torch.arange(4.0 * 48).view(-1, 1)
     readers: Any = {"a.q_b_proj.weight": lambda: rows, "a.o_proj.weight": lambda: rows, "lm_head.weight": lambda: rows}
     found = family_of(cfg).adapt(readers)
     assert found["a.o_proj.weight"] is readers["a.o_proj.weight"] and found["lm_head.weight"]() is rows
     assert found["a.q_b_proj.weight"]()[48 + 30 : 48 + 36, 0].tolist() == [78, 79, 80, 82, 84, 86]
     assert torch.equal(found["a.q_b_proj.weight"](slice(32, 64)), found["a.q_b_proj.weight"]()[32:64])
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "GLM-4.7-Flash"])
+def test_info_counts_latents(name: str, tmp_path: Path) -> None:
+    """`atom-mini info` before any engine was made: the bytes of latents, not of keys and values."""
+    cfg, wanted = PUBLISHED[name]
+    cfg.num_hidden_layers, layers = 1, cfg.num_hidden_layers  # a table of weights is enough
+    cfg.dtype, cfg.architectures = torch.bfloat16, [type(cfg).__name__.replace("Config", "ForCausalLM")]
+    cfg.save_pretrained(tmp_path)
+    cfg.num_hidden_layers = layers
+    code = "import sys; from atom_mini.config import Config; from atom_mini.instruments import command_line as c; "
+    code += "import atom_mini; print(c.needs(Config(sys.argv[1], dtype='bfloat16'), 'cuda')[2])"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.split() == [str(wanted // layers)], done.stderr
+
+
+@pytest.mark.parametrize("announced", [0, 1])
+def test_layers_for_mtp_are_left_out_if_the_config_says_so(announced: int, tmp_path: Path) -> None:
+    model = save_mixture("deepseek_v3", tmp_path, **V3 | GROUPS | {"num_mtp_layers": announced})
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(64, 128), "model.layers.3.self_attn.q_a_proj.weight": torch.ones(1, 1)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    if announced:
+        recorder, sequences, _ = generate(tmp_path, make_prompts()[2:3], **ROOMY)
+        assert max(recorder.errors(model, sequences).values()) <= 1e-4
+    else:
+        with pytest.raises(ValueError, match="no place for: model.layers.3"):
+            generate(tmp_path, [[1]], **ROOMY)
