@@ -272,5 +272,5 @@ def test_layers_for_mtp_are_left_out_if_the_config_says_so(announced: int, tmp_p
         recorder, sequences, _ = generate(tmp_path, make_prompts()[2:3], **ROOMY)
         assert max(recorder.errors(model, sequences).values()) <= 1e-4
     else:
-        with pytest.raises(ValueError, match="no place for: model.layers.3"):
+        with pytest.raises(ValueError, match="no place for: model"):
             generate(tmp_path, [[1]], **ROOMY)

@@ -62,6 +62,7 @@ def lens_of(kind: str, size: int, heads: int) -> Lens:
     return {"decode": decode, "several": [(2, 17), (5, 270), (1, 1)], "mixed": [(20, 20), (17, 40), (1, 33)]}[kind]
 
 
+attach(WITH_TORCH)  # as an engine does
 KINDS = ["decode", "several", "mixed"]
 GRID = [(h, size, kind, d) for h in SHAPES for size, kind, d in zip((16, 1, 32), KINDS, DTYPES, strict=True)]
 GRID += [(16, 16, kind, torch.bfloat16) for kind in ("decode", "several")]
@@ -140,12 +141,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replays_equal_eager_steps(overlap: bool, folder: Path, record: Any) -> None:
     """Recorded decodes, batches that shrink and grow, preemption."""
-    attach(WITH_TORCH)
     wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}]
     runner = GraphRunner(test_graphs.make_config(folder, num_kvcache_blocks=9), record)
     counts = count_replays(runner)
     replayed, core = run(runner, wishes, max_tokens=9, overlap=overlap)
-    eager, _ = run(ModelRunner(test_graphs.make_config(folder, attention="torch", num_kvcache_blocks=9)), wishes, max_tokens=9)
+    eager, _ = run(test_graphs.plain_runner(folder, num_kvcache_blocks=9), wishes, max_tokens=9)
     assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in eager]
     assert sum(counts.values()) > 3 and core.scheduler.num_preemptions > 0
     assert type(runner.ops) is LatentOps
