@@ -101,6 +101,18 @@ def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed:
     return model
 
 
+def save_family(kind: str, folder: Path, seed: int = 0, **options: Any) -> Any:
+    """Save a small model of one of `families.FAMILY_CASES`' kinds, every weight visible, and return it."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, **SMALL | {"num_hidden_layers": 4} | options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" not in name:
+            torch.nn.init.normal_(weight, float("norm" in name), 0.1 if "correction" in name else 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
 def save_full_size(name: str, folder: Path) -> None:
     """A checkpoint of a published shape as its authors store it, bfloat16 and in shards, with random weights."""
     kind, shape = FULL_SIZE[name]

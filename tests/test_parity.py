@@ -72,17 +72,12 @@ def exact_products() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> None:
-    """Every token of the prefill, every decode step, with room for all and through chunks, prefix hits, preemptions."""
-    kind, options = CASES[case]
-    model = save_checkpoint(kind, tmp_path, **options)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (case == "sharded")
+def assert_parity(model: Any, folder: Path, device: str = "cpu") -> None:
+    """All logits of the engine on the checkpoint in `folder` are those of `model`, to 1e-4."""
     prompts, texts = make_prompts(), []
     for engine in (ROOMY, TIGHT):
         options = {"device": device, "dtype": "float32", "enforce_eager": True}  # a replay calls no hooks
-        with LLM(str(tmp_path), **options, **engine) as llm, recorded(llm) as recorder:
+        with LLM(str(folder), **options, **engine) as llm, recorded(llm) as recorder:
             runner: Any = llm.engine_core.runner
             runner.kv_cache.fill_(math.nan)  # what was not stored is not read
             outs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -104,6 +99,16 @@ def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> No
         assert max(errors.values()) <= 1e-4, errors
         texts.append([out.token_ids for out in outs])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> None:
+    """Every token of the prefill, every decode step, with room for all and through chunks, prefix hits, preemptions."""
+    kind, options = CASES[case]
+    model = save_checkpoint(kind, tmp_path, **options)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (case == "sharded")
+    assert_parity(model, tmp_path, device)
 
 
 INTERPRETED = ["qwen3, head_dim 24 of 64/4", "llama, 3 heads for each K/V head"]

@@ -1,0 +1,294 @@
+"""The families of Part VI against transformers, on every path through the engine, and the mistakes this must see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, recorded, save_family
+from safetensors.torch import load_file, save_file
+from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
+
+from atom_mini import LLM
+from atom_mini.assemble import WITH_TORCH, attach
+from atom_mini.checkpoint import NEEDS, read_config
+from atom_mini.families import mixture
+from atom_mini.families.records import LACKING, Routing, is_sparse, read_experts, read_routing
+from atom_mini.loading import checkpoint_files, load_model
+
+attach(WITH_TORCH)
+torch.set_num_threads(1)
+NARROW = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+GLM = {"n_routed_experts": 8, "use_qk_norm": True, "attention_bias": True, "head_dim": 32, **NARROW}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral": ("mistral", {"sliding_window": None}),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
+    "SmolLM3, biases": ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+    "Mixtral": ("mixtral", {"num_local_experts": 8}),
+    "OLMoE": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False}),
+    "OLMoE, bias": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "attention_bias": True}),
+    "Qwen2-MoE": ("qwen2_moe", {"num_experts": 8, "shared_expert_intermediate_size": 48, **NARROW}),
+    "Qwen3-MoE": ("qwen3_moe", {"num_experts": 8, "norm_topk_prob": True, "head_dim": 32, **NARROW}),
+    "Qwen3-MoE, dense layers": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [1], **NARROW}),
+    "Qwen3-MoE, every second": ("qwen3_moe", {"num_experts": 5, "decoder_sparse_step": 2, **NARROW}),
+    "GLM-4.5": ("glm4_moe", {"routed_scaling_factor": 1.5, "n_shared_experts": 2, **GLM}),
+    "GLM-4.5, no q/k norm": ("glm4_moe", GLM | {"use_qk_norm": False, "first_k_dense_replace": 2}),
+    "GLM-4.5, groups": ("glm4_moe", GLM | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    """Prefill, chunks, decodes, prefix hits, preemptions: `assert_parity`."""
+    kind, options = CASES[case]
+    assert_parity(save_family(kind, tmp_path, **options), tmp_path)
+
+
+@pytest.mark.parametrize("case", ["SmolLM3", "Qwen2-MoE", "GLM-4.5, groups"])
+def test_chunks_of_seven_and_thirty_two_at_once(case: str, tmp_path: Path) -> None:
+    """In chunks of 7 tokens, in a batch of 32, and alone: the same logits as transformers each time."""
+    kind, options = CASES[case]
+    model = save_family(kind, tmp_path, **options)
+    prompts = make_prompts() + make_prompts(1) + make_prompts(2) + make_prompts(3)
+    for chosen, engine in ((prompts[:2], {"max_num_batched_tokens": 7}), (prompts, {}), (prompts[5:6], {})):
+        with LLM(str(tmp_path), device="cpu", **ROOMY | engine) as llm, recorded(llm) as recorder:
+            outs = llm.generate(chosen, GREEDY, use_tqdm=False)
+        sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+        assert max(len(batch.req_ids) for batch in recorder.batches) == len(chosen)
+        assert max(recorder.errors(model, sequences).values()) <= 1e-4
+
+
+ROUTE, KEEP, LOOP = mixture.route, mixture.keep_groups, mixture.loop_over_experts
+
+
+def rerouted(**changes: Any) -> Callable[..., Any]:
+    """`route` that reads some fields of the record wrongly."""
+    return lambda logits, routing, bias=None: ROUTE(logits, Routing(**vars(routing) | changes), bias)
+
+
+def route_by_choice(logits: torch.Tensor, routing: Routing, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes the corrected scores as weights."""
+    weights, ids = (logits.sigmoid() + bias).topk(routing.top_k)
+    return weights / weights.sum(-1, keepdim=True) * routing.scale, ids
+
+
+def weigh_evenly(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expert: Any) -> torch.Tensor:
+    return LOOP(x, ids, weights.mean(-1, keepdim=True).repeat(1, ids.shape[1]), expert)
+
+
+HEADS = mixture.read_heads
+MISTAKES: dict[str, tuple[str, str, Any]] = {
+    "not renormalised": ("Qwen3-MoE", "route", rerouted(renormalize=False)),
+    "renormalised": ("OLMoE", "route", rerouted(renormalize=True)),
+    "sigmoid for softmax": ("Mixtral", "route", rerouted(scoring="sigmoid")),
+    "no scale": ("GLM-4.5", "route", rerouted(scale=1.0)),
+    "no groups": ("GLM-4.5, groups", "route", rerouted(groups=1)),
+    "a group's best": ("GLM-4.5, groups", "route", rerouted(group_best=1)),
+    "corrected scores as weights": ("GLM-4.5", "route", route_by_choice),
+    "no correction": ("GLM-4.5", "route", lambda logits, routing, bias: ROUTE(logits, routing)),
+    "all weights alike": ("Mixtral", "loop_over_experts", weigh_evenly),
+    "shared expert not gated": ("Qwen2-MoE", "read_experts", None),
+    "turns everywhere": ("SmolLM3", "read_heads", lambda cfg, i: HEADS(cfg, 0)),
+    "norm of single heads": ("OLMoE", "VariedAttention.project", None),
+    "rows as they come": ("GLM-4.5", "reorder", lambda read, order: read()),
+    "the other half turns": ("GLM-4.5", "rotary_order", lambda dim, n: torch.arange(dim).roll(dim // 2)),
+}
+
+
+def break_it(mistake: str, name: str, change: Any, patch: pytest.MonkeyPatch) -> None:
+    if mistake == "shared expert not gated":
+        def change(cfg: Any) -> Any:
+            found = read_experts(cfg)
+            return type(found)(**vars(found) | {"is_gated": False})
+        patch.setitem(mixture.RENAMED, ".mlp.shared_expert_gate.weight", ".rotary_emb")  # or the loader would say it
+    if mistake == "norm of single heads":
+        def project(self: Any, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.widths, -1))
+            normed = [torch.nn.functional.rms_norm(y, y.shape[-1:]) * norm.weight.view(y.shape[1:])
+                      for y, norm in ((q, self.q_norm), (k, self.k_norm))]  # fmt: skip
+            return torch.cat([*normed, v], 1)
+        patch.setattr(mixture.VariedAttention, "project", project)
+    else:
+        patch.setattr(mixture, name, change)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_moves_a_logit(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these, made on purpose, moves some logit by more than 1 (or by 0.3: an ungated shared expert)."""
+    case, name, change = MISTAKES[mistake]
+    kind, options = CASES[case]
+    model = save_family(kind, tmp_path, **options)
+    break_it(mistake, name, change, monkeypatch)
+    with LLM(str(tmp_path), device="cpu", **ROOMY) as llm, recorded(llm) as recorder:
+        outs = llm.generate(make_prompts()[4:6], GREEDY, use_tqdm=False)
+    sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+    assert recorder.errors(model, sequences)["every"] > 1
+
+
+def test_router_by_hand() -> None:
+    """Eight experts in four groups, worked out on paper."""
+    scores = torch.tensor([[0.9, 0.1, 0.4, 0.45, 0.6, 0.2, 0.3, 0.35]])
+    logits = torch.logit(scores)
+    plain = Routing(3, "sigmoid")
+    assert ROUTE(logits, plain)[1].tolist() == [[0, 4, 3]]
+    by_best = Routing(3, "sigmoid", groups=4, top_groups=2)  # groups 0 (.9) and 2 (.6)
+    assert ROUTE(logits, by_best)[1].tolist() == [[0, 4, 5]]
+    by_two = Routing(3, "sigmoid", groups=4, top_groups=2, group_best=2)  # 1.0, .85, .8, .65: groups 0 and 1
+    weights, ids = ROUTE(logits, by_two)
+    assert ids.tolist() == [[0, 3, 2]]
+    torch.testing.assert_close(weights, torch.tensor([[0.9, 0.45, 0.4]]))
+    bias = torch.tensor([0, 0, 0, 0, 0, 0, 0.8, 0.0])  # group 3: 1.1 + .35
+    weights, ids = ROUTE(logits, Routing(2, "sigmoid", True, 2.5, True, 4, 2, 2), bias)
+    assert ids.tolist() == [[6, 0]]
+    torch.testing.assert_close(weights, 2.5 * torch.tensor([[0.3, 0.9]]) / 1.2)
+
+
+def test_forbidden_groups_lose_against_negative_scores() -> None:
+    """With 0 in place of -inf an expert of a forbidden group would be chosen."""
+    logits, bias = torch.zeros(1, 4), torch.tensor([-1.0, -2.0, -3.0, -9.0])
+    routing = Routing(2, "sigmoid", groups=2, top_groups=1, group_best=2)
+    assert ROUTE(logits, routing, bias)[1].tolist() == [[0, 1]]
+    zeros = KEEP(logits.sigmoid() + bias, routing).nan_to_num(neginf=0.0)
+    assert set(zeros.topk(2).indices[0].tolist()) == {2, 3}
+
+
+def test_which_layers_are_sparse() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[5], decoder_sparse_step=2)
+    assert [i for i in range(6) if is_sparse(config, i)] == [1, 3]
+    glm = AutoConfig.for_model("glm4_moe", num_hidden_layers=6, first_k_dense_replace=2)
+    assert [i for i in range(6) if is_sparse(glm, i)] == [2, 3, 4, 5]
+    assert read_routing(glm).scoring == "sigmoid" and not is_sparse(AutoConfig.for_model("llama"), 0)
+
+
+# Loading
+
+
+def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def load(folder: Path) -> Any:
+    return load_model(read_config(folder), folder, 64, torch.device("cpu"), torch.float32)
+
+
+EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
+
+
+@pytest.mark.parametrize(("add", "drop", "words"), [("8", None, "no place for"), (None, "3", "lacks 1 weight")])
+def test_a_missing_or_extra_expert_is_named(add: str | None, drop: str | None, words: str, tmp_path: Path) -> None:
+    save_family("qwen3_moe", tmp_path, **CASES["Qwen3-MoE"][1])
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        if add:
+            tensors[EXPERT.format(add)] = tensors[EXPERT.format(0)].clone()
+        if drop:
+            del tensors[EXPERT.format(drop)]
+
+    rewrite(tmp_path, edit)
+    with pytest.raises(ValueError, match=words) as error:
+        load(tmp_path)
+    assert EXPERT.format(add or drop) in str(error.value)
+
+
+def fuse(tensors: dict[str, torch.Tensor], count: int = 8) -> None:
+    """All experts of a layer in one tensor, as Qwen3.5's files have them."""
+    for layer in range(4):
+        at = f"model.layers.{layer}.mlp.experts"
+        matrices = {name: torch.stack([tensors.pop(f"{at}.{e}.{name}_proj.weight") for e in range(8)])[:count]
+                    for name in ("gate", "up", "down")}  # fmt: skip
+        tensors[f"{at}.gate_up_proj"] = torch.cat([matrices["gate"], matrices["up"]], 1)
+        tensors[f"{at}.down_proj"] = matrices["down"]
+
+
+def test_fused_files(tmp_path: Path) -> None:
+    save_family("qwen3_moe", tmp_path, **CASES["Qwen3-MoE"][1])
+    single = load(tmp_path)
+    rewrite(tmp_path, fuse)
+    fused = load(tmp_path)
+    for name, weight in single.named_parameters():
+        assert torch.equal(weight.to_dense(), dict(fused.named_parameters())[name].to_dense()), name
+    for one, other in zip(single.model.layers, fused.model.layers, strict=True):
+        pairs = zip(one.mlp.gate_up.packed, other.mlp.gate_up.packed, strict=True)
+        assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("count", [6, 10])
+def test_fused_files_with_another_number_of_experts(count: int, tmp_path: Path) -> None:
+    options = CASES["Qwen3-MoE"][1]
+    save_family("qwen3_moe", tmp_path, **options)
+    rewrite(tmp_path, fuse)
+    edit_json(tmp_path / "config.json", num_experts=count)
+    rewrite(tmp_path, lambda tensors: tensors.update(  # the router has as many rows as the config says
+        {n: t[:1].repeat(count, 1) for n, t in tensors.items() if n.endswith("mlp.gate.weight")}))  # fmt: skip
+    with pytest.raises(ValueError, match=r"in the file"):
+        load(tmp_path)
+
+
+def test_layers_for_mtp_only_if_announced(tmp_path: Path) -> None:
+    save_family("glm4_moe", tmp_path, **GLM)
+    extra = {"model.layers.4.eh_proj.weight": torch.zeros(2, 2)}
+    rewrite(tmp_path, lambda tensors: tensors.update(extra))
+    assert load(tmp_path) is not None
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=0, num_mtp_layers=0)
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj"):
+        load(tmp_path)
+
+
+def test_every_weight_is_read_once(tmp_path: Path) -> None:
+    """However the file is cut, no reader is called twice and none left out."""
+    save_family("glm4_moe", tmp_path, **GLM)
+    readers = {name: partial(lambda name: name, name) for name in checkpoint_files(tmp_path)}
+    config = read_config(tmp_path)
+    assert len(mixture.Mixture(config).adapt(readers)) == len(readers)
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), [
+    ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 4.0}, "clip_qkv"),
+    ("qwen3_moe", {"num_experts": 4, **NARROW, "hidden_act": "gelu"}, "hidden_act"),
+])  # fmt: skip
+def test_what_is_not_computed_is_refused(kind: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    save_family(kind, tmp_path, **options)
+    with pytest.raises(ValueError, match=words):
+        LLM(str(tmp_path), device="cpu")
+
+
+def test_refused_architectures_say_what_they_need(tmp_path: Path) -> None:
+    for name, needed in LACKING.items():
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+        with pytest.raises(ValueError) as error:
+            read_config(tmp_path)
+        assert name in str(error.value) and needed in str(error.value) and NEEDS[name] == needed
+
+
+# With the rest of the engine
+
+WITH: dict[str, dict[str, Any]] = {
+    "radix": {"prefix_cache": "radix"},
+    "overlap": {"overlap": True},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "spyre": {"scheduler": "spyre", "max_model_len": 128, "max_num_batched_tokens": 512},
+    "trace": {"trace": True},
+}
+
+
+@pytest.mark.parametrize("case", ["SmolLM3", "GLM-4.5"])
+@pytest.mark.parametrize("other", WITH)
+def test_with_the_rest(other: str, case: str, tmp_path: Path) -> None:
+    """The same tokens with each of the other parts."""
+    kind, options = CASES[case]
+    save_family(kind, tmp_path, **options)
+    prompts, texts = make_prompts(), []
+    for chosen in ({}, WITH[other]):
+        with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=64, **chosen) as llm:
+            texts.append([out.token_ids for out in llm.generate(prompts, GREEDY, use_tqdm=False)])
+    assert texts[0] == texts[1]
