@@ -215,7 +215,7 @@ def test_source_neither_pickles_nor_trusts() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "BertModel", "Qwen3ForCausalLMX"]
+    "architecture", ["Qwen3NextForCausalLM", "GPT2LMHeadModel", "BertModel", "Qwen3ForCausalLMX"]
 )
 def test_unknown_architecture(architecture: str, single: Path) -> None:
     edit_json(single / "config.json", architectures=[architecture])
