@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ import checkpoints
 import pytest
 import torch
 import transformers
-from checkpoints import Recorder, random_model, recorded
+from checkpoints import Recorder, edit_json, random_model, recorded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import atom_mini.families.latent as latent
 from atom_mini import LLM, SamplingParams
+from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import plain_attention, reset_forward_context, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, TorchOps, family_of, rotate
@@ -28,6 +30,7 @@ KINDS: dict[str, Any] = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
 }
+attach(WITH_TORCH)
 checkpoints.CONFIGS.update(KINDS)
 SMALL: dict[str, Any] = {
     "kv_lora_rank": 32,
@@ -274,3 +277,23 @@ def test_layers_for_mtp_are_left_out_if_the_config_says_so(announced: int, tmp_p
     else:
         with pytest.raises(ValueError, match="no place for: model"):
             generate(tmp_path, [[1]], **ROOMY)
+
+
+def test_fp8_as_deepseek_v3_is_published(tmp_path: Path) -> None:
+    """Packed in blocks, sorted after that: what transformers computes of the unpacked weights."""
+    from test_quantised import plain_fp8, to_fp8  # not before all families are there
+
+    save_mixture("deepseek_v3", tmp_path / "plain", **V3 | GROUPS)
+    shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    packed = dict(plain)
+    for name in [n for n in plain if n.endswith(("_proj.weight", "_mqa.weight"))]:
+        packed[name], packed[name + "_scale_inv"] = to_fp8(plain[name], 16)
+        plain[name] = plain_fp8(packed[name], packed[name + "_scale_inv"], 16)
+    for folder, tensors in (("plain", plain), ("fp8", packed)):
+        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+    how = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 16]}
+    edit_json(tmp_path / "fp8" / "config.json", quantization_config=how)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    recorder, sequences, _ = generate(tmp_path / "fp8", make_prompts()[1:3], **ROOMY)
+    assert max(recorder.errors(model, sequences).values()) <= 1e-4
