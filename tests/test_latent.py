@@ -83,7 +83,7 @@ def make_prompts() -> list[list[int]]:
 
 def generate(folder: Path, prompts: list[list[int]], **engine: Any) -> tuple[Recorder, dict[int, list[int]], LLM]:
     """All logits of a run, the tokens by request, and the engine; what was never stored is NaN."""
-    with LLM(str(folder), device="cpu", dtype="float32", **engine) as llm, recorded(llm) as recorder:
+    with LLM(str(folder), **{"device": "cpu", "dtype": "float32"} | engine) as llm, recorded(llm) as recorder:
         llm.engine_core.runner.kv_cache.fill_(math.nan)  # type: ignore[attr-defined]
         outs = llm.generate(prompts, GREEDY, use_tqdm=False)
     return recorder, {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}, llm

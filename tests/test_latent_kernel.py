@@ -130,8 +130,9 @@ def test_engine_on_the_kernel_equals_transformers(case: str, tmp_path: Path, mon
     monkeypatch.setattr(ExpertLinear, "pack", lambda self: None)  # as on a GPU: oneDNN's order is not a kernel's
     kind, options = CASES[case]
     model = save_mixture(kind, tmp_path, **options | {"num_hidden_layers": 2})
-    assert type(ModelRunner(Config(str(tmp_path), attention="triton", dtype="float32", **TIGHT)).ops) is LatentOps
-    recorder, sequences, _ = generate(tmp_path, [make_prompts()[1][:30], [3] * 9], attention="triton", **TIGHT)
+    how: dict[str, Any] = {"device": DEVICE, "attention": "triton", "enforce_eager": True, **TIGHT}
+    assert type(ModelRunner(Config(str(tmp_path), dtype="float32", **how)).ops) is LatentOps
+    recorder, sequences, _ = generate(tmp_path, [make_prompts()[1][:30], [3] * 9], **how)
     assert recorder.num_chunks > 0 and recorder.num_decode_steps > 0
     assert max(recorder.errors(model, sequences).values()) <= 1e-4
 
