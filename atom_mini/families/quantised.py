@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import atom_mini.families.mixture  # noqa: F401 - its kinds are entered first
+import atom_mini.families.windows  # noqa: F401 - its kinds are entered first
 from ..checkpoint import require
 from ..config import Variant
 from ..models import FAMILIES, Dense, Readers
