@@ -50,6 +50,7 @@ WITH_TORCH = {  # attached when an engine is made
     "systems.spyre_runner": "Rectangles",
     "families.mixture": "Mixtures",
     "families.windows": "SinksAndWindows",
+    "families.latent": "Latents",
     "families.quantised": "Quantised",
 }
 

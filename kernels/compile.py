@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 from atom_mini import triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families import grouped
+from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
 from atom_mini.triton_attention import AttentionPlan
 from atom_mini.triton_ops import TritonOps
 
@@ -61,6 +62,8 @@ TARGETS = {
 WAIVERS: dict[tuple[str, str], str] = {
     ("gfx1100", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
     ("gfx1100", "prefill 256"): "the same",
+    ("gfx950", "decode latents fp32"): "a dozen of 512 registers; in float32 it serves comparisons",
+    ("gfx950", "prefill latents fp32"): "the same",
 }
 
 
@@ -167,6 +170,17 @@ def make_ops(shape: Shape, dtype: str) -> TritonOps:
     return TritonOps(torch.device("cpu"), shape.heads, shape.kv_heads, shape.dim, TYPES[dtype])
 
 
+def attend_latents(heads: int, phase: str, dtype: str, block_size: int, pool: str) -> None:
+    """The same over rows of 512 + 64 numbers; nothing where the kernel is refused."""
+    number, device = TYPES[dtype], torch.device("cpu")
+    if triton_attention.architecture(device) in LATENT_LAUNCHES:
+        plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
+        blocks = POOLS[pool] // (block_size * 576 * number.itemsize)
+        cache = empty((1, blocks, 1, block_size, 576), number).expand(2, -1, -1, -1, -1)
+        meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=plan)
+        LatentOps(device, heads, 512, 64, number).attend(empty((64, heads, 576), number), cache, meta, 0.1)
+
+
 def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool = False) -> None:
     """Launch everything else of a step."""
     ops, number = make_ops(shape, dtype), TYPES[dtype]
@@ -212,6 +226,12 @@ def cases(quick: bool = False) -> Iterator[Case]:
             for pool in list(POOLS)[quick:]:
                 name = f"{phase} {shape.dim} {dtype}, {shape.heads}/{shape.kv_heads} heads, blocks of {size}, {pool}"
                 yield name, lambda a=(shape, phase, dtype, size, pool): attend(*a)
+    latents = [(16, "bf16", 16), (20, "bf16", 16), (128, "bf16", 16), (16, "bf16", 1), (16, "fp16", 256), (16, "fp32", 16)]
+    for heads, dtype, size in latents[: 1 if quick else None]:
+        for phase in ("decode", "prefill"):
+            for pool in list(POOLS)[quick:]:
+                name = f"{phase} latents {dtype}, {heads} heads, blocks of {size}, {pool}"
+                yield name, lambda a=(heads, phase, dtype, size, pool): attend_latents(*a)
     for shape in [QWEN] if quick else [QWEN, LLAMA]:
         for tokens in (64, 4096):
             yield f"{shape.name}, {tokens} tokens", lambda a=(shape, tokens): run_small(*a)
@@ -284,7 +304,7 @@ def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row
     return [examine(target, name, case, kernel) for name, kernel in launches]
 
 
-STREAMS = ("paged_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
+STREAMS = ("paged_attention_kernel", "latent_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
 
 
 def faults(row: Row) -> list[str]:
@@ -296,8 +316,9 @@ def faults(row: Row) -> list[str]:
     if row.lds > TARGETS[row.target].program_lds:
         found.append(f"{row.lds} bytes of LDS, the limit is {TARGETS[row.target].program_lds}")
     has_matrix = "fp32" not in row.case or row.target in ("gfx90a", "gfx942", "gfx950")
-    if row.kernel in ("paged_attention_kernel", "expert_kernel") and has_matrix:
-        wanted = "wgmma" if row.target == "sm_90" and "prefill" in row.case else ""
+    if row.kernel in ("paged_attention_kernel", "latent_attention_kernel", "expert_kernel") and has_matrix:
+        is_wide = row.kernel != "latent_attention_kernel" and "prefill" in row.case  # 64 rows and more
+        wanted = "wgmma" if row.target == "sm_90" and is_wide else ""
         if not row.matrix or wanted not in row.matrix:
             found.append(f"no {wanted or 'matrix'} instructions")
     if row.kernel == "expert_kernel" and not row.wide:  # a bias, or scales, may be narrow

@@ -16,7 +16,9 @@ from timing import Bench, Call, ratio, show, time_limit
 from torch import Tensor
 
 from atom_mini import triton_attention
+from atom_mini.attention import AttentionMetaData
 from atom_mini.families.grouped import grouped_experts
+from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.models import TorchOps
 from atom_mini.triton_attention import PagedAttention
 from atom_mini.triton_ops import TritonOps
@@ -218,6 +220,47 @@ def prefill_attention(bench: Bench, results: dict[str, Any]) -> None:
     show("Prefill attention, causal", ["", "ms", "TFLOP/s", "of matrix rate", "SDPA ms", "x SDPA"], rows)
 
 
+def latent_decode(bench: Bench, results: dict[str, Any]) -> None:
+    """Decode attention over rows of latents that all heads share, as a fraction of its roof: each row read once at the
+    copy's bandwidth, or its products at the matrix rate, whichever takes longer."""
+    sizes = [(4, 32, 16)] if bench.dry else [(heads, 512, 64) for heads in (16, 20, 128)]
+    shapes = [(2, 40), (1, 300)] if bench.dry else list(itertools.product((1, 32, 256), (1024, 8192)))
+    rows = []
+    for (heads, latent, rope), (batch, context) in itertools.product(sizes, shapes):
+        name, row = f"{heads} heads batch {batch} context {context}", dict[str, Any]()
+        results[name] = row
+        with bench.guarded(f"latent decode, {name}", row):
+            latent_decode_row(bench, LatentOps(bench.device, heads, latent, rope, bench.dtype), batch, context, row)
+        kinds = ("microseconds", "GB_per_second", "of_copy", "TFLOP_per_second", "of_roof")
+        rows.append([name, *[row.get(kind) for kind in kinds], row.get("skipped") or ""])
+    show("Decode attention over latents", ["", "us", "GB/s", "of copy", "TFLOP/s", "of roof", ""], rows)
+
+
+def latent_decode_row(bench: Bench, ops: LatentOps, batch: int, context: int, row: dict[str, Any]) -> None:
+    """One shape, into `row`."""
+    size, width = ops.dim + ops.rope, -(-context // BLOCK_SIZE)
+    nbytes, flops = batch * context * size * bench.dtype.itemsize, 2 * batch * context * ops.heads * (size + ops.dim)
+    copies = bench.copies(nbytes)
+    if not bench.fits(1.2 * copies * nbytes):
+        row["skipped"] = "does not fit"
+        return
+    tables = np.random.default_rng(0).permutation(copies * batch * width).astype(np.int32).reshape(copies, batch, width)
+    pool = bench.random(1, tables.size, 1, BLOCK_SIZE, size).expand(2, -1, -1, -1, -1)
+    q, lens, calls = bench.random(batch, ops.heads, size), np.full(batch, context, dtype=np.int32), list[Call]()
+    for table in tables:
+        plan = ops.plan(np.ones(batch, dtype=np.int32), lens, table)
+        plan.data = torch.from_numpy(plan.data).to(bench.device)
+        meta = AttentionMetaData(plan.data, plan.data, plan.data, [], [], plan)  # the kernel reads the plan alone
+        calls.append(partial(ops.attend, q, pool, meta, size**-0.5))
+    seconds = bench.seconds(at_least(calls, bench.number(20)))
+    roof = max(nbytes / bench.bandwidth, flops / bench.matrix_rate) if bench.bandwidth and bench.matrix_rate else None
+    row |= {
+        "microseconds": seconds * 1e6, "GB_per_second": nbytes / seconds / 1e9,
+        "of_copy": ratio(nbytes / seconds, bench.bandwidth), "TFLOP_per_second": flops / seconds / 1e12,
+        "of_roof": roof and roof / seconds,
+    }  # fmt: skip
+
+
 Pair = tuple[Callable[..., Any], Callable[..., Any], Callable[[], tuple[Any, ...]], int]  # ours, torch's, data, bytes
 
 
@@ -349,7 +392,7 @@ def experts(bench: Bench, results: dict[str, Any]) -> None:
 
 def kernels(bench: Bench, results: dict[str, Any]) -> None:
     """All of the above."""
-    for part in (decode_attention, prefill_attention, small_kernels, experts):
+    for part in (decode_attention, prefill_attention, latent_decode, small_kernels, experts):
         with bench.guarded(part.__name__, results.setdefault(part.__name__, {})):
             part(bench, results[part.__name__])
 
