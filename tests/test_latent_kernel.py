@@ -24,7 +24,6 @@ from atom_mini import LLM, Config, SamplingParams
 from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import reference_attention
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
-from atom_mini.families.mixture import ExpertLinear
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
@@ -127,7 +126,6 @@ EXPERTS = pytest.mark.skipif(find_spec("atom_mini.families.grouped") is None, re
 @pytest.mark.parametrize("case", ["V3, dense, no query rank", pytest.param("GLM-4.7-Flash", marks=EXPERTS)])
 def test_engine_on_the_kernel_equals_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, decodes, prefix hits, through the kernel alone, and with that of the experts."""
-    monkeypatch.setattr(ExpertLinear, "pack", lambda self: None)  # as on a GPU: oneDNN's order is not a kernel's
     kind, options = CASES[case]
     model = save_mixture(kind, tmp_path, **options | {"num_hidden_layers": 2})
     how: dict[str, Any] = {"device": DEVICE, "attention": "triton", "enforce_eager": True, **TIGHT}

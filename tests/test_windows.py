@@ -286,7 +286,6 @@ def test_chunks_of_seven_and_thirty_two_at_once(tmp_path: Path) -> None:
 
 @with_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
-@pytest.mark.skipif(not find_spec("atom_mini.families.grouped"), reason="no kernel for the experts")
 def test_kernels_in_the_interpreter_equal_transformers(tmp_path: Path) -> None:
     model = save("gpt-oss", tmp_path, num_hidden_layers=2)
     few, prompts = replace(GREEDY, max_tokens=3), [make_prompts()[n] for n in (1, 4)]
