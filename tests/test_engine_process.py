@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -490,7 +489,7 @@ def test_dies_while_loading(fake: Callable[..., FarCore], capfd: pytest.CaptureF
         fake(in_loading="print('now I die', flush=True); os._exit(3)")
     with pytest.raises(EngineDead, match=r"(?s)OSError: no such disk.*Traceback"):
         fake(in_loading="raise OSError('no such disk')")
-    with pytest.raises(ValueError, match="^too small by 7$"):
+    with pytest.raises(ValueError, match=r"^too small by 7$"):
         fake(in_loading="raise ValueError('too small by 7')")
 
 
@@ -579,11 +578,11 @@ def test_interrupted_while_it_starts(fake: Callable[..., FarCore]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"engine_process": True, "trace": True}, "trace=True is recorded in the engine's process"),
+        ({"engine_process": True, "trace": True}, "what trace=True records does not come back"),
         ({"engine_process": "yes"}, "engine_process='yes' must be True or False"),
         ({"engine_process": True, "engine_ping_timeout": 0}, "engine_ping_timeout=0 must be seconds"),
         ({"engine_ping_timeout": 5.0}, "engine_ping_timeout is for engine_process=True"),
-        ({"engine_process": True, "gpu_memory_utilization": ctypes.c_int(1)}, "gpu_memory_utilization"),
+        ({"engine_process": True, "device": Path("cpu")}, "device=.*cannot be sent"),
     ],
 )
 def test_bad_knobs(options: dict[str, Any], words: str) -> None:
