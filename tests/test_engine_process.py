@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 from test_interrupt import Tripwire
@@ -28,7 +29,7 @@ from atom_mini import LLM, Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.processes import far_core, knobs
 from atom_mini.processes.far_core import EngineDead, FarCore
-from atom_mini.processes.messages import Abort, Utility, encode
+from atom_mini.processes.messages import Abort, Add, Array, Refused, Utility, encode
 from atom_mini.sequence import Sequence
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
@@ -81,12 +82,13 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
-    before, threads = processes().keys(), threading.active_count()
+    before, watching = processes().keys(), lambda: [t for t in threading.enumerate() if t.name == "engine"]
+    threads = len(watching())
     yield folder
     gc.collect()
     mine = lambda: [p for p in processes().keys() - before if str(folder) in environment(p)]  # noqa: E731
     wait_for(lambda: not mine())
-    wait_for(lambda: threading.active_count() <= threads)
+    wait_for(lambda: len(watching()) <= threads)
     assert [*folder.iterdir()] == []
 
 
@@ -141,10 +143,11 @@ def fake(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(in_forward: str = "pass", in_loading: str = "pass", **options: Any) -> FarCore:
+    def make(in_forward: str = "pass", in_loading: str = "pass", kind: Any = None, **options: Any) -> Any:
         text = FAKE.format(in_forward=in_forward, in_loading=in_loading)
         (tmp_path / "sitecustomize.py").write_text(text)
-        return FarCore(Config("tiny", engine_process=True, **SMALL | options))
+        options = {"engine_process": True, **SMALL, **options}
+        return kind("tiny", **options) if kind else FarCore(Config("tiny", **options))
 
     return make
 
@@ -333,6 +336,9 @@ def test_ten_thousand_bad_frames(fake: Callable[..., FarCore]) -> None:
         lambda: pickle.dumps({"x": rng.random()}),
         lambda: b"\x92\xa4EVAL" + rng.randbytes(3),
         lambda: b"\x94\xa3ADD" + bytes([rng.randint(0, 127)]) + rng.randbytes(9),
+        lambda: encode(Refused(seq.id, "x"))[:-1],  # under the id of a request that runs
+        lambda: encode(Add(seq.id, Array("int32", [1], bytes(4)), {})),  # an id that is taken
+        lambda: msgspec.msgpack.encode(["ADD", seq.id, "no prompt"]),
     ]
     with pytest.warns(UserWarning, match="refused"):
         for i in range(10_000):
@@ -372,6 +378,29 @@ def test_added_and_aborted_at_once(fake: Callable[..., FarCore]) -> None:
     finish(core, late)
     assert late.completion_token_ids == [103, 104, 105, 106]
     core.close()
+
+
+def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets its own tokens, and all of them; others are taken back in between. None is lost, doubled or crossed."""
+    monkeypatch.setenv("FAKE_STEP", "0")
+    llm = fake(kind=LLM, num_kvcache_blocks=4000, max_num_seqs=512)
+
+    def ask(thread: int) -> int:
+        rng, good = random.Random(thread), 0
+        for _ in range(25):
+            shapes = [(rng.randint(1, 60), rng.randint(1, 3)) for _ in range(50)]
+            wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in shapes]
+            taken_back = [llm.add_request([9], SamplingParams(max_tokens=50)) for _ in range(2)]
+            outs = llm.generate([[thread + 1] * size for size, _ in shapes], wishes, use_tqdm=False)
+            good += sum(o.token_ids == [100 + s + i for i in range(n)] for o, (s, n) in zip(outs, shapes, strict=True))
+            for request_id in taken_back:
+                llm.abort(request_id)
+        return good
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(ask, range(8))) == 10_000
+    expect_empty(llm.engine_core)
+    llm.close()
 
 
 def test_it_does_not_run_ahead(fake: Callable[..., FarCore]) -> None:
