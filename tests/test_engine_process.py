@@ -475,12 +475,12 @@ def test_its_last_words(fake: Callable[..., FarCore], capfd: pytest.CaptureFixtu
 
 def test_a_stopped_engine_is_noticed(fake: Callable[..., FarCore]) -> None:
     """SIGSTOP: no pipe ends, no exit code comes; a ping stays unanswered."""
-    core = fake(engine_ping_timeout=1.0)
+    core = fake(ping_timeout=1.0)
     seq = request(core, max_tokens=200)
     core.step()
     os.kill(core.manager.process.pid, signal.SIGSTOP)
     start = time.perf_counter()
-    with pytest.raises(EngineDead, match=r"engine_ping_timeout=1\.0"):
+    with pytest.raises(EngineDead, match=r"ping_timeout=1\.0"):
         finish(core, seq)
     assert time.perf_counter() - start < 1 + SOON
     core.close()
@@ -488,7 +488,7 @@ def test_a_stopped_engine_is_noticed(fake: Callable[..., FarCore]) -> None:
 
 def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., FarCore]) -> None:
     core = fake(in_forward="time.sleep(0.6 if len(batch.scheduled_tokens) == 2 else 0 if max(batch.context_lens) < 6 else 60)",
-                engine_ping_timeout=1.5)  # fmt: skip
+                ping_timeout=1.5)  # fmt: skip
     slow = request(core, length=2, max_tokens=3)
     finish(core, slow)
     stuck = request(core, max_tokens=9)
@@ -499,7 +499,7 @@ def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., Far
 
 def test_an_idle_engine_answers_pings(fake: Callable[..., FarCore]) -> None:
     """For several times the limit nothing is asked of it, and it is not thought dead."""
-    core, heard = fake(engine_ping_timeout=0.4), set[float]()
+    core, heard = fake(ping_timeout=0.4), set[float]()
     wait_for(lambda: heard.add(core.manager.heard) or len(heard) > 5)
     seq = request(core, max_tokens=2)
     finish(core, seq)
@@ -508,8 +508,8 @@ def test_an_idle_engine_answers_pings(fake: Callable[..., FarCore]) -> None:
 
 def test_no_ready_in_time(fake: Callable[..., FarCore]) -> None:
     start = time.perf_counter()
-    with pytest.raises(EngineDead, match=r"engine_ready_timeout=1\.5"):
-        fake(in_loading="time.sleep(60)", engine_ready_timeout=1.5)
+    with pytest.raises(EngineDead, match=r"ready_timeout=1\.5"):
+        fake(in_loading="time.sleep(60)", ready_timeout=1.5)
     assert time.perf_counter() - start < 1.5 + SOON
 
 
@@ -609,8 +609,8 @@ def test_interrupted_while_it_starts(fake: Callable[..., FarCore]) -> None:
     [
         ({"engine_process": True, "trace": True}, "what trace=True records does not come back"),
         ({"engine_process": "yes"}, "engine_process='yes' must be True or False"),
-        ({"engine_process": True, "engine_ping_timeout": 0}, "engine_ping_timeout=0 must be seconds"),
-        ({"engine_ping_timeout": 5.0}, "engine_ping_timeout is for engine_process=True"),
+        ({"engine_process": True, "ping_timeout": 0}, "ping_timeout=0 must be seconds"),
+        ({"ping_timeout": 5.0}, "ping_timeout is for engine_process=True"),
         ({"engine_process": True, "device": Path("cpu")}, "device=.*cannot be sent"),
     ],
 )
@@ -627,7 +627,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tidy: Path) -> None:
 
 def test_only_what_was_given_is_sent() -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    config = Config("tiny", engine_process=True, max_num_seqs=3, speculative_config=drafts, engine_ready_timeout=9)
+    config = Config("tiny", engine_process=True, max_num_seqs=3, speculative_config=drafts, ready_timeout=9)
     order = config.engine_order
     assert order["model"] == "tiny" and order["options"].keys() == {"max_num_seqs", "speculative_config"}
     there = Config(order["model"], **json.loads(json.dumps(order["options"])))

@@ -131,7 +131,7 @@ def main() -> None:
     deaths = [
         ["engine: SIGKILL", blow_seconds(lambda pid: os.kill(pid, signal.SIGKILL))],
         ["engine: SIGTERM", blow_seconds(lambda pid: os.kill(pid, signal.SIGTERM))],
-        ["engine: SIGSTOP", blow_seconds(lambda pid: os.kill(pid, signal.SIGSTOP), engine_ping_timeout=1.0) - 1],
+        ["engine: SIGSTOP", blow_seconds(lambda pid: os.kill(pid, signal.SIGSTOP), ping_timeout=1.0) - 1],
         ["front: SIGKILL", front_seconds()],
     ]
     print("\nseconds to notice a death")
