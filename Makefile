@@ -49,6 +49,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/families.py
 	$(PY) tests/bench/host_step.py
 	$(PY) tests/bench/full_size.py
+	$(PY) tests/bench/boundary.py
 
 kernels: $(VENV)/dev
 	$(PY) kernels/compile.py

@@ -191,7 +191,7 @@ def test_parts_and_folders(tmp_path: Path) -> None:
     assert [book.nodes[name]["side"] for name in book] == ["left", "left", "right", "left"]
     assert "overlap · on 12</text>" in book_map.draw(book)
     with pytest.raises(ValueError, match="PARTS"):
-        book_map.part_of("70_later")
+        book_map.part_of("80_later")
 
 
 def test_the_player_has_the_five_requests_of_the_book(monkeypatch: pytest.MonkeyPatch) -> None:

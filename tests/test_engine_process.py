@@ -1,0 +1,646 @@
+"""The engine in a process of its own: the same tokens, and every death is noticed, by everybody, at once."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+from test_interrupt import Tripwire
+
+import atom_mini
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.engine_core import EngineCore
+from atom_mini.processes import far_core, knobs
+from atom_mini.processes.far_core import EngineDead, FarCore
+from atom_mini.processes.messages import Abort, Add, Array, Refused, Utility, encode
+from atom_mini.sequence import Sequence
+
+SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
+PROMPTS = ["Once upon a time", "12 + 7 =", "Once upon a day", "Mia has a red cat."]
+SOON = 2.0  # seconds: everybody knows by then
+LIMIT = 30.0  # seconds: longer than anything here takes
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """A test that hangs is ended, with a stack."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"not done after {LIMIT} seconds")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def wait_for(holds: Callable[[], object], limit: float = 10.0) -> float:
+    """Seconds until it holds; fails after `limit`."""
+    start = time.perf_counter()
+    while not holds():
+        assert time.perf_counter() < start + limit, f"not so after {limit} s"
+        time.sleep(0.005)
+    return time.perf_counter() - start
+
+
+def processes() -> dict[int, str]:
+    """Our engines' process ids and command lines, of all the machine."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if "-m atom_mini.processes.engine_process" in line and state != "Z":
+            found[int(path.name)] = line
+    return found
+
+
+@pytest.fixture
+def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files that must be empty afterwards, and no process more than before."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    before, watching = processes().keys(), lambda: [t for t in threading.enumerate() if t.name == "engine"]
+    threads = len(watching())
+    yield folder
+    gc.collect()
+    mine = lambda: [p for p in processes().keys() - before if str(folder) in environment(p)]  # noqa: E731
+    wait_for(lambda: not mine())
+    wait_for(lambda: len(watching()) <= threads)
+    assert [*folder.iterdir()] == []
+
+
+def environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+FAKE = """
+import os, sys
+if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that names it
+    import time
+    from dataclasses import dataclass
+    from types import SimpleNamespace
+    import atom_mini.config
+    from atom_mini.config import VARIANTS, Variant
+    from atom_mini.engine_core import EngineCore
+    from atom_mini.scheduler import ScheduledBatchOutput
+
+    class Counting:
+        "The next token of a sequence is its length plus 100, after a while."
+        def forward(self, batch):
+            time.sleep(float(os.environ.get("FAKE_STEP", "0.001")))
+            {in_forward}
+            rows = zip(batch.req_ids, batch.context_lens.tolist(), batch.is_sampled)
+            return ScheduledBatchOutput({{i: (100 + n,) for i, n, gets in rows if gets}})
+
+    @dataclass
+    class Fake(Variant):
+        @staticmethod
+        def make_engine(config):
+            {in_loading}
+            return EngineCore(config, Counting())
+
+        @classmethod
+        def is_chosen(cls, config):
+            return True
+
+    atom_mini.config.read_config = lambda folder: SimpleNamespace(max_position_embeddings=2048, vocab_size=958)
+    atom_mini.config.read_defaults = lambda *args: ((), {{}})  # without transformers it starts in a moment
+    import atom_mini
+    VARIANTS.append(Fake)
+"""
+
+
+@pytest.fixture
+def fake(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FarCore]:
+    """Makes a far core whose runner only counts: there in a moment, and it can be told to fail."""
+    (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading="pass"))
+
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(in_forward: str = "pass", in_loading: str = "pass", kind: Any = None, **options: Any) -> Any:
+        text = FAKE.format(in_forward=in_forward, in_loading=in_loading)
+        (tmp_path / "sitecustomize.py").write_text(text)
+        options = {"engine_process": True, **SMALL, **options}
+        return kind("tiny", **options) if kind else FarCore(Config("tiny", **options))
+
+    return make
+
+
+def request(core: FarCore | EngineCore, length: int = 3, **wish: Any) -> Sequence:
+    seq = Sequence([5, 6, 7][:length], 4, SamplingParams(**{"ignore_eos": True, **wish}))
+    core.add(seq)
+    return seq
+
+
+def finish(core: FarCore, *seqs: Sequence) -> None:
+    while not all(s.is_finished for s in seqs):
+        core.step()
+
+
+# Faithful
+
+
+WISHES = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=5, top_p=0.9),
+    SamplingParams(max_tokens=20, temperature=1.1, seed=-(2**70), logprobs=3, repetition_penalty=1.2),
+    SamplingParams(max_tokens=30, stop=["the", "."], logprobs=2),
+    SamplingParams(max_tokens=16, ignore_eos=True, min_p=0.1, temperature=0.7, seed=2),
+    SamplingParams(max_tokens=12, stop_token_ids=[19, 27]),
+    SamplingParams(max_tokens=40, temperature=0.8, seed=11, stop="a"),
+]
+TIMES = {"ttft", "tpot", "latency", "request_id", "num_cached_tokens"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True, "interleave_decode": True},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+}
+
+
+class Close(float):
+    """A log probability: who else is in a batch may change its last bits."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-3
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def facts(out: Any) -> dict[str, Any]:
+    """What does not depend on the clock."""
+    found = {name: value for name, value in vars(out).items() if name not in TIMES}
+    found["logprobs"] = [{i: Close(p) for i, p in entry.items()} for entry in out.logprobs or ()]
+    return found
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Every way to ask."""
+    prompts = [p for p in PROMPTS for _ in WISHES] + [[40, 206, 75]]
+    found = [facts(out) for out in llm.generate(prompts, WISHES * len(PROMPTS) + WISHES[:1])]
+    pieces = [(p.index, p.text, p.finish_reason) for p in llm.stream(PROMPTS, WISHES[3])]
+    streams = ["".join(text for i, text, _ in pieces if i == index) for index in range(4)]
+    found += [streams, sorted(p for p in pieces if p[2])]
+    chat = [{"role": "user", "content": "What is 20 + 21?"}]
+    found.append(facts(llm.chat(chat, SamplingParams(max_tokens=12))[0]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def far() -> Iterator[LLM]:
+    with LLM("tiny", engine_process=True, **SMALL) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_same_answers(name: str, far: LLM) -> None:
+    """Tokens, texts, log probabilities and reasons, from a pool that is too small for all."""
+    with LLM("tiny", **SMALL, **OPTIONS[name]) as here:
+        expected = answers(here)
+    if name == "plain":
+        assert answers(far) == expected
+    else:
+        with LLM("tiny", engine_process=True, **SMALL, **OPTIONS[name]) as other:
+            assert answers(other) == expected
+
+
+def test_many_threads(far: LLM) -> None:
+    """Eight threads, in calls and streams; everyone gets the answers that it gets alone."""
+    jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(24)]
+    alone = [facts(far.generate(*job)[0]) for job in jobs]
+
+    def ask(i: int) -> Any:
+        if i % 3 == 0:
+            *_, last = far.stream(*jobs[i])
+            return facts(last.output)
+        return facts(far.generate(*jobs[i])[0])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(ask, range(len(jobs)))] == alone
+    expect_empty(far.engine_core)  # type: ignore[arg-type]
+
+
+def expect_empty(core: FarCore) -> None:
+    """Nothing waits or runs there, and every block is free."""
+    assert core.is_finished()
+    whole = {"waiting": 0, "running": 0, "free_blocks": core.config.num_kvcache_blocks}
+    wait_for(lambda: whole.items() <= core.metrics().items())
+
+
+def test_a_stop_string_ends_the_request_there_too(far: LLM) -> None:
+    """The engine knows nothing of texts: the front cuts, drops what comes later, and takes the request back."""
+    (out,) = far.generate("Once upon a time", SamplingParams(max_tokens=200, stop="a", ignore_eos=True))
+    assert out.finish_reason == "stop" and "a" not in out.text
+    expect_empty(far.engine_core)  # type: ignore[arg-type]
+    while far.engine_core.step():  # what it did in vain
+        pass
+
+
+def test_dropped_and_aborted(far: LLM) -> None:
+    stream = far.stream("Once upon a time", SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    stream.close()
+    asked = far.add_request("Once", SamplingParams(max_tokens=500, ignore_eos=True))
+    far.step()
+    assert far.abort(asked) and not far.abort(asked)
+    expect_empty(far.engine_core)  # type: ignore[arg-type]
+
+
+def test_refusals_are_those_of_the_engine_here(far: LLM) -> None:
+    with pytest.raises(ValueError, match="prompt of 300 tokens"):
+        far.generate([[5] * 300])
+    with pytest.raises(ValueError, match="vocabulary"):
+        far.generate([[10**6]])
+    with pytest.raises(ValueError, match="id 7 is in the engine"):
+        for _ in range(2):
+            far.engine_core.add(Sequence([5], 4, id=7))
+    far.abort(7)
+
+
+def test_ctrl_c_at_any_line(far: LLM) -> None:
+    """As in `test_interrupt`: some lines of a call of the front, and the next call is right."""
+    prompts, wish = PROMPTS[:3], SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
+    expected = [(out.text, out.token_ids) for out in far.generate(prompts, wish)]
+    at, places = 1, set()
+    while True:
+        wire = Tripwire(at)
+        if not wire.run(lambda: far.generate(prompts, wish)):
+            break
+        at += 23
+        places.add(wire.where)
+        assert [(out.text, out.token_ids) for out in far.generate(prompts, wish)] == expected, wire.where
+    assert sum("far_core" in place for place in places) > 5
+    expect_empty(far.engine_core)  # type: ignore[arg-type]
+
+
+def test_ctrl_c_while_it_waits(far: LLM) -> None:
+    """A real signal, to the whole group as a terminal sends it, while a step is awaited."""
+    expected = far.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text
+    steps = far.metrics.num_steps
+
+    def strike() -> None:
+        wait_for(lambda: far.metrics.num_steps > steps + 5)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    with pytest.raises(KeyboardInterrupt):
+        far.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+    striker.join()
+    assert os.getpgid(manager_of(far).process.pid) != os.getpgid(0), "a terminal's Ctrl-C would reach it"
+    assert far.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text == expected
+    expect_empty(far.engine_core)  # type: ignore[arg-type]
+
+
+def manager_of(llm: LLM) -> Any:
+    core: Any = llm.engine_core
+    return core.manager
+
+
+# The wire
+
+
+def test_ten_thousand_bad_frames(fake: Callable[..., FarCore]) -> None:
+    """Random, cut, wrongly tagged, oversized and pickled: a request that runs meanwhile gets its tokens."""
+    core, rng = fake(), random.Random(0)
+    seq = request(core, max_tokens=200)
+    good = [encode(Abort(seq.id)), encode(Utility(3, "metrics"))]
+    kinds: list[Callable[[], bytes]] = [
+        lambda: rng.randbytes(rng.randint(0, 40)),
+        lambda: rng.choice(good)[: rng.randint(0, 6)],
+        lambda: pickle.dumps({"x": rng.random()}),
+        lambda: b"\x92\xa4EVAL" + rng.randbytes(3),
+        lambda: b"\x94\xa3ADD" + bytes([rng.randint(0, 127)]) + rng.randbytes(9),
+        lambda: encode(Refused(seq.id, "x"))[:-1],  # under the id of a request that runs
+        lambda: encode(Add(seq.id, Array("int32", [1], bytes(4)), {})),  # an id that is taken
+        lambda: msgspec.msgpack.encode(["ADD", seq.id, "no prompt"]),
+    ]
+    with pytest.warns(UserWarning, match="refused"):
+        for i in range(10_000):
+            with core.manager.sending:
+                core.manager.outbox.send(kinds[i % len(kinds)]())
+            if i % 100 == 0 and not seq.is_finished:
+                core.step()
+        finish(core, seq)
+        assert seq.completion_token_ids == [103 + i for i in range(200)] and seq.leave_reason == "max_tokens"
+        assert core.metrics()["free_blocks"] == SMALL["num_kvcache_blocks"]
+        core.step()
+    core.close()
+
+
+def test_the_engine_believes_no_front(fake: Callable[..., FarCore]) -> None:
+    """A request that the front let through by mistake ends, and the others go on."""
+    core = fake()
+    fine, bad = request(core, max_tokens=5), Sequence([5], 4)
+    bad.token_ids = [10**6]
+    core.add(bad)
+    with pytest.warns(UserWarning, match=f"message {bad.id}: token id 1000000"):
+        finish(core, fine, bad)
+    assert bad.leave_reason == "abort" and fine.num_completion_tokens == 5
+    core.close()
+
+
+def test_added_and_aborted_at_once(fake: Callable[..., FarCore]) -> None:
+    """A thousand times: an abort does not overtake its request, so no block is lost and nothing runs on."""
+    core = fake(num_kvcache_blocks=20)
+    for i in range(1000):
+        seq = request(core, max_tokens=10)
+        if i % 3 == 0:
+            core.step()
+        assert core.abort(seq.id) is seq and seq.leave_reason == "abort"
+    expect_empty(core)
+    late = request(core, max_tokens=4)
+    finish(core, late)
+    assert late.completion_token_ids == [103, 104, 105, 106]
+    core.close()
+
+
+def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets its own tokens, and all of them; others are taken back in between. None is lost, doubled or crossed."""
+    monkeypatch.setenv("FAKE_STEP", "0")
+    llm = fake(kind=LLM, num_kvcache_blocks=4000, max_num_seqs=512)
+
+    def ask(thread: int) -> int:
+        rng, good = random.Random(thread), 0
+        for _ in range(25):
+            shapes = [(rng.randint(1, 60), rng.randint(1, 3)) for _ in range(50)]
+            wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in shapes]
+            taken_back = [llm.add_request([9], SamplingParams(max_tokens=50)) for _ in range(2)]
+            outs = llm.generate([[thread + 1] * size for size, _ in shapes], wishes, use_tqdm=False)
+            good += sum(o.token_ids == [100 + s + i for i in range(n)] for o, (s, n) in zip(outs, shapes, strict=True))
+            for request_id in taken_back:
+                llm.abort(request_id)
+        return good
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(ask, range(8))) == 10_000
+    expect_empty(llm.engine_core)
+    llm.close()
+
+
+def test_it_does_not_run_ahead(fake: Callable[..., FarCore]) -> None:
+    """Of a front that does not read; and it goes on when the front does."""
+    core = fake()
+    seq = request(core, max_tokens=100)
+    wait_for(lambda: core.metrics()["steps"] >= far_core.AHEAD)
+    assert core.metrics()["steps"] == far_core.AHEAD
+    finish(core, seq)
+    assert seq.completion_token_ids == [103 + i for i in range(100)]
+    core.close()
+
+
+def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., FarCore], tidy: Path) -> None:
+    """The folder of the sockets goes with the handshake; nobody else can come in, and no port was ever opened."""
+    core = fake()
+    assert [*tidy.iterdir()] == []
+    for pid in (os.getpid(), core.manager.process.pid):
+        inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                assert fields[3] != "0A" or f"socket:[{fields[9]}]" not in inodes, "it listens on a port"
+    core.close()
+
+
+# Deaths
+
+
+def test_kill_the_engine_while_threads_wait(tidy: Path) -> None:
+    """Every call and stream ends with EngineDead, soon; the next call at once; the log's end is told."""
+    llm = LLM("tiny", engine_process=True, **SMALL)
+    wish, errors = SamplingParams(max_tokens=200, ignore_eos=True), []
+
+    def ask(i: int) -> None:
+        try:
+            [*llm.stream(PROMPTS, wish)] if i % 2 else llm.generate(PROMPTS, wish)
+        except EngineDead as error:
+            errors.append((time.perf_counter(), str(error)))
+
+    threads = [threading.Thread(target=ask, args=[i]) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: llm.metrics.num_decode_tokens > 4)
+    os.kill(manager_of(llm).process.pid, signal.SIGKILL)
+    start = time.perf_counter()
+    for thread in threads:
+        thread.join(SOON)
+    assert len(errors) == 6 and max(when for when, _ in errors) - start < SOON
+    assert all("SIGKILL" in text for _, text in errors)
+    for call in (lambda: llm.generate("x"), lambda: [*llm.stream("x")], lambda: llm.add_request("x")):
+        start = time.perf_counter()
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            call()
+        assert time.perf_counter() - start < 0.5
+    llm.close()
+    llm.close()
+
+
+def test_its_last_words(fake: Callable[..., FarCore], capfd: pytest.CaptureFixture[str]) -> None:
+    """An exception in a step: the cause, and the traceback from its log."""
+    core = fake(in_forward="print('so far'); raise RuntimeError('out of memory: 3 GiB') if len(batch.req_ids) else 0")
+    seq = request(core)
+    with pytest.raises(EngineDead, match=r"(?s)RuntimeError: out of memory: 3 GiB.*Traceback.*in forward") as caught:
+        finish(core, seq)
+    assert "make_engine" not in str(caught.value) and not seq.is_finished
+    assert core.abort(seq.id) is seq and core.step() is None
+    with pytest.raises(EngineDead, match="out of memory"):
+        core.metrics()
+    core.close()
+
+
+def test_a_stopped_engine_is_noticed(fake: Callable[..., FarCore]) -> None:
+    """SIGSTOP: no pipe ends, no exit code comes; a ping stays unanswered."""
+    core = fake(ping_timeout=1.0)
+    seq = request(core, max_tokens=200)
+    core.step()
+    os.kill(core.manager.process.pid, signal.SIGSTOP)
+    start = time.perf_counter()
+    with pytest.raises(EngineDead, match=r"ping_timeout=1\.0"):
+        finish(core, seq)
+    assert time.perf_counter() - start < 1 + SOON
+    core.close()
+
+
+def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., FarCore]) -> None:
+    core = fake(in_forward="time.sleep(0.6 if len(batch.scheduled_tokens) == 2 else 0 if max(batch.context_lens) < 6 else 60)",
+                ping_timeout=1.5)  # fmt: skip
+    slow = request(core, length=2, max_tokens=3)
+    finish(core, slow)
+    stuck = request(core, max_tokens=9)
+    with pytest.raises(EngineDead, match="ping"):
+        finish(core, stuck)
+    core.close()
+
+
+def test_an_idle_engine_answers_pings(fake: Callable[..., FarCore]) -> None:
+    """For several times the limit nothing is asked of it, and it is not thought dead."""
+    core, heard = fake(ping_timeout=0.4), set[float]()
+    wait_for(lambda: heard.add(core.manager.heard) or len(heard) > 5)
+    seq = request(core, max_tokens=2)
+    finish(core, seq)
+    core.close()
+
+
+def test_no_ready_in_time(fake: Callable[..., FarCore]) -> None:
+    start = time.perf_counter()
+    with pytest.raises(EngineDead, match=r"ready_timeout=1\.5"):
+        fake(in_loading="time.sleep(60)", ready_timeout=1.5)
+    assert time.perf_counter() - start < 1.5 + SOON
+
+
+def test_dies_while_loading(fake: Callable[..., FarCore], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineDead, match=r"(?s)exit code 3\nnow I die$"):
+        fake(in_loading="print('now I die', flush=True); os._exit(3)")
+    with pytest.raises(EngineDead, match=r"(?s)OSError: no such disk.*Traceback"):
+        fake(in_loading="raise OSError('no such disk')")
+    with pytest.raises(ValueError, match=r"^too small by 7$"):
+        fake(in_loading="raise ValueError('too small by 7')")
+
+
+def test_a_bad_checkpoint_is_refused_as_ever(tidy: Path, tmp_path: Path) -> None:
+    """The loader's own words, from the other process."""
+    shutil.copytree(Path(atom_mini.__file__).parent / "tiny", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    said = []
+    for where in (False, True):
+        with pytest.raises(ValueError, match="norm") as caught:
+            LLM(str(tmp_path / "model"), device="cpu", num_kvcache_blocks=8, **{"engine_process": True} if where else {})
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+FRONT = """  # its engine is processes.engine_process
+import json, os, signal, sys, threading
+from atom_mini import Config, SamplingParams
+from atom_mini.processes.far_core import FarCore
+from atom_mini.sequence import Sequence
+core = FarCore(Config("tiny", engine_process=True, **json.loads(sys.argv[1])))
+core.add(Sequence([5, 6, 7], 4, SamplingParams(max_tokens=200, ignore_eos=True)))
+print(core.manager.process.pid, core.step() is not None, flush=True)
+{then}
+"""
+
+
+def front(then: str) -> tuple[subprocess.Popen[str], int]:
+    """A process with an engine of its own, and the engine's process id."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(SMALL)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
+    assert process.stdout is not None
+    pid, is_running = process.stdout.readline().split()
+    assert is_running == "True"
+    return process, int(pid)
+
+
+@pytest.mark.parametrize("how", ["kill", "kill, and a fork holds the pipe", "exit", "del"])
+def test_death_of_the_front(how: str, fake: Callable[..., FarCore]) -> None:
+    """However it ends, the engine ends with it; `tidy` looks at what is left."""
+    then = {
+        "kill": "signal.pause()",
+        "kill, and a fork holds the pipe": "if os.fork() == 0: os.setsid(); signal.alarm(5)\nsignal.pause()",
+        "exit": "",
+        "del": "manager = core.manager; del core; assert manager.dead and not manager.thread.is_alive()",
+    }[how]
+    process, engine = front(then)
+    if how.startswith("kill"):
+        assert engine in processes()
+        process.kill()
+    else:
+        assert process.wait(10) == 0
+    assert wait_for(lambda: engine not in processes()) < SOON
+    process.wait()
+    if process.stdout:
+        process.stdout.close()
+
+
+def test_an_engine_outlives_the_thread_that_made_it(fake: Callable[..., FarCore]) -> None:
+    """The kernel's signal is tied to a thread, which must not be the caller's."""
+    made: list[FarCore] = []
+    thread = threading.Thread(target=lambda: made.append(fake()))
+    thread.start()
+    thread.join()
+    seq = request(made[0], max_tokens=5)
+    finish(made[0], seq)
+    assert seq.num_completion_tokens == 5
+    made.pop().close()
+
+
+def test_interrupted_while_it_starts(fake: Callable[..., FarCore]) -> None:
+    timer = threading.Timer(1.0, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        fake(in_loading="time.sleep(60)")
+    timer.join()
+
+
+# The knobs
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"engine_process": True, "trace": True}, "what trace=True records does not come back"),
+        ({"engine_process": "yes"}, "engine_process='yes' must be True or False"),
+        ({"engine_process": True, "ping_timeout": 0}, "ping_timeout=0 must be seconds"),
+        ({"ping_timeout": 5.0}, "ping_timeout is for engine_process=True"),
+        ({"engine_process": True, "device": Path("cpu")}, "device=.*cannot be sent"),
+    ],
+)
+def test_bad_knobs(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Config("tiny", **options)
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tidy: Path) -> None:
+    monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "zmq" else object())
+    with pytest.raises(ValueError, match=r"engine_process=True needs zmq: install atom_mini\[serve\]"):
+        LLM("tiny", engine_process=True)
+
+
+def test_only_what_was_given_is_sent() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    config = Config("tiny", engine_process=True, max_num_seqs=3, speculative_config=drafts, ready_timeout=9)
+    order = config.engine_order
+    assert order["model"] == "tiny" and order["options"].keys() == {"max_num_seqs", "speculative_config"}
+    there = Config(order["model"], **json.loads(json.dumps(order["options"])))
+    assert there.speculative_config == config.speculative_config and not there.engine_process
+
+
+def test_it_has_the_cores_face() -> None:
+    """Whatever an LLM uses of an engine core."""
+    used = {"add", "abort", "step", "is_finished", "close", "trace", "scheduler"}
+    have = {*dir(FarCore), "scheduler", "close"}
+    assert used <= have and {"check_prompt", "check"} <= {*dir(far_core.FarScheduler)}
+
+
+def test_importing_the_engine_brings_no_socket_along() -> None:
+    code = "import sys, atom_mini; sys.exit(bool({'zmq', 'msgspec', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
