@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -128,7 +129,7 @@ def execute(target: str, case: str, **options) -> tuple[Row, list[Launch]]:
 
 def print_row(row: Row) -> None:
     numbers = "".join(f"{row.counts.get(kind, 0):>9,}" for kind in KINDS)
-    print(f"{row.target:8} {row.case:31} {row.kernels:22}{numbers}  {row.error:8.0e}  {row.fault or 'right'}", flush=True)
+    print(f"{row.target:8} {row.case:31} {row.kernels:22}{numbers}  {row.error:8.0e}  {row.fault.splitlines()[0] if row.fault else 'right'}", flush=True)
 
 
 class Everything:
@@ -136,6 +137,10 @@ class Everything:
 
     def __init__(self, target: str) -> None:
         self.target, self.launches = target, []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        os.environ.pop("TRITON_INTERPRET", None)  # conftest.py has set it
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -21,60 +20,57 @@ Place = Callable[[Wave], tuple[np.ndarray, np.ndarray]]  # [lanes] addresses, an
 def build(i: Instruction) -> Step | None:
     if not (found := FORM.fullmatch(i.name)):
         return None
-    space, what, size = found[1], found[2], SIZES[found[6]]
+    space, is_load, size = found[1], found[2] == "load", SIZES[found[6]]
     to_lds, high = bool(found[3]) or i.take("lds", False), bool(found[5] or found[8])
     half = ("b16.h" if high else "b16.l") if found[4] or found[7] else ""
-    operands = ["v0", *i.operands] if to_lds else i.operands
-    offset = i.take("offset")
-    if space == "buffer":
-        data, resource, base = operands[0], to_register(operands[-2]).first, scalar(operands[-1])
-        lanes_offset = read(operands[1], "u32") if i.take("offen", False) else read("0", "u32")
-        place = buffer_place(resource, base, lanes_offset, offset, size)
-        spilled = scratch_place(lanes_offset, base, offset)
-    else:
-        data, at, base_text = operands if what == "load" else (operands[1], operands[0], operands[2])
-        if space == "global":
-            place, spilled = global_place(at, base_text, offset), None
-        else:
-            zero = lambda w: 0  # noqa: E731
-            base = scalar(base_text) if base_text != "off" else zero
-            place = spilled = scratch_place(read(at, "u32") if at != "off" else zero, base, offset)
+    operands, offset = ["v0"] * to_lds + i.operands, i.take("offset")
+    if space != "buffer" and not is_load:
+        operands[:2] = operands[1::-1]  # the address stands before the data
+    data, at, base = (operands[0], operands[1], operands[-1])
     n, words = vector(data).first, max(1, size // 4)
+    if space == "buffer":
+        at, resource = at if i.take("offen", False) else "0", to_register(operands[-2]).first
+        place, own = buffer_place(resource, at, base, offset, size), scratch_place(at, base, offset)
+        is_private: Callable = lambda w: w.s[resource + 3] >> 23 & 1  # a buffer that adds the lane: spills  # noqa: E731
+    else:
+        at, base = at.replace("off", "0"), base if space == "global" else base.replace("off", "0")
+        place = own = (global_place if space == "global" else scratch_place)(at, base, offset)
+        is_private = lambda w: space == "scratch"  # noqa: E731
     if to_lds:
-        return build_to_lds(i, place, size, offset * (space == "global"))
+        return build_to_lds(place, size, offset * (space == "global"))
 
     def load(w: Wave) -> None:
-        memory = w.scratch if spilled and is_private(w) else w.memory
-        at, some = (place if memory is w.memory else spilled)(w)
-        rows = np.zeros((words, w.lanes), np.uint32)
-        if some.any():
-            rows[:, some] = memory.read(at[some], size)
-        w.load("vmcnt", n, list(rows), [half] if half else None)
+        memory, (at, some) = (w.scratch, own(w)) if is_private(w) else (w.memory, place(w))
+        w.load("vmcnt", n, [*read_some(w, memory, at, some, size)], [half] if half else None)
 
     def store(w: Wave) -> None:
-        memory = w.scratch if spilled and is_private(w) else w.memory
-        at, some = (place if memory is w.memory else spilled)(w)
+        memory, (at, some) = (w.scratch, own(w)) if is_private(w) else (w.memory, place(w))
         if some.any():
             memory.write(at[some], w.v[n : n + words][:, some] >> 16 * high, size)
         if i.target.is_cdna:
             w.late("vmcnt", frozenset(), lambda: None, "store")
 
-    def is_private(w: Wave) -> bool:
-        """gfx90a's spills go through a buffer that adds the lane."""
-        return space == "scratch" or bool(w.s[resource + 3] >> 23 & 1)
-
-    return load if what == "load" else store
+    return load if is_load else store
 
 
-def buffer_place(resource: int, base: Any, lanes_offset: Any, offset: int, size: int) -> Place:
+def read_some(w: Wave, memory: object, at: np.ndarray, some: np.ndarray, size: int) -> np.ndarray:
+    """[words, lanes]; 0 where a lane has no address."""
+    rows = np.zeros((max(1, size // 4), w.lanes), np.uint32)
+    if some.any():
+        rows[:, some] = memory.read(at[some], size)
+    return rows
+
+
+def buffer_place(resource: int, at: str, base: str, offset: int, size: int) -> Place:
     """Four scalar registers: 48 bits of address, the size of the range. What lies beyond it is not touched."""
+    lanes_offset, start = read(at, "u32"), scalar(base)
 
     def place(w: Wave) -> tuple[np.ndarray, np.ndarray]:
         low, high, count = w.s[resource : resource + 3]
         if high >> 16 & 0x3FFF:
             raise Unknown("a buffer with a stride")
         at = np.broadcast_to(lanes_offset(w), w.lanes).astype(np.uint64) + np.uint64(offset)
-        return at + np.uint64((low | (high & 0xFFFF) << 32) + base(w)), (at + np.uint64(size) <= count) & w.active
+        return at + np.uint64((low | (high & 0xFFFF) << 32) + start(w)), (at + np.uint64(size) <= count) & w.active
 
     return place
 
@@ -87,25 +83,18 @@ def global_place(at: str, base: str, offset: int) -> Place:
     return lambda w: (lanes_offset(w).astype(np.uint64) + np.uint64(start(w) + offset & 2**64 - 1), w.active)
 
 
-def scratch_place(lanes_offset: Any, base: Any, offset: int) -> Place:
+def scratch_place(at: str, base: str, offset: int) -> Place:
     """Each lane has its own range."""
-
-    def place(w: Wave) -> tuple[np.ndarray, np.ndarray]:
-        own = np.arange(w.lanes) * w.scratch.size
-        return own + np.asarray(lanes_offset(w)).astype(np.int64) + base(w) + offset, w.active
-
-    return place
+    lanes_offset, start = read(at, "i32"), scalar(base)
+    return lambda w: (np.arange(w.lanes) * w.scratch.size + lanes_offset(w) + start(w) + offset, w.active)
 
 
-def build_to_lds(i: Instruction, place: Place, size: int, offset: int) -> Step:
+def build_to_lds(place: Place, size: int, offset: int) -> Step:
     """A load that passes the registers by: lane by lane from M0 on."""
 
     def load(w: Wave) -> None:
-        at, some = place(w)
-        words = np.zeros((max(1, size // 4), w.lanes), np.uint32)
-        if some.any():
-            words[:, some] = w.memory.read(at[some], size)
-        words, to = words[:, w.active], ((w.s[M0] & 0xFFFFF) + offset + np.arange(w.lanes) * size)[w.active]
+        words = read_some(w, w.memory, *place(w), size)[:, w.active]
+        to = ((w.s[M0] & 0xFFFFF) + offset + np.arange(w.lanes) * size)[w.active]
         w.lds.check(w.number, to, size, words)
         w.lds.write(to, np.full_like(words, UNSET), size)
         w.late("vmcnt", frozenset(), lambda: w.lds.write(to, words, size))

@@ -90,13 +90,12 @@ class Wave:
 
     def set_scalar(self, n: int, value: int, wide: bool) -> None:
         """Write a scalar register, or a pair; writing the mask has consequences."""
-        if n in (EXEC, EXEC + 1):
-            low, high = (value & ALL, value >> 32) if wide else (value, self.exec >> 32)
-            self.set_mask(self.exec & ALL | value << 32 if n > EXEC else low | high << 32)
-        elif n != NULL:
+        if n != NULL:
             self.s[n] = value & ALL
             if wide:
                 self.s[n + 1] = value >> 32
+            if n in (EXEC, EXEC + 1):
+                self.set_mask(self.s[EXEC] | self.s[EXEC + 1] << 32)
 
     def late(self, counter: str, registers: frozenset[int], finish: Callable[[], None], kind: str = "load") -> None:
         """Let an access come in as late as the program's waits allow."""

@@ -155,12 +155,4 @@ def set_scalar(text: str, wide: bool = False) -> Callable[[Wave, int], None]:
     if register is None or register.is_vector:
         raise Unknown(f"operand {text}")
     n = register.first
-    if EXEC <= n <= EXEC + 1 or n == NULL:
-        return lambda w, value: w.set_scalar(n, value, wide)
-
-    def put(w: Wave, value: int) -> None:
-        w.s[n] = value & ALL
-        if wide:
-            w.s[n + 1] = value >> 32
-
-    return put
+    return lambda w, value: w.set_scalar(n, value, wide)

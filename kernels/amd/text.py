@@ -50,6 +50,13 @@ class Instruction:
         given = self.take(modifier, [])
         return [*given, *[default] * (count - len(given))]
 
+    def halved(self) -> list[Instruction]:
+        """Itself, or the two halves of a dual instruction."""
+        if " :: " not in self.text:
+            return [self]
+        self.modifiers.clear()
+        return [Instruction(half.replace("v_dual_", "v_"), self.where, self.target) for half in self.text.split(" :: ")]
+
     def done(self) -> None:
         """Nothing of the instruction was overlooked."""
         if left := set(self.modifiers) - HINTS:
