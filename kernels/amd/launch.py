@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import os
 import struct
 import time
@@ -61,39 +63,39 @@ def pack(assembly: Assembly, values: list[Any], grid: tuple[int, int, int], thre
     return buffer, address
 
 
+@functools.cache
+def program_of(text: str) -> Program:
+    return Program(read_assembly(text))
+
+
 @contextmanager
 def emulated(
-    name: str, change: Callable[[str], str] | None = None, watch: Watch | None = None, strict: bool = True
+    name: str, change: Callable[[Program], Program] | None = None, watch: Watch | None = None, strict: bool = True
 ) -> Iterator[list[Launch]]:
-    """`change` may spoil a kernel's text, `watch` sees each instruction, `strict=False` lets late registers pass."""
+    """`change` may spoil a program, `watch` sees each instruction, `strict=False` lets late registers pass."""
     target, run, launches = GPUTarget("hip", name, TARGETS[name].lanes), JITFunction.run, []
-    programs: dict[str, Program] = {}
 
     def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        text = change(kernel.asm["amdgcn"]) if change else kernel.asm["amdgcn"]
-        program = programs.setdefault(text, None) or Program(read_assembly(text))
-        programs[text] = program
+        kernel, start = run(self, *args, grid=grid, warmup=True, **options), time.perf_counter()
+        program = program_of(kernel.asm["amdgcn"])
+        program = change(program) if change else program
         given = dict(zip(self.arg_names, args, strict=False)) | options
-        names = [name for name, kind in kernel.src.signature.items() if kind != "constexpr"]
-        whole = (*(grid(given) if callable(grid) else grid), 1, 1)[:3]
+        values = {name: given[name] for name, kind in kernel.src.signature.items() if kind != "constexpr"}
+        groups = (*(grid(given) if callable(grid) else grid), 1, 1)[:3]
         threads = kernel.metadata.num_warps * TARGETS[name].lanes
-        keep, address = pack(program.assembly, [given[name] for name in names], whole, threads)
-        storages = {}
-        for argument in names:
-            if hasattr(given[argument], "data_ptr"):
-                storage = given[argument].untyped_storage()
-                storages.setdefault(storage.data_ptr(), Argument(argument, storage.data_ptr(), storage.nbytes()))
-        own = Argument("the arguments", address, program.assembly.directives["kernarg_size"])
-        memory, start = Arguments([own, *storages.values()]), time.perf_counter()
+        keep, address = pack(program.assembly, [*values.values()], groups, threads)
+        memory = [Argument("the arguments", address, program.assembly.directives["kernarg_size"])]
+        for argument, value in values.items():
+            if hasattr(value, "data_ptr"):
+                storage = value.untyped_storage()
+                memory.append(Argument(argument, storage.data_ptr(), storage.nbytes()))
         counts = [0] * len(program.steps)
-        for z in range(whole[2]):
-            for y in range(whole[1]):
-                for x in range(whole[0]):
-                    group = (x, y, z)
-                    more = program.run_group(group, threads, memory, address, kernel.metadata.shared, watch, strict)
-                    counts = [a + b for a, b in zip(counts, more, strict=True)]
-        launches.append(Launch(self.fn.__name__, whole, program, counts, time.perf_counter() - start))
+        for z, y, x in itertools.product(*map(range, groups[::-1])):
+            more = program.run_group(
+                (x, y, z), threads, Arguments(memory), address, kernel.metadata.shared, watch, strict
+            )
+            counts = [a + b for a, b in zip(counts, more, strict=True)]
+        launches.append(Launch(self.fn.__name__, groups, program, counts, time.perf_counter() - start))
         return kernel
 
     driver = SimpleNamespace(

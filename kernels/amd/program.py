@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 
@@ -113,6 +114,13 @@ class Program:
         numbers = [n for axis, n in zip("xyz", group, strict=True) if d[f"system_sgpr_workgroup_id_{axis}"]]
         first = d["user_sgpr_count"]
         w.s[first : first + len(numbers) + 1] = [*numbers, 0]  # at last where a wave's scratch begins: it has its own
+
+    def without(self, n: int) -> Program:
+        """The same, but instruction `n` does nothing: an error to be noticed."""
+        spoiled = copy.copy(self)
+        spoiled.steps = [*self.steps[:n], lambda w: None, *self.steps[n + 1 :]]
+        spoiled.used = [*self.used[:n], frozenset(), *self.used[n + 1 :]]
+        return spoiled
 
     def by_kind(self, counts: list[int]) -> Counter[str]:
         return sum((Counter({kind: n}) for kind, n in zip(self.kinds, counts, strict=True)), Counter())
