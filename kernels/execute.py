@@ -9,9 +9,11 @@ The assembly that Triton writes runs in `kernels/amd`, on the tensors of a CPU. 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
+import pickle
 import sys
 import time
 from collections import Counter
@@ -23,7 +25,8 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [p for p in map(str, (ROOT, ROOT / "kernels", ROOT / "tests")) if p not in sys.path]
 
-from amd.launch import Launch, emulated  # noqa: E402  before atom_mini imports triton
+from amd.launch import emulated  # noqa: E402, I001  before atom_mini imports triton
+from amd.group import Launch  # noqa: E402
 from amd.machine import TARGETS, Fault  # noqa: E402
 from amd.program import KINDS  # noqa: E402
 
@@ -127,9 +130,22 @@ def execute(target: str, case: str, **options) -> tuple[Row, list[Launch]]:
     return Row(target, case, names, dict(counts), error, fault), launches
 
 
+def record(path: Path, targets: list[str], only: str) -> None:
+    """The launches of the cases, with copies of what they are given: for a process that cannot compile."""
+    found: dict[tuple[str, str], list[Launch]] = {}
+    for target, case in itertools.product(targets, CASES):
+        if only in case:
+            with patch.object(triton_attention, "architecture", lambda device, t=target: t):
+                with emulated(target, runs=False) as launches:
+                    CASES[case]()
+            found[target, case] = launches
+    path.write_bytes(pickle.dumps(found))
+
+
 def print_row(row: Row) -> None:
     numbers = "".join(f"{row.counts.get(kind, 0):>9,}" for kind in KINDS)
-    print(f"{row.target:8} {row.case:31} {row.kernels:22}{numbers}  {row.error:8.0e}  {row.fault.splitlines()[0] if row.fault else 'right'}", flush=True)
+    verdict = row.fault.splitlines()[0] if row.fault else "right"
+    print(f"{row.target:8} {row.case:31} {row.kernels:22}{numbers}  {row.error:8.0e}  {verdict}", flush=True)
 
 
 class Everything:
@@ -154,7 +170,7 @@ def run_all(target: str, arguments: list[str]) -> int:
     test = str(ROOT / "tests" / "test_kernels.py")
     code = pytest.main([test, "-p", "no:cacheprovider", "-q", *arguments], plugins=[everything])
     launches = everything.launches
-    print(f"{target}: {len(launches)} launches, {sum(sum(one.counts) for one in launches):,} wave instructions, "
+    print(f"{target}: {len(launches)} launches, {sum(int(one.counts.sum()) for one in launches):,} wave instructions, "
           f"{'all right' if not code and launches else 'FAILED'}")  # fmt: skip
     return int(code) or not launches
 
@@ -164,11 +180,15 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="pickle the launches there, before they ran")
     parser.add_argument("--all", action="store_true", help="the whole of tests/test_kernels.py")
     arguments, rest = parser.parse_known_args()
     targets = arguments.target or list(TARGETS)
     if arguments.all:
         return max(run_all(target, rest) for target in targets)
+    if arguments.record:
+        record(arguments.record, targets, arguments.only)
+        return 0
     start, rows = time.perf_counter(), []
     print(f"{'target':8} {'case':31} {'kernels':22}{''.join(f'{kind:>9}' for kind in KINDS)}     error")
     for target in targets:

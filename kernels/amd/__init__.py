@@ -13,7 +13,8 @@ Read it as the description of a machine, a room after the other:
     matrix      tiles spread over the lanes
     lds         instructions on the memory of a workgroup
     loads       instructions on all other memory
-    program     an instruction finds its room; a workgroup runs
+    program     an instruction finds its room; a program runs from barrier to barrier
+    group       the waves of a workgroup; a launch
     launch      in place of a GPU: Triton's launches on CPU tensors
 
 Four checks beyond the numbers: `bounds` (each access lies in an argument's storage), `late` (nothing is used that an

@@ -1,26 +1,20 @@
-"""An instruction finds its room and becomes a function of a wave; the waves of a workgroup run from barrier to barrier."""
+"""An instruction finds its room and becomes a function of a wave; a program runs from barrier to barrier."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
+import functools
 from collections.abc import Callable
 
-import numpy as np
-
 from . import crosslane, lds, loads, matrix, packed, scalar, vector
-from .machine import ALL, BARRIER, SCALARS, Fault, Step, Wave
-from .memory import Arguments, Lds, Scratch
+from .machine import BARRIER, SCALARS, Fault, Step, Wave
 from .operands import used
-from .text import Assembly, Instruction, Unknown
+from .text import Assembly, Instruction, Unknown, read_assembly
 
 Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
 ROOMS = (matrix.build, packed.build, crosslane.build, lds.build, loads.build, vector.build)
 KINDS = ("matrix", "memory", "LDS", "scalar", "vector")
 MAX_JUMPS = 100_000  # of one wave, before it is called endless
-# What scalar registers hold at the start, in this order, if a directive asks for it: name -> how many.
-GIVEN = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2, "kernarg_segment_ptr": 2, "dispatch_id": 2,
-         "flat_scratch_init": 2, "private_segment_size": 1}  # fmt: skip
 
 
 def kind_of(text: str) -> str:
@@ -88,33 +82,6 @@ class Program:
             text, where = self.assembly.lines[pc] if pc < len(steps) else ("the end", "no s_endpgm")
             raise Fault(f"{self.target.name}, {where}: {text}: {error}") from error
 
-    def run_group(
-        self, group: tuple[int, int, int], threads: int, memory: Arguments, kernarg: int, lds_size: int,
-        watch: Watch | None = None, strict: bool = True,
-    ) -> list[int]:  # fmt: skip
-        """How often each instruction was executed by the waves of a workgroup."""
-        counts, lanes = [0] * len(self.steps), self.target.lanes
-        shared, private = Lds(lds_size, threads // lanes), self.assembly.directives["private_segment_fixed_size"]
-        waves = [Wave(n, lanes, memory, shared, Scratch(private, lanes)) for n in range(threads // lanes)]
-        for wave in waves:
-            self.start(wave, group, kernarg)
-        with np.errstate(all="ignore"):
-            while waves:
-                waves = [wave for wave in waves if self.run(wave, counts, watch, strict)]
-                shared.period += 1
-        return counts
-
-    def start(self, w: Wave, group: tuple[int, int, int], kernarg: int) -> None:
-        """Where the arguments are, which workgroup this is."""
-        d, given = self.assembly.directives, []
-        values = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "kernarg_segment_ptr": [kernarg & ALL, kernarg >> 32]}
-        for name, size in GIVEN.items():
-            given += values.get(name, [0] * size) if d.get(f"user_sgpr_{name}") else []
-        w.s[: len(given)] = given
-        numbers = [n for axis, n in zip("xyz", group, strict=True) if d[f"system_sgpr_workgroup_id_{axis}"]]
-        first = d["user_sgpr_count"]
-        w.s[first : first + len(numbers) + 1] = [*numbers, 0]  # at last where a wave's scratch begins: it has its own
-
     def without(self, n: int) -> Program:
         """The same, but instruction `n` does nothing: an error to be noticed."""
         spoiled = copy.copy(self)
@@ -122,5 +89,7 @@ class Program:
         spoiled.used = [*self.used[:n], frozenset(), *self.used[n + 1 :]]
         return spoiled
 
-    def by_kind(self, counts: list[int]) -> Counter[str]:
-        return sum((Counter({kind: n}) for kind, n in zip(self.kinds, counts, strict=True)), Counter())
+
+@functools.cache
+def program_of(text: str) -> Program:
+    return Program(read_assembly(text))
