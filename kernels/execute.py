@@ -9,11 +9,9 @@ The assembly that Triton writes runs in `kernels/amd`, on the tensors of a CPU. 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
-import pickle
 import sys
 import time
 from collections import Counter
@@ -125,21 +123,9 @@ def execute(target: str, case: str, **options) -> tuple[Row, list[Launch]]:
             fault = str(found)
     counts: Counter[str] = Counter()
     for launch in launches:
-        counts += launch.kinds
+        counts += launch.kinds if len(launch.counts) else Counter()
     names = ", ".join(dict.fromkeys(launch.kernel.removesuffix("_kernel") for launch in launches))
     return Row(target, case, names, dict(counts), error, fault), launches
-
-
-def record(path: Path, targets: list[str], only: str) -> None:
-    """The launches of the cases, with copies of what they are given: for a process that cannot compile."""
-    found: dict[tuple[str, str], list[Launch]] = {}
-    for target, case in itertools.product(targets, CASES):
-        if only in case:
-            with patch.object(triton_attention, "architecture", lambda device, t=target: t):
-                with emulated(target, runs=False) as launches:
-                    CASES[case]()
-            found[target, case] = launches
-    path.write_bytes(pickle.dumps(found))
 
 
 def print_row(row: Row) -> None:
@@ -180,15 +166,11 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="pickle the launches there, before they ran")
     parser.add_argument("--all", action="store_true", help="the whole of tests/test_kernels.py")
     arguments, rest = parser.parse_known_args()
     targets = arguments.target or list(TARGETS)
     if arguments.all:
         return max(run_all(target, rest) for target in targets)
-    if arguments.record:
-        record(arguments.record, targets, arguments.only)
-        return 0
     start, rows = time.perf_counter(), []
     print(f"{'target':8} {'case':31} {'kernels':22}{''.join(f'{kind:>9}' for kind in KINDS)}     error")
     for target in targets:

@@ -83,7 +83,7 @@ class Launch:
     @property
     def kinds(self) -> Counter[str]:
         """Wave instructions by kind."""
-        return sum((Counter({kind: int(n)}) for kind, n in zip(self.program.kinds, self.counts, strict=True)), Counter())
+        return sum((Counter({kind: int(n)}) for kind, n in zip(self.program.kinds, self.counts, strict=False)), Counter())
 
     def run(
         self, change: Callable[[Program], Program] | None = None, watch: Watch | None = None, strict: bool = True

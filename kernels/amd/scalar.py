@@ -14,7 +14,7 @@ from .operands import scalar, set_scalar, to_register
 from .text import Instruction, Unknown
 
 # What changes times, caches or what a debugger sees, but no result.
-WITHOUT_EFFECT = re.compile(r"s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|sleep|setprio|sched_barrier"
+WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|sleep|setprio|sched_barrier"
                             r"|icache_inv|(set_)?inst_prefetch\w*)|buffer_(gl[01]_inv|wbl2|inv|wbinvl1)")  # fmt: skip
 WORDS = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16,
          "b32": 1, "b64": 2, "b128": 4, "b256": 8, "b512": 16}  # fmt: skip
