@@ -3,7 +3,7 @@
     python kernels/execute.py [--target gfx942] [--only decode] [--json FILE]
     python kernels/execute.py --target gfx942 --all [pytest arguments]
 
-The assembly that Triton writes runs in `kernels/amd`, on the tensors of a CPU. It counts instructions; it knows no times.
+The assembly that Triton writes runs in `kernels/amd`, on a CPU's tensors. It counts instructions; it knows no times.
 """
 
 from __future__ import annotations

@@ -53,13 +53,13 @@ def lessons() -> None:
 def record(target: str) -> dict[str, list[Launch]]:
     """The launches before they ran, with what they are given: the lessons and a decode of 300 keys."""
     found = {}
-    with patch.object(triton_attention, "architecture", lambda device: target), triton.knobs.amd.scope():
+    with triton.knobs.amd.scope():
         triton.knobs.amd.use_buffer_ops = False  # masked loads then change the execution mask
         with emulated(target, runs=False) as found["lessons"]:
             lessons()
-    with patch.object(triton_attention, "architecture", lambda device: target):
-        with emulated(target, runs=False) as found["decode"]:
-            execute.CASES["decode bf16, two parts"]()
+    architecture = patch.object(triton_attention, "architecture", lambda device: target)
+    with architecture, emulated(target, runs=False) as found["decode"]:
+        execute.CASES["decode bf16, two parts"]()
     return found
 
 

@@ -21,11 +21,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
 
-from amd.group import run_group
-from amd.machine import TARGETS, UNSET, Fault, Wave
-from amd.memory import Argument, Arguments, Lds, Scratch
-from amd.program import Program
-from amd.text import Assembly, read_assembly
+from amd.group import run_group  # noqa: E402
+from amd.machine import TARGETS, UNSET, Fault, Wave  # noqa: E402
+from amd.memory import Argument, Arguments, Lds, Scratch  # noqa: E402
+from amd.program import Program  # noqa: E402
+from amd.text import Assembly, read_assembly  # noqa: E402
 
 CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1100",)
 NAN, INF = math.nan, math.inf
@@ -39,6 +39,10 @@ def bits(x: float | int) -> int:
 
 def half(x: float) -> int:
     return struct.unpack("<H", struct.pack("<e", x))[0]
+
+
+def halves(low: float, high: float) -> int:
+    return half(low) | half(high) << 16
 
 
 def program(target: str, *lines: str) -> Program:
@@ -68,8 +72,8 @@ def execute(
     return wave
 
 
-# An instruction, the sources in v1, v2, v3 (or s1, s2), and what is then in v0 (or s0); of the published pseudo-code the
-# cases that differ: NaN, infinities, saturation, shifts by more than 31, selectors. `both`: on CDNA and on RDNA.
+# An instruction, the sources in v1, v2, v3 (or s1, s2), and what is then in v0 (or s0); of the published pseudo-code
+# the cases that differ: NaN, infinities, saturation, shifts by more than 31, selectors. `both`: on CDNA and on RDNA.
 VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_add_f32 v0, v1, v2", (1.5, 2.25), 3.75), ("v_sub_f32 v0, v1, v2", (1.0, 3.0), -2.0),
     ("v_subrev_f32 v0, v1, v2", (1.0, 3.0), 2.0), ("v_mul_f32 v0, -v1, |v2|", (2.0, -3.0), -6.0),
@@ -104,8 +108,8 @@ VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_div_fixup_f32 v0, v1, v2, v3", (-9.0, 2.0, 1.0), 9.0),
     ("v_div_scale_f32 v0, vcc, v1, v1, v2", (2.0**-120, 1.0), 2.0**-56),  # 1 / v1 would be too large: v1 * 2**64
     ("v_div_scale_f32 v0, vcc, v1, v1, v2", (3.0, 1.0), 3.0),
-    ("v_pk_add_f16 v0, v1, v2", (half(1.0) | half(2.0) << 16, half(3.0) | half(5.0) << 16), half(4.0) | half(7.0) << 16),
-    ("v_pk_mul_f16 v0, v1, v2 op_sel_hi:[1,0]", (half(2.0) | half(3.0) << 16, half(5.0)), half(10.0) | half(15.0) << 16),
+    ("v_pk_add_f16 v0, v1, v2", (halves(1.0, 2.0), halves(3.0, 5.0)), halves(4.0, 7.0)),
+    ("v_pk_mul_f16 v0, v1, v2 op_sel_hi:[1,0]", (halves(2.0, 3.0), half(5.0)), halves(10.0, 15.0)),
     ("v_fma_mix_f32 v0, v1, v2, v3 op_sel:[1,0,0] op_sel_hi:[1,0,0]", (half(2.0) << 16, 3.0, 1.0), 7.0),
     ("v_fma_mix_f32 v0, v1, v2, neg(0) op_sel_hi:[1,1,0]", (half(2.0), half(-1.5)), -3.0),
     ("v_fma_mixhi_f16 v0, v1, v2, v3", (2.0, 3.0, 1.0), half(7.0) << 16 | 0xFFAD),  # the lower half stays
@@ -145,7 +149,8 @@ SCALAR: list[tuple[str, tuple, int, int]] = [  # ..., s0, scc
     ("s_bfe_u32 s0, s1, 0x80004", (0xABCD,), 0xBC, 1), ("s_bfe_i32 s0, s1, 0x80004", (0xABCD,), 0xFFFFFFBC, 1),
     ("s_lshl4_add_u32 s0, s1, s2", (2**28, 5), 5, 1), ("s_mul_i32 s0, s1, s2", (-3, 5), -15, 0),
     ("s_mul_hi_u32 s0, s1, s2", (2**31, 6), 3, 0), ("s_movk_i32 s0, 0xf400", (), -3072, 0),
-    ("s_mov_b32 s0, 0x7fffffff\ns_addk_i32 s0, 0x1", (), 2**31, 1), ("s_mov_b32 s0, 3\ns_mulk_i32 s0, 0xfffe", (), -6, 0),
+    ("s_mov_b32 s0, 0x7fffffff\ns_addk_i32 s0, 0x1", (), 2**31, 1),
+    ("s_mov_b32 s0, 3\ns_mulk_i32 s0, 0xfffe", (), -6, 0),
     ("s_cmp_lt_i32 s1, s2\ns_cselect_b32 s0, 7, 8", (-1, 1), 7, 1), ("s_cmp_lt_u32 s1, s2\ns_cselect_b32 s0, 7, 8",
      (-1, 1), 8, 0), ("s_bitcmp1_b32 s1, 3\ns_cselect_b32 s0, 7, 8", (8,), 7, 1), ("s_not_b32 s0, s1", (-1,), 0, 0),
 ]  # fmt: skip
@@ -182,7 +187,8 @@ def test_scalar(text: str, sources: tuple, wanted: int, scc: int) -> None:
 
 # Of lanes 0 to 63 (31 on RDNA), in a few places: which lane's value is in v0; -1: v0 stays as it was.
 MOVED: list[tuple[str, str, dict[int, int]]] = [
-    ("gfx942", "quad_perm:[1,0,3,2]", {0: 1, 1: 0, 2: 3, 63: 62}), ("gfx942", "row_shr:1", {0: -1, 1: 0, 16: -1, 31: 30}),
+    ("gfx942", "quad_perm:[1,0,3,2]", {0: 1, 1: 0, 2: 3, 63: 62}),
+    ("gfx942", "row_shr:1", {0: -1, 1: 0, 16: -1, 31: 30}),
     ("gfx942", "row_shl:3", {0: 3, 12: 15, 13: -1}), ("gfx942", "row_ror:4", {0: 12, 4: 0, 20: 16}),
     ("gfx942", "row_bcast:15 row_mask:0xa bank_mask:0xf", {0: -1, 16: 15, 31: 15, 32: -1, 48: 47}),
     ("gfx942", "row_bcast:31 row_mask:0xc bank_mask:0xf", {31: -1, 32: 31, 63: 31}),
@@ -197,7 +203,8 @@ def test_dpp(target: str, pattern: str, moved: dict[int, int]) -> None:
     masks = "" if "mask:0x" in pattern else " row_mask:0xf bank_mask:0xf"
     lane = np.arange(TARGETS[target].lanes)
     wave = execute(target, f"v_mov_b32_dpp v0, v1 {pattern}{masks}", v={0: lane * 0 + 99, 1: lane})
-    assert {at: int(wave.v[0, at]) for at in moved} == {at: 99 if source < 0 else source for at, source in moved.items()}
+    wanted = {at: 99 if source < 0 else source for at, source in moved.items()}
+    assert {at: int(wave.v[0, at]) for at in moved} == wanted
 
 
 def test_other_lanes() -> None:
@@ -210,7 +217,8 @@ def test_other_lanes() -> None:
     assert wave.s[2] == 4 and wave.v[0].tolist() == [5 if 4 <= n < 8 else n for n in range(64)]
     wave = execute("gfx950", "v_permlane32_swap_b32_e32 v1, v2", v={1: lane, 2: lane + 100})
     assert wave.v[1, [0, 31, 32, 63]].tolist() == [0, 31, 100, 131] and wave.v[2, [0, 32]].tolist() == [32, 132]
-    wave = execute("gfx950", "ds_bpermute_b32 v0, v2, v1", "s_waitcnt lgkmcnt(0)", v={1: lane, 2: 4 * ((lane + 9) % 64)})
+    wave = execute("gfx950", "ds_bpermute_b32 v0, v2, v1", "s_waitcnt lgkmcnt(0)",
+                   v={1: lane, 2: 4 * ((lane + 9) % 64)})  # fmt: skip
     assert wave.v[0].tolist() == ((lane + 9) % 64).tolist()
     lane = lane[:32]
     wave = execute("gfx1100", "v_permlanex16_b32 v0, v1, 0x76543210, 0xfedcba98", v={1: lane})
@@ -234,8 +242,14 @@ def test_memory() -> None:
                    v={1: 4 * lane, 2: lane, 3: lane + 100})  # fmt: skip
     assert (wave.v[4] == lane).all() and (wave.v[5] == lane + 100).all()
     rows = lane % 16 // 4 * 16 + lane % 4 * 4 + lane // 16 * 64  # lane: the row's quarter that it holds
-    wave = execute("gfx950", "ds_write_b64 v1, v[2:3]", "s_waitcnt lgkmcnt(0)", "ds_read_b64_tr_b16 v[4:5], v1",
-                   "s_waitcnt lgkmcnt(0)", v={1: 8 * lane, 2: rows | rows + 1 << 16, 3: rows + 2 | rows + 3 << 16})
+    wave = execute(
+        "gfx950",
+        "ds_write_b64 v1, v[2:3]",
+        "s_waitcnt lgkmcnt(0)",
+        "ds_read_b64_tr_b16 v[4:5], v1",
+        "s_waitcnt lgkmcnt(0)",
+        v={1: 8 * lane, 2: rows | rows + 1 << 16, 3: rows + 2 | rows + 3 << 16},
+    )
     columns = np.ascontiguousarray(wave.v[4:6].T).view(np.uint16)
     assert columns[5].tolist() == [5, 21, 37, 53] and columns[63].tolist() == [207, 223, 239, 255]
 
@@ -244,9 +258,11 @@ def to_registers(numbers: np.ndarray, kind: str) -> np.ndarray:
     """[registers, lanes] of numbers [count, lanes]."""
     if kind == "f32":
         return numbers.astype(np.float32).view(np.uint32)
-    halves = numbers.astype(np.float16).view(np.uint16) if kind == "f16" else numbers.astype(np.float32).view(np.uint32) >> 16
-    halves = halves.astype(np.uint32)
-    return halves[::2] | halves[1::2] << 16
+    if kind == "f16":
+        short = numbers.astype(np.float16).view(np.uint16).astype(np.uint32)
+    else:
+        short = numbers.astype(np.float32).view(np.uint32) >> 16
+    return short[::2] | short[1::2] << 16
 
 
 TILES = [("gfx90a", "v_mfma_f32_16x16x4f32", 4, "f32"), ("gfx942", "v_mfma_f32_16x16x4_f32", 4, "f32"),
@@ -254,7 +270,8 @@ TILES = [("gfx90a", "v_mfma_f32_16x16x4f32", 4, "f32"), ("gfx942", "v_mfma_f32_1
          ("gfx942", "v_mfma_f32_16x16x16_bf16", 16, "bf16"), ("gfx942", "v_mfma_f32_16x16x16_f16", 16, "f16"),
          ("gfx950", "v_mfma_f32_16x16x32_bf16", 32, "bf16"), ("gfx950", "v_mfma_f32_16x16x32_f16", 32, "f16"),
          ("gfx942", "v_mfma_f32_32x32x8_f16", 8, "f16"), ("gfx942", "v_mfma_f32_32x32x2_f32", 2, "f32"),
-         ("gfx1100", "v_wmma_f32_16x16x16_bf16", 16, "bf16"), ("gfx1100", "v_wmma_f32_16x16x16_f16", 16, "f16")]  # fmt: skip
+         ("gfx1100", "v_wmma_f32_16x16x16_bf16", 16, "bf16"),
+         ("gfx1100", "v_wmma_f32_16x16x16_f16", 16, "f16")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("target", "name", "depth", "kind"), TILES, ids=str)
@@ -299,7 +316,7 @@ LATE = [("global_load_dword v2, v1, s[0:1]", "vmcnt(0)", "v_mov_b32 v0, v2"),
 
 @pytest.mark.parametrize(("load", "wait", "use"), LATE, ids=str)
 def test_late(load: str, wait: str, use: str) -> None:
-    """The check `late`: with the wait all is well, without it a fault; a wait that leaves it under way does not help."""
+    """The check `late`: with the wait all is well, without it a fault; a wait that leaves it under way is none."""
     set_up = {"v": {1: 4 * np.arange(64)}, "memory": np.ones(64, np.uint32)}
     execute("gfx942", load, f"s_waitcnt {wait}", use, **set_up)
     for weak in ("s_nop 0", f"s_waitcnt {wait.replace('(0)', '(1)')}"):
@@ -334,10 +351,12 @@ def test_unset() -> None:
     assert np.isnan(np.array([UNSET << 16 & 0xFFFFFFFF, UNSET], np.uint32).view(np.float32)).all()  # as bfloat16
 
 
-@pytest.mark.parametrize("line", ["v_frobnicate_f32 v0, v1", "v_add_f32 v0, v1, v2 mul:2", "v_add_f64 v[0:1], v[2:3], 1.0",
+@pytest.mark.parametrize("line", ["v_frobnicate_f32 v0, v1", "v_add_f32 v0, v1, v2 mul:2",
+                                  "v_add_f64 v[0:1], v[2:3], 1.0",
                                   "s_frobnicate_b32 s0, s1", "ds_add_u32 v0, v1", "global_atomic_add v0, v1, s[0:1]",
                                   "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], a[0:3]", "v_add_f32 v0, v1, frob",
-                                  "s_cbranch_scc0 .LBB0_9", "export mrt0, v0", "v_add_u16_sdwa v0, v1, v2 dst_sel:WORD_1"])  # fmt: skip
+                                  "s_cbranch_scc0 .LBB0_9", "export mrt0, v0",
+                                  "v_add_u16_sdwa v0, v1, v2 dst_sel:WORD_1"])  # fmt: skip
 def test_unknown(line: str) -> None:
     """What the machine does not know is named with target and line, before anything runs; a modifier, too."""
     with pytest.raises(Fault, match=rf"gfx942, kernel.py:7: not known: {re.escape(line)}"):
@@ -358,7 +377,8 @@ def test_end() -> None:
 def run(code: str) -> dict:
     """What the code puts into `result`, in a process that compiles; `tool` is kernels/execute.py."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = f"import json, sys\nsys.path[:0] = [{str(ROOT / 'kernels')!r}]\nimport execute as tool\n{code}\nprint(json.dumps(result))"
+    start = f"import json, sys\nsys.path[:0] = [{str(ROOT / 'kernels')!r}]\nimport execute as tool"
+    code = f"{start}\n{code}\nprint(json.dumps(result))"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -444,21 +464,27 @@ for target in tool.TARGETS:
 
 
 @needs_triton
-@pytest.mark.parametrize("plant", ["text.replace('v_exp_f32_e32', 'v_frob_f32_e32', 1)", "text[: len(text) // 2]",
-                                   "text.replace('s_endpgm', 's_nop 0')", "text.split('.amdgpu_metadata')[0]"])  # fmt: skip
-def test_a_fault_is_no_success(plant: str) -> None:
+def test_a_fault_is_no_success() -> None:
     """The table's exit code is 1 and its last line says so, whatever is wrong with a kernel's text."""
-    code = f"""
+    found = run("""
 import contextlib, io
 from amd import group, program
-group.program_of = lambda text: program.Program(program.read_assembly({plant}))
-sys.argv = ["execute", "--target", "gfx942", "--only", "silu fp32"]
-with contextlib.redirect_stdout(io.StringIO()) as out:
-    code = tool.main()
-result = [code, out.getvalue().splitlines()[-1]]
-"""
-    code, last = run(code)
-    assert code == 1 and "1 FAILED" in last, last
+plants = {
+    "unknown": lambda text: text.replace("v_exp_f32_e32", "v_frob_f32_e32", 1),
+    "half": lambda text: text[: len(text) // 2],
+    "endless": lambda text: text.replace("s_endpgm", "s_nop 0"),
+    "no metadata": lambda text: text.split(".amdgpu_meta")[0],
+    "nothing": lambda text: text,
+}
+result, sys.argv = {}, ["execute", "--target", "gfx942", "--only", "silu fp32"]
+for name, plant in plants.items():
+    group.program_of = lambda text: program.Program(program.read_assembly(plant(text)))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        result[name] = [int(tool.main()), out.getvalue().splitlines()[-1]]
+""")
+    assert "all right" in found["nothing"][1] and found.pop("nothing")[0] == 0
+    for code, last in found.values():
+        assert code == 1 and "1 FAILED" in last, last
 
 
 def test_truncated() -> None:

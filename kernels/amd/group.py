@@ -24,7 +24,8 @@ GIVEN = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2, "kernar
 
 def start(w: Wave, directives: dict[str, int], group: tuple[int, ...], kernarg: int) -> None:
     """Scalar registers say where the arguments are, and which workgroup this is."""
-    values, given = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "kernarg_segment_ptr": [kernarg & ALL, kernarg >> 32]}, []
+    values = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "kernarg_segment_ptr": [kernarg & ALL, kernarg >> 32]}
+    given: list[int] = []
     for name, size in GIVEN.items():
         given += values.get(name, [0] * size) if directives.get(f"user_sgpr_{name}") else []
     w.s[: len(given)], first = given, directives["user_sgpr_count"]
@@ -58,8 +59,10 @@ def pack(assembly: Assembly, values: list[Any], grid: tuple[int, ...], threads: 
     for offset, size, kind in assembly.arguments:
         value = hidden.get(kind, 0) if kind.startswith("hidden") else next(given, 0)  # Triton's scratch: null
         number = value.data_ptr() if hasattr(value, "data_ptr") else value
-        is_real = isinstance(number, float)
-        raw = struct.pack("<f" if size == 4 else "<d", number) if is_real else (int(number) % 2 ** (8 * size)).to_bytes(size, "little")
+        if isinstance(number, float):
+            raw = struct.pack("<f" if size == 4 else "<d", number)
+        else:
+            raw = (int(number) % 2 ** (8 * size)).to_bytes(size, "little")
         ctypes.memmove(address + offset, raw, size)
     return buffer, address
 
@@ -83,7 +86,8 @@ class Launch:
     @property
     def kinds(self) -> Counter[str]:
         """Wave instructions by kind."""
-        return sum((Counter({kind: int(n)}) for kind, n in zip(self.program.kinds, self.counts, strict=False)), Counter())
+        pairs = zip(self.program.kinds, self.counts, strict=False)  # no counts if it has not run
+        return sum((Counter({kind: int(n)}) for kind, n in pairs), Counter())
 
     def run(
         self, change: Callable[[Program], Program] | None = None, watch: Watch | None = None, strict: bool = True
@@ -91,7 +95,7 @@ class Launch:
         """On the tensors' own memory. `change` may spoil the program, `watch` sees each instruction,
         `strict=False` lets registers pass that have not come."""
         program = change(self.program) if change else self.program
-        keep, address = pack(program.assembly, [*self.values.values()], self.grid, self.threads)
+        _buffer, address = pack(program.assembly, [*self.values.values()], self.grid, self.threads)
         memory = [Argument("the arguments", address, program.assembly.directives["kernarg_size"])]
         for name, value in self.values.items():
             if hasattr(value, "data_ptr"):

@@ -1,4 +1,4 @@
-"""In place of a GPU: inside `emulated(target)`, Triton's launches on CPU tensors compile for the target and run here."""
+"""In place of a GPU: inside `emulated(target)`, launches on CPU tensors compile for the target and run here."""
 
 from __future__ import annotations
 

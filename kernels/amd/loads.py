@@ -31,7 +31,8 @@ def build(i: Instruction) -> Step | None:
     if space == "buffer":
         at, resource = at if i.take("offen", False) else "0", to_register(operands[-2]).first
         place, own = buffer_place(resource, at, base, offset, size), scratch_place(at, base, offset)
-        is_private: Callable = lambda w: w.s[resource + 3] >> 23 & 1  # a buffer that adds the lane: spills  # noqa: E731
+        # A buffer that adds the lane: spills of gfx90a.
+        is_private: Callable = lambda w: w.s[resource + 3] >> 23 & 1  # noqa: E731
     else:
         at, base = at.replace("off", "0"), base if space == "global" else base.replace("off", "0")
         place = own = (global_place if space == "global" else scratch_place)(at, base, offset)

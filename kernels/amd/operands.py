@@ -48,12 +48,8 @@ def vector(text: str) -> Register:
 
 def used(operands: list[str]) -> frozenset[int]:
     """The numbers of all registers that are named."""
-    found: set[int] = set()
-    for match in REGISTER.finditer(" ".join(operands)):
-        register = to_register(match[0])
-        start = register.first + SCALARS * (not register.is_vector)
-        found.update(range(start, start + register.count))
-    return frozenset(found)
+    found = [to_register(match[0]) for match in REGISTER.finditer(" ".join(operands))]
+    return frozenset(first + n + SCALARS * (not is_vector) for is_vector, first, count in found for n in range(count))
 
 
 def constant(text: str, kind: str) -> int:

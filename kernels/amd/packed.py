@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,9 @@ import numpy as np
 from .machine import Step, Wave
 from .operands import Read, read, to_register, vector, write
 from .text import Instruction, Unknown
-from .vector import fma
+from .vector import SAME, fma
 
-OPERATIONS: dict[str, tuple[str, Callable]] = {
-    "add": ("f16 f32 u16 i16", np.add), "mul": ("f16 f32", np.multiply), "fma": ("f16 f32", fma),
-    "sub": ("u16 i16", np.subtract), "max": ("f16", np.fmax), "min": ("f16", np.fmin), "mul_lo": ("u16", np.multiply),
-}  # fmt: skip
+OPERATIONS = {"add", "mul", "fma", "sub", "max", "min", "mul_lo"}
 
 
 def part(text: str, kind: str, second: int, negate: int) -> Read:
@@ -41,10 +37,10 @@ def build(i: Instruction) -> Step | None:
         a, b = part(i.operands[1], "b32", first, 0), part(i.operands[2], "b32", second, 0)
         return lambda w: put_pair(w, n, "b32", a(w), np.copy(b(w)))
     operation, _, kind = i.name.removeprefix("v_pk_").rpartition("_")
-    if not i.name.startswith("v_pk_") or kind not in OPERATIONS.get(operation, ("", None))[0].split():
+    if not i.name.startswith("v_pk_") or operation not in OPERATIONS:
         return None
     low, high, sign, sign_high = (i.halves(*m) for m in (("op_sel", 0), ("op_sel_hi", 1), ("neg_lo", 0), ("neg_hi", 0)))
-    n, f, sources = vector(i.operands[0]).first, OPERATIONS[operation][1], i.operands[1:]
+    n, f, sources = vector(i.operands[0]).first, SAME[operation][1], i.operands[1:]
     lows = [part(text, kind, low[k], sign[k]) for k, text in enumerate(sources)]
     highs = [part(text, kind, high[k], sign_high[k]) for k, text in enumerate(sources)]
     return lambda w: put_pair(w, n, kind, f(*[get(w) for get in lows]), f(*[get(w) for get in highs]))

@@ -14,8 +14,9 @@ from .operands import scalar, set_scalar, to_register
 from .text import Instruction, Unknown
 
 # What changes times, caches or what a debugger sees, but no result.
-WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|sleep|setprio|sched_barrier"
-                            r"|icache_inv|(set_)?inst_prefetch\w*)|buffer_(gl[01]_inv|wbl2|inv|wbinvl1)")  # fmt: skip
+WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|sleep|setprio"
+                            r"|sched_barrier|icache_inv|(set_)?inst_prefetch\w*)"
+                            r"|buffer_(gl[01]_inv|wbl2|inv|wbinvl1)")  # fmt: skip
 WORDS = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16,
          "b32": 1, "b64": 2, "b128": 4, "b256": 8, "b512": 16}  # fmt: skip
 
@@ -95,12 +96,17 @@ def build(i: Instruction, labels: dict[str, int]) -> Step | None:
         return build_load(i, kind)
     if name.startswith(("cmp_", "cmpk_", "bitcmp")):
         return build_compare(i, operation, kind, wide)
-    if operation.endswith("_saveexec"):
-        return build_saveexec(i, operation.removesuffix("_saveexec"), wide)
+    if operation.endswith("_saveexec"):  # the mask moves to a register, and is combined with another
+        combine = OPERATIONS[operation.removesuffix("_saveexec")]
+        f: Callable = lambda x, mask, c, n: combine(x, mask, c, n) & 2**n - 1  # noqa: E731
+        save, change = set_scalar(i.operands[0], wide), set_scalar("exec", wide)
+        return build_operation(f, scalar(i.operands[1], wide), scalar("exec", wide), change, wide, save)
     operation = operation if operation in OPERATIONS else name
     if operation not in OPERATIONS:
         return None
-    operands = i.operands if len(i.operands) > 2 else [i.operands[0], *i.operands] if "k_" in name else [*i.operands, "0"]
+    operands = [*i.operands, "0"] if len(i.operands) < 3 else i.operands
+    if "k_" in name:
+        operands = [i.operands[0], *i.operands]
     narrow = operation in ("lshl", "lshr", "ashr") or operation.startswith("bfe")
     x, y = scalar(operands[1], wide), scalar(operands[2], wide and not narrow)
     if "k_" in name:  # a constant of 16 bits with a sign
@@ -109,11 +115,15 @@ def build(i: Instruction, labels: dict[str, int]) -> Step | None:
     return build_operation(OPERATIONS[operation], x, y, set_scalar(operands[0], wide and "_i32" not in name), wide)
 
 
-def build_operation(f: Callable, x: Callable, y: Callable, to: Callable, wide: bool) -> Step:
+def build_operation(
+    f: Callable, x: Callable, y: Callable, to: Callable, wide: bool, save: Callable | None = None
+) -> Step:
     bits, full = (64, 2**64 - 1) if wide else (32, ALL)
 
     def run(w: Wave) -> None:
-        value = f(x(w), y(w), w.scc, bits)
+        before, value = w.exec, f(x(w), y(w), w.scc, bits)
+        if save:
+            save(w, before)
         value, scc = value if isinstance(value, tuple) else (value, int(value & full != 0))
         to(w, value & full)
         w.scc = w.scc if scc is None else scc
@@ -133,19 +143,6 @@ def build_compare(i: Instruction, operation: str, kind: str, wide: bool) -> Step
 
     def run(w: Wave) -> None:
         w.scc = int(f(number(x(w)), number(y(w))))
-
-    return run
-
-
-def build_saveexec(i: Instruction, operation: str, wide: bool) -> Step:
-    """The mask moves to a register, and is combined with another."""
-    to, x, f = set_scalar(i.operands[0], wide), scalar(i.operands[1], wide), OPERATIONS[operation]
-
-    def run(w: Wave) -> None:
-        value, before = f(x(w), w.exec, 0, w.lanes) & (1 << w.lanes) - 1, w.exec
-        to(w, before)
-        w.set_mask(value)
-        w.scc = int(value != 0)
 
     return run
 

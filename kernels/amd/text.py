@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .machine import TARGETS, Fault, Target
 
@@ -63,12 +63,6 @@ class Instruction:
             raise Unknown(f"modifier {' '.join(sorted(left))}")
 
 
-class Argument(NamedTuple):
-    offset: int
-    size: int
-    kind: str
-
-
 @dataclass
 class Assembly:
     """One kernel's text, taken apart."""
@@ -78,7 +72,7 @@ class Assembly:
     lines: list[tuple[str, str]]  # (instruction, file:line of Python)
     labels: dict[str, int]  # instruction that a label stands before
     directives: dict[str, int]  # of .amdhsa_: scratch, arguments, what s registers hold at the start
-    arguments: list[Argument]
+    arguments: list[tuple[int, int, str]]  # offset, size, kind
 
 
 def between(text: str, start: str, end: str) -> str:
@@ -99,7 +93,7 @@ def read_assembly(text: str) -> Assembly:
     settings = re.findall(r"\.amdhsa_(\w+) (\d+)", between(text, f".amdhsa_kernel {name}", ".end_amdhsa_kernel"))
     metadata = between(text, "amdhsa.kernels:", ".end_amdgpu_metadata").split(".group_segment_fixed_size")[0]
     fields = r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)"
-    arguments = [Argument(int(at), int(size), kind) for at, size, kind in re.findall(fields, metadata)]
+    arguments = [(int(at), int(size), kind) for at, size, kind in re.findall(fields, metadata)]
     lines, labels = read_lines(between(text, f"\n{name}:", ".amdhsa_kernel"))
     return Assembly(name, TARGETS[found[1]], lines, labels, {key: int(n) for key, n in settings}, arguments)
 

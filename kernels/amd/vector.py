@@ -262,7 +262,8 @@ def build_carry(i: Instruction, op: str) -> Step:
 def build_mad(i: Instruction) -> Step:
     """v_mad_u64_u32, v_mad_i64_i32. Their carry, which nobody has read yet, is not computed."""
     kind, to, carry = plain(i.name)[-3:], write(i.operands[0], "u64", True), set_scalar(i.operands[1])
-    wide, (x, y), z = i64 if kind == "i32" else u64, (read(t, kind) for t in i.operands[2:4]), read(i.operands[4], "u64")
+    wide, z = i64 if kind == "i32" else u64, read(i.operands[4], "u64")
+    x, y = (read(text, kind) for text in i.operands[2:4])
 
     def mad(w: Wave) -> None:
         to(w, (wide(x(w)) * wide(y(w))).view(U64) + z(w))
@@ -285,9 +286,11 @@ def build_div_scale(i: Instruction) -> Step:
         larger, smaller = np.ldexp(x, 64), np.ldexp(x, -64)
         up_below, up_above = np.where(x == below, larger, x), np.where(x == above, larger, x)
         tiny, inverse = (np.abs(above / below) < 2.0**-126) & (above != 0), np.abs(1 / below) < 2.0**-126
-        rows = [((below == 0) | (above == 0), F64(np.nan), True), (exponent(above) - exponent(below) >= 96, up_below, True),
-                (exponent(below) == 0, larger, False), (inverse & tiny, up_below, True), (inverse, smaller, False),
-                (tiny, up_above, True), (exponent(above) <= 23, larger, False)]  # fmt: skip
+        far = exponent(above) - exponent(below) >= 96
+        rows = [((below == 0) | (above == 0), F64(np.nan), True), (far, up_below, True),
+                (exponent(below) == 0, larger, False), (inverse & tiny, up_below, True),
+                (inverse, smaller, False), (tiny, up_above, True),
+                (exponent(above) <= 23, larger, False)]  # fmt: skip
         tests, values, flags = zip(*rows, strict=True)
         flag(w, to_mask(np.select(tests, flags, False) & w.active))
         put(w, np.select(tests, values, x))
