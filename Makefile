@@ -46,6 +46,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py
 	$(PY) tests/bench/busy.py
 	$(PY) tests/bench/speculation.py
+	$(PY) tests/bench/families.py
 	$(PY) tests/bench/host_step.py
 	$(PY) tests/bench/full_size.py
 

@@ -49,6 +49,9 @@ WITH_TORCH = {  # attached when an engine is made
     "refinements.launcher": "Launching",
     "systems.spyre_runner": "Rectangles",
     "families.mixture": "Mixtures",
+    "families.windows": "SinksAndWindows",
+    "families.latent": "Latents",
+    "families.quantised": "Quantised",
 }
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b

@@ -72,7 +72,7 @@ def cut_keys(tiles: np.ndarray, is_decode: bool) -> tuple[np.ndarray, np.ndarray
 @dataclass
 class AttentionPlan:
     """A step's attention as work items. `data` int32: a header of 8 (items, merges,
-    where items begin), merges, items, block tables.
+    where items begin, query rows), merges, items, block tables.
 
     An item is 8 numbers: first query row, query tokens, position of the first, where
     its block table begins, first key, end of keys, row in the partial results (-1:
@@ -96,7 +96,7 @@ def plan_attention(
     items, merges = cut_keys(tiles, is_decode)
     items_at = 8 + merges.size
     items[:, 3] += items_at + items.size
-    header = [len(items), len(merges), items_at, 0, 0, 0, 0, 0]
+    header = [len(items), len(merges), items_at, int(query_lens.sum()), 0, 0, 0, 0]
     pieces = header, merges.ravel(), items.ravel(), block_tables.ravel()
     data = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
     num_partials = int(merges[:, 3].sum())
@@ -127,6 +127,7 @@ def _attend(
     q, acc, top, total, begin, end, seen_to, cache_ptr, v_offset, block_stride,
     table_ptr, scale, D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     BLOCK_D: tl.constexpr = q.shape[1]
     LOAD_MASKED: tl.constexpr = MASKED or D != BLOCK_D
@@ -146,6 +147,8 @@ def _attend(
         scores = tl.dot(q, tl.trans(k).to(PRODUCT), input_precision="ieee") * scale
         if MASKED:
             seen = (start + n)[None, :] < seen_to[:, None]
+            if WINDOW:
+                seen = seen & ((start + n)[None, :] >= seen_to[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -159,13 +162,19 @@ def _attend(
         top = new_top
     return acc, top, total
 
+# %% ../nbs/10_triton_attention.ipynb #727f687f
+@triton.jit
+def _sink(sink_ptr, top):
+    """The weight of a sink, as that of a key where `top` is the largest score."""
+    return tl.exp2(tl.load(sink_ptr).to(tl.float32) * 1.4426950408889634 - top)
+
 # %% ../nbs/10_triton_attention.ipynb #e7fa7a93
 @triton.jit
 def paged_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, v_offset, block_stride,
     scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    PRODUCT: tl.constexpr, WINDOW: tl.constexpr = 0, sink_ptr=None,
 ):
     """Work items, for one K/V head each: q, out [T, H, D], cache [2, N, K, S, D];
     `partial` [R, H, D] and `lse` [R, H] are the results of parts."""
@@ -184,16 +193,20 @@ def paged_attention_kernel(
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         total, top = tl.zeros([ROWS], tl.float32), tl.full([ROWS], -1e30, tl.float32)
         heads_ptr, seen_to = cache_ptr + kv_head * S * D, position + token + 1
+        if WINDOW:  # begins with the tile of the first key that a query sees
+            begin = tl.maximum(begin, (position + 1 - WINDOW) // KEYS * KEYS)
         seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)  # by all queries
-        full = begin + seen // KEYS * KEYS
+        full = begin + (0 if WINDOW else seen // KEYS * KEYS)
         acc, top, total = _attend(
             q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset, block_stride,
-            plan_ptr + table, scale, D, S, KEYS, False, STAGES, PRODUCT,
+            plan_ptr + table, scale, D, S, KEYS, False, STAGES, PRODUCT, WINDOW,
         )
         acc, top, total = _attend(
             q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride,
-            plan_ptr + table, scale, D, S, KEYS, True, 1, PRODUCT,
+            plan_ptr + table, scale, D, S, KEYS, True, 1, PRODUCT, WINDOW,
         )
+        if sink_ptr is not None:  # one key more, of value 0; or the merge adds it
+            total += tl.where(partial < 0, _sink(sink_ptr + head, top), 0.0)
         acc = acc / tl.maximum(total, 1e-30)[:, None]
         if partial < 0:
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid)
@@ -207,6 +220,7 @@ def paged_attention_kernel(
 def merge_kernel(
     partial_ptr, lse_ptr, out_ptr, plan_ptr,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    sink_ptr=None,
 ):
     """One query token's head: the mean of its partial results [R, H, D], weighed by
     their log-sum-exp [R, H]."""
@@ -218,10 +232,13 @@ def merge_kernel(
         row = (first + splits * stride).to(tl.int64) * H + head
         lse = tl.load(lse_ptr + row, mask=splits < count, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, 0))
+        total = tl.sum(weights, 0)
+        if sink_ptr is not None:
+            total += _sink(sink_ptr + head, tl.max(lse, 0))
         inside = (splits < count)[:, None] & (dims < D)[None, :]
         at = row[:, None] * D + dims[None, :]
         parts = tl.load(partial_ptr + at, mask=inside, other=0.0)
-        out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+        out = tl.sum(parts * weights[:, None], 0) / total
         to = (q_row.to(tl.int64) * H + head) * D + dims
         tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=dims < D)
 
@@ -319,10 +336,12 @@ class PagedAttention:
         return AttentionPlan(np.zeros(size, np.int32), True, items, cut, cut * splits)
 
     def __call__(
-        self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float
+        self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan,
+        scale: float, window: int = 0, sinks: Tensor | None = None,
     ) -> Tensor:
         """`reference_attention` in one launch, or two where keys are cut: `q` [T, H, D]
-        -> [T, H, D]. `plan.data` is on the device."""
+        -> [T, H, D]. `plan.data` is on the device. `window`: the keys that a query sees (0:
+        all); `sinks` [H]: a logit of each head that takes weight and gives nothing."""
         phase, shape = 0 if plan.is_decode else 1, (plan.num_partials, self.heads)
         launch, block_d = self.launches[phase], triton.next_power_of_2(self.dim)
         out, lse = torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
@@ -332,11 +351,11 @@ class PagedAttention:
             q, kv_cache, out, partial, lse, plan.data, *kv_cache.stride()[:2],
             scale * math.log2(math.e), self.heads, self.kv_heads, self.dim, block_d,
             kv_cache.shape[3], *self.tiles[phase], launch.stages, product_type(q.dtype),
-            **launch_options(self.arch, launch),
+            window, sinks, **launch_options(self.arch, launch),
         )
         if plan.num_merges:
             args = partial, lse, out, plan.data, self.heads, self.dim, block_d
-            merge_kernel[(plan.num_merges, self.heads)](*args, MAX_SPLITS)
+            merge_kernel[(plan.num_merges, self.heads)](*args, MAX_SPLITS, sinks)
         return out
 
 # %% ../nbs/10_triton_attention.ipynb #9814628d

@@ -23,9 +23,10 @@ class TritonOps(PagedAttention, TorchOps):
     """`TorchOps` as Triton kernels, for one kind of head on one device."""
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
+        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float,
+        window: int = 0, sinks: Tensor | None = None,
     ) -> Tensor:
-        return self(q, kv_cache, meta.plan, scale)
+        return self(q, kv_cache, meta.plan, scale, window, sinks)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -1,5 +1,5 @@
-"""What a GPU gets out of atom_mini: the device's limits, each kernel, whole steps, the common benchmark, overlap,
-others on the benchmark.
+"""What a GPU gets out of atom_mini: the device's limits, each kernel, whole steps, mixtures of experts, the common
+benchmark, overlap, others on the benchmark.
 
 Every figure stands beside what this device could do, measured in the same run: its copy bandwidth and its matrix rate.
 Needs a CUDA or ROCm device and Triton, and nothing that a machine with torch and transformers does not have; weights
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PARTS = ("limits", "kernels", "steps", "common", "overlap", "transformers", "nano_vllm")
+PARTS = ("limits", "kernels", "steps", "mixtures", "common", "overlap", "transformers", "nano_vllm")
 
 
 def parse() -> argparse.Namespace:
@@ -63,7 +63,7 @@ def chosen_parts(args: argparse.Namespace) -> dict[str, Callable[..., None]]:
     if args.sweep:
         return {"limits": micro.limits, "sweep": micro.sweep}
     functions: tuple[Callable[..., None], ...] = (
-        micro.limits, micro.kernels, engines.steps, engines.common, engines.overlap, peers.continuous_batching,
+        micro.limits, micro.kernels, engines.steps, engines.mixtures, engines.common, engines.overlap, peers.continuous_batching,
         partial(peers.nano_vllm, checkout=args.nano_vllm),
     )  # fmt: skip
     parts = dict(zip(PARTS, functions, strict=True))

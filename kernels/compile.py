@@ -34,6 +34,8 @@ from triton.runtime.jit import JITFunction
 
 from atom_mini import triton_attention
 from atom_mini.attention import AttentionMetaData
+from atom_mini.families import grouped
+from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
 from atom_mini.triton_attention import AttentionPlan
 from atom_mini.triton_ops import TritonOps
 
@@ -60,6 +62,8 @@ TARGETS = {
 WAIVERS: dict[tuple[str, str], str] = {
     ("gfx1100", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
     ("gfx1100", "prefill 256"): "the same",
+    ("gfx950", "decode latents fp32"): "a dozen of 512 registers; in float32 it serves comparisons",
+    ("gfx950", "prefill latents fp32"): "the same",
 }
 
 
@@ -81,6 +85,25 @@ LLAMA = Shape("Llama-3.1-8B", 32, 8, 128, 4096, 14336, 128256, False)
 LLAMA_1B = Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192, 128256, False)
 PHI = Shape("Phi-3-mini", 32, 32, 96, 3072, 8192, 32064, False)
 GEMMA = Shape("Gemma-2-9B", 16, 8, 256, 3584, 14336, 256000, False)
+
+
+class Mixture(NamedTuple):
+    """What the grouped kernel sees of a model."""
+
+    name: str
+    experts: int
+    choices: int
+    hidden: int
+    inner: int
+    is_gpt: bool = False  # packed, with biases and a limit
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    Mixture("gpt-oss-20b", 32, 4, 2880, 2880, True),
+    Mixture("DeepSeek-V2-Lite", 64, 6, 2048, 1408),
+    Mixture("DeepSeek-V3", 256, 8, 7168, 2048),  # 7.5 GB in one tensor
+)
 POOLS = {"1 GiB": 2**30, "4 GiB": 2**32}  # up to 2 GiB, AMD's compiler may address with 32 bits: another kernel
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -127,6 +150,7 @@ def recorded(name: str) -> Iterator[list[tuple[str, Any]]]:
         patch.object(JITFunction, "run", compile_only),
         patch.object(triton.runtime.driver, "_active", driver),
         patch.object(triton_attention, "architecture", lambda device: name),
+        patch.object(grouped, "architecture", lambda device: name),
     ):
         yield launches
 
@@ -146,6 +170,17 @@ def make_ops(shape: Shape, dtype: str) -> TritonOps:
     return TritonOps(torch.device("cpu"), shape.heads, shape.kv_heads, shape.dim, TYPES[dtype])
 
 
+def attend_latents(heads: int, phase: str, dtype: str, block_size: int, pool: str) -> None:
+    """The same over rows of 512 + 64 numbers; nothing where the kernel is refused."""
+    number, device = TYPES[dtype], torch.device("cpu")
+    if triton_attention.architecture(device) in LATENT_LAUNCHES:
+        plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
+        blocks = POOLS[pool] // (block_size * 576 * number.itemsize)
+        cache = empty((1, blocks, 1, block_size, 576), number).expand(2, -1, -1, -1, -1)
+        meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=plan)
+        LatentOps(device, heads, 512, 64, number).attend(empty((64, heads, 576), number), cache, meta, 0.1)
+
+
 def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool = False) -> None:
     """Launch everything else of a step."""
     ops, number = make_ops(shape, dtype), TYPES[dtype]
@@ -159,6 +194,22 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
     cache = empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
     ops.rotate_and_store(qkv, norm, 1e-6, angles, angles, cache, empty([tokens], torch.int64))
     ops.sample(empty((tokens, shape.vocab), number, misaligned), empty([tokens]), empty([tokens]))
+
+
+def run_experts(shape: Mixture, tokens: int, dtype: str = "bf16") -> None:
+    """Launch the product with the chosen experts."""
+    number, E = TYPES[dtype], shape.experts
+
+    def weight(rows: int, size: int) -> Tensor | tuple[Tensor, Tensor]:
+        if not shape.is_gpt:
+            return empty((E, rows, size), number)
+        return empty((E, rows, size // 2), torch.uint8), empty((E, rows, size // 32), torch.uint8)
+
+    x, ids = empty((tokens, shape.hidden), number), empty((tokens, shape.choices), torch.int64)
+    weights = weight(2 * shape.inner, shape.hidden), weight(shape.hidden, shape.inner)
+    biases = empty((E, 2 * shape.inner), number), empty((E, shape.hidden), number)
+    gpt = (*biases, 7.0) if shape.is_gpt else ()
+    grouped.grouped_experts(x, ids, empty((tokens, shape.choices)), *weights, *gpt)
 
 
 Case = tuple[str, Callable[[], None]]
@@ -175,9 +226,19 @@ def cases(quick: bool = False) -> Iterator[Case]:
             for pool in list(POOLS)[quick:]:
                 name = f"{phase} {shape.dim} {dtype}, {shape.heads}/{shape.kv_heads} heads, blocks of {size}, {pool}"
                 yield name, lambda a=(shape, phase, dtype, size, pool): attend(*a)
+    latents = [(16, "bf16", 16), (20, "bf16", 16), (128, "bf16", 16), (16, "bf16", 1), (16, "fp16", 256), (16, "fp32", 16)]
+    for heads, dtype, size in latents[: 1 if quick else None]:
+        for phase in ("decode", "prefill"):
+            for pool in list(POOLS)[quick:]:
+                name = f"{phase} latents {dtype}, {heads} heads, blocks of {size}, {pool}"
+                yield name, lambda a=(heads, phase, dtype, size, pool): attend_latents(*a)
     for shape in [QWEN] if quick else [QWEN, LLAMA]:
         for tokens in (64, 4096):
             yield f"{shape.name}, {tokens} tokens", lambda a=(shape, tokens): run_small(*a)
+    mixtures = [(shape, "bf16") for shape in MIXTURES[: 2 if quick else None]]
+    for mixture, dtype in mixtures if quick else [*mixtures, (MIXTURES[0], "fp16"), (MIXTURES[0], "fp32")]:
+        for phase, tokens in (("decode", 32), ("prefill", 8192)):
+            yield f"{phase} of experts, {mixture.name}, {dtype}", lambda a=(mixture, tokens, dtype): run_experts(*a)
 
 
 def occupancy(hardware: Hardware, registers: int, lds: int, warps: int) -> float:
@@ -243,7 +304,7 @@ def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row
     return [examine(target, name, case, kernel) for name, kernel in launches]
 
 
-STREAMS = ("paged_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
+STREAMS = ("paged_attention_kernel", "latent_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
 
 
 def faults(row: Row) -> list[str]:
@@ -255,10 +316,13 @@ def faults(row: Row) -> list[str]:
     if row.lds > TARGETS[row.target].program_lds:
         found.append(f"{row.lds} bytes of LDS, the limit is {TARGETS[row.target].program_lds}")
     has_matrix = "fp32" not in row.case or row.target in ("gfx90a", "gfx942", "gfx950")
-    if row.kernel == "paged_attention_kernel" and has_matrix:
-        wanted = "wgmma" if row.target == "sm_90" and "prefill" in row.case else ""
+    if row.kernel in ("paged_attention_kernel", "latent_attention_kernel", "expert_kernel") and has_matrix:
+        is_wide = row.kernel != "latent_attention_kernel" and "prefill" in row.case  # 64 rows and more
+        wanted = "wgmma" if row.target == "sm_90" and is_wide else ""
         if not row.matrix or wanted not in row.matrix:
             found.append(f"no {wanted or 'matrix'} instructions")
+    if row.kernel == "expert_kernel" and not row.wide:  # a bias, or scales, may be narrow
+        found.append("no 128-bit loads")
     if row.kernel in STREAMS and (row.narrow or not row.wide):  # the plan's 32-bit numbers are loaded one by one
         found.append(f"no 128-bit loads of rows ({row.narrow} of 16 bits)")
     return found

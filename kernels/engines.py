@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import atom_mini.loading
 from atom_mini import LLM, SamplingParams
+from atom_mini.assemble import make_runner
 from atom_mini.config import Config
-from atom_mini.model_runner import ModelRunner
+from atom_mini.families.records import read_experts, read_routing
 from atom_mini.models import Linear
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -38,9 +39,18 @@ LLAMA31_8B = LLAMA32_1B | {
 }  # fmt: skip
 MODELS = {"Qwen3-0.6B": ("qwen3", QWEN3_06B), "Qwen3-4B": ("qwen3", QWEN3_4B), "Llama-3.1-8B": ("llama", LLAMA31_8B)}
 TOY = {"toy": ("qwen3", SMALL | {"head_dim": 16, "vocab_size": 10001})}
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+QWEN3_30B_A3B = QWEN3_06B | {
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTURES = {"Qwen3-30B-A3B": ("qwen3_moe", QWEN3_30B_A3B)}
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TOY_MIXTURES = {"toy mixture": ("qwen3_moe", TOY["toy"][1] | EIGHT)}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 # what Qwen3-0.6B at batch 1 and the others must reach; the rest of the table has no aim
 SINGLE_STREAM_AIM, ROOFLINE_AIM, PREFILL_AIM, HIDDEN_AIM, COMMON_AIM = 1000.0, 0.70, 0.55, 0.95, 23000.0
+MIXTURE_AIM = 0.55  # of the roofline
 
 
 def write_config(folder: Path, kind: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
@@ -53,7 +63,8 @@ def write_config(folder: Path, kind: str, shape: dict[str, Any], dtype: torch.dt
 def num_params(shape: dict[str, Any]) -> int:
     """Numbers in the matrices of a published shape."""
     hidden, heads, kv_heads = shape["hidden_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
-    layer = hidden * (2 * (heads + kv_heads) * shape["head_dim"] + 3 * shape["intermediate_size"])
+    wide = shape["num_experts"] * shape["moe_intermediate_size"] if "num_experts" in shape else shape["intermediate_size"]
+    layer = hidden * (2 * (heads + kv_heads) * shape["head_dim"] + 3 * wide)
     tables = 1 if shape.get("tie_word_embeddings") else 2
     return shape["num_hidden_layers"] * layer + tables * shape["vocab_size"] * hidden
 
@@ -90,6 +101,7 @@ class Model:
     layer_params: int  # of the matrices in the layers
     head_params: int
     attention_width: int  # layers x heads x head_dim
+    experts: tuple[int, int, int] = (0, 1, 1)  # bytes of all of them; how many in a layer; how many per token
 
     @classmethod
     def of(cls, runner: Any) -> Model:
@@ -105,11 +117,20 @@ class Model:
             layer_params=inner - (0 if cfg.tie_word_embeddings else head),
             head_params=head,
             attention_width=width * cfg.num_attention_heads,
+            experts=cls._experts(model, cfg),
         )
 
-    def decode_bytes(self, live_tokens: int) -> int:
-        """Every weight once, every live K/V byte once."""
-        return self.weight_bytes + self.token_bytes * live_tokens
+    @staticmethod
+    def _experts(model: Any, cfg: Any) -> tuple[int, int, int]:
+        if (experts := read_experts(cfg)) is None:
+            return 0, 1, 1
+        size = sum(w.nbytes for n, w in model.named_parameters() if n.endswith(("mlp.gate_up.weight", "mlp.down.weight")))
+        return size, experts.count, read_routing(cfg).top_k
+
+    def decode_bytes(self, live_tokens: int, rows: int = 0) -> int:
+        """Every weight once, of the experts those that `rows` tokens are expected to touch; every live K/V byte once."""
+        size, count, top_k = self.experts
+        return self.weight_bytes - round(size * (1 - top_k / count) ** rows) + self.token_bytes * live_tokens
 
     def prefill_flops(self, lens: Iterable[int]) -> int:
         """Matrices over all tokens, the head over the last ones, causal attention."""
@@ -190,6 +211,39 @@ def steps(bench: Bench, results: dict[str, Any]) -> None:
     show("Prefill steps", ["", "ms", "TFLOP/s", "of matrix rate", ""], prefill_rows)
 
 
+def random_runner(bench: Bench, kind: str, shape: dict[str, Any], **room: Any) -> Any:
+    """The runner that an engine would have, its pool full of random numbers."""
+    options = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
+    with random_checkpoint(bench, kind, shape) as folder:
+        runner = make_runner(Config(folder, **options, **room))
+    for layer in runner.kv_cache:
+        layer.normal_()  # what was in the memory before may be no number, and zeros take less power
+    return runner
+
+
+def mixtures(bench: Bench, results: dict[str, Any]) -> None:
+    """Decode steps of mixtures of experts beside the bytes of the experts that they are expected to touch."""
+    rows: list[list[Any]] = []
+    room = {"max_num_seqs": 4, "max_model_len": 64, "num_kvcache_blocks": 16} if bench.dry else {
+        "max_num_seqs": 64, "max_model_len": 4096, "max_num_batched_tokens": 4096}  # fmt: skip
+    for name, (kind, shape) in (TOY_MIXTURES if bench.dry else MIXTURES).items():
+        found = results[name] = dict[str, Any]()
+        if not bench.fits(1.2 * num_params(shape) * bench.dtype.itemsize):
+            found["skipped"] = "does not fit"
+            continue
+        with bench.guarded(f"steps of {name}", found):
+            runner = random_runner(bench, kind, shape, **room)
+            model = Model.of(runner)
+            for batch in (1, 2) if bench.dry else (1, 8, 32, 64):
+                row = found[f"decode batch {batch}"] = dict[str, Any]()
+                with bench.guarded(f"{name} decode step {batch}", row):
+                    decode_step(bench, runner, model, batch, 16 if bench.dry else 512, row, False)
+                label, share = f"{name} batch {batch}, of roofline", row.get("of_roofline")
+                note = bench.aim(label, share, MIXTURE_AIM) if batch > 1 else ""
+                rows.append([label, *[row.get(k) for k in ("ms", "roofline_ms", "of_roofline", "tokens_per_second")], note])
+    show("Decode steps of mixtures, 512 tokens each", ["", "ms", "roofline ms", "of roofline", "tokens/s", ""], rows)
+
+
 def model_steps(
     bench: Bench, name: str, kind: str, shape: dict[str, Any], results: dict[str, Any],
     decode_rows: list[list[Any]], prefill_rows: list[list[Any]],
@@ -197,16 +251,10 @@ def model_steps(
     """All steps of one model, whose weights are gone from the device afterwards."""
     room: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "num_kvcache_blocks": 64} if bench.dry else {
         "max_num_seqs": 256, "max_model_len": 16384}  # fmt: skip
-    with random_checkpoint(bench, kind, shape) as folder:
-        start = time.perf_counter()
-        options = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
-        runner = ModelRunner(Config(folder, **options, **room))
-        for layer in getattr(runner, "kv_cache", ()):
-            layer.normal_()  # what was in the memory before may be no number, and zeros take less power
-        results["loading_seconds"] = time.perf_counter() - start
-        results["engine"] = {
-            k: getattr(runner.config, k, None) for k in ("attention", "enforce_eager", "num_kvcache_blocks")
-        }
+    start = time.perf_counter()
+    runner = random_runner(bench, kind, shape, **room)
+    results["loading_seconds"] = time.perf_counter() - start
+    results["engine"] = {k: getattr(runner.config, k) for k in ("attention", "enforce_eager", "num_kvcache_blocks")}
     model = Model.of(runner)
     batches, contexts = ((1, 2), (16, 48, 8192)) if bench.dry else ((1, 32, 256), (512, 1024, 8192))
     for batch in batches:
@@ -231,7 +279,7 @@ def decode_step(
         row["skipped"] = "K/V does not fit"
         return
     seconds = wall_seconds(bench, partial(runner.forward, scheduled), 3 if bench.dry else 20)
-    least = ratio(model.decode_bytes(batch * context), bench.bandwidth)
+    least = ratio(model.decode_bytes(batch * context, batch), bench.bandwidth)
     row |= {
         "ms": seconds * 1e3, "roofline_ms": least and least * 1e3, "of_roofline": least and least / seconds,
         "tokens_per_second": batch / seconds,

@@ -16,6 +16,9 @@ from timing import Bench, Call, ratio, show, time_limit
 from torch import Tensor
 
 from atom_mini import triton_attention
+from atom_mini.attention import AttentionMetaData
+from atom_mini.families.grouped import grouped_experts
+from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.models import TorchOps
 from atom_mini.triton_attention import PagedAttention
 from atom_mini.triton_ops import TritonOps
@@ -52,6 +55,26 @@ QWEN, LLAMA = (
     Heads("Llama-3.1-8B", 32, 8, 128, 4096, 14336, 128256),
 )
 TOY = Heads("toy", 4, 2, 16, 32, 48, 500)  # for dry runs
+
+
+class Mixture(NamedTuple):
+    """The sizes of a layer with experts."""
+
+    name: str
+    experts: int
+    choices: int
+    hidden: int
+    inner: int
+    is_packed: bool = False  # in four bits, and times bfloat16
+
+    @property
+    def expert_bytes(self) -> int:
+        return int(3 * self.hidden * self.inner * (4.25 if self.is_packed else 16) / 8)
+
+
+QWEN_MOE = Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768)
+GPT = Mixture("gpt-oss-20b", 32, 4, 2880, 2880, True)
+TOY_MOE = Mixture("toy", 6, 2, 64, 32)
 
 
 def limits(bench: Bench, results: dict[str, Any]) -> None:
@@ -197,6 +220,47 @@ def prefill_attention(bench: Bench, results: dict[str, Any]) -> None:
     show("Prefill attention, causal", ["", "ms", "TFLOP/s", "of matrix rate", "SDPA ms", "x SDPA"], rows)
 
 
+def latent_decode(bench: Bench, results: dict[str, Any]) -> None:
+    """Decode attention over rows of latents that all heads share, as a fraction of its roof: each row read once at the
+    copy's bandwidth, or its products at the matrix rate, whichever takes longer."""
+    sizes = [(4, 32, 16)] if bench.dry else [(heads, 512, 64) for heads in (16, 20, 128)]
+    shapes = [(2, 40), (1, 300)] if bench.dry else list(itertools.product((1, 32, 256), (1024, 8192)))
+    rows = []
+    for (heads, latent, rope), (batch, context) in itertools.product(sizes, shapes):
+        name, row = f"{heads} heads batch {batch} context {context}", dict[str, Any]()
+        results[name] = row
+        with bench.guarded(f"latent decode, {name}", row):
+            latent_decode_row(bench, LatentOps(bench.device, heads, latent, rope, bench.dtype), batch, context, row)
+        kinds = ("microseconds", "GB_per_second", "of_copy", "TFLOP_per_second", "of_roof")
+        rows.append([name, *[row.get(kind) for kind in kinds], row.get("skipped") or ""])
+    show("Decode attention over latents", ["", "us", "GB/s", "of copy", "TFLOP/s", "of roof", ""], rows)
+
+
+def latent_decode_row(bench: Bench, ops: LatentOps, batch: int, context: int, row: dict[str, Any]) -> None:
+    """One shape, into `row`."""
+    size, width = ops.dim + ops.rope, -(-context // BLOCK_SIZE)
+    nbytes, flops = batch * context * size * bench.dtype.itemsize, 2 * batch * context * ops.heads * (size + ops.dim)
+    copies = bench.copies(nbytes)
+    if not bench.fits(1.2 * copies * nbytes):
+        row["skipped"] = "does not fit"
+        return
+    tables = np.random.default_rng(0).permutation(copies * batch * width).astype(np.int32).reshape(copies, batch, width)
+    pool = bench.random(1, tables.size, 1, BLOCK_SIZE, size).expand(2, -1, -1, -1, -1)
+    q, lens, calls = bench.random(batch, ops.heads, size), np.full(batch, context, dtype=np.int32), list[Call]()
+    for table in tables:
+        plan = ops.plan(np.ones(batch, dtype=np.int32), lens, table)
+        plan.data = torch.from_numpy(plan.data).to(bench.device)
+        meta = AttentionMetaData(plan.data, plan.data, plan.data, [], [], plan)  # the kernel reads the plan alone
+        calls.append(partial(ops.attend, q, pool, meta, size**-0.5))
+    seconds = bench.seconds(at_least(calls, bench.number(20)))
+    roof = max(nbytes / bench.bandwidth, flops / bench.matrix_rate) if bench.bandwidth and bench.matrix_rate else None
+    row |= {
+        "microseconds": seconds * 1e6, "GB_per_second": nbytes / seconds / 1e9,
+        "of_copy": ratio(nbytes / seconds, bench.bandwidth), "TFLOP_per_second": flops / seconds / 1e12,
+        "of_roof": roof and roof / seconds,
+    }  # fmt: skip
+
+
 Pair = tuple[Callable[..., Any], Callable[..., Any], Callable[[], tuple[Any, ...]], int]  # ours, torch's, data, bytes
 
 
@@ -289,9 +353,46 @@ def compare(bench: Bench, pair: Pair) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def expert_call(bench: Bench, shape: Mixture, batch: int) -> tuple[Call, int]:
+    """The product with the chosen experts of a layer of its own, and how many of them are hit."""
+    E, device = shape.experts, bench.device
+    dtype = torch.bfloat16 if shape.is_packed else bench.dtype
+
+    def weight(rows: int, size: int) -> Tensor | tuple[Tensor, Tensor]:
+        if not shape.is_packed:
+            return bench.random(E, rows, size).mul_(size**-0.5)
+        blocks = torch.randint(256, (E, rows, size // 2), dtype=torch.uint8, device=device)
+        return blocks, torch.full((E, rows, size // 32), 120, dtype=torch.uint8, device=device)
+
+    ids = torch.rand(batch, E).topk(shape.choices).indices
+    x, weights = bench.random(batch, shape.hidden).to(dtype), torch.rand(batch, shape.choices, device=device)
+    layer = weight(2 * shape.inner, shape.hidden), weight(shape.hidden, shape.inner)
+    return partial(grouped_experts, x, ids.to(device), weights, *layer), len(ids.unique())
+
+
+def experts(bench: Bench, results: dict[str, Any]) -> None:
+    """The product with the chosen experts: its time, beside that for reading those that were hit and no others."""
+    shapes = [*((QWEN_MOE, batch) for batch in (8, 32, 64)), *((GPT, batch) for batch in (8, 64))]
+    rows = []
+    for shape, batch in [(TOY_MOE, 3), (TOY_MOE._replace(is_packed=True), 3)] if bench.dry else shapes:
+        name, row = f"{shape.name}{', packed' * shape.is_packed} batch {batch}", dict[str, Any]()
+        results[name] = row
+        with bench.guarded(f"experts, {name}", row):
+            number = bench.copies(min(shape.experts, batch * shape.choices) * shape.expert_bytes)
+            calls, hit = zip(*(expert_call(bench, shape, batch) for _ in range(number)), strict=True)
+            seconds = bench.seconds(at_least(list(calls), bench.number(20)))
+            nbytes = sum(hit) / number * shape.expert_bytes
+            row |= {
+                "microseconds": seconds * 1e6, "experts_hit": sum(hit) / number,
+                "GB_per_second": nbytes / seconds / 1e9, "of_copy": ratio(nbytes / seconds, bench.bandwidth),
+            }  # fmt: skip
+        rows.append([name, *[row.get(kind) for kind in ("microseconds", "experts_hit", "GB_per_second", "of_copy")]])
+    show("Chosen experts of a layer", ["", "us", "experts hit", "GB/s", "of copy"], rows)
+
+
 def kernels(bench: Bench, results: dict[str, Any]) -> None:
     """All of the above."""
-    for part in (decode_attention, prefill_attention, small_kernels):
+    for part in (decode_attention, prefill_attention, latent_decode, small_kernels, experts):
         with bench.guarded(part.__name__, results.setdefault(part.__name__, {})):
             part(bench, results[part.__name__])
 

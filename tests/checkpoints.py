@@ -126,7 +126,9 @@ import json, re, sys, time
 from pathlib import Path
 import torch, transformers
 from atom_mini.config import Config
+from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.loading import load_model
+attach(WITH_TORCH)
 config = Config(sys.argv[1], max_model_len=512)
 def peak():  # not getrusage's: that one remembers the parent's
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from checkpoints import edit_json, recorded, save_family
 from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
-from atom_mini import LLM
+from atom_mini import LLM, SamplingParams
 from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.checkpoint import NEEDS, read_config
 from atom_mini.families import mixture
@@ -268,6 +269,44 @@ def test_refused_architectures_say_what_they_need(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as error:
             read_config(tmp_path)
         assert name in str(error.value) and needed in str(error.value) and NEEDS[name] == needed
+
+
+# On the kernels, in the interpreter
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+def test_a_graphs_padding_rows_fetch_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences in the graph for four: the same tokens as without graphs, and the fourth row is nobody's."""
+    from recording import load_recorded_graph
+
+    from atom_mini.config import Config
+    from atom_mini.engine_core import EngineCore
+    from atom_mini.families import grouped
+    from atom_mini.graphs import GraphRunner, first_decodes
+    from atom_mini.model_runner import ModelRunner
+    from atom_mini.sequence import Sequence
+
+    save_family("qwen3_moe", tmp_path, head_dim=32, num_experts=8, **NARROW | {"num_hidden_layers": 2})
+    room = {"num_kvcache_blocks": 8, "max_num_seqs": 4, "max_model_len": 64, "attention": "triton"}
+    config = Config(str(tmp_path), device="cpu", **room)
+    runner, texts = GraphRunner(config, load_recorded_graph()), []
+    assert sorted(runner.graphs) == [1, 2, 4]
+    for kind in (runner, ModelRunner(Config(str(tmp_path), device="cpu", **room))):
+        core = EngineCore(config, kind)
+        seqs = [Sequence([5, 6, 7 + i], 16, SamplingParams(temperature=0, max_tokens=4), id=i) for i in range(3)]
+        for seq in seqs:
+            core.add(seq)
+        while core.step():
+            pass
+        texts.append([seq.completion_token_ids for seq in seqs])
+    assert texts[0] == texts[1]
+    seen, compute = [], grouped.grouped_experts
+    monkeypatch.setattr(grouped, "grouped_experts", lambda x, ids, *rest: seen.append(ids) or compute(x, ids, *rest))
+    runner._decode(runner._upload(first_decodes(3), 4))
+    assert len(seen) == 2 and all((ids[:3] < 8).all() and (ids[3:] == 8).all() for ids in seen)
 
 
 # With the rest of the engine

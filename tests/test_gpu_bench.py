@@ -95,13 +95,16 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     )
     assert figures["machine"]["dry"] is True
     parts = figures["parts"]
-    assert list(parts) == ["limits", "kernels", "steps", "common", "overlap", "transformers", "nano_vllm"]
+    assert list(parts) == ["limits", "kernels", "steps", "mixtures", "common", "overlap", "transformers", "nano_vllm"]
     assert no_errors(parts) and figures["failures"] == []
     assert all(part["elapsed_seconds"] > 0 for part in parts.values())
     assert {"bandwidth", "matrix_rate", "launch_seconds"} <= set(parts["limits"])
     assert len(parts["kernels"]["decode_attention"]) == len(parts["kernels"]["prefill_attention"]) == 2
     assert len(parts["kernels"]["small_kernels"]) == 8
     assert all(row["microseconds"] > 0 for row in parts["kernels"]["small_kernels"].values())
+    assert set(parts["kernels"]["experts"]) == {"toy batch 3", "toy, packed batch 3"}
+    assert all(row["microseconds"] > 0 < row["experts_hit"] <= 6 for row in parts["kernels"]["experts"].values())
+    assert {"ms", "roofline_ms", "of_roofline"} <= set(parts["mixtures"]["toy mixture"]["decode batch 2"])
     steps = parts["steps"]["toy"]
     assert {"ms", "roofline_ms", "of_roofline", "tokens_per_second", "host_ms"} <= set(
         steps["decode batch 2 context 48"]
@@ -113,7 +116,7 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
         assert parts[engine]["tokens_per_second"] > 0
     assert parts["overlap"]["common"]["output_tokens"] == parts["common"]["output_tokens"]
     assert all(parts["overlap"][f"overlap={ahead}"]["ms"] > 0 for ahead in (False, True))
-    assert len(figures["aims"]) == 7 and all(aim["reached"] is None for aim in figures["aims"].values())
+    assert len(figures["aims"]) == 8 and all(aim["reached"] is None for aim in figures["aims"].values())
 
 
 def test_sweep_tries_other_launches_and_restores_them(tmp_path: Path) -> None:
@@ -158,6 +161,16 @@ def test_the_common_trace_and_its_ideal(engines: Any) -> None:
     qwen = engines.Model(596_049_920 * 2, 2 * 28 * 8 * 128 * 2, 440_401_920, 155_582_464, 28 * 16 * 128)  # Qwen3-0.6B
     seconds = trace.ideal_seconds(qwen, 4.3e12, 640e12)  # an H200
     assert trace.num_outputs / seconds == pytest.approx(36_014, rel=0.01)
+
+
+def test_bytes_of_a_mixtures_step(engines: Any) -> None:
+    """Qwen3-30B-A3B in bfloat16: the GB of chapter 60, which counts attention, router, experts and head."""
+    shape = engines.QWEN3_30B_A3B
+    experts = 2 * 48 * 128 * 3 * 2048 * 768
+    weights = 2 * (engines.num_params(shape) + 48 * 128 * 2048 - 151936 * 2048)  # the table is looked up, not read
+    model = engines.Model(weights, 98_304, 0, 0, 0, (experts, 128, 8))
+    found = [model.decode_bytes(0, rows) / 1e9 for rows in (1, 8, 32, 64)]
+    assert found == pytest.approx([6.1, 25.8, 53, 59.5], rel=0.02)
 
 
 class FakeCuda:

@@ -93,7 +93,9 @@ def is_sparse(cfg: Any, layer: int) -> bool:
 # %% ../../nbs/60_experts.ipynb #b6fe5aea
 NAMES = ["MistralForCausalLM", "SmolLM3ForCausalLM", "MixtralForCausalLM"]
 NAMES += ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"]
-NAMES += ["Glm4MoeForCausalLM"]
+NAMES += ["Glm4MoeForCausalLM", "GptOssForCausalLM"]
+NAMES += ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"]
+NAMES += ["Glm4MoeLiteForCausalLM"]
 STATE = "recurrent state per request (Gated DeltaNet)"
 LACKING = {
     "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys",

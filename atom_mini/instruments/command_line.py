@@ -208,8 +208,10 @@ def needs(config: Config, device: str) -> tuple[Any, dict[str, int], int]:
     token's K/V."""
     import torch
 
+    from atom_mini.assemble import WITH_TORCH, attach
     from atom_mini.memory import kvcache_block_bytes
 
+    attach(WITH_TORCH)  # they say what a token keeps in other kinds of models
     own = "float32" if device == "cpu" else str(config.hf_config.dtype or "float32")
     dtype: torch.dtype = getattr(torch, config.dtype or own.removeprefix("torch."))
     sizes = weight_sizes(config, dtype.itemsize)

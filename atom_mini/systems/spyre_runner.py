@@ -39,6 +39,8 @@ class RectangularOps(TorchOps):
     """`TorchOps` whose attention takes all sequences at once, padding included, and
     masks it."""
 
+    is_padded = True  # an attention of another kind could not read its metadata
+
     def attend(
         self,
         q: Tensor,

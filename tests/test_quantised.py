@@ -1,0 +1,477 @@
+"""Packed weights are read as their formats say, lazily, and what is not read is refused before a file is opened."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import (
+    CONFIGS,
+    edit_json,
+    measure_loading,
+    recorded,
+    reference_logits,
+    save_checkpoint,
+    save_family,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import atom_mini.families.quantised as quantised
+import atom_mini.loading
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.assemble import WITH_TORCH, attach
+from atom_mini.families.quantised import adapt_quantised, dequantise_fp8, dequantise_mxfp4
+from atom_mini.loading import load_model, read_tensor
+from atom_mini.models import FAMILIES
+
+attach(WITH_TORCH)
+# As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+SHAPE = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "tie_word_embeddings": False}
+VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+IDS = [(7 * i * i + 3) % 300 for i in range(30)]
+
+
+class As:
+    """A config that is stored so."""
+
+    def __init__(self, how: dict[str, Any] | None) -> None:
+        self.quantization_config = how
+
+
+def plain_value(byte: int, high: bool) -> float:
+    code = byte // 16 if high else byte % 16
+    return -VALUES[code - 8] if code >= 8 else VALUES[code]
+
+
+def plain_mxfp4(blocks: Tensor, scales: Tensor, bias: int = 127, high_first: bool = False) -> Tensor:
+    """[..., G, 16], [..., G] -> [..., 32 G] in float64, number by number. The options plant an error."""
+    low = torch.tensor([plain_value(b, high_first) for b in range(256)], dtype=torch.float64)
+    high = torch.tensor([plain_value(b, not high_first) for b in range(256)], dtype=torch.float64)
+    both = torch.stack([low[blocks.long()], high[blocks.long()]], -1).flatten(-2)
+    return (both * torch.pow(2.0, scales.double() - bias)[..., None]).flatten(-2)
+
+
+def plain_fp8(weight: Tensor, scale: Tensor, size: int = 128) -> Tensor:
+    """w[i, j] x s[i // 128, j // 128], by indices."""
+    i, j = (torch.arange(n) // size for n in weight.shape)
+    return weight.float() * scale.float()[i[:, None], j[None]]
+
+
+def to_fp8(weight: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
+    """weight [out, in] -> e4m3 and its scales, square by square."""
+    grid = torch.zeros([-(-n // size) for n in weight.shape])
+    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i in range(grid.shape[0]):
+        for j in range(grid.shape[1]):
+            square = (slice(i * size, i * size + size), slice(j * size, j * size + size))
+            grid[i, j] = weight[square].abs().max() / 448
+            packed[square] = (weight[square] / grid[i, j]).to(packed.dtype)
+    return packed, grid
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype == torch.bfloat16 and a.view(torch.int16).equal(b.view(torch.int16))
+
+
+def every_pair() -> tuple[Tensor, Tensor]:
+    """All bytes with all scales: blocks [256, 16, 16], scales [256, 16]."""
+    blocks = torch.arange(256).byte().view(16, 16).expand(256, 16, 16)
+    return blocks, torch.arange(256).byte()[:, None].expand(256, 16)
+
+
+def test_all_codes_and_scales() -> None:
+    """256 bytes x 255 scales, bit by bit; 2^-128 is below the smallest normal bfloat16, and exact all the same."""
+    blocks, scales = (t[:255] for t in every_pair())
+    ours, wanted = dequantise_mxfp4(blocks, scales), plain_mxfp4(blocks, scales)
+    assert same_bits(ours, wanted.to(torch.bfloat16))
+    fits = wanted.abs() < 2.0**128  # beyond it there is only infinity
+    assert ours.double()[fits].equal(wanted[fits]) and ours[~fits].isinf().all()
+    assert ours[0].unique()[-3:].double().tolist() == [3 * 2.0**-127, 4 * 2.0**-127, 6 * 2.0**-127]
+    assert dequantise_mxfp4(blocks, scales, torch.float32).double()[fits].equal(wanted[fits])
+
+
+def test_scale_255_is_nan() -> None:
+    blocks, scales = every_pair()
+    assert dequantise_mxfp4(blocks[255], scales[255]).isnan().all()
+
+
+@pytest.mark.parametrize("wrong", [{"bias": 126}, {"high_first": True}], ids=str)
+def test_planted_errors_of_mxfp4(wrong: dict[str, Any]) -> None:
+    blocks, scales = (t[100:150] for t in every_pair())
+    ours = dequantise_mxfp4(blocks, scales).double()
+    assert ours.equal(plain_mxfp4(blocks, scales))
+    assert not ours.equal(plain_mxfp4(blocks, scales, **wrong))
+
+
+@pytest.mark.parametrize("shape", [(2880,), (6, 2880), (2, 3, 96), (0, 64)], ids=str)
+def test_shapes_of_mxfp4(shape: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    rows = [*shape[:-1], shape[-1] // 32]
+    blocks, scales = (torch.randint(0, 255, s, generator=g).byte() for s in ([*rows, 16], rows))
+    ours = dequantise_mxfp4(blocks, scales)
+    assert ours.shape == shape and same_bits(ours, plain_mxfp4(blocks, scales).to(torch.bfloat16))
+    transposed = dequantise_mxfp4(blocks.flip(-2).contiguous().flip(-2), scales)  # strides do not matter
+    assert same_bits(transposed, ours)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"\[4, 2, 8\].*\[4, 2, 16\]"):
+        dequantise_mxfp4(torch.zeros(4, 2, 8).byte(), torch.zeros(4, 2).byte())
+    packed, _ = to_fp8(torch.randn(300, 130))
+    for grid, block in ((torch.ones(2, 3), (128, 128)), (torch.ones(3, 2), (64, 128)), (torch.ones(()), (128, 128))):
+        with pytest.raises(ValueError, match=r"300, 130"):
+            dequantise_fp8(packed, grid, block)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(576, 192), (128, 128), (1, 1), (384, 192), (129, 511), (256, 256)], ids=str)
+def test_fp8_formula(shape: tuple[int, int], kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    packed, grid = to_fp8(torch.randn(shape) * torch.logspace(-2, 2, shape[1]))
+    before, grid = packed.clone(), grid.to(kind)
+    ours = dequantise_fp8(packed, grid)
+    assert ours.dtype == torch.float32 and ours.equal(plain_fp8(packed, grid))
+    assert packed.view(torch.uint8).equal(before.view(torch.uint8))
+
+
+def test_other_block_sizes() -> None:
+    packed, grid = to_fp8(torch.randn(100, 70), 32)
+    assert dequantise_fp8(packed, grid, (32, 32)).equal(plain_fp8(packed, grid, 32))
+    wide = torch.rand(100, 3)  # 1 x 32
+    wanted = packed.float() * wide.repeat_interleave(32, 1)[:, :70]
+    assert dequantise_fp8(packed, wide, (1, 32)).equal(wanted)
+
+
+def test_planted_errors_of_fp8() -> None:
+    """A transposed grid of scales is refused where its shape shows it, and gives other numbers where it does not."""
+    packed, grid = to_fp8(torch.randn(256, 256) * torch.logspace(0, 3, 256))
+    assert not dequantise_fp8(packed, grid.T).equal(plain_fp8(packed, grid))
+    packed, grid = to_fp8(torch.randn(384, 256))
+    with pytest.raises(ValueError, match="scales"):
+        dequantise_fp8(packed, grid.T)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "float8_e8m0fnu"])
+def test_e8m0_scales_are_refused(kind: str) -> None:
+    packed, grid = to_fp8(torch.randn(128, 128))
+    if not hasattr(torch, kind):
+        pytest.skip(f"this torch has no {kind}")
+    with pytest.raises(ValueError, match=kind):
+        dequantise_fp8(packed, grid.to(getattr(torch, kind)))
+
+
+# Whole checkpoints
+
+
+def quantise(folder: Path, kind: str = "qwen3", size: int = 128, **options: Any) -> tuple[Path, Path, Any]:
+    """(folder in FP8, the same weights whole, transformers' model of them)."""
+    whole, packed = folder / "whole", folder / "fp8"
+    if kind in CONFIGS:
+        save_checkpoint(kind, whole, **SHAPE | {"head_dim": 32} | options)
+    else:
+        save_family(kind, whole, **options)
+    shutil.copytree(whole, packed)
+    small, tensors = {}, load_file(whole / "model.safetensors")
+    for name, tensor in tensors.items():
+        small[name] = tensor
+        if name.endswith("_proj.weight"):
+            small[name], small[f"{name}_scale_inv"] = to_fp8(tensor.float(), size)
+            tensors[name] = plain_fp8(small[name], small[f"{name}_scale_inv"], size)
+    save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+    save_file(small, packed / "model.safetensors", {"format": "pt"})
+    edit_json(packed / "config.json", quantization_config=FP8 | {"weight_block_size": [size, size]})
+    return packed, whole, transformers.AutoModelForCausalLM.from_pretrained(whole).eval()
+
+
+def logits(folder: Path) -> Tensor:
+    """Ours [30, vocabulary], through the engine."""
+    with LLM(str(folder), device="cpu", num_kvcache_blocks=8) as llm, recorded(llm) as recorder:
+        llm.generate([IDS], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    return torch.stack([row for (_, i), row in sorted(recorder.every.items()) if i < len(IDS)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"size": 32}),
+        ("qwen2", {}),
+        ("llama", {"attention_bias": True}),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 160, "head_dim": 32}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value)[:20],
+)
+def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Its logits are those of the same weights stored whole, exactly, and transformers' for those to 1e-4."""
+    packed, whole, model = quantise(tmp_path, kind, **options)
+    assert Config(str(packed)).hf_config.quantization_config["quant_method"] == "fp8"
+    ours = logits(packed)
+    assert ours.equal(logits(whole))
+    torch.testing.assert_close(ours, reference_logits(model, IDS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("error", ["transposed", "inverse", "none", "size by shape"])
+def test_planted_errors_in_a_checkpoint(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison above would see."""
+    packed, _, model = quantise(tmp_path, num_attention_heads=8)  # q_proj: 2 x 2 squares
+    right = dequantise_fp8
+    wrong: dict[str, Callable[..., Tensor]] = {
+        "transposed": lambda w, s, b: right(w, s.T.contiguous() if s.shape[0] == s.shape[1] else s, b),
+        "inverse": lambda w, s, b: right(w, 1 / s, b),
+        "none": lambda w, s, b: right(w, torch.ones_like(s), b),
+        "size by shape": lambda w, s, b: right(w, s, [-(-n // k) for n, k in zip(w.shape, s.shape, strict=True)]),
+    }
+    assert (logits(packed) - reference_logits(model, IDS)).abs().max() < 1e-4
+    monkeypatch.setattr(quantised, "dequantise_fp8", wrong[error])
+    assert (logits(packed) - reference_logits(model, IDS)).abs().max() > 1e-2
+
+
+def test_transformers_unpacks_the_same(tmp_path: Path) -> None:
+    """Somebody else's code for the format, on shapes that are multiples of 128, as published models are."""
+    packed, _, _ = quantise(tmp_path, hidden_size=256, intermediate_size=384, num_attention_heads=8)
+    options = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(packed, **options)
+    torch.testing.assert_close(logits(packed), reference_logits(theirs, IDS), atol=1e-4, rtol=0)
+
+
+def test_modules_that_are_not_converted(tmp_path: Path) -> None:
+    """Whatever has no scale is read as it is, listed or not."""
+    packed, whole, _ = quantise(tmp_path)
+    small, tensors = (load_file(folder / "model.safetensors") for folder in (packed, whole))
+    name = "model.layers.1.mlp.down_proj"
+    small[f"{name}.weight"] = tensors[f"{name}.weight"]
+    del small[f"{name}.weight_scale_inv"]
+    save_file(small, packed / "model.safetensors")
+    edit_json(packed / "config.json", quantization_config=FP8 | {"modules_to_not_convert": ["lm_head", name]})
+    assert logits(packed).equal(logits(whole))
+
+
+@pytest.mark.parametrize("lost", ["weight", "weight_scale_inv"])
+def test_half_a_pair(lost: str, tmp_path: Path) -> None:
+    packed, _, _ = quantise(tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    name = f"model.layers.1.mlp.up_proj.{lost}"
+    del tensors[name]
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        logits(packed)
+
+
+REFUSED = {
+    "awq": {"quant_method": "awq", "bits": 4},
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "quark": {"quant_method": "quark"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},
+    "None": {"bits": 8},
+    "weight_block_size=None": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "activation_scheme=static": FP8 | {"activation_scheme": "static"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a single tensor is opened; and what to do is said."""
+    folder = tmp_path / "whole"
+    save_checkpoint("qwen3", folder, **SHAPE)
+    edit_json(folder / "config.json", quantization_config=REFUSED[name])
+    opened = []
+    monkeypatch.setattr(atom_mini.loading, "safe_open", lambda *a, **k: opened.append(a))
+    with pytest.raises(ValueError) as error:
+        LLM(str(folder), device="cpu", num_kvcache_blocks=8)
+    assert name in str(error.value) and "in 16 bits" in str(error.value) and not opened
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}])
+def test_the_rest_of_the_config_is_still_checked(changes: dict[str, Any], tmp_path: Path) -> None:
+    packed, _, _ = quantise(tmp_path)
+    edit_json(packed / "config.json", layer_types=None, **changes)
+    with pytest.raises(ValueError, match="gelu"):
+        logits(packed)
+
+
+def test_checking_changes_no_config(tmp_path: Path) -> None:
+    packed, _, _ = quantise(tmp_path)
+    cfg = Config(str(packed)).hf_config
+    FAMILIES["qwen3"](cfg).check()
+    assert cfg.quantization_config == FP8
+
+
+def test_peak_memory(tmp_path: Path) -> None:
+    """Beside the weights, no more than a tensor or two at a time: reading all of the file first would take 66 MB."""
+    shape = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 512}
+    packed, _, _ = quantise(tmp_path, **shape | {"num_hidden_layers": 24, "head_dim": 64})
+    measured = measure_loading(packed)
+    assert measured["peak"] < 1.1 * measured["weights"] + 16 * 2**20, measured  # 18 MiB more for a file that is whole
+
+
+def test_speed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, whole, _ = quantise(tmp_path)
+    with caplog.at_level(logging.INFO, logger="atom_mini"):
+        for folder in (whole, packed):
+            cfg = Config(str(folder)).hf_config
+            model = load_model(cfg, folder, 64, torch.device("cpu"), torch.float32)
+            assert len(caplog.records) == (folder is packed)
+    assert model and "GB/s" in caplog.text
+    size = (packed / "model.safetensors").stat().st_size / 1e9
+    (record,) = caplog.records
+    assert isinstance(record.args, tuple) and record.args[0] == pytest.approx(size, rel=0.05)
+
+
+# Experts in MXFP4, as gpt-oss stores them
+
+EXPERTS, OUT, IN = 5, 12, 96
+NAME = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> tuple[dict[str, Any], Tensor, list]:
+    """The loader's readers of a file with one packed tensor, what they should make [E, in, out], and what was read."""
+    g, reads = torch.Generator().manual_seed(0), []
+    tensors = {f"{NAME}_blocks": torch.randint(0, 256, (EXPERTS, OUT, IN // 32, 16), generator=g).byte()}
+    tensors |= {f"{NAME}_scales": torch.randint(110, 130, (EXPERTS, OUT, IN // 32), generator=g).byte()}
+    tensors |= {f"{NAME}_bias": torch.randn(EXPERTS, OUT).bfloat16()}
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def reader(name: str) -> Callable[..., Tensor]:
+        def read(part: Any = None) -> Tensor:
+            tensor = read_tensor(tmp_path / "model.safetensors", name, part)
+            reads.append((name, tensor.numel()))
+            return tensor
+
+        return read
+
+    wanted = plain_mxfp4(tensors[f"{NAME}_blocks"], tensors[f"{NAME}_scales"]).mT.to(torch.bfloat16)
+    return {name: reader(name) for name in tensors}, wanted, reads
+
+
+PARTS: list[Any] = [
+    None, 0, 4, slice(1, 3), slice(None), (2,), (3, slice(None), slice(0, None, 2)), (3, slice(None), slice(1, None, 2)),
+    (1, slice(7, 40)), (slice(0, 2), slice(None), slice(0, 6)), (4, slice(0, 5), slice(3, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_parts_of_experts(part: Any, experts: tuple) -> None:
+    """As an index into what the file in 16 bits holds; of other experts nothing is read."""
+    readers, wanted, reads = experts
+    adapted = adapt_quantised(readers, As(MXFP4))
+    assert adapted.keys() == {NAME, f"{NAME}_bias"} and not reads
+    ours = adapted[NAME]() if part is None else adapted[NAME](part)
+    assert same_bits(ours, wanted if part is None else wanted[part])
+    first = part[0] if isinstance(part, tuple) else part
+    count = 1 if isinstance(first, int) else EXPERTS if first is None else len(range(EXPERTS)[first])
+    assert sum(n for name, n in reads if name.endswith("_blocks")) == count * OUT * IN // 2
+
+
+def test_other_tensors_stay(experts: tuple) -> None:
+    readers, _, _ = experts
+    assert adapt_quantised(readers, As(None)) is readers
+    bias = f"{NAME}_bias"
+    adapted = adapt_quantised(readers, As(MXFP4))
+    assert adapted[bias]().equal(readers[bias]()) and adapted[bias](slice(2)).equal(readers[bias](slice(2)))
+
+
+def test_blocks_without_scales(experts: tuple) -> None:
+    """They keep their name, for which the loader has no place; scales without blocks are refused."""
+    readers, _, _ = experts
+    alone = {name: read for name, read in readers.items() if not name.endswith("_scales")}
+    adapted = adapt_quantised(alone, As(MXFP4))
+    assert f"{NAME}_blocks" in adapted
+    with pytest.raises(ValueError, match="without scales"):
+        adapted[f"{NAME}_blocks"]()
+    alone = {name: read for name, read in readers.items() if not name.endswith("_blocks")}
+    with pytest.raises(ValueError, match=f"{NAME}_scales"):
+        adapt_quantised(alone, As(MXFP4))
+
+
+def test_the_layout_of_transformers() -> None:
+    """Its own unpacking of MXFP4 gives the same bits in the same orientation."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    g = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 8, 4, 16), generator=g).byte()
+    scales = torch.randint(100, 140, (3, 8, 4), generator=g).byte()
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    assert same_bits(quantised.read_mxfp4(lambda p: blocks, lambda p: scales, {}).contiguous(), theirs)
+
+
+def test_tiny_in_fp8(tmp_path: Path) -> None:
+    """The built-in model has 192 columns; its texts survive eight bits."""
+    from atom_mini.checkpoint import resolve_model
+
+    folder = shutil.copytree(resolve_model("tiny"), tmp_path / "tiny")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        tensors[name], tensors[f"{name}_scale_inv"] = to_fp8(tensors[name])
+    save_file(tensors, folder / "model.safetensors")
+    edit_json(folder / "config.json", quantization_config=FP8)
+    assert json.loads((folder / "config.json").read_text())["quantization_config"] == FP8
+    with LLM(str(folder), device="cpu") as llm:
+        out = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)[0]
+    assert len(out.token_ids) == 24 and out.text.startswith(" there was a")
+
+
+def save_gpt_oss(tmp_path: Path, **options: int) -> tuple[Path, Path]:
+    """Two checkpoints of the same numbers, the experts whole and in MXFP4."""
+    whole, packed = tmp_path / "whole", tmp_path / "mxfp4"
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 96}
+    save_family("gpt_oss", whole, **sizes | options)
+    shutil.copytree(whole, packed)
+    tensors, g = load_file(whole / "model.safetensors"), torch.Generator().manual_seed(0)
+    small = dict(tensors)
+    for name in [n for n in tensors if n.endswith("_proj") and ".experts." in n]:
+        count, size, rows = tensors[name].shape
+        blocks = torch.randint(0, 256, (count, rows, size // 32, 16), generator=g).byte()
+        scales = torch.randint(122, 125, blocks.shape[:3], generator=g).byte()
+        tensors[name] = plain_mxfp4(blocks, scales).mT.float().contiguous()
+        del small[name]
+        small |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    assert len(small) > len(tensors)
+    save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+    save_file(small, packed / "model.safetensors", {"format": "pt"})
+    edit_json(packed / "config.json", quantization_config=MXFP4)
+    return whole, packed
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Experts in MXFP4: the logits of the same experts stored whole, exactly, and transformers' to 1e-4."""
+    whole, packed = save_gpt_oss(tmp_path)
+    ours = logits(packed)
+    assert ours.equal(logits(whole))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(whole, attn_implementation="eager").eval()
+    torch.testing.assert_close(ours, reference_logits(theirs, IDS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+def test_gpt_oss_stays_packed(tmp_path: Path) -> None:
+    """With a kernel that reads MXFP4 the experts stay as they are in the file; the logits are those of whole ones."""
+    found, rooms = [], {"device": "cpu", "attention": "triton", "dtype": "bfloat16", "num_kvcache_blocks": 8}
+    for folder in save_gpt_oss(tmp_path, num_hidden_layers=2):
+        with LLM(str(folder), **rooms) as llm, recorded(llm) as recorder:  # type: ignore[arg-type]
+            llm.generate([IDS[:9]], SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+            model: Any = llm.engine_core.runner.model  # type: ignore[attr-defined]
+        found.append(([row for _, row in sorted(recorder.every.items())], model))
+    (whole, plain), (packed, small) = found
+    spread = torch.stack(whole).std()
+    assert spread > 0.5 and (torch.stack(whole) - torch.stack(packed)).abs().max() < 0.02 * spread
+    sizes = [sum(w.nbytes for w in m.model.layers[0].mlp.gate_up.parameters() if w.dim() > 1) for m in (plain, small)]
+    assert sizes[1] == sizes[0] * 4.25 / 16
+    again = {n: w for n, w in small.named_parameters() if n.endswith("mlp.down.weight")}
+    stored = load_file(tmp_path / "mxfp4" / "model.safetensors")
+    for name, weight in again.items():
+        blocks = stored[name.replace("mlp.down.weight", "mlp.experts.down_proj_blocks")]
+        assert weight.equal(blocks.flatten(2).flatten(0, 1))
