@@ -78,7 +78,7 @@ VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_add_f32 v0, v1, v2", (1.5, 2.25), 3.75), ("v_sub_f32 v0, v1, v2", (1.0, 3.0), -2.0),
     ("v_subrev_f32 v0, v1, v2", (1.0, 3.0), 2.0), ("v_mul_f32 v0, -v1, |v2|", (2.0, -3.0), -6.0),
     ("v_max_f32 v0, v1, v2", (NAN, 3.0), 3.0), ("v_min_f32 v0, v1, v2", (3.0, NAN), 3.0),
-    ("v_max3_f32 v0, v1, v2, v3", (1.0, 5.0, NAN), 5.0), ("v_min3_i32 v0, v1, v2, v3", (1, -5, 7), -5),
+    ("v_med3_f32 v0, v1, -1.0, 1.0", (7.0,), 1.0), ("v_max3_f32 v0, v1, v2, v3", (1.0, 5.0, NAN), 5.0), ("v_min3_i32 v0, v1, v2, v3", (1, -5, 7), -5),
     ("v_fma_f32 v0, v1, v2, v3", (1.0 + 2**-23, 1.0 + 2**-23, -1.0), 2**-22 + 2**-46),  # rounded once
     ("v_fmac_f32 v1, v2, v3\nv_mov_b32 v0, v1", (1.0, 2.0, 3.0), 7.0),
     ("v_fmamk_f32 v0, v1, 0x40400000, v2", (2.0, 1.0), 7.0), ("v_fmaak_f32 v0, v1, v2, 0x3f800000", (2.0, 5.0), 11.0),
@@ -132,6 +132,10 @@ CDNA_ONLY: list[tuple[str, tuple, float | int]] = [
     ("v_bitop3_b32 v0, v1, v2, v3 bitop3:0x96", (12, 10, 1), 12 ^ 10 ^ 1),
     ("v_cvt_f16_f32 v0, v1", (1.0,), half(1.0)),  # the upper half becomes 0
     ("v_accvgpr_write_b32 a3, v1\nv_accvgpr_read_b32 v0, a3", (7,), 7),
+    ("v_max_u16_sdwa v0, v1, v2 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:WORD_1",
+     (5, 7 << 16), 7 << 16),
+    ("v_cvt_pk_f32_fp8_sdwa v[4:5], v1 src0_sel:WORD_1\nv_mov_b32 v0, v5", (0xC1 << 24,), -2.25),
+    ("v_cvt_scalef32_pk_bf16_fp4 v0, v1, v2 op_sel:[0,1,0]", (0x9F << 16, 4.0), 0xC000C1C0),  # -0.5 and -6, times 4
 ]  # fmt: skip
 RDNA_ONLY: list[tuple[str, tuple, float | int]] = [
     ("v_cmp_gt_i32_e32 vcc_lo, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc_lo", (3, -1), 3),
@@ -147,7 +151,7 @@ SCALAR: list[tuple[str, tuple, int, int]] = [  # ..., s0, scc
     ("s_and_b32 s0, s1, s2", (12, 3), 0, 0), ("s_andn2_b32 s0, s1, s2", (12, 4), 8, 1),
     ("s_lshl_b32 s0, s1, s2", (1, 33), 2, 1), ("s_ashr_i32 s0, s1, s2", (-8, 1), -4, 1),
     ("s_bfe_u32 s0, s1, 0x80004", (0xABCD,), 0xBC, 1), ("s_bfe_i32 s0, s1, 0x80004", (0xABCD,), 0xFFFFFFBC, 1),
-    ("s_lshl4_add_u32 s0, s1, s2", (2**28, 5), 5, 1), ("s_mul_i32 s0, s1, s2", (-3, 5), -15, 0),
+    ("s_lshl4_add_u32 s0, s1, s2", (2**28, 5), 5, 1), ("s_abs_i32 s0, s1", (-3,), 3, 1), ("s_mul_i32 s0, s1, s2", (-3, 5), -15, 0),
     ("s_mul_hi_u32 s0, s1, s2", (2**31, 6), 3, 0), ("s_movk_i32 s0, 0xf400", (), -3072, 0),
     ("s_mov_b32 s0, 0x7fffffff\ns_addk_i32 s0, 0x1", (), 2**31, 1),
     ("s_mov_b32 s0, 3\ns_mulk_i32 s0, 0xfffe", (), -6, 0),

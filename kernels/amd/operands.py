@@ -134,6 +134,17 @@ def write(text: str, kind: str, is_cdna: bool) -> Write:
     return pair
 
 
+def write_part(text: str, kind: str, is_cdna: bool, part: str) -> Write:
+    """SDWA: a half of the result's register, the other one becomes 0."""
+    if part == "DWORD":
+        return write(text, kind, is_cdna)
+    at, bits = PARTS[part]
+    if bits != 16 or not kind.endswith("16"):
+        raise Unknown(f"{part} of the result")
+    n, dtype = vector(text).first, KINDS[kind]
+    return lambda w, x: w.put("u32", n, np.asarray(x, dtype).view(np.uint16).astype(np.uint32) << at)
+
+
 def scalar(text: str, wide: bool = False) -> Callable[[Wave], int]:
     """A scalar register, a pair, or a constant as a whole number."""
     register = to_register(text)

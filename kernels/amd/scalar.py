@@ -47,7 +47,7 @@ OPERATIONS: dict[str, Callable[[int, int, int, int], Any]] = {
     "ashr": lambda x, y, c, n: signed(x, n) >> (y & n - 1),
     "bfe_u32": lambda x, y, c, n: extract(x, y, "u"), "bfe_i32": lambda x, y, c, n: extract(x, y, "i"),
     "bfe_u64": lambda x, y, c, n: extract(x, y, "u"), "cselect": lambda x, y, c, n: (x if c else y, None),
-    "not": lambda x, y, c, n: ~x, "mov": lambda x, y, c, n: (x, None), "movk": lambda x, y, c, n: (x, None),
+    "abs_i32": lambda x, y, c, n: abs(signed(x)), "not": lambda x, y, c, n: ~x, "mov": lambda x, y, c, n: (x, None), "movk": lambda x, y, c, n: (x, None),
     "brev": lambda x, y, c, n: (int(f"{x:0{n}b}"[::-1], 2), None), "bcnt1_i32": lambda x, y, c, n: x.bit_count(),
     "ff1_i32": lambda x, y, c, n: ((x & -x).bit_length() - 1, None),
     "add_u32": lambda x, y, c, n: (x + y, x + y >> 32), "addc_u32": lambda x, y, c, n: (x + y + c, x + y + c >> 32),

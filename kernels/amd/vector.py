@@ -11,7 +11,7 @@ import numpy as np
 
 from .crosslane import dpp_lanes
 from .machine import ALL, UNSET, Step, Wave, to_lanes, to_mask
-from .operands import Read, Write, read, read_part, scalar, set_scalar, vector, write
+from .operands import Read, Write, read, read_part, scalar, set_scalar, vector, write, write_part
 from .scalar import vcc
 from .text import Instruction, Unknown
 
@@ -93,6 +93,7 @@ SAME: dict[str, tuple[str, Callable]] = {
     "subrev": ("f16 f32 u16 u32", lambda a, b: b - a), "max": (NUMBERS, np.fmax), "min": (NUMBERS, np.fmin),
     "max3": (NUMBERS, lambda a, b, c: np.fmax(np.fmax(a, b), c)),
     "min3": (NUMBERS, lambda a, b, c: np.fmin(np.fmin(a, b), c)),
+    "med3": (NUMBERS, lambda a, b, c: np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))),
     "and": ("b16 b32", np.bitwise_and), "or": ("b16 b32", np.bitwise_or), "xor": ("b16 b32", np.bitwise_xor),
     "xnor": ("b32", lambda a, b: ~(a ^ b)), "mul_lo": ("u16 u32", np.multiply),
     "lshlrev": ("b16 b32", lambda a, b: b << (a & 8 * b.itemsize - 1)),
@@ -185,8 +186,6 @@ def plain(name: str) -> str:
 def parts_of(i: Instruction, kinds: list[str], texts: list[str]) -> list[Read]:
     """The sources, of which SDWA names a part."""
     parts = [i.take("src0_sel", "DWORD"), i.take("src1_sel", "DWORD"), "DWORD"]
-    if i.take("dst_sel", "DWORD") != "DWORD" or i.take("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
-        raise Unknown("a part of the result")
     if len(kinds) != len(texts):
         raise Unknown(f"{len(texts)} sources")
     return [read_part(text, kind, part) for text, kind, part in zip(texts, kinds, parts, strict=False)]
@@ -198,11 +197,15 @@ def operation(i: Instruction) -> tuple[Read, Write]:
     if name in ("cndmask_b32", "cndmask_b16"):
         flag = scalar(i.operands[3] if len(i.operands) > 3 else "vcc", i.target.lanes == 64)
         a, b = parts_of(i, [name[-3:]] * 2, i.operands[1:3])
+        if i.take("dst_sel", "DWORD") != "DWORD" or i.take("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
+            raise Unknown("a part of the result")
         choose = lambda w: np.where(to_lanes(flag(w), w.lanes), b(w), a(w))  # noqa: E731
         return choose, write(i.operands[0], name[-3:], i.target.is_cdna)
     kinds, f = look_up(i, name)
     get = parts_of(i, kinds[1:], i.operands[1:] + [i.operands[0]] * name.startswith("fmac"))
-    put = write(i.operands[0], kinds[0], i.target.is_cdna)
+    put = write_part(i.operands[0], kinds[0], i.target.is_cdna, i.take("dst_sel", "DWORD"))
+    if i.take("dst_unused", "UNUSED_PAD") != "UNUSED_PAD":
+        raise Unknown("a part of the result that keeps the others")
     if moved := dpp_lanes(i):
         return build_dpp(i, f, get, kinds, *moved)
     if len(get) == 1:
@@ -310,5 +313,41 @@ def build_div_fmas(i: Instruction) -> Step:
     return run
 
 
-SPECIAL = {"mad_u64_u32": build_mad, "mad_i64_i32": build_mad, "div_scale_f32": build_div_scale,
+def small(codes: Any, bits: int, mantissa: int, bias: int) -> Any:
+    """Floats of a few bits: a sign, an exponent, a mantissa."""
+    e, m = codes >> mantissa & (1 << bits - 1 - mantissa) - 1, f64(codes & (1 << mantissa) - 1) / (1 << mantissa)
+    value = np.where(e > 0, np.ldexp(1 + m, i64(e) - bias), np.ldexp(m, 1 - bias))
+    return np.where(codes >> bits - 1 & 1, -value, value)
+
+
+def build_fp8(i: Instruction) -> Step:
+    """v_cvt_pk_f32_fp8: two neighbouring bytes. Until gfx942 with a bias of 8 and one NaN, -0; from then on OCP's."""
+    n, get = vector(i.operands[0]).first, parts_of(i, ["u32"], i.operands[1:])[0]
+    bias, nan = (7, 0x7F) if i.target.name == "gfx950" else (8, 0x80)
+
+    def run(w: Wave) -> None:
+        for k, codes in enumerate((get(w) & 255, get(w) >> 8 & 255)):
+            is_nan = codes & 0x7F == nan if nan == 0x7F else codes == nan
+            w.put("f32", n + k, np.where(is_nan, np.nan, small(codes, 8, 3, bias)))
+
+    return run
+
+
+def build_fp4(i: Instruction) -> Step:
+    """v_cvt_scalef32_pk_bf16_fp4: the two halves of a byte, times a power of two."""
+    n, (source, scale) = (
+        vector(i.operands[0]).first,
+        (read(t, k) for t, k in zip(i.operands[1:], ("u32", "f32"), strict=True)),
+    )
+    low, high, _ = i.halves("op_sel", 0)
+
+    def run(w: Wave) -> None:
+        byte, factor = source(w) >> 8 * (low + 2 * high), np.ldexp(1.0, exponent(scale(w)) - 127)
+        first, second = (to_bf16(F32(small(code & 15, 4, 1, 1) * factor)) for code in (byte, byte >> 4))
+        w.put("u32", n, first | second << 16)
+
+    return run
+
+
+SPECIAL = {"cvt_pk_f32_fp8": build_fp8, "cvt_scalef32_pk_bf16_fp4": build_fp4, "mad_u64_u32": build_mad, "mad_i64_i32": build_mad, "div_scale_f32": build_div_scale,
            "div_fmas_f32": build_div_fmas}  # fmt: skip
