@@ -113,10 +113,8 @@ CASES: dict[str, Callable[[], Error]] = {
     "prefill fp16, heads of 128": lambda: attend("fp16", [(40, 70)], dim=128, group=4),
     "prefill fp32, heads of 64": lambda: attend("fp32", [(33, 40)]),
     "prefill bf16, heads of 256": lambda: attend("bf16", [(33, 40)], dim=256, group=4),
-    "experts bf16": lambda: experts("bf16", 5),
-    "experts bf16, many tokens": lambda: experts("bf16", 70, choices=8),
     "experts fp32": lambda: experts("fp32", 5),
-    "experts bf16, packed": lambda: experts("bf16", 5, packed=True),
+    "experts bf16, packed": lambda: experts("bf16", 40, packed=True),
     "latents bf16, decode": lambda: latents("bf16", [(1, 40), (1, 300)]),
     "latents fp16, prefill": lambda: latents("fp16", [(20, 30)]),
 }

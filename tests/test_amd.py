@@ -78,7 +78,8 @@ VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_add_f32 v0, v1, v2", (1.5, 2.25), 3.75), ("v_sub_f32 v0, v1, v2", (1.0, 3.0), -2.0),
     ("v_subrev_f32 v0, v1, v2", (1.0, 3.0), 2.0), ("v_mul_f32 v0, -v1, |v2|", (2.0, -3.0), -6.0),
     ("v_max_f32 v0, v1, v2", (NAN, 3.0), 3.0), ("v_min_f32 v0, v1, v2", (3.0, NAN), 3.0),
-    ("v_med3_f32 v0, v1, -1.0, 1.0", (7.0,), 1.0), ("v_max3_f32 v0, v1, v2, v3", (1.0, 5.0, NAN), 5.0), ("v_min3_i32 v0, v1, v2, v3", (1, -5, 7), -5),
+    ("v_med3_f32 v0, v1, -1.0, 1.0", (7.0,), 1.0),
+    ("v_max3_f32 v0, v1, v2, v3", (1.0, 5.0, NAN), 5.0), ("v_min3_i32 v0, v1, v2, v3", (1, -5, 7), -5),
     ("v_fma_f32 v0, v1, v2, v3", (1.0 + 2**-23, 1.0 + 2**-23, -1.0), 2**-22 + 2**-46),  # rounded once
     ("v_fmac_f32 v1, v2, v3\nv_mov_b32 v0, v1", (1.0, 2.0, 3.0), 7.0),
     ("v_fmamk_f32 v0, v1, 0x40400000, v2", (2.0, 1.0), 7.0), ("v_fmaak_f32 v0, v1, v2, 0x3f800000", (2.0, 5.0), 11.0),
@@ -151,7 +152,8 @@ SCALAR: list[tuple[str, tuple, int, int]] = [  # ..., s0, scc
     ("s_and_b32 s0, s1, s2", (12, 3), 0, 0), ("s_andn2_b32 s0, s1, s2", (12, 4), 8, 1),
     ("s_lshl_b32 s0, s1, s2", (1, 33), 2, 1), ("s_ashr_i32 s0, s1, s2", (-8, 1), -4, 1),
     ("s_bfe_u32 s0, s1, 0x80004", (0xABCD,), 0xBC, 1), ("s_bfe_i32 s0, s1, 0x80004", (0xABCD,), 0xFFFFFFBC, 1),
-    ("s_lshl4_add_u32 s0, s1, s2", (2**28, 5), 5, 1), ("s_abs_i32 s0, s1", (-3,), 3, 1), ("s_mul_i32 s0, s1, s2", (-3, 5), -15, 0),
+    ("s_lshl4_add_u32 s0, s1, s2", (2**28, 5), 5, 1), ("s_abs_i32 s0, s1", (-3,), 3, 1),
+    ("s_mul_i32 s0, s1, s2", (-3, 5), -15, 0),
     ("s_mul_hi_u32 s0, s1, s2", (2**31, 6), 3, 0), ("s_movk_i32 s0, 0xf400", (), -3072, 0),
     ("s_mov_b32 s0, 0x7fffffff\ns_addk_i32 s0, 0x1", (), 2**31, 1),
     ("s_mov_b32 s0, 3\ns_mulk_i32 s0, 0xfffe", (), -6, 0),
@@ -360,7 +362,7 @@ def test_unset() -> None:
                                   "s_frobnicate_b32 s0, s1", "ds_add_u32 v0, v1", "global_atomic_add v0, v1, s[0:1]",
                                   "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], a[0:3]", "v_add_f32 v0, v1, frob",
                                   "s_cbranch_scc0 .LBB0_9", "export mrt0, v0",
-                                  "v_add_u16_sdwa v0, v1, v2 dst_sel:WORD_1"])  # fmt: skip
+                                  "v_add_u16_sdwa v0, v1, v2 dst_sel:BYTE_1"])  # fmt: skip
 def test_unknown(line: str) -> None:
     """What the machine does not know is named with target and line, before anything runs; a modifier, too."""
     with pytest.raises(Fault, match=rf"gfx942, kernel.py:7: not known: {re.escape(line)}"):

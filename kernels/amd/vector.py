@@ -349,5 +349,6 @@ def build_fp4(i: Instruction) -> Step:
     return run
 
 
-SPECIAL = {"cvt_pk_f32_fp8": build_fp8, "cvt_scalef32_pk_bf16_fp4": build_fp4, "mad_u64_u32": build_mad, "mad_i64_i32": build_mad, "div_scale_f32": build_div_scale,
+SPECIAL = {"cvt_pk_f32_fp8": build_fp8, "cvt_scalef32_pk_bf16_fp4": build_fp4, "mad_u64_u32": build_mad,
+           "mad_i64_i32": build_mad, "div_scale_f32": build_div_scale,
            "div_fmas_f32": build_div_fmas}  # fmt: skip
