@@ -8,7 +8,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test bench kernels gpu docs docs-serve test-docs lab measure clean-book book export clean
+.PHONY: run test bench kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -53,6 +53,10 @@ bench: $(VENV)/dev
 
 kernels: $(VENV)/dev
 	$(PY) kernels/compile.py
+
+# The machine code of the kernels for AMD GPUs, executed without one: TARGET=gfx942 only there, ALL=1 all their tests.
+execute: $(VENV)/dev
+	$(PY) kernels/execute.py $(if $(TARGET),--target $(TARGET)) $(if $(ALL),--all)
 
 # On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed.
 gpu:

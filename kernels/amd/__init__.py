@@ -1,0 +1,23 @@
+"""A small AMD GPU in NumPy: it executes the assembly that Triton writes for gfx90a, gfx942, gfx950 and gfx1100.
+
+Read it as the description of a machine, a room after the other:
+
+    machine     a wave: lanes, registers, the execution mask, what it waits for
+    memory      bytes that lanes address: the arguments (bounds), LDS (races), scratch
+    text        the assembly: instructions, labels, directives, arguments, lines of Python
+    operands    how an instruction reads and writes: registers, constants, halves, signs
+    scalar      one value for all lanes; branches, waits, barriers
+    vector      one value for each lane: the table of arithmetic, comparisons, carries, division
+    packed      two values in each lane
+    crosslane   values that move between lanes
+    matrix      tiles spread over the lanes
+    lds         instructions on the memory of a workgroup
+    loads       instructions on all other memory
+    program     an instruction finds its room; a program runs from barrier to barrier
+    group       the waves of a workgroup; a launch
+    launch      in place of a GPU: Triton's launches on CPU tensors
+
+Four checks beyond the numbers: `bounds` (each access lies in an argument's storage), `late` (nothing is used that an
+earlier load has not been waited for), `race` (two waves, one word of LDS, no barrier), `unset` (what nobody wrote is
+NaN). What the machine does not know is a fault as well. It shows no times, no caches, no order between workgroups.
+"""

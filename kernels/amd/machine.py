@@ -1,0 +1,135 @@
+"""A wave: its lanes, its registers, its execution mask, and what it still waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .memory import Arguments, Lds, Scratch
+
+KINDS = {
+    "f16": np.float16, "u16": np.uint16, "i16": np.int16, "b16": np.uint16,
+    "f32": np.float32, "u32": np.uint32, "i32": np.int32, "b32": np.uint32,
+    "f64": np.float64, "u64": np.uint64, "i64": np.int64, "b64": np.uint64,
+}  # fmt: skip
+UNSET = 0xFFADFFAD  # NaN as a float32, as two float16, as two bfloat16: what nobody wrote, or has not come yet
+VCC, M0, NULL, EXEC = 106, 124, 125, 126  # scalar registers with a purpose
+ACCUMULATORS, SCALARS = 256, 512  # where the numbers of a0 and of s0 begin, in sets of registers
+ALL = 0xFFFFFFFF
+Step = Callable[["Wave"], "int | None"]  # what an instruction does; gives the number of the next, if not the following
+END, BARRIER = -1, -2  # in place of that number
+
+
+class Fault(Exception):
+    """What a kernel must not do, or what this machine does not know."""
+
+
+class Target(NamedTuple):
+    """What differs between the machines."""
+
+    name: str
+    lanes: int
+
+    @property
+    def is_cdna(self) -> bool:
+        """gfx9: 16-bit results clear the upper half, stores count among the loads in vmcnt."""
+        return self.name.startswith("gfx9")
+
+
+TARGETS = {name: Target(name, 64) for name in ("gfx90a", "gfx942", "gfx950")} | {"gfx1100": Target("gfx1100", 32)}
+
+
+class Late(NamedTuple):
+    """An access under way."""
+
+    registers: frozenset[int]  # that it will fill
+    finish: Callable[[], None]
+    kind: str  # load, store, scalar
+
+
+class Wave:
+    """`lanes` threads in lockstep.
+
+    v: [512, lanes] vector registers, the accumulation registers from 256 on; `rows` are views of another type.
+    s: scalar registers as whole numbers; exec, one bit a lane, says which lanes an instruction writes.
+    """
+
+    def __init__(self, number: int, lanes: int, memory: Arguments, lds: Lds, scratch: Scratch) -> None:
+        self.number, self.lanes, self.memory, self.lds, self.scratch = number, lanes, memory, lds, scratch
+        self.v = np.full((512, lanes), UNSET, np.uint32)
+        self.v[0] = number * lanes + np.arange(lanes)
+        self.rows: dict[str, np.ndarray] = {}
+        for kind, dtype in KINDS.items():
+            if kind.endswith("32"):
+                self.rows[kind] = self.v.view(dtype)
+            elif kind.endswith("16"):
+                halves = self.v.view(dtype).reshape(512, lanes, 2)
+                self.rows[kind + ".l"], self.rows[kind + ".h"] = halves[..., 0], halves[..., 1]
+        self.s = [UNSET] * 128
+        self.s[NULL] = self.s[VCC] = self.s[VCC + 1] = 0
+        self.scc = self.pc = self.jumps = 0
+        self.under_way: dict[str, list[Late]] = {"vmcnt": [], "lgkmcnt": []}
+        self.busy: frozenset[int] = frozenset()  # registers that wait for a load
+        self.set_mask((1 << lanes) - 1)
+
+    def set_mask(self, value: int) -> None:
+        self.exec, self.s[EXEC], self.s[EXEC + 1] = value, value & ALL, value >> 32
+        self.active = to_lanes(value, self.lanes)
+        self.full = value == (1 << self.lanes) - 1
+
+    def put(self, kind: str, n: int, value: Any, where: np.ndarray | None = None) -> None:
+        """Write the active lanes of a register; whole numbers lose what does not fit."""
+        row = self.rows[kind][n]
+        if self.full and where is None:
+            row[...] = value
+        else:
+            np.copyto(row, value, casting="unsafe", where=self.active if where is None else where)
+
+    def set_scalar(self, n: int, value: int, wide: bool) -> None:
+        """Write a scalar register, or a pair; writing the mask has consequences."""
+        if n != NULL:
+            self.s[n] = value & ALL
+            if wide:
+                self.s[n + 1] = value >> 32
+            if n in (EXEC, EXEC + 1):
+                self.set_mask(self.s[EXEC] | self.s[EXEC + 1] << 32)
+
+    def late(self, counter: str, registers: frozenset[int], finish: Callable[[], None], kind: str = "load") -> None:
+        """Let an access come in as late as the program's waits allow."""
+        self.under_way[counter].append(Late(registers, finish, kind))
+        self.busy |= registers
+
+    def load(self, counter: str, n: int, rows: list[np.ndarray], keep: list[str] | None = None) -> None:
+        """`rows` for registers from n on (each for the kind of row in `keep`), when they are waited for."""
+        kinds, active = keep or ["b32"] * len(rows), self.active
+        for i, kind in enumerate(kinds):
+            self.put(kind, n + i, UNSET & 0xFFFF if "16" in kind else UNSET)
+
+        def finish() -> None:
+            for i, (kind, row) in enumerate(zip(kinds, rows, strict=True)):
+                self.put(kind, n + i, row, where=active)
+
+        self.late(counter, frozenset(range(n, n + len(rows))), finish)
+
+    def wait(self, counter: str, left: int) -> None:
+        """Until at most `left` accesses are under way. Those of lanes come in order, scalar ones in any order."""
+        queue = self.under_way[counter]
+        ordered = [late for late in queue if late.kind != "scalar"]
+        done = [late for late in queue if late.kind == "scalar" and not left] + ordered[: max(0, len(ordered) - left)]
+        for late in done:
+            late.finish()
+        self.under_way[counter] = [late for late in queue if late not in done]
+        self.busy = frozenset().union(*(late.registers for queue in self.under_way.values() for late in queue))
+
+
+def to_lanes(value: int, lanes: int) -> np.ndarray:
+    """[lanes] bool: the bits of a mask."""
+    return np.unpackbits(np.frombuffer(value.to_bytes(lanes // 8, "little"), np.uint8), bitorder="little").view(bool)
+
+
+def to_mask(lanes: np.ndarray) -> int:
+    """The whole number whose bits are these lanes."""
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")

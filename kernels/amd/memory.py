@@ -1,0 +1,126 @@
+"""Bytes that lanes address: the arguments' storage, the LDS of a workgroup, the scratch memory of a wave."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from .machine import UNSET, Fault
+
+
+class Bytes:
+    """Memory that is read and written at a byte offset in each lane."""
+
+    def __init__(self, u8: np.ndarray) -> None:
+        self.u8, self.u16, self.u32 = u8, u8.view(np.uint16), u8.view(np.uint32)
+
+    def read(self, at: np.ndarray, size: int) -> np.ndarray:
+        """[words, lanes]: `size` bytes at offsets `at`, in words of 32 bits."""
+        if size < 4:
+            return (self.u16[at >> 1] if size == 2 and not (at & 1).any() else self.u8[at]).astype(np.uint32)[None]
+        if not (at & 3).any():
+            return self.u32[(at >> 2) + np.arange(size // 4)[:, None]]
+        parts = np.ascontiguousarray(self.u8[at[:, None] + np.arange(size)])
+        return parts.view(np.uint32).T
+
+    def write(self, at: np.ndarray, words: np.ndarray, size: int) -> None:
+        """`words` [words, lanes] to offsets `at`; of lanes that meet, the last wins."""
+        if size >= 4 and not (at & 3).any():
+            self.u32[(at >> 2) + np.arange(size // 4)[:, None]] = words
+        else:
+            self.u8[at[:, None] + np.arange(size)] = np.ascontiguousarray(words.T).view(np.uint8)[:, :size]
+
+
+class Argument(Bytes):
+    """The storage of a tensor, or the arguments themselves, where they lie."""
+
+    def __init__(self, name: str, address: int, size: int) -> None:
+        self.name, self.first, self.end = name, address, address + size
+        self.origin = address & ~3
+        aligned = (self.end - self.origin + 3) & ~3
+        super().__init__(np.ctypeslib.as_array((ctypes.c_uint8 * aligned).from_address(self.origin)))
+
+
+class Arguments:
+    """All that a kernel may address. The check `bounds`: each access lies in one argument's storage."""
+
+    def __init__(self, arguments: list[Argument]) -> None:
+        self.arguments = [a for a in arguments if a.end > a.first]
+
+    def parts(self, addresses: np.ndarray, size: int) -> list[tuple[Argument, np.ndarray | slice]]:
+        """Whose storage it is, and which of the accesses fall there."""
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        found, left = [], np.ones(len(addresses), bool)
+        for argument in self.arguments:
+            if argument.first <= low and high <= argument.end:
+                return [(argument, slice(None))]
+            here = left & (addresses >= np.uint64(argument.first)) & (addresses <= np.uint64(argument.end - size))
+            if here.any() and argument.end - argument.first >= size:
+                found.append((argument, here))
+                left &= ~here
+        if left.any():
+            self.complain(int(addresses[left][0]), size, int(left.sum()))
+        return found
+
+    def complain(self, address: int, size: int, lanes: int) -> None:
+        near = min(self.arguments, key=lambda a: min(abs(address - a.first), abs(address + size - a.end)))
+        raise Fault(f"bounds: {lanes} lanes reach {size} bytes at {address - near.first:+d} from the start of "
+                    f"{near.name}, whose storage has {near.end - near.first}")  # fmt: skip
+
+    def read(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """[words, lanes]."""
+        out = np.empty((max(1, size // 4), len(addresses)), np.uint32)
+        for argument, some in self.parts(addresses, size):
+            at = (addresses[some] - np.uint64(argument.origin)).astype(np.int64)
+            out[:, some] = argument.read(at, size)
+        return out
+
+    def write(self, addresses: np.ndarray, words: np.ndarray, size: int) -> None:
+        for argument, some in self.parts(addresses, size):
+            at = (addresses[some] - np.uint64(argument.origin)).astype(np.int64)
+            argument.write(at, words[:, some], size)
+
+
+class Scratch(Bytes):
+    """A wave's own memory, `size` bytes for each lane: where registers are spilled."""
+
+    def __init__(self, size: int, lanes: int) -> None:
+        super().__init__(np.full(size * lanes // 4, UNSET, np.uint32).view(np.uint8))
+        self.size = size
+
+
+class Lds(Bytes):
+    """What the waves of a workgroup share. The check `race`: a byte that a wave changes is no other wave's before the
+    next barrier. (Threads that hold copies may all write the same.)"""
+
+    def __init__(self, size: int, waves: int) -> None:
+        super().__init__(np.full((size + 3) // 4, UNSET, np.uint32).view(np.uint8))
+        self.size, self.is_shared = size, waves > 1
+        self.period = 1  # between two barriers
+        self.written, self.seen = np.zeros((2, len(self.u8)), np.int32)  # the period in which a byte was last
+        self.writer, self.reader = np.full((2, len(self.u8)), -1, np.int16)  # and by which wave; reader -1: several
+
+    def check(self, wave: int, at: np.ndarray, size: int, words: np.ndarray | None) -> None:
+        """The offsets are inside, and no other wave is; `words` [words, lanes] if they are written."""
+        if len(at) and (at.min() < 0 or at.max() + size > self.size):
+            raise Fault(f"bounds: {size} bytes at {int(at.max())} of {self.size} bytes of LDS")
+        if not self.is_shared:
+            return
+        byte = at[:, None] + np.arange(size)
+        others = (self.written[byte] == self.period) & (self.writer[byte] != wave)
+        readers = (self.seen[byte] == self.period) & (self.reader[byte] != wave)
+        if words is None:
+            self.seen[byte], self.reader[byte] = self.period, np.where(readers, -1, wave)
+        else:
+            changed = self.u8[byte] != np.ascontiguousarray(words.T).view(np.uint8)[:, :size]
+            others = (others | readers) & changed
+            self.written[byte[changed]], self.writer[byte[changed]] = self.period, wave
+        if others.any():
+            self.complain(wave, int(byte[others][0]), words is not None)
+
+    def complain(self, wave: int, byte: int, writes: bool) -> None:
+        wrote = self.written[byte] == self.period and self.writer[byte] not in (wave, -1)
+        other = f"wave {self.writer[byte]} wrote" if wrote else "another wave read"
+        raise Fault(f"race: wave {wave} {'writes' if writes else 'reads'} byte {byte} of LDS, "
+                    f"which {other} since the last barrier")  # fmt: skip

@@ -1,0 +1,95 @@
+"""An instruction finds its room and becomes a function of a wave; a program runs from barrier to barrier."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+from . import crosslane, lds, loads, matrix, packed, scalar, vector
+from .machine import BARRIER, SCALARS, Fault, Step, Wave
+from .operands import used
+from .text import Assembly, Instruction, Unknown, read_assembly
+
+Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
+ROOMS = (matrix.build, packed.build, crosslane.build, lds.build, loads.build, vector.build)
+KINDS = ("matrix", "memory", "LDS", "scalar", "vector")
+MAX_JUMPS = 100_000  # of one wave, before it is called endless
+
+
+def kind_of(text: str) -> str:
+    """What an instruction has to do with: one of `KINDS`."""
+    if text.startswith(("v_mfma", "v_wmma")):
+        return "matrix"
+    first = "" if text.startswith("s_load") else text.split("_")[0]
+    return {"ds": "LDS", "s": "scalar", "v": "vector"}.get(first, "memory")
+
+
+class Program:
+    """The instructions of a kernel as functions. A Fault names all that are not known."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly, self.target, self.steps, self.used, unknown = assembly, assembly.target, [], [], []
+        self.kinds = [kind_of(text) for text, _ in assembly.lines]
+        for text, where in assembly.lines:
+            i = Instruction(text, where, self.target)
+            self.used.append(self.uses(i))
+            try:
+                self.steps.append(self.build(i))
+            except (Unknown, KeyError, ValueError, IndexError, AttributeError) as error:
+                unknown.append(f"{self.target.name}, {where}: not known: {text} ({error})")
+        if unknown:
+            raise Fault("\n".join(unknown))
+
+    def build(self, i: Instruction) -> Step:
+        step = scalar.build(i, self.assembly.labels)
+        for room in ROOMS:
+            step = step or room(i)
+        if step is None:
+            raise Unknown(i.name)
+        i.done()
+        return step
+
+    @staticmethod
+    def uses(i: Instruction) -> frozenset[int]:
+        """Registers that must have come. Loads come in their order, so one may follow another into its register."""
+        is_load = "_load" in i.name or i.name.startswith("ds_read")
+        return used([i.text] if " :: " in i.text else i.operands[is_load and "lds" not in i.modifiers :])
+
+    def run(self, w: Wave, counts: list[int], watch: Watch | None = None, strict: bool = True) -> bool:
+        """Until a barrier (True) or the end."""
+        steps, uses, pc = self.steps, self.used, w.pc
+        try:
+            while True:
+                if watch:
+                    watch(w, pc)
+                if w.busy and strict and not w.busy.isdisjoint(uses[pc]):
+                    n = min(w.busy & uses[pc])
+                    name = f"s{n - SCALARS}" if n >= SCALARS else f"v{n}"
+                    raise Fault(f"late: {name} is used, but no s_waitcnt has waited for the load that fills it")
+                counts[pc] += 1
+                to = steps[pc](w)
+                if to is None:
+                    pc += 1
+                elif to < 0:
+                    w.pc = pc + 1
+                    return to == BARRIER
+                else:
+                    pc, w.jumps = to, w.jumps + 1
+                    if w.jumps > MAX_JUMPS:
+                        raise Fault(f"endless: {MAX_JUMPS} jumps")
+        except (Fault, Unknown, IndexError, OverflowError) as error:
+            text, where = self.assembly.lines[pc] if pc < len(steps) else ("the end", "no s_endpgm")
+            raise Fault(f"{self.target.name}, {where}: {text}: {error}") from error
+
+    def without(self, n: int) -> Program:
+        """The same, but instruction `n` does nothing: an error to be noticed."""
+        spoiled = copy.copy(self)
+        spoiled.steps = [*self.steps[:n], lambda w: None, *self.steps[n + 1 :]]
+        spoiled.used = [*self.used[:n], frozenset(), *self.used[n + 1 :]]
+        return spoiled
+
+
+@functools.cache
+def program_of(text: str) -> Program:
+    return Program(read_assembly(text))

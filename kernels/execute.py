@@ -1,0 +1,217 @@
+"""Execute every Triton kernel for AMD GPUs that need not be here: tiny cases, or the whole test of the kernels.
+
+    python kernels/execute.py [--target gfx942] [--only decode] [--json FILE]
+    python kernels/execute.py --target gfx942 --all [pytest arguments]
+
+The assembly that Triton writes runs in `kernels/amd`, on a CPU's tensors. It counts instructions; it knows no times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [p for p in map(str, (ROOT, ROOT / "kernels", ROOT / "tests")) if p not in sys.path]
+
+from amd.launch import emulated  # noqa: E402, I001  before atom_mini imports triton
+from amd.group import Launch  # noqa: E402
+from amd.machine import TARGETS, Fault  # noqa: E402
+from amd.program import KINDS  # noqa: E402
+
+import torch  # noqa: E402
+import pytest  # noqa: E402
+import test_kernels as kernels  # noqa: E402
+from atom_mini import triton_attention  # noqa: E402
+from atom_mini.families import grouped  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Error = float  # relative, against torch in float32; 0 or infinity where the result is exact or wrong
+
+
+def randn(shape: list[int], dtype: str, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(TYPES[dtype])
+
+
+def silu(dtype: str, rows: int = 2, size: int = 300) -> Error:
+    x = randn([rows, 2 * size], dtype)
+    return kernels.relative_error(kernels.make_ops(1, 1, 64, TYPES[dtype]).silu_and_mul(x),
+                                  kernels.TWIN.silu_and_mul(x.float()))  # fmt: skip
+
+
+def norm(dtype: str, adds: bool, rows: int = 2, size: int = 1024) -> Error:
+    x, residual, weight = randn([rows, size], dtype), randn([rows, size], dtype, 1), randn([size], dtype, 2)
+    ours = kernels.make_ops(1, 1, 64, TYPES[dtype]).add_rms_norm(x, residual if adds else None, weight, kernels.EPS)
+    twin = kernels.TWIN.add_rms_norm(x.float(), residual.float() if adds else None, weight.float(), kernels.EPS)
+    return max(kernels.relative_error(a, b) for a, b in zip(ours, twin, strict=True))
+
+
+def rotate(dtype: str, norm: bool, tokens: int = 2, dim: int = 64) -> Error:
+    arguments, pool, slots = kernels.rotation(dim, 2, 2, norm, tokens, TYPES[dtype])
+    ops = kernels.make_ops(2, 2, dim, TYPES[dtype])
+    return 0.0 if kernels.rotation_is_right(ops.rotate_and_store, arguments, pool, slots) else math.inf
+
+
+def sample(dtype: str) -> Error:
+    logits, heat, u = 3 * randn([2, 5000], dtype, 3), torch.tensor([0.0, 0.8]), torch.tensor([0.3, 0.7])
+    ours = kernels.make_ops(1, 1, 64, TYPES[dtype]).sample(logits, heat, u)
+    return 0.0 if torch.equal(ours, kernels.twin_sample(logits, heat, u)) else math.inf
+
+
+def attend(dtype: str, lens: kernels.Lens, dim: int = 64, group: int = 2) -> Error:
+    return kernels.Step(lens, 16, 1, group, dim, TYPES[dtype]).error(kernels.make_ops(1, group, dim, TYPES[dtype]))
+
+
+def experts(dtype: str, tokens: int, choices: int = 2, packed: bool = False) -> Error:
+    from test_grouped import Layer, pack, relative_error, unpack
+
+    layer = Layer(tokens, choices, 64, 64, limit=1.0, experts=8, dtype=TYPES[dtype])
+    if packed:
+        weights = [pack(8, 128, 64), pack(8, 64, 64)]
+        layer.mats = [unpack(*w) for w in weights]
+    wanted = layer.wanted()
+    layer.mats = weights if packed else layer.mats
+    return relative_error(layer.run(), wanted)
+
+
+def latents(dtype: str, lens: kernels.Lens) -> Error:
+    from test_latent_kernel import LatentStep
+
+    return LatentStep(lens, 16, 16, TYPES[dtype]).off()
+
+
+# What is executed: name -> a launch that gives its error. A new kernel adds its rows.
+CASES: dict[str, Callable[[], Error]] = {
+    "silu bf16": lambda: silu("bf16"),
+    "silu fp32": lambda: silu("fp32"),
+    "norm bf16": lambda: norm("bf16", False),
+    "norm and sum bf16": lambda: norm("bf16", True),
+    "norm and sum fp16": lambda: norm("fp16", True),
+    "rotate bf16": lambda: rotate("bf16", False),
+    "rotate, norm bf16": lambda: rotate("bf16", True),
+    "rotate, norm fp16, heads of 96": lambda: rotate("fp16", True, tokens=3, dim=96),
+    "sample fp32": lambda: sample("fp32"),
+    "sample bf16": lambda: sample("bf16"),
+    "decode bf16, heads of 64": lambda: attend("bf16", [(1, 40)]),
+    "decode bf16, two parts": lambda: attend("bf16", [(1, 300)]),
+    "decode fp16, heads of 128": lambda: attend("fp16", [(1, 40), (1, 17)], dim=128),
+    "decode fp32, heads of 64": lambda: attend("fp32", [(1, 40)]),
+    "decode bf16, heads of 96": lambda: attend("bf16", [(1, 40), (2, 9)], dim=96, group=3),
+    "decode bf16, heads of 256": lambda: attend("bf16", [(1, 40)], dim=256),
+    "prefill bf16, heads of 64": lambda: attend("bf16", [(33, 40)]),
+    "prefill fp16, heads of 128": lambda: attend("fp16", [(40, 70)], dim=128, group=4),
+    "prefill fp32, heads of 64": lambda: attend("fp32", [(33, 40)]),
+    "prefill bf16, heads of 256": lambda: attend("bf16", [(33, 40)], dim=256, group=4),
+    "experts fp32": lambda: experts("fp32", 5),
+    "experts bf16, packed": lambda: experts("bf16", 40, packed=True),
+    "latents bf16, decode": lambda: latents("bf16", [(1, 40), (1, 300)]),
+    "latents fp16, prefill": lambda: latents("fp16", [(20, 30)]),
+}
+NOT_THERE = {("gfx1100", "latents")}  # (target, start of a case): kernels that a target refuses
+
+
+class Row(NamedTuple):
+    target: str
+    case: str
+    kernels: str
+    counts: dict[str, int]  # wave instructions by kind
+    error: Error
+    fault: str = ""
+
+
+def limit(case: str) -> float:
+    return LIMITS[next(dtype for name, dtype in TYPES.items() if name in case)]
+
+
+def execute(target: str, case: str, **options) -> tuple[Row, list[Launch]]:
+    """Run one case; a fault of the machine, or too large an error, is told in the row."""
+    launches: list[Launch] = []
+    error, fault = math.inf, ""
+    name_it: Callable = lambda device: target  # noqa: E731
+    with patch.object(triton_attention, "architecture", name_it), patch.object(grouped, "architecture", name_it):
+        try:
+            with emulated(target, **options) as launches:
+                error = CASES[case]()
+            fault = "" if error < limit(case) else "wrong"
+        except Fault as found:
+            fault = str(found)
+    counts: Counter[str] = Counter()
+    for launch in launches:
+        counts += launch.kinds if len(launch.counts) else Counter()
+    names = ", ".join(dict.fromkeys(launch.kernel.removesuffix("_kernel") for launch in launches))
+    return Row(target, case, names, dict(counts), error, fault), launches
+
+
+def print_row(row: Row) -> None:
+    numbers = "".join(f"{row.counts.get(kind, 0):>9,}" for kind in KINDS)
+    verdict = row.fault.splitlines()[0] if row.fault else "right"
+    print(f"{row.target:8} {row.case:31} {row.kernels:22}{numbers}  {row.error:8.0e}  {verdict}", flush=True)
+
+
+class Everything:
+    """pytest's plugin: the kernels' own tests, every launch executed for a target."""
+
+    def __init__(self, target: str) -> None:
+        self.target, self.launches = target, []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        os.environ.pop("TRITON_INTERPRET", None)  # conftest.py has set it
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self) -> None:
+        patch.object(triton_attention, "architecture", lambda device: self.target).start()
+        self.emulation = emulated(self.target)
+        self.launches = self.emulation.__enter__()
+
+
+def run_all(target: str, arguments: list[str]) -> int:
+    everything = Everything(target)
+    test = str(ROOT / "tests" / "test_kernels.py")
+    code = pytest.main([test, "-p", "no:cacheprovider", "-q", *arguments], plugins=[everything])
+    launches = everything.launches
+    print(f"{target}: {len(launches)} launches, {sum(int(one.counts.sum()) for one in launches):,} wave instructions, "
+          f"{'all right' if not code and launches else 'FAILED'}")  # fmt: skip
+    return int(code) or not launches
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--all", action="store_true", help="the whole of tests/test_kernels.py")
+    arguments, rest = parser.parse_known_args()
+    targets = arguments.target or list(TARGETS)
+    if arguments.all:
+        return max(run_all(target, rest) for target in targets)
+    start, rows = time.perf_counter(), []
+    print(f"{'target':8} {'case':31} {'kernels':22}{''.join(f'{kind:>9}' for kind in KINDS)}     error")
+    for target in targets:
+        for case in CASES:
+            if arguments.only in case and (target, case.split()[0]) not in NOT_THERE:
+                rows.append(execute(target, case)[0])
+                print_row(rows[-1])
+    if arguments.json:
+        arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+    wrong = [row for row in rows if row.fault]
+    total = sum(sum(row.counts.values()) for row in rows)
+    verdict = f"{len(wrong)} FAILED" if wrong else "all right"
+    print(f"{len(rows)} cases on {len(targets)} targets: {total:,} wave instructions in "
+          f"{time.perf_counter() - start:.0f} s, {verdict if rows else 'NOTHING was executed'}")  # fmt: skip
+    return bool(wrong) or not rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
