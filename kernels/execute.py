@@ -35,7 +35,7 @@ from atom_mini import triton_attention  # noqa: E402
 from atom_mini.families import grouped  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-LIMITS = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}  # twice what was seen
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Error = float  # relative, against torch in float32; 0 or infinity where the result is exact or wrong
 
