@@ -5,6 +5,7 @@ from dataclasses import is_dataclass
 
 from docutils import nodes
 from map import ROOT, read_book, source_of
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.nodes import make_refnode, traverse_parent
@@ -104,9 +105,16 @@ def docstring(app: Sphinx, what: str, name: str, obj: type, options: object, lin
         lines[:0] = [f"Bases: `{obj.__base__.__name__}`.", ""]
 
 
+def leave_builtins(app: Sphinx, doctree: nodes.document) -> None:
+    """The `type` of `type[...]` in a signature is Python's own, and no field of that name."""
+    for name in [n for n in doctree.findall(addnodes.pending_xref) if n["reftarget"] == "type"]:
+        name.replace_self(name.children)
+
+
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
     app.connect("builder-inited", find_attributes)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring)
+    app.connect("doctree-read", leave_builtins)
     app.connect("doctree-resolved", link_names)

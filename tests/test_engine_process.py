@@ -298,6 +298,15 @@ def test_ctrl_c_at_any_line(far: LLM) -> None:
     expect_empty(far.engine_core)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C is an exception, also where whoever started the tests ignores it, as a shell's background jobs do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_it_waits(far: LLM) -> None:
     """A real signal, to the whole group as a terminal sends it, while a step is awaited."""
     expected = far.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text
@@ -593,6 +602,7 @@ def test_an_engine_outlives_the_thread_that_made_it(fake: Callable[..., FarCore]
     made.pop().close()
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupted_while_it_starts(fake: Callable[..., FarCore]) -> None:
     timer = threading.Timer(1.0, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
     timer.start()
