@@ -126,7 +126,8 @@ class MixtureMLP(nn.Module):
 
     def __init__(self, cfg: Any, ops: TorchOps) -> None:
         super().__init__()
-        experts, self.routing, self.ops = read_experts(cfg), read_routing(cfg), ops
+        experts = read_experts(cfg)
+        self.routing, self.ops = read_routing(cfg), ops
         assert experts is not None, "is_sparse said so"
         size, count, biased = cfg.hidden_size, experts.count, experts.is_biased
         self.router = Linear(size, {"gate": count}, biased).float()

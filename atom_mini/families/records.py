@@ -12,8 +12,8 @@ from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES
 from ..config import Variant
 
 # %% auto #0
-__all__ = ['SIGMOID', 'COUNTS', 'NAMES', 'STATE', 'LACKING', 'SUPPORTED_ARCHITECTURES', 'Routing', 'read_routing', 'Experts',
-           'read_experts', 'is_sparse', 'FamilyNames']
+__all__ = ['SIGMOID', 'COUNTS', 'NAMES', 'STATE', 'LACKING', 'Routing', 'read_routing', 'Experts', 'read_experts', 'is_sparse',
+           'FamilyNames']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -113,5 +113,7 @@ class FamilyNames(Variant):
     """Has no knobs: the checkpoint's config says which family it is."""
 
 
-SUPPORTED_ARCHITECTURES += [n for n in NAMES if n not in SUPPORTED_ARCHITECTURES]
+for name in NAMES:
+    if name not in SUPPORTED_ARCHITECTURES:
+        SUPPORTED_ARCHITECTURES.append(name)
 NEEDS.update(LACKING)

@@ -52,7 +52,7 @@ class EngineLoop:
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.steps = self.taken = 0  # that were run; whose results were used
+        self.steps, self.taken = 0, 0  # that were run; whose results were used
         self.is_open = True
 
     def send(self, message: Any) -> None:

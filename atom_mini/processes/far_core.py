@@ -68,9 +68,9 @@ class CoreManager:
         self.dead: str | None = None  # why
         self.is_refusal = False  # it was asked for something impossible
         self.thread: Thread | None = None
-        self.closing = self.asked = math.inf  # when it must have ended; when pinged
+        self.closing, self.asked = math.inf, math.inf  # must have ended; was pinged
         self.log = ""
-        self.begun = self.heard = math.inf
+        self.begun, self.heard = math.inf, math.inf
 
     def tell(self, message: Any) -> None:
         """Send a message; the dead get none. ValueError if it is too large."""
