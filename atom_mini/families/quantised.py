@@ -24,7 +24,7 @@ from .windows import FUSED  # and its kinds are entered before ours
 from ..models import FAMILIES, Dense, Readers, TorchOps
 
 # %% auto #0
-__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'log', 'PACKED', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
+__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'PACKED', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
            'check_quantised', 'read_plain', 'Speed', 'adapt_quantised', 'Stored', 'Quantised', 'PackedExperts',
            'read_rows', 'keep_packed', 'PackedMLP', 'stays_packed', 'StaysPacked']
 
@@ -108,7 +108,7 @@ def read_plain(name: str, read: Any, part: Any = None) -> Tensor:
     return tensor
 
 # %% ../../nbs/64_quantised_files.ipynb #36f6d6ca
-log = logging.getLogger("atom_mini")
+_log = logging.getLogger("atom_mini")
 
 
 class Speed:
@@ -125,7 +125,7 @@ class Speed:
     def __del__(self) -> None:
         size, took = self.size / 1e9, time.perf_counter() - self.start
         if size:  # or nothing was loaded
-            log.info("unpacked %.3g GB in %.3g s: %.2g GB/s", size, took, size / took)
+            _log.info("unpacked %.3g GB in %.3g s: %.2g GB/s", size, took, size / took)
 
 # %% ../../nbs/64_quantised_files.ipynb #f35e55ac
 def adapt_quantised(readers: Readers, cfg: Any) -> Readers:

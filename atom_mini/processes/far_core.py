@@ -62,6 +62,7 @@ class CoreManager:
         self.bell: SimpleQueue[None] = SimpleQueue()  # for the one who waits for them
         self.answers: dict[int, SimpleQueue[Any]] = {}  # question -> for who asked
         self.ids, self.sending, self.owner = count(1), Lock(), os.getpid()
+        self.inbox: Any = None
         self.outbox: Any = None
         self.process: Any = None
         self.ready: Ready | None = None
