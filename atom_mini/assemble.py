@@ -52,6 +52,8 @@ WITH_TORCH = {  # attached when an engine is made
     "families.mixture": "Mixtures",
     "families.windows": "SinksAndWindows",
     "families.latent": "Latents",
+    "families.state": "States",
+    "families.slots": "Slots",
     "families.quantised": "Quantised",
 }
 

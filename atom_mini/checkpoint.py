@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['WANTED', 'SUPPORTED_ARCHITECTURES', 'NEEDS', 'SAMPLING', 'require', 'read_json', 'resolve_model', 'read_config',
-           'read_defaults']
+__all__ = ['WANTED', 'SUPPORTED_ARCHITECTURES', 'NEEDS', 'UNWRAP', 'SAMPLING', 'require', 'read_json', 'resolve_model',
+           'read_config', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def require(condition: bool, message: str) -> None:
@@ -55,6 +56,7 @@ def resolve_model(model: str) -> Path:
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
 SUPPORTED_ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 NEEDS: dict[str, str] = {}  # name -> what this engine lacks for it
+UNWRAP: dict[str, Callable[[Any], Any]] = {}  # model type -> config of its decoder
 
 
 def read_config(folder: Path) -> Any:
@@ -68,10 +70,11 @@ def read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # contradicts itself; transformers has many names for it
         why = " ".join(str(error).split())
         raise ValueError(f"{file} is refused by transformers: {why}") from None
+    return UNWRAP.get(config.model_type, lambda whole: whole)(config)
 
 # %% ../nbs/01a_checkpoint.ipynb #38bf8d2c
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}

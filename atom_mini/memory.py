@@ -23,7 +23,8 @@ __all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'kvcache_block_bytes', 'free_host_
 # %% ../nbs/08a_memory.ipynb #2e19e297
 def kvcache_block_bytes(hf_config: Any, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block of `block_size` tokens over all layers."""
-    numbers = math.prod(family_of(hf_config).kv_shape()) * hf_config.num_hidden_layers
+    family = family_of(hf_config)
+    numbers = math.prod(family.kv_shape()) * family.kv_layers()
     return numbers * block_size * dtype.itemsize
 
 # %% ../nbs/08a_memory.ipynb #bfcdea34

@@ -244,6 +244,10 @@ class Dense:
         """What a layer keeps of a token: keys and values, heads, numbers of each."""
         return 2, self.cfg.num_key_value_heads, head_dim(self.cfg)
 
+    def kv_layers(self) -> int:
+        """How many layers keep that."""
+        return self.cfg.num_hidden_layers
+
     def rotary(self, max_position: int) -> RotaryEmbedding:
         return RotaryEmbedding(self.cfg, head_dim(self.cfg), max_position)
 

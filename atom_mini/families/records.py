@@ -12,7 +12,7 @@ from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES
 from ..config import Variant
 
 # %% auto #0
-__all__ = ['SIGMOID', 'COUNTS', 'NAMES', 'STATE', 'LACKING', 'Routing', 'read_routing', 'Experts', 'read_experts', 'is_sparse',
+__all__ = ['SIGMOID', 'COUNTS', 'NAMES', 'LACKING', 'Routing', 'read_routing', 'Experts', 'read_experts', 'is_sparse',
            'FamilyNames']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
@@ -41,7 +41,8 @@ def read_routing(cfg: Any) -> Routing:
     """The routing of a config with experts."""
     kind, is_even = cfg.model_type, cfg.model_type in SIGMOID
     scoring = {"gpt_oss": "chosen"}.get(kind, "sigmoid" if is_even else "softmax")
-    renormalize = kind == "mixtral" or getattr(cfg, "norm_topk_prob", False)
+    always = kind in ("mixtral", "qwen3_5_moe_text")
+    renormalize = always or getattr(cfg, "norm_topk_prob", False)
     scale = getattr(cfg, "routed_scaling_factor", 1.0)
     groups = getattr(cfg, "n_group", 1)
     if getattr(cfg, "topk_method", "") == "greedy":  # DeepSeek-V2-Lite: no groups
@@ -95,16 +96,14 @@ NAMES = ["MistralForCausalLM", "SmolLM3ForCausalLM", "MixtralForCausalLM"]
 NAMES += ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"]
 NAMES += ["Glm4MoeForCausalLM", "GptOssForCausalLM"]
 NAMES += ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"]
-NAMES += ["Glm4MoeLiteForCausalLM"]
-STATE = "recurrent state per request (Gated DeltaNet)"
+NAMES += ["Glm4MoeLiteForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
+NAMES += ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"]
 LACKING = {
     "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys",
     "DeepseekV4ForCausalLM": "compressed attention and its indexer",
     "Gemma4ForConditionalGeneration": "norms after each half, shared K/V",
     "MiniMaxM2ForCausalLM": "partly rotated heads with a whole norm",
-    "Qwen3NextForCausalLM": STATE,
-    "Qwen3_5ForConditionalGeneration": STATE,
-    "Qwen3_5MoeForConditionalGeneration": STATE,
+    "Qwen3NextForCausalLM": "rows of in_proj_qkvz taken apart by heads",
 }
 
 # %% ../../nbs/60_experts.ipynb #2a7e5e91
