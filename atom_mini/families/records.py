@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES
-from ..config import Variant
+from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES, UNWRAP, require
+from ..config import Config, Variant
 
 # %% auto #0
-__all__ = ['SIGMOID', 'COUNTS', 'NAMES', 'LACKING', 'Routing', 'read_routing', 'Experts', 'read_experts', 'is_sparse',
-           'FamilyNames']
+__all__ = ['SIGMOID', 'COUNTS', 'NAMES', 'LACKING', 'WITH_STATE', 'Routing', 'read_routing', 'Experts', 'read_experts',
+           'is_sparse', 'decoder_of', 'has_state', 'fit_to_state', 'FamilyNames']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -106,10 +107,52 @@ LACKING = {
     "Qwen3NextForCausalLM": "rows of in_proj_qkvz taken apart by heads",
 }
 
+# %% ../../nbs/60_experts.ipynb #b8d932b2
+def decoder_of(wrapper: Any) -> Any:
+    """The config of the decoder in a model with a vision encoder (`has_vision`)."""
+    cfg = wrapper.text_config
+    for name in ("dtype", "tie_word_embeddings", "quantization_config"):
+        said = getattr(cfg, name, None) or getattr(wrapper, name, None)
+        vars(cfg)[name] = said
+    vars(cfg)["has_vision"] = True
+    return cfg
+
+
+UNWRAP.update(qwen3_5=decoder_of, qwen3_5_moe=decoder_of)
+
+# %% ../../nbs/60_experts.ipynb #19e10168
+def has_state(cfg: Any) -> bool:
+    """Whether layers keep a state per sequence in place of keys and values."""
+    return "linear_attention" in (getattr(cfg, "layer_types", None) or ())
+
+
+WITH_STATE: dict[str, tuple[Any, str]] = {  # knob -> what it must be, and why
+    "enable_prefix_caching": (False, "cached blocks hold keys and values, no state"),
+    "prefix_cache": ("none", "cached blocks hold keys and values, no state"),
+    "speculative_config": (None, "a state cannot forget the drafts that are rejected"),
+    "scheduler": ("atom", "a padded step would write its padding into the state"),
+    "attention": ("torch", "there is no kernel for the state, none tuned for 256 a head"),
+}
+
+# %% ../../nbs/60_experts.ipynb #cc5e5c9d
+def fit_to_state(config: Config, given: set[str]) -> None:
+    """Sets what `given` does not name as `WITH_STATE` says; ValueError for the rest."""
+    for knob in filter(partial(hasattr, config), WITH_STATE):
+        value, (only, why) = getattr(config, knob), WITH_STATE[knob]
+        wrong = f"{knob}={value!r} does not go with layers that keep a state: {why}"
+        is_open = knob not in given or value is None
+        require(is_open or value == only, f"{wrong}; set it to {only!r}")
+        vars(config)[knob] = only
+
 # %% ../../nbs/60_experts.ipynb #2a7e5e91
 @dataclass
 class FamilyNames(Variant):
     """Has no knobs: the checkpoint's config says which family it is."""
+
+    @classmethod
+    def check(cls, config: Config, given: set[str]) -> None:
+        if has_state(config.hf_config):
+            fit_to_state(config, given)
 
 
 for name in NAMES:

@@ -33,8 +33,8 @@ from ..text import CompletionOutput
 # %% auto #0
 __all__ = ['SPINS', 'EXAMPLES', 'COMMANDS', 'DEFAULTS', 'knobs', 'add_fields', 'given', 'mean_times', 'summary', 'save_trace',
            'stream_one', 'run_generate', 'print_report', 'drafted', 'speeds', 'measure', 'run_bench', 'weight_sizes',
-           'free_bytes', 'memory_bandwidth', 'needs', 'describe_drafts', 'describe', 'run_info', 'answer', 'respond',
-           'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse', 'main']
+           'free_bytes', 'memory_bandwidth', 'needs', 'describe_drafts', 'describe_state', 'describe', 'run_info',
+           'answer', 'respond', 'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse', 'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -231,6 +231,14 @@ def describe_drafts(config: Config, device: str) -> dict[str, Any]:
     report["draft_weight_bytes"] = sum(sizes.values())
     return report | {"draft_kvcache_bytes_per_token": per_token}
 
+# %% ../../nbs/31_command_line.ipynb #0172c07b
+def describe_state(config: Config, dtype: Any) -> dict[str, int]:
+    """Bytes of state that each running sequence needs; {} for a model without."""
+    from atom_mini.models import family_of
+
+    state_bytes = getattr(family_of(config.hf_config), "state_bytes", None)
+    return {"state_bytes_per_sequence": state_bytes(dtype)} if state_bytes else {}
+
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
 def describe(config: Config) -> dict[str, Any]:
     """What the checkpoint of `config` needs, how many tokens fit, and the speed that
@@ -240,7 +248,9 @@ def describe(config: Config) -> dict[str, Any]:
     cfg, device = config.hf_config, choose_device(config.device)
     dtype, sizes, per_token = needs(config, device.type)
     weights, bandwidth = sum(sizes.values()), memory_bandwidth(device)
-    fitting = max(0, free_bytes(config, device, weights)) // per_token
+    state = describe_state(config, dtype)
+    held = weights + config.max_num_seqs * sum(state.values())
+    fitting = max(0, free_bytes(config, device, held)) // per_token
     # a table beside the head is looked up, not read
     looked_up = 0 if cfg.tie_word_embeddings else sizes["model.embed_tokens.weight"]
     return {
@@ -253,7 +263,7 @@ def describe(config: Config) -> dict[str, Any]:
         "fitting_tokens": fitting,
         "memory_bytes_per_second": int(bandwidth),
         "ideal_decode_tokens_per_second": bandwidth / (weights - looked_up),
-    } | describe_drafts(config, device.type)
+    } | state | describe_drafts(config, device.type)
 
 # %% ../../nbs/31_command_line.ipynb #5c7a0076
 def run_info(args: Namespace) -> None:
