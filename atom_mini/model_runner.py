@@ -27,7 +27,7 @@ from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'plain_ops', 'pack_output']
+__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'plain_ops', 'pack_output', 'nothing_beside']
 
 # %% ../nbs/08b_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -173,7 +173,9 @@ class ModelRunner:
         return ours - others - torch.cuda.max_memory_allocated(self.device)
 
     def _decide_num_blocks(self) -> int:
-        config, needed, free = self.config, self.block_bytes, self._free_bytes()
+        config = self.config
+        beside, each = config.pick("bytes_beside", nothing_beside)(config, self.dtype)
+        needed, free = self.block_bytes + each, self._free_bytes() - beside
         longest = -(-(config.max_model_len or 0) // config.kv_cache_block_size)
         most = min(free // needed, config.max_num_seqs * longest)
         blocks = config.num_kvcache_blocks or most
@@ -229,3 +231,8 @@ def pack_output(
     found = gather_logprobs(logits, token_ids, counts)
     logprobs = {ids[i]: [values] for i, values in found.items()}
     return ScheduledBatchOutput(dict(zip(ids, zip(token_ids), strict=True)), logprobs)
+
+# %% ../nbs/08b_model_runner.ipynb #231935e1
+def nothing_beside(config: Config, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that a part needs beside the model: in all, and with each block."""
+    return 0, 0

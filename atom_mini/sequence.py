@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
@@ -55,6 +56,7 @@ class Sequence:
         self.blocks_needed = 0  # at least so many free ones, says the last refusal
         self.row = -1  # in the block manager's matrix of tables
         self.logprobs: list[dict[int, float]] = []
+        self.metrics: Counter[str] = Counter()  # later parts count, for its result
         self.arrive_time = time.perf_counter()
         self.first_token_time = self.leave_time = 0.0
         self.leave_reason: str | None = None

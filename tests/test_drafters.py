@@ -287,3 +287,53 @@ def test_closing_gives_the_drafters_memory_back(short: str) -> None:
         llm.close()
         gc.collect()
         assert cache() is None
+
+
+# ---- what a drafter costs, and what is said of it ----
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_memory_of_a_drafter_is_set_aside(method: str, short: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and pools of both fit into what is free, and one block more of each would not."""
+    free = 24 * 2**20
+    monkeypatch.setattr("atom_mini.model_runner.CPU_KVCACHE_BYTES", free)
+    wanted = {"method": method} | ({"model": short} if method == "draft_model" else {})
+    with LLM("tiny", device="cpu") as plain, LLM("tiny", device="cpu", speculative_config=wanted) as llm:
+        core: Any = llm.engine_core
+        own = core.scheduler.drafter
+        pools = [core.runner.runner.kv_cache, own.kv_cache if method == "eagle3" else own.runner.kv_cache]
+        weights, block = own.memory(llm.config, torch.float32)
+        used = weights + sum(pool.nbytes for pool in pools)
+        assert used <= free < used + core.runner.block_bytes + block
+        assert (plain.config.num_kvcache_blocks or 0) > (llm.config.num_kvcache_blocks or 0) > 100
+
+
+def test_a_result_says_what_became_of_its_drafts() -> None:
+    """And all results together say what the engine's statistics say."""
+    with LLM("tiny", **BASE, speculative_config={"method": "ngram"}) as llm:
+        outs = llm.generate(LONG, GREEDY, use_tqdm=False)
+        scheduler: Any = llm.engine_core.scheduler
+    drafted, accepted = ([out.metrics[f"num_{kind}_tokens"] for out in outs] for kind in ("draft", "accepted"))
+    stats = scheduler.spec_stats
+    assert (sum(drafted), sum(accepted)) == (stats.proposed.total(), stats.accepted.total())
+    assert all(a <= d for a, d in zip(accepted, drafted, strict=True)) and len(set(drafted)) > 1
+    with LLM("tiny", **BASE) as plain:
+        assert not plain.generate(LONG[0], GREEDY, use_tqdm=False)[0].metrics
+
+
+def test_lookup_finds_what_a_search_finds() -> None:
+    """For all sizes, on texts of few different tokens, also when it is asked rarely or twice."""
+    rng = random.Random(0)
+    for _ in range(200):
+        least, letters = rng.randint(1, 3), rng.randint(1, 4)
+        longest = least + rng.randint(0, 3)
+        knobs = {"prompt_lookup_min": least, "prompt_lookup_max": longest}
+        lookup, seq = NgramDrafter(Config(speculative_config=knobs)), Sequence([0], 16)
+        for _ in range(60):
+            seq.append_token(rng.randrange(letters))
+            text, end = seq.token_ids, len(seq)
+            found = end
+            for n in range(least, min(longest, end - 1) + 1):
+                found = next((i + n for i in range(end - n) if text[i : i + n] == text[end - n :]), found)
+            for _ in range(rng.choice([0, 1, 1, 2])):
+                assert lookup.propose([seq], [5]) == [text[found : found + 5]], (text, knobs)

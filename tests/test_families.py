@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, recorded, save_family
+from checkpoints import edit_json, measure_loading, recorded, save_family
 from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
@@ -20,7 +22,7 @@ from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.checkpoint import NEEDS, read_config
 from atom_mini.families import mixture
 from atom_mini.families.records import LACKING, Routing, is_sparse, read_experts, read_routing
-from atom_mini.loading import checkpoint_files, load_model
+from atom_mini.loading import checkpoint_files, load_model, read_tensor
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
@@ -120,7 +122,7 @@ def break_it(mistake: str, name: str, change: Any, patch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_moves_a_logit(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these, made on purpose, moves some logit by more than 1 (or by 0.3: an ungated shared expert)."""
+    """Each of these, made on purpose, moves some logit by more than 1."""
     case, name, change = MISTAKES[mistake]
     kind, options = CASES[case]
     model = save_family(kind, tmp_path, **options)
@@ -246,11 +248,31 @@ def test_layers_for_mtp_only_if_announced(tmp_path: Path) -> None:
 
 
 def test_every_weight_is_read_once(tmp_path: Path) -> None:
-    """However the file is cut, no reader is called twice and none left out."""
+    """However the file is cut, what is read of it is the whole of it, and none of it twice."""
     save_family("glm4_moe", tmp_path, **GLM)
-    readers = {name: partial(lambda name: name, name) for name in checkpoint_files(tmp_path)}
-    config = read_config(tmp_path)
-    assert len(mixture.Mixture(config).adapt(readers)) == len(readers)
+    read = Counter[str]()
+
+    def counted(file: Path, name: str, part: Any = None) -> torch.Tensor:
+        found = read_tensor(file, name, part)
+        read[name] += found.numel()
+        return found
+
+    readers = {name: partial(counted, file, name) for name, file in checkpoint_files(tmp_path).items()}
+    found = [reader() for reader in mixture.Mixture(read_config(tmp_path)).adapt(readers).values()]
+    sizes = {name: tensor.numel() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert read == sizes and sum(t.numel() for t in found) == sum(sizes.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -> None:
+    """An expert or two beside the weights: another copy of a layer would take 25 MB, one of all 300."""
+    shape = {"vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8}
+    shape |= {"max_position_embeddings": 512}
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "intermediate_size": 256}
+    save_family(kind, tmp_path, **shape, **experts)
+    weights = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert weights > 250e6 and measure_loading(tmp_path)["peak"] <= 1.1 * weights + 16 * 2**20
 
 
 @pytest.mark.parametrize(("kind", "options", "words"), [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +19,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
+from test_kernels import poisoned_memory, relative_error
+
 from atom_mini import LLM, SamplingParams
 from atom_mini.families import grouped
 from atom_mini.families.grouped import sort_pairs
@@ -32,23 +33,6 @@ E = 33
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # Exponentials that overflow on the way to a right result, of which the interpreter's NumPy complains.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-
-
-def relative_error(ours: Tensor, wanted: Tensor) -> float:
-    """By norm, of the worst row; NaN counts as infinitely wrong, so that `<` can be trusted."""
-    wanted = wanted.double()
-    error = ((ours.double() - wanted).norm(dim=1) / wanted.norm(dim=1)).max().item()
-    return math.inf if math.isnan(error) else error
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """`torch.empty` gives NaN (or the largest integer): what a kernel forgets to write cannot look right by luck."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 class Layer:

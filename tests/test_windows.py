@@ -303,9 +303,9 @@ def window_off(by: int) -> Callable[..., Tensor]:
     return attend
 
 
-def read_halves(read: Any, e: int, count: int, rows: slice) -> Tensor:
+def read_halves(read_one: Any, e: int, rows: slice) -> Tensor:
     """As if gate and up lay one behind the other in the file."""
-    whole = READ_TURNED(read, e, count, slice(None))
+    whole = READ_TURNED(read_one, e, slice(None))
     return whole if rows.step == 1 else whole.chunk(2)[rows.start]
 
 

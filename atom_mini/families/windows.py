@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..models import FAMILIES, Dense, Readers, TorchOps, unfilled
 
 # %% auto #0
 __all__ = ['FUSED', 'WholeHeads', 'seen_keys', 'sink_attention', 'newest_kv', 'windowed_attention', 'window_of',
-           'WindowedAttention', 'Windowed', 'read_turned', 'GptOss', 'SinksAndWindows']
+           'WindowedAttention', 'Windowed', 'turned_experts', 'read_turned', 'GptOss', 'SinksAndWindows']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -113,11 +113,21 @@ class Windowed(Mixture):
         Mixture(plain).check()
 
 # %% ../../nbs/63_sinks_windows.ipynb #9a9dbc67
-def read_turned(read: Callable[..., Tensor], e: int, count: int, rows: slice) -> Tensor:
-    """Some rows of expert `e` of a tensor [count, size, all rows], or of biases [count,
-    all rows]. The last one's end where the tensor does, as in `read_expert`."""
-    found = read(part=slice(e, e + 1 if e + 1 < count else None))
-    return found.movedim(-1, 1)[:, rows].flatten(0, 1)
+def turned_experts(read: Callable[..., Tensor], count: int) -> Callable[[int], Tensor]:
+    """Reads expert e of a tensor [count, size, all rows] as [1, all rows, size], of
+    biases [count, all rows] as they are. The last expert's end where the tensor does,
+    as in `read_expert`."""
+
+    @lru_cache(maxsize=1)  # gates and ups are asked for in turn: unpack them once
+    def read_one(e: int) -> Tensor:
+        return read(part=slice(e, e + 1 if e + 1 < count else None)).movedim(-1, 1)
+
+    return read_one
+
+# %% ../../nbs/63_sinks_windows.ipynb #9d646933
+def read_turned(read_one: Callable[[int], Tensor], e: int, rows: slice) -> Tensor:
+    """Some rows of an expert that `read_one` reads."""
+    return read_one(e)[:, rows].flatten(0, 1)
 
 # %% ../../nbs/63_sinks_windows.ipynb #05286c97
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
@@ -133,8 +143,9 @@ class GptOss(Windowed):
             where, _, fused = name.partition(".experts.")
             parts = FUSED.get(fused.removesuffix("_bias"), [])
             kind = "bias" if fused.endswith("_bias") else "weight"
+            read_one = turned_experts(read, count)
             for (i, part), e in product(enumerate(parts), range(count)):
-                rows = partial(read_turned, read, e, count, slice(i, None, len(parts)))
+                rows = partial(read_turned, read_one, e, slice(i, None, len(parts)))
                 ours[f"{where}.experts.{e}.{part}.{kind}"] = rows
             if not parts:
                 ours[name.replace(".router.", ".gate.")] = read

@@ -5,8 +5,11 @@
 # %% ../../nbs/52_drafters.ipynb #9b70a76f
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from torch.nn.functional import pad
 from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..engine_core import Runner
+from ..loading import checkpoint_files, open_file
+from ..memory import kvcache_block_bytes
 from ..model_runner import pack_output
 from ..sampler import SamplingMetaData
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -25,7 +30,7 @@ from .rejection import RejectionSampler, draft_tokens, final_probs
 from .verify import Drafter, Verifier, accept, spread
 
 # %% auto #0
-__all__ = ['SHARED', 'NgramDrafter', 'check_same_tokens', 'DraftModel', 'LawfulVerifier']
+__all__ = ['SHARED', 'NgramDrafter', 'check_same_tokens', 'count_numbers', 'DraftModel', 'read_draft_config', 'LawfulVerifier']
 
 # %% ../../nbs/52_drafters.ipynb #4d930054
 @dataclass
@@ -45,28 +50,32 @@ class NgramDrafter(Drafter):
     def __init__(self, config: Config, runner: Any = None) -> None:
         wanted = config.speculative_config
         least, longest = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-        self.sizes, self.seen = range(least, longest + 1), dict[int, _Seen]()
+        self.sizes = range(least, longest + 1)
+        self.seen: dict[int, _Seen] = defaultdict(_Seen)
 
-    def _read(self, seq: Sequence) -> _Seen:
-        """What is known of `seq`, up to its newest token."""
-        seen, tokens = self.seen.setdefault(seq.id, _Seen()), seq.token_ids
-        for place in range(seen.num_tokens, seq.num_tokens):
-            for n in self.sizes:
-                if place >= n:
-                    seen.after.setdefault(tuple(tokens[place - n : place]), place)
-        seen.num_tokens = seq.num_tokens
-        return seen
+    def _follow(self, seq: Sequence) -> int:
+        """Enter the runs up to the newest token of `seq`; the place of what first followed
+        the longest of the last runs, or the end if all are new."""
+        seen, tokens, end = self.seen[seq.id], seq.token_ids, seq.num_tokens
+        after, found = seen.after, end
+        for place in range(min(seen.num_tokens, end - 1) + 1, end + 1):
+            first, found = 0, end
+            for n in takewhile(place.__ge__, self.sizes):
+                if n <= first:  # where the shorter run came first, now that it is back
+                    after.setdefault(tuple(tokens[first - n : first]), first)
+                first = after.setdefault(tuple(tokens[place - n : place]), place)
+                if first == place:
+                    break
+                found = first
+        seen.num_tokens = end
+        return found
 
     def propose(
         self, seqs: list[Sequence], most: list[int]
     ) -> list[list[int]]:
-        drafts: list[list[int]] = []
-        for seq, n in zip(seqs, most, strict=True):
-            after, tokens = self._read(seq).after, seq.token_ids
-            runs = (tuple(tokens[-size:]) for size in reversed(self.sizes))
-            place = next((after[run] for run in runs if run in after), seq.num_tokens)
-            drafts.append(tokens[place : place + n])
-        return drafts
+        places = [self._follow(seq) for seq in seqs]
+        found = zip(seqs, places, most, strict=True)
+        return [seq.token_ids[place : place + n] for seq, place, n in found]
 
     def forget(self, request_id: int) -> None:
         self.seen.pop(request_id, None)
@@ -83,6 +92,15 @@ def check_same_tokens(target: Any, draft: Any) -> None:
         wrong = f"the draft model's tokenizer differs in {len(differ)} tokens: {first}"
         raise ValueError(f"{wrong}: set model to one of the same family")
 
+# %% ../../nbs/52_drafters.ipynb #e59810da
+def count_numbers(folder: Path) -> int:
+    """How many numbers the checkpoint in `folder` holds; no weight is read."""
+    total = 0
+    for name, file in checkpoint_files(folder).items():
+        with open_file(file) as tensors:
+            total += math.prod(tensors.get_slice(name).get_shape())
+    return total
+
 # %% ../../nbs/52_drafters.ipynb #67e7692e
 class DraftModel(Drafter):
     """A second checkpoint, greedy, with a pool of its own under the target's block ids.
@@ -97,7 +115,7 @@ class DraftModel(Drafter):
         from atom_mini.assemble import make_runner
         from atom_mini.text import load_tokenizer
 
-        self.config = self._read_config(config)
+        self.config = read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(self.config))
         self.vocab_size = config.hf_config.vocab_size
         self.runner = make_runner(self.config)
@@ -107,11 +125,14 @@ class DraftModel(Drafter):
         self.is_random = config.speculative_config.draft_sampling
         self.probs: dict[int, list[Tensor]] = {}  # what its drafts were drawn from
 
-    def _read_config(self, config: Config) -> Config:
-        """The draft model's own: what the target has, and another model."""
-        model = config.speculative_config.model
-        require(model is not None, "method='draft_model' needs a checkpoint: set model")
-        return Config(model, **{name: getattr(config, name) for name in SHARED})
+    @classmethod
+    def memory(
+        cls, config: Config, dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Its weights, and its K/V of a block."""
+        own = read_draft_config(config)
+        block = kvcache_block_bytes(own.hf_config, own.kv_cache_block_size, dtype)
+        return count_numbers(Path(own.folder or "")) * dtype.itemsize, block
 
     def observe(
         self, seqs: list[Sequence], batch: ScheduledBatch,
@@ -202,6 +223,13 @@ class DraftModel(Drafter):
 SHARED = ["device", "dtype", "attention", "enforce_eager", "gpu_memory_utilization"]
 SHARED += ["kv_cache_block_size", "num_kvcache_blocks"]
 SHARED += ["max_num_seqs", "max_num_batched_tokens", "max_model_len"]
+
+
+def read_draft_config(config: Config) -> Config:
+    """The draft model's own: what the target has, and another model."""
+    model = config.speculative_config.model
+    require(model is not None, "method='draft_model' needs a checkpoint: set model")
+    return Config(model, **{name: getattr(config, name) for name in SHARED})
 
 # %% ../../nbs/52_drafters.ipynb #edc5564e
 class LawfulVerifier(Verifier):

@@ -18,6 +18,7 @@ from ..attention import reset_forward_context, set_forward_context
 from ..checkpoint import read_json, require, resolve_model
 from ..config import Config
 from ..loading import checkpoint_files, open_file, weight_targets
+from ..memory import kvcache_block_bytes
 from ..model_runner import ModelRunner
 from atom_mini.models import (
     CausalLM, DecoderLayer, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps,
@@ -25,12 +26,13 @@ from atom_mini.models import (
 )  # fmt: skip
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
+from .drafters import count_numbers
 from .verify import Drafter, spread
 
 # %% auto #0
 __all__ = ['STYLES', 'NESTED', 'UNSUPPORTED', 'stream', 'Taps', 'WideAttention', 'Eagle3Layer', 'Eagle3Head', 'find_taps',
            'read_head_json', 'read_head_config', 'read_tensors', 'fill_head', 'map_drafts', 'load_head', 'follow',
-           'one_row_each', 'EagleDrafter']
+           'one_row_each', 'EagleDrafter', 'find_head']
 
 # %% ../../nbs/53_eagle.ipynb #5496f0d7
 def stream(args: tuple[Any, ...]) -> Tensor:
@@ -288,9 +290,14 @@ class EagleDrafter(Drafter, ModelRunner):
     has_cache = True
     model: Any  # the head
 
-    def _find_head(self, config: Config) -> Path:
-        wanted, beside = config.speculative_config.model, config.folder
-        return resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
+    @classmethod
+    def memory(
+        cls, config: Config, dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Its weights, and the K/V of its one layer in a block."""
+        cfg = read_head_config(folder := find_head(config), config.hf_config)
+        block = kvcache_block_bytes(cfg, config.kv_cache_block_size, dtype)
+        return count_numbers(folder) * dtype.itemsize, block
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate its pool [2, N, K, S, D] of zeros: some hits read what is unwritten."""
@@ -304,7 +311,7 @@ class EagleDrafter(Drafter, ModelRunner):
         head_folder: Path | None = None,
     ) -> None:  # fmt: skip
         graphs: Any = getattr(runner, "graphs", {})  # by size
-        folder = head_folder or self._find_head(config)
+        folder = head_folder or find_head(config)
         target, cfg = runner.model, read_head_config(folder, config.hf_config)
         self.config, self.upload = copy(config), runner.upload
         self.config.hf_config = cfg
@@ -371,3 +378,9 @@ class EagleDrafter(Drafter, ModelRunner):
     def forget(self, request_id: int) -> None:
         """The request has left, or lost its blocks."""
         self.next.pop(request_id, None)
+
+# %% ../../nbs/53_eagle.ipynb #fa8a1493
+def find_head(config: Config) -> Path:
+    """The folder of the head that is asked for, or the one beside the target."""
+    wanted, beside = config.speculative_config.model, config.folder
+    return resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"

@@ -25,7 +25,7 @@ from ..sequence import RequestOutput, Sequence, SequenceType
 # %% auto #0
 __all__ = ['METHODS', 'KNOBS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Verifier', 'Drafter', 'SpecStats',
            'SpecScheduler', 'SpeculativeConfig', 'read_speculative', 'refuse_foreign', 'find', 'make_scheduler',
-           'count_rows', 'SpecCore', 'make_speculating', 'Speculation']
+           'count_rows', 'count_bytes', 'SpecCore', 'make_speculating', 'Speculation']
 
 # %% ../../nbs/50_verify.ipynb #55c9d3e7
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ class Drafter:
 
     has_cache = False
 
+    @classmethod
+    def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
+        """Bytes that it needs of the target's device: in all, and with each block."""
+        return 0, 0
+
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
         """At most `most[i]` token ids that may follow those of `seqs[i]`."""
         return [[] for _ in seqs]
@@ -141,8 +146,9 @@ class SpecStats:
         self.num_steps += 1
         self.num_tokens += num_tokens
         self.histogram[accepted] += 1
-        self.proposed.update(range(drafted))
-        self.accepted.update(range(accepted))
+        if drafted:
+            self.proposed.update(range(drafted))
+            self.accepted.update(range(accepted))
 
     @property
     def tokens_per_step(self) -> float:
@@ -229,7 +235,11 @@ class SpecScheduler(TurnScheduler):
     def _settle(self, seq: Sequence, num_kept: int) -> None:
         """Count what became of its drafts, and give back what they do not need."""
         drafted, good = len(self.drafts[seq.id]), seq.num_scheduled_tokens - 1
-        self.spec_stats.record(drafted, min(good, num_kept), num_kept)
+        kept = min(good, num_kept)
+        self.spec_stats.record(drafted, kept, num_kept)
+        if not drafted and not self.drafter.has_cache:
+            return  # it has taken nothing
+        seq.metrics.update(num_draft_tokens=drafted, num_accepted_tokens=kept)
         spare = 0 if seq.is_finished else self._give_back(seq)
         if drafted or spare:
             facts = {"accepted": good, "rejected": drafted - good, "returned": spare}
@@ -338,6 +348,11 @@ def count_rows(config: Config) -> int:
     most, k = config.max_num_seqs, config.speculative_config.num_speculative_tokens
     return max(most, min(most * (1 + k), LARGEST_GRAPH))
 
+# %% ../../nbs/50_verify.ipynb #e3e89133
+def count_bytes(config: Config, dtype: Any) -> tuple[int, int]:
+    """Of the drafter that `config` asks for, `Drafter.memory`."""
+    return find(METHODS[config.speculative_config.method]).memory(config, dtype)
+
 # %% ../../nbs/50_verify.ipynb #3f50795a
 class SpecCore(EngineCore):
     """An engine core whose drafter may hold memory of its own."""
@@ -368,6 +383,7 @@ class Speculation(Variant):
     make_scheduler = staticmethod(make_scheduler)
     make_core = staticmethod(make_speculating)
     max_rows = staticmethod(count_rows)
+    bytes_beside = staticmethod(count_bytes)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
