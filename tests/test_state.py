@@ -501,6 +501,14 @@ def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
         LLM(str(tmp_path), device="cpu", **knobs)
 
 
+def test_it_cannot_draft(tmp_path: Path) -> None:
+    """Before its weights are read."""
+    save("dense", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot draft: its layers keep a state"):
+        LLM("tiny", device="cpu", speculative_config={"method": "draft_model", "model": str(tmp_path)})
+
+
 def test_defaults_that_fit(tmp_path: Path) -> None:
     """What nobody set is set; what fits may be said, too."""
     save("dense", tmp_path)

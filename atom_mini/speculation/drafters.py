@@ -229,7 +229,11 @@ def read_draft_config(config: Config) -> Config:
     """The draft model's own: what the target has, and another model."""
     model = config.speculative_config.model
     require(model is not None, "method='draft_model' needs a checkpoint: set model")
-    return Config(model, **{name: getattr(config, name) for name in SHARED})
+    own = Config(model, **{name: getattr(config, name) for name in SHARED})
+    kinds = getattr(own.hf_config, "layer_types", None) or ()
+    wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
+    require("linear_attention" not in kinds, wrong)
+    return own
 
 # %% ../../nbs/52_drafters.ipynb #edc5564e
 class LawfulVerifier(Verifier):
