@@ -506,7 +506,7 @@ def test_it_cannot_draft(tmp_path: Path) -> None:
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="cannot draft: its layers keep a state"):
-        LLM("tiny", device="cpu", speculative_config={"method": "draft_model", "model": str(tmp_path)})
+        LLM("tiny", device="cpu", max_model_len=200, speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
 def test_defaults_that_fit(tmp_path: Path) -> None:
