@@ -14,16 +14,10 @@ from .text import Instruction, Unknown
 PATTERNS: dict[str, Callable] = {
     "quad_perm": lambda lane, n: ((lane & ~3) + np.array(n)[lane & 3], True),
     "row_shr": lambda lane, n: (lane - n, lane & 15 >= n),
-    "row_shl": lambda lane, n: (lane + n, (lane & 15) + n < 16),
     "row_ror": lambda lane, n: ((lane & ~15) + (lane - n & 15), True),
-    "row_mirror": lambda lane, n: (lane ^ 15, True),
     "row_half_mirror": lambda lane, n: (lane ^ 7, True),
     "row_bcast": lambda lane, n: ((lane & ~n & 63) - 1, lane > n) if n == 15 else (0 * lane + n, lane > n),
-    "row_newbcast": lambda lane, n: ((lane & ~15) + n, True),
-    "row_share": lambda lane, n: ((lane & ~15) + n, True),
     "row_xmask": lambda lane, n: (lane ^ n, True),
-    "wave_shr": lambda lane, n: (lane - n, lane >= n),
-    "wave_shl": lambda lane, n: (lane + n, lane + n <= lane.max()),
 }
 
 

@@ -6,13 +6,13 @@ import copy
 import functools
 from collections.abc import Callable
 
-from . import crosslane, lds, loads, matrix, packed, scalar, vector
+from . import crosslane, loads, matrix, packed, scalar, vector
 from .machine import BARRIER, SCALARS, Fault, Step, Wave
 from .operands import used
 from .text import Assembly, Instruction, Unknown, read_assembly
 
 Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
-ROOMS = (matrix.build, packed.build, crosslane.build, lds.build, loads.build, vector.build)
+ROOMS = (matrix.build, packed.build, crosslane.build, loads.build, vector.build)
 KINDS = ("matrix", "memory", "LDS", "scalar", "vector")
 MAX_JUMPS = 100_000  # of one wave, before it is called endless
 
@@ -58,7 +58,7 @@ class Program:
 
     def run(self, w: Wave, counts: list[int], watch: Watch | None = None, strict: bool = True) -> bool:
         """Until a barrier (True) or the end."""
-        steps, uses, pc = self.steps, self.used, w.pc
+        steps, uses, pc, w.lds.wave = self.steps, self.used, w.pc, w.number
         try:
             while True:
                 if watch:
