@@ -12,17 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from .machine import ALL, Wave
+from .machine import ALL, UNSET, Wave
 from .memory import Argument, Arguments, Lds, Scratch
 from .program import Program, Watch, program_of
 from .text import Assembly
+# What scalar registers hold at the start, in this order, if a directive asks for it: name -> how many.
+GIVEN = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2, "kernarg_segment_ptr": 2, "dispatch_id": 2,
+         "flat_scratch_init": 2, "private_segment_size": 1}  # fmt: skip
 
 
 def start(w: Wave, directives: dict[str, int], group: tuple[int, ...], kernarg: int) -> None:
-    """Scalar registers say where the arguments are, and which workgroup this is."""
+    """Scalar registers say where the arguments are, and which workgroup this is; the others are not set."""
     known = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "kernarg_segment_ptr": [kernarg & ALL, kernarg >> 32]}
-    given = [n for name, values in known.items() if directives.get(f"user_sgpr_{name}") for n in values]
-    w.s[: len(given)], first = given, directives["user_sgpr_count"]
+    given = [name for name in GIVEN if directives.get(f"user_sgpr_{name}")]
+    values = [n for name in given for n in known.get(name, [UNSET] * GIVEN[name])]
+    w.s[: len(values)], first = values, directives["user_sgpr_count"]
     numbers = [n for axis, n in zip("xyz", group, strict=True) if directives[f"system_sgpr_workgroup_id_{axis}"]]
     w.s[first : first + len(numbers) + 1] = [*numbers, 0]  # at last where a wave's scratch begins: it has its own
 
