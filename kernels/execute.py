@@ -133,6 +133,11 @@ class Row(NamedTuple):
     fault: str = ""
 
 
+def cases_of(target: str, only: str = "") -> list[str]:
+    """The cases that a target has, whose name has `only` in it."""
+    return [case for case in CASES if only in case and (target, case.split()[0]) not in NOT_THERE]
+
+
 def limit(case: str) -> float:
     return LIMITS[next(dtype for name, dtype in TYPES.items() if name in case)]
 
@@ -202,10 +207,9 @@ def main() -> int:
     start, rows = time.perf_counter(), []
     print(f"{'target':8} {'case':31} {'kernels':22}{''.join(f'{kind:>9}' for kind in KINDS)}     error")
     for target in targets:
-        for case in CASES:
-            if arguments.only in case and (target, case.split()[0]) not in NOT_THERE:
-                rows.append(execute(target, case)[0])
-                print_row(rows[-1])
+        for case in cases_of(target, arguments.only):
+            rows.append(execute(target, case)[0])
+            print_row(rows[-1])
     if arguments.json:
         arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     wrong = [row for row in rows if row.fault]

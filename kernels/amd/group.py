@@ -16,6 +16,7 @@ from .machine import ALL, UNSET, Wave
 from .memory import Argument, Arguments, Lds, Scratch
 from .program import Program, Watch, program_of
 from .text import Assembly
+
 # What scalar registers hold at the start, in this order, if a directive asks for it: name -> how many.
 GIVEN = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2, "kernarg_segment_ptr": 2, "dispatch_id": 2,
          "flat_scratch_init": 2, "private_segment_size": 1}  # fmt: skip
