@@ -13,15 +13,14 @@ class Bytes:
     """Memory that is read and written at a byte offset in each lane."""
 
     def __init__(self, u8: np.ndarray) -> None:
-        self.u8, self.u16, self.u32 = u8, u8.view(np.uint16), u8.view(np.uint32)
+        self.u8, self.u32 = u8, u8.view(np.uint32)
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:
         """[words, lanes]: `size` bytes at offsets `at`, in words of 32 bits."""
-        if size < 4:
-            return (self.u16[at >> 1] if size == 2 and not (at & 1).any() else self.u8[at]).astype(np.uint32)[None]
-        if not (at & 3).any():
+        if size >= 4 and not (at & 3).any():
             return self.u32[(at >> 2) + np.arange(size // 4)[:, None]]
-        parts = np.ascontiguousarray(self.u8[at[:, None] + np.arange(size)])
+        parts = np.zeros((len(at), max(4, size)), np.uint8)
+        parts[:, :size] = self.u8[at[:, None] + np.arange(size)]
         return parts.view(np.uint32).T
 
     def write(self, at: np.ndarray, words: np.ndarray, size: int) -> None:

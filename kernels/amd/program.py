@@ -32,7 +32,7 @@ class Program:
         self.assembly, self.target, self.steps, self.used, unknown = assembly, assembly.target, [], [], []
         self.kinds = [kind_of(text) for text, _ in assembly.lines]
         for text, where in assembly.lines:
-            i = Instruction(text, where, self.target)
+            i = Instruction(text, self.target)
             self.used.append(self.uses(i))
             try:
                 self.steps.append(self.build(i))
