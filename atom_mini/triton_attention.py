@@ -268,7 +268,7 @@ LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # decode, prefill
     "gfx90a": (Launch(16, 2**13, 2, 2, 4, 2), Launch(128, 2**13, 4, 1, 2, 2)),
     "gfx942": (Launch(16, 2**13, 2, 2, 4, 2), Launch(128, 2**13, 4, 1, 2, 2)),
     "gfx950": (Launch(16, 2**13, 2, 3, 3, 2), Launch(128, 2**13, 4, 1, 2, 2)),
-    "gfx1100": (Launch(16, 2**12, 4, 2, 3, 5), Launch(32, 2**12, 8, 1, 3, 5)),
+    "gfx1100": (Launch(16, 2**12, 8, 2, 3, 6), Launch(32, 2**12, 8, 1, 3, 5)),
     "float32": 2 * (Launch(16, 0, 8, 1, 2),),  # but on CDNA, with a matrix unit for it
 }
 
