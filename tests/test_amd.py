@@ -234,7 +234,7 @@ def test_memory() -> None:
     """Bytes to 16 bytes, halves, ranges that a buffer ends, LDS with two offsets and transposed."""
     memory, lane = np.arange(1024, dtype=np.uint16), np.arange(64)
     wave = execute("gfx942", "global_load_dwordx2 v[2:3], v1, s[0:1] offset:8", "global_load_ushort v4, v1, s[0:1]",
-                   "global_load_short_d16_hi v4, v1, s[0:1] offset:2", "s_waitcnt vmcnt(0)", v={1: 16 * lane},
+                   "s_waitcnt vmcnt(0)", "global_load_short_d16_hi v4, v1, s[0:1] offset:2", "s_waitcnt vmcnt(0)", v={1: 16 * lane},
                    memory=memory)  # fmt: skip
     assert [hex(n) for n in wave.v[2:5, 1]] == ["0xd000c", "0xf000e", "0x90008"]
     setup = ["s_mov_b32 s3, 0x27000", "s_movk_i32 s2, 0x40", "s_and_b32 s1, s1, 0xffff"]
@@ -316,6 +316,7 @@ LATE = [("global_load_dword v2, v1, s[0:1]", "vmcnt(0)", "v_mov_b32 v0, v2"),
         ("global_load_dword v2, v1, s[0:1]", "vmcnt(0)", "v_mov_b32 v2, 0"),
         ("s_load_dword s2, s[0:1], 0x0", "lgkmcnt(0)", "v_mov_b32 v0, s2"),
         ("ds_read_b32 v2, v1", "lgkmcnt(0)", "v_add_u32 v0, v2, v1"),
+        ("ds_read_u16_d16 v2, v1", "lgkmcnt(0)", "ds_read_u16_d16_hi v2, v1"),
         ("ds_write_b32 v1, v1", "lgkmcnt(0)", "s_barrier")]  # fmt: skip
 
 

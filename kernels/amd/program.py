@@ -52,8 +52,9 @@ class Program:
 
     @staticmethod
     def uses(i: Instruction) -> frozenset[int]:
-        """Registers that must have come. Loads come in their order, so one may follow another into its register."""
-        is_load = "_load" in i.name or i.name.startswith("ds_read")
+        """Registers that must have come. Loads come in their order, so one may follow another into its register, but a
+        load of one half (d16) also reads the register, for the other half."""
+        is_load = ("_load" in i.name or i.name.startswith("ds_read")) and "d16" not in i.name
         return used([i.text] if " :: " in i.text else i.operands[is_load and "lds" not in i.modifiers :])
 
     def run(self, w: Wave, counts: list[int], watch: Watch | None = None, strict: bool = True) -> bool:
