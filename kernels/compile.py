@@ -369,7 +369,7 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--quick", action="store_true", help="only the variants most likely to fail")
-    parser.add_argument("--execute", action="store_true", help="for AMD, count the instructions that tiny cases execute")
+    parser.add_argument("--execute", action="store_true", help="on AMD, count what tiny cases execute")
     arguments = parser.parse_args()
     everything, wrong = [], []
     for target in arguments.target or TARGETS:

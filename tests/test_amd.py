@@ -234,8 +234,8 @@ def test_memory() -> None:
     """Bytes to 16 bytes, halves, ranges that a buffer ends, LDS with two offsets and transposed."""
     memory, lane = np.arange(1024, dtype=np.uint16), np.arange(64)
     wave = execute("gfx942", "global_load_dwordx2 v[2:3], v1, s[0:1] offset:8", "global_load_ushort v4, v1, s[0:1]",
-                   "s_waitcnt vmcnt(0)", "global_load_short_d16_hi v4, v1, s[0:1] offset:2", "s_waitcnt vmcnt(0)", v={1: 16 * lane},
-                   memory=memory)  # fmt: skip
+                   "s_waitcnt vmcnt(0)", "global_load_short_d16_hi v4, v1, s[0:1] offset:2", "s_waitcnt vmcnt(0)",
+                   v={1: 16 * lane}, memory=memory)  # fmt: skip
     assert [hex(n) for n in wave.v[2:5, 1]] == ["0xd000c", "0xf000e", "0x90008"]
     setup = ["s_mov_b32 s3, 0x27000", "s_movk_i32 s2, 0x40", "s_and_b32 s1, s1, 0xffff"]
     wave = execute("gfx942", *setup, "buffer_load_dword v2, v1, s[0:3], 0 offen", "s_waitcnt vmcnt(0)",
@@ -408,16 +408,16 @@ def plant(target, case, kind, most):
             missed.append(f"{target}, {case}, {lines[n][1]}: {lines[n][0]}")
     return len(places), missed
 """
-SHARES = {"barriers": 0.85, "waits": 0.7, "vector instructions": 0.7}
+SHARES = {"barriers": 0.9, "waits": 0.85, "vector instructions": 0.7}
 PLACES = ("decode bf16, two parts", "prefill bf16, heads of 64")
 
 
-def planted(kind: str, targets: tuple[str, ...], most: int, slack: float = 0.0) -> None:
+def planted(kind: str, targets: tuple[str, ...], most: int) -> None:
     """Up to so many errors of a kind in each program: which are not noticed, and whether enough are."""
     result = run(f"{PLANT}\nresult = [plant(t, c, {kind!r}, {most}) for t in {targets} for c in {PLACES}]")
     count, missed = sum(n for n, _ in result), [text for _, texts in result for text in texts]
     print(f"{kind}: {count - len(missed)} of {count} noticed; not:", *missed, sep="\n  ")
-    assert count >= 12 and 1 - len(missed) / count >= SHARES[kind] - slack
+    assert count >= 12 and 1 - len(missed) / count >= SHARES[kind]
 
 
 @needs_triton
@@ -436,11 +436,14 @@ def test_planted_errors(kind: str, targets: tuple[str, ...], most: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARES)
 def test_all_planted_errors(kind: str) -> None:
-    """When this was written: 54 of 62 barriers, 303 of 390 waits, 322 of 480 vector instructions (67 %).
+    """When this was written: 80 of 82 barriers (98 %), 413 of 433 waits (95 %), 356 of 480 vector instructions (74 %).
 
-    Not noticed are above all steps that refine what is rounded to 16 bits anyway, and copies of what others compute.
+    Of the 124 that are missed, 100 leave every bit of the results as it was. 33 copy a register: 21 of them, always, to
+    where its number is already. 31 refine a division that is rounded to 16 bits afterwards, 30 round to bfloat16 and
+    decide only in ties and for NaN, 11 are steps of a maximum that softmax does not depend on while nothing overflows.
+    The other 19 compute addresses of masked keys, masks, or products in lanes that do not matter.
     """
-    planted(kind, ("gfx942", "gfx950", "gfx1100"), 80, slack=0.05)
+    planted(kind, ("gfx942", "gfx950", "gfx1100"), 80)
 
 
 BEYOND = """
