@@ -51,8 +51,9 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
 
+# EXECUTE=1: and count the instructions that tiny cases execute on AMD's.
 kernels: $(VENV)/dev
-	$(PY) kernels/compile.py
+	$(PY) kernels/compile.py $(if $(EXECUTE),--execute)
 
 # The machine code of the kernels for AMD GPUs, executed without one: TARGET=gfx942 only there, ALL=1 all their tests.
 execute: $(VENV)/dev

@@ -3,7 +3,7 @@
 The package itself launches its kernels, on tensors without memory (torch's "meta" device), for a driver that only names
 a target. So each kernel gets the tiles, options and alignment hints of a real launch; nothing is repeated here.
 
-    python kernels/compile.py [--target gfx942] [--json FILE] [--quick]
+    python kernels/compile.py [--target gfx942] [--json FILE] [--quick] [--execute]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unittest.mock import patch
 os.environ.pop("TRITON_INTERPRET", None)  # both are read when triton is imported
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parent))
 
 import torch
 import triton
@@ -125,6 +126,7 @@ class Row(NamedTuple):
     wide: int = 0  # loads of 16 bytes
     narrow: int = 0  # loads of 2 bytes
     loads: int = 0  # all, without scalar ones
+    executed: int = 0  # wave instructions, of a tiny case that also ran
     error: str = ""
 
 
@@ -248,9 +250,8 @@ def occupancy(hardware: Hardware, registers: int, lds: int, warps: int) -> float
     return min(by_registers, hardware.unit_lds // max(lds, 1)) * warps / 4
 
 
-def amd_facts(kernel: Any) -> dict[str, Any]:
+def amd_facts(text: str) -> dict[str, Any]:
     """What the assembly and its metadata say."""
-    text = kernel.asm["amdgcn"]
 
     def number(field: str) -> int:
         found = re.search(rf"\.{field}:\s+(\d+)", text)
@@ -285,9 +286,7 @@ def nvidia_facts(kernel: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def examine(target: str, name: str, case: str, kernel: Any) -> Row:
-    facts = (nvidia_facts if target.startswith("sm") else amd_facts)(kernel)
-    lds, warps = kernel.metadata.shared, kernel.metadata.num_warps
+def examine(target: str, name: str, case: str, facts: dict[str, Any], lds: int, warps: int) -> Row:
     waves = occupancy(TARGETS[target], facts["registers"], lds, warps)
     return Row(target, name, case, lds=lds, warps=warps, waves=waves, **facts)
 
@@ -301,7 +300,25 @@ def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row
             while error.__cause__:
                 error = error.__cause__
             return [Row(target, "not compiled", case, error=f"{type(error).__name__}: {str(error).strip()[-300:]}")]
-    return [examine(target, name, case, kernel) for name, kernel in launches]
+    rows = []
+    for name, kernel in launches:
+        facts = nvidia_facts(kernel) if target.startswith("sm") else amd_facts(kernel.asm["amdgcn"])
+        rows.append(examine(target, name, case, facts, kernel.metadata.shared, kernel.metadata.num_warps))
+    return rows
+
+
+def execute_cases(target: str, only: str = "") -> list[Row]:
+    """The same of the tiny cases of kernels/execute.py, for AMD, and how many instructions their waves executed."""
+    import execute
+
+    rows = []
+    for case in execute.cases_of(target, only):
+        done, launches = execute.execute(target, case)
+        for launch in launches:
+            warps = launch.threads // TARGETS[target].target.warp_size
+            row = examine(target, launch.kernel, case, amd_facts(launch.text), launch.lds, warps)
+            rows.append(row._replace(executed=int(launch.counts.sum()), error=done.fault))
+    return rows
 
 
 STREAMS = ("paged_attention_kernel", "latent_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
@@ -310,6 +327,8 @@ STREAMS = ("paged_attention_kernel", "latent_attention_kernel", "add_rms_norm_ke
 def faults(row: Row) -> list[str]:
     """What is wrong with a kernel."""
     found = [row.error] if row.error else []
+    if row.executed:  # its shapes are not a model's
+        return found
     waived = any(row.target == target and row.case.startswith(case) for target, case in WAIVERS)
     if row.spills and not waived:
         found.append(f"{row.spills} spills")
@@ -331,16 +350,17 @@ def faults(row: Row) -> list[str]:
 def print_table(rows: list[Row]) -> None:
     """One line a kernel, the variants of a name below each other."""
     print(f"{'kernel':22} {'case':58} {'VGPR':>4} {'AGPR':>4} {'SGPR':>4} {'spill':>5} {'LDS':>6} {'warps':>5} "
-          f"{'waves':>5} {'16 B loads':>10} matrix")  # fmt: skip
+          f"{'waves':>5} {'16 B loads':>10} {'executed':>8} matrix")  # fmt: skip
     for row in sorted(dict.fromkeys(rows), key=lambda row: row.kernel):
-        loads = f"{row.wide}/{row.loads}"
+        loads, executed = f"{row.wide}/{row.loads}", f"{row.executed:,}" if row.executed else ""
         print(f"{row.kernel:22} {row.case:58} {row.registers:4} {row.accumulators:4} {row.scalars:4} {row.spills:5} "
-              f"{row.lds:6} {row.warps:5} {row.waves:5.1f} {loads:>10} {row.matrix}")  # fmt: skip
+              f"{row.lds:6} {row.warps:5} {row.waves:5.1f} {loads:>10} {executed:>8} {row.matrix}")  # fmt: skip
 
 
-def check(target: str, quick: bool = False) -> tuple[list[Row], list[str]]:
+def check(target: str, quick: bool = False, executes: bool = False) -> tuple[list[Row], list[str]]:
     """Compile all for one target: (rows, what is wrong)."""
     rows = [row for name, launch in cases(quick) for row in compile_case(target, name, launch)]
+    rows += execute_cases(target) if executes and target.startswith("gfx") else []
     return rows, [f"{row.target}, {row.kernel}, {row.case}: {fault}" for row in rows for fault in faults(row)]
 
 
@@ -349,11 +369,12 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--quick", action="store_true", help="only the variants most likely to fail")
+    parser.add_argument("--execute", action="store_true", help="on AMD, count what tiny cases execute")
     arguments = parser.parse_args()
     everything, wrong = [], []
     for target in arguments.target or TARGETS:
         start = time.perf_counter()
-        rows, found = check(target, arguments.quick)
+        rows, found = check(target, arguments.quick, arguments.execute)
         print(f"\n{target}, Triton {triton.__version__}: {len(rows)} kernels in {time.perf_counter() - start:.0f} s")
         print_table(rows)
         everything, wrong = everything + rows, wrong + found

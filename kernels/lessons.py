@@ -59,7 +59,7 @@ def record(target: str) -> dict[str, list[Launch]]:
             lessons()
     architecture = patch.object(triton_attention, "architecture", lambda device: target)
     with architecture, emulated(target, runs=False) as found["decode"]:
-        execute.CASES["decode bf16, two parts"]()
+        execute.attend("bf16", [(1, 300)])
     return found
 
 

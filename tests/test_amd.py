@@ -82,14 +82,12 @@ VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_max3_f32 v0, v1, v2, v3", (1.0, 5.0, NAN), 5.0), ("v_min3_i32 v0, v1, v2, v3", (1, -5, 7), -5),
     ("v_fma_f32 v0, v1, v2, v3", (1.0 + 2**-23, 1.0 + 2**-23, -1.0), 2**-22 + 2**-46),  # rounded once
     ("v_fmac_f32 v1, v2, v3\nv_mov_b32 v0, v1", (1.0, 2.0, 3.0), 7.0),
-    ("v_fmamk_f32 v0, v1, 0x40400000, v2", (2.0, 1.0), 7.0), ("v_fmaak_f32 v0, v1, v2, 0x3f800000", (2.0, 5.0), 11.0),
+    ("v_fmamk_f32 v0, v1, 0x40400000, v2", (2.0, 1.0), 7.0),
     ("v_exp_f32 v0, v1", (-1.0,), 0.5), ("v_log_f32 v0, v1", (8.0,), 3.0), ("v_rcp_f32 v0, v1", (0.0,), INF),
     ("v_rsq_f32 v0, v1", (4.0,), 0.5), ("v_ldexp_f32 v0, v1, v2", (1.5, -3), 0.1875),
-    ("v_rndne_f32 v0, v1", (2.5,), 2.0), ("v_trunc_f32 v0, v1", (-2.5,), -2.0), ("v_floor_f32 v0, v1", (-2.5,), -3.0),
-    ("v_cvt_i32_f32 v0, v1", (-1e10,), -(2**31)), ("v_cvt_i32_f32 v0, v1", (NAN,), 0),
-    ("v_cvt_i32_f32 v0, v1", (-2.9,), -2), ("v_cvt_u32_f32 v0, v1", (-3.0,), 0),
+    ("v_cvt_u32_f32 v0, v1", (NAN,), 0), ("v_cvt_u32_f32 v0, v1", (2.9,), 2), ("v_cvt_u32_f32 v0, v1", (-3.0,), 0),
     ("v_cvt_u32_f32 v0, v1", (1e10,), 2**32 - 1), ("v_cvt_f32_u32 v0, v1", (0xFFFFFFFF,), 2.0**32),
-    ("v_cvt_f32_i32 v0, v1", (-1,), -1.0), ("v_cvt_f32_f16 v0, v1", (half(1.5),), 1.5),
+    ("v_cvt_f32_f16 v0, v1", (half(1.5),), 1.5),
     ("v_add_nc_u32 v0, v1, v2", (0xFFFFFFFF, 2), 1), ("v_sub_nc_u32 v0, v1, v2 clamp", (1, 2), 0),
     ("v_mul_lo_u32 v0, v1, v2", (0x10001, 0x10001), 0x20001), ("v_mul_hi_u32 v0, v1, v2", (2**31, 6), 3),
     ("v_mul_hi_i32 v0, v1, v2", (-(2**31), 6), -3), ("v_mul_u32_u24 v0, v1, v2", (0x1000003, 5), 15),
@@ -101,7 +99,6 @@ VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_or3_b32 v0, v1, v2, v3", (1, 2, 4), 7), ("v_not_b32 v0, 63", (), -64), ("v_bfrev_b32 v0, 1", (), 2**31),
     ("v_bfe_u32 v0, v1, 4, 8", (0xABCD,), 0xBC), ("v_bfe_i32 v0, v1, 4, 8", (0xABCD,), 0xFFFFFFBC),
     ("v_bfe_u32 v0, v1, 4, 0", (0xABCD,), 0), ("v_bfi_b32 v0, v1, v2, v3", (0xFF, 0x1234, 0xABCD), 0xAB34),
-    ("v_alignbit_b32 v0, v1, v2, 8", (0x11223344, 0x55667788), 0x44556677),
     ("v_perm_b32 v0, v1, v2, v3", (0x80FFEEDD, 0x00778899, 0x0D0C0B04), 0xFF00FFDD),
     ("v_perm_b32 v0, v1, v2, v3", (0x80FFEEDD, 0x00778899, 0x08090A00), 0xFF00FF99),
     ("v_div_fixup_f32 v0, v1, v2, v3", (9.0, 0.0, -1.0), -INF),
@@ -137,6 +134,7 @@ CDNA_ONLY: list[tuple[str, tuple, float | int]] = [
      (5, 7 << 16), 7 << 16),
     ("v_cvt_pk_f32_fp8_sdwa v[4:5], v1 src0_sel:WORD_1\nv_mov_b32 v0, v5", (0xC1 << 24,), -2.25),
     ("v_cvt_scalef32_pk_bf16_fp4 v0, v1, v2 op_sel:[0,1,0]", (0x9F << 16, 4.0), 0xC000C1C0),  # -0.5 and -6, times 4
+    ("v_cvt_scalef32_pk_f16_fp4 v0, v1, v2 op_sel:[1,0,0]", (0x9F << 8, 4.0), halves(-24.0, -2.0)),
 ]  # fmt: skip
 RDNA_ONLY: list[tuple[str, tuple, float | int]] = [
     ("v_cmp_gt_i32_e32 vcc_lo, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc_lo", (3, -1), 3),
@@ -195,12 +193,10 @@ def test_scalar(text: str, sources: tuple, wanted: int, scc: int) -> None:
 MOVED: list[tuple[str, str, dict[int, int]]] = [
     ("gfx942", "quad_perm:[1,0,3,2]", {0: 1, 1: 0, 2: 3, 63: 62}),
     ("gfx942", "row_shr:1", {0: -1, 1: 0, 16: -1, 31: 30}),
-    ("gfx942", "row_shl:3", {0: 3, 12: 15, 13: -1}), ("gfx942", "row_ror:4", {0: 12, 4: 0, 20: 16}),
+    ("gfx942", "row_ror:4", {0: 12, 4: 0, 20: 16}),
     ("gfx942", "row_bcast:15 row_mask:0xa bank_mask:0xf", {0: -1, 16: 15, 31: 15, 32: -1, 48: 47}),
     ("gfx942", "row_bcast:31 row_mask:0xc bank_mask:0xf", {31: -1, 32: 31, 63: 31}),
-    ("gfx942", "row_mirror", {0: 15, 17: 30}), ("gfx942", "row_half_mirror", {0: 7, 9: 14}),
-    ("gfx942", "row_newbcast:3", {0: 3, 31: 19}), ("gfx1100", "row_xmask:4", {0: 4, 21: 17}),
-    ("gfx1100", "row_share:5", {0: 5, 31: 21}),
+    ("gfx942", "row_half_mirror", {0: 7, 9: 14}), ("gfx1100", "row_xmask:4", {0: 4, 21: 17}),
 ]  # fmt: skip
 
 
@@ -221,6 +217,9 @@ def test_other_lanes() -> None:
     assert (wave.s[0], wave.s[2], wave.v[1, 3]) == (7, 0, 99)
     wave = execute("gfx950", "s_mov_b64 exec, 0xf0", "v_readfirstlane_b32 s2, v1", "v_mov_b32 v0, 5", v={1: lane})
     assert wave.s[2] == 4 and wave.v[0].tolist() == [5 if 4 <= n < 8 else n for n in range(64)]
+    for form, left in (("save", 0xFFFF), ("wr", 0xFFFF0000)):
+        wave = execute("gfx1100", "s_mov_b32 exec_lo, 0xffff", f"s_and_not1_{form}exec_b32 s5, -1")
+        assert (wave.s[5], wave.exec, wave.scc) == (left, 0xFFFF0000, 1)
     wave = execute("gfx950", "v_permlane32_swap_b32_e32 v1, v2", v={1: lane, 2: lane + 100})
     assert wave.v[1, [0, 31, 32, 63]].tolist() == [0, 31, 100, 131] and wave.v[2, [0, 32]].tolist() == [32, 132]
     wave = execute("gfx950", "ds_bpermute_b32 v0, v2, v1", "s_waitcnt lgkmcnt(0)",
@@ -235,8 +234,8 @@ def test_memory() -> None:
     """Bytes to 16 bytes, halves, ranges that a buffer ends, LDS with two offsets and transposed."""
     memory, lane = np.arange(1024, dtype=np.uint16), np.arange(64)
     wave = execute("gfx942", "global_load_dwordx2 v[2:3], v1, s[0:1] offset:8", "global_load_ushort v4, v1, s[0:1]",
-                   "global_load_short_d16_hi v4, v1, s[0:1] offset:2", "s_waitcnt vmcnt(0)", v={1: 16 * lane},
-                   memory=memory)  # fmt: skip
+                   "s_waitcnt vmcnt(0)", "global_load_short_d16_hi v4, v1, s[0:1] offset:2", "s_waitcnt vmcnt(0)",
+                   v={1: 16 * lane}, memory=memory)  # fmt: skip
     assert [hex(n) for n in wave.v[2:5, 1]] == ["0xd000c", "0xf000e", "0x90008"]
     setup = ["s_mov_b32 s3, 0x27000", "s_movk_i32 s2, 0x40", "s_and_b32 s1, s1, 0xffff"]
     wave = execute("gfx942", *setup, "buffer_load_dword v2, v1, s[0:3], 0 offen", "s_waitcnt vmcnt(0)",
@@ -317,6 +316,7 @@ LATE = [("global_load_dword v2, v1, s[0:1]", "vmcnt(0)", "v_mov_b32 v0, v2"),
         ("global_load_dword v2, v1, s[0:1]", "vmcnt(0)", "v_mov_b32 v2, 0"),
         ("s_load_dword s2, s[0:1], 0x0", "lgkmcnt(0)", "v_mov_b32 v0, s2"),
         ("ds_read_b32 v2, v1", "lgkmcnt(0)", "v_add_u32 v0, v2, v1"),
+        ("ds_read_u16_d16 v2, v1", "lgkmcnt(0)", "ds_read_u16_d16_hi v2, v1"),
         ("ds_write_b32 v1, v1", "lgkmcnt(0)", "s_barrier")]  # fmt: skip
 
 
@@ -408,16 +408,16 @@ def plant(target, case, kind, most):
             missed.append(f"{target}, {case}, {lines[n][1]}: {lines[n][0]}")
     return len(places), missed
 """
-SHARES = {"barriers": 0.85, "waits": 0.7, "vector instructions": 0.7}
+SHARES = {"barriers": 0.9, "waits": 0.85, "vector instructions": 0.7}
 PLACES = ("decode bf16, two parts", "prefill bf16, heads of 64")
 
 
-def planted(kind: str, targets: tuple[str, ...], most: int, slack: float = 0.0) -> None:
+def planted(kind: str, targets: tuple[str, ...], most: int) -> None:
     """Up to so many errors of a kind in each program: which are not noticed, and whether enough are."""
     result = run(f"{PLANT}\nresult = [plant(t, c, {kind!r}, {most}) for t in {targets} for c in {PLACES}]")
     count, missed = sum(n for n, _ in result), [text for _, texts in result for text in texts]
     print(f"{kind}: {count - len(missed)} of {count} noticed; not:", *missed, sep="\n  ")
-    assert count >= 12 and 1 - len(missed) / count >= SHARES[kind] - slack
+    assert count >= 12 and 1 - len(missed) / count >= SHARES[kind]
 
 
 @needs_triton
@@ -436,11 +436,14 @@ def test_planted_errors(kind: str, targets: tuple[str, ...], most: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHARES)
 def test_all_planted_errors(kind: str) -> None:
-    """When this was written: 54 of 62 barriers, 303 of 390 waits, 322 of 480 vector instructions (67 %).
+    """When this was written: 80 of 82 barriers (98 %), 413 of 433 waits (95 %), 356 of 480 vector instructions (74 %).
 
-    Not noticed are above all steps that refine what is rounded to 16 bits anyway, and copies of what others compute.
+    Of the 124 that are missed, 100 leave every bit of the results as it was. 33 copy a register: 21 of them, always, to
+    where its number is already. 31 refine a division that is rounded to 16 bits afterwards, 30 round to bfloat16 and
+    decide only in ties and for NaN, 11 are steps of a maximum that softmax does not depend on while nothing overflows.
+    The other 19 compute addresses of masked keys, masks, or products in lanes that do not matter.
     """
-    planted(kind, ("gfx942", "gfx950", "gfx1100"), 80, slack=0.05)
+    planted(kind, ("gfx942", "gfx950", "gfx1100"), 80)
 
 
 BEYOND = """

@@ -87,3 +87,18 @@ def test_missing_matrix_instructions_are_found() -> None:
     """The check reads the name of the case: float32 has no matrix instruction on RDNA 3, but bfloat16 has one."""
     launch = "tool.attend(tool.LLAMA, 'decode', 'fp32', 16, '4 GiB')"
     assert "no matrix instructions" in faults_of("gfx1100", launch, "decode bf16")["paged_attention_kernel"]
+
+
+def test_executed_instructions() -> None:
+    """Tiny cases have a row, too, with what they executed; a wrong result is a fault of the kernel."""
+    result = run("""
+result = {}
+for planted in (False, True):
+    if planted:
+        import execute
+        execute.CASES["silu fp32"] = lambda: execute.silu("fp32") + 1
+    rows = tool.execute_cases("gfx942", only="silu fp32")
+    result[planted] = [[row.kernel, row.registers, row.executed, *tool.faults(row)] for row in rows]
+""")
+    (name, registers, executed), (*_, fault) = *result["false"], *result["true"]
+    assert name == "silu_and_mul_kernel" and registers > 0 and executed > 100 and fault == "wrong"

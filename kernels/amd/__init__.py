@@ -11,8 +11,7 @@ Read it as the description of a machine, a room after the other:
     packed      two values in each lane
     crosslane   values that move between lanes
     matrix      tiles spread over the lanes
-    lds         instructions on the memory of a workgroup
-    loads       instructions on all other memory
+    loads       instructions on memory
     program     an instruction finds its room; a program runs from barrier to barrier
     group       the waves of a workgroup; a launch
     launch      in place of a GPU: Triton's launches on CPU tensors

@@ -14,16 +14,10 @@ from .text import Instruction, Unknown
 PATTERNS: dict[str, Callable] = {
     "quad_perm": lambda lane, n: ((lane & ~3) + np.array(n)[lane & 3], True),
     "row_shr": lambda lane, n: (lane - n, lane & 15 >= n),
-    "row_shl": lambda lane, n: (lane + n, (lane & 15) + n < 16),
     "row_ror": lambda lane, n: ((lane & ~15) + (lane - n & 15), True),
-    "row_mirror": lambda lane, n: (lane ^ 15, True),
     "row_half_mirror": lambda lane, n: (lane ^ 7, True),
     "row_bcast": lambda lane, n: ((lane & ~n & 63) - 1, lane > n) if n == 15 else (0 * lane + n, lane > n),
-    "row_newbcast": lambda lane, n: ((lane & ~15) + n, True),
-    "row_share": lambda lane, n: ((lane & ~15) + n, True),
     "row_xmask": lambda lane, n: (lane ^ n, True),
-    "wave_shr": lambda lane, n: (lane - n, lane >= n),
-    "wave_shl": lambda lane, n: (lane + n, lane + n <= lane.max()),
 }
 
 
@@ -41,24 +35,18 @@ def dpp_lanes(i: Instruction) -> tuple[np.ndarray, np.ndarray, np.ndarray] | Non
 
 def build(i: Instruction) -> Step | None:
     name = i.name.removeprefix("v_").removesuffix("_e32").removesuffix("_e64")
-    if name in ("readlane_b32", "readfirstlane_b32"):
+    if name == "readfirstlane_b32":
         to, n = set_scalar(i.operands[0]), vector(i.operands[1]).first
-        if name == "readfirstlane_b32":
-            return lambda w: to(w, int(w.v[n, (w.exec & -w.exec).bit_length() - 1 if w.exec else 0]))
-        at = scalar(i.operands[2])
+        return lambda w: to(w, int(w.v[n, (w.exec & -w.exec).bit_length() - 1 if w.exec else 0]))
+    if name == "readlane_b32":
+        to, n, at = set_scalar(i.operands[0]), vector(i.operands[1]).first, scalar(i.operands[2])
         return lambda w: to(w, int(w.v[n, at(w) % w.lanes]))
     if name == "writelane_b32":
         n, value, at = vector(i.operands[0]).first, scalar(i.operands[1]), scalar(i.operands[2])
-
-        def writelane(w: Wave) -> None:
-            w.v[n, at(w) % w.lanes] = value(w)
-
-        return writelane
-    if name.startswith("permlane") and name.endswith("_swap_b32"):
+        return lambda w: w.v[n].__setitem__(at(w) % w.lanes, value(w))
+    if name in ("permlane16_swap_b32", "permlane32_swap_b32"):
         return build_swap(i, int(name[8:10]))
-    if name in ("permlane16_b32", "permlanex16_b32"):
-        return build_permute(i, 16 if "x16" in name else 0)
-    return None
+    return build_permute(i) if name == "permlanex16_b32" else None
 
 
 def build_swap(i: Instruction, size: int) -> Step:
@@ -74,15 +62,15 @@ def build_swap(i: Instruction, size: int) -> Step:
     return swap
 
 
-def build_permute(i: Instruction, other: int) -> Step:
-    """Each lane of a row reads the lane that 4 bits of two scalars name, in its row or in the other one of a pair."""
+def build_permute(i: Instruction) -> Step:
+    """Each lane reads, from the other row of a pair, the lane that 4 bits of two scalars name."""
     n, value, low, high = vector(i.operands[0]).first, read(i.operands[1], "u32"), *map(scalar, i.operands[2:])
-    inactive, zero = i.halves("op_sel", 0, 2)[:2]
+    inactive, zero = i.halves("op_sel", 0, 2)
     lane = np.arange(i.target.lanes)
 
     def permute(w: Wave) -> None:
         choice = high(w) << 32 | low(w)
-        source = (lane & ~15 ^ other) + np.array([choice >> 4 * k & 15 for k in range(16)])[lane & 15]
+        source = (lane & ~15 ^ 16) + np.array([choice >> 4 * k & 15 for k in range(16)])[lane & 15]
         valid = w.active[source] | bool(inactive)
         w.put("u32", n, np.where(valid, value(w)[source], 0 if zero else w.v[n]))
 

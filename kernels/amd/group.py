@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .machine import ALL, Wave
+from .machine import ALL, UNSET, Wave
 from .memory import Argument, Arguments, Lds, Scratch
 from .program import Program, Watch, program_of
 from .text import Assembly
@@ -23,12 +23,11 @@ GIVEN = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2, "kernar
 
 
 def start(w: Wave, directives: dict[str, int], group: tuple[int, ...], kernarg: int) -> None:
-    """Scalar registers say where the arguments are, and which workgroup this is."""
-    values = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "kernarg_segment_ptr": [kernarg & ALL, kernarg >> 32]}
-    given: list[int] = []
-    for name, size in GIVEN.items():
-        given += values.get(name, [0] * size) if directives.get(f"user_sgpr_{name}") else []
-    w.s[: len(given)], first = given, directives["user_sgpr_count"]
+    """Scalar registers say where the arguments are, and which workgroup this is; the others are not set."""
+    known = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "kernarg_segment_ptr": [kernarg & ALL, kernarg >> 32]}
+    given = [name for name in GIVEN if directives.get(f"user_sgpr_{name}")]
+    values = [n for name in given for n in known.get(name, [UNSET] * GIVEN[name])]
+    w.s[: len(values)], first = values, directives["user_sgpr_count"]
     numbers = [n for axis, n in zip("xyz", group, strict=True) if directives[f"system_sgpr_workgroup_id_{axis}"]]
     w.s[first : first + len(numbers) + 1] = [*numbers, 0]  # at last where a wave's scratch begins: it has its own
 

@@ -13,15 +13,14 @@ class Bytes:
     """Memory that is read and written at a byte offset in each lane."""
 
     def __init__(self, u8: np.ndarray) -> None:
-        self.u8, self.u16, self.u32 = u8, u8.view(np.uint16), u8.view(np.uint32)
+        self.u8, self.u32 = u8, u8.view(np.uint32)
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:
         """[words, lanes]: `size` bytes at offsets `at`, in words of 32 bits."""
-        if size < 4:
-            return (self.u16[at >> 1] if size == 2 and not (at & 1).any() else self.u8[at]).astype(np.uint32)[None]
-        if not (at & 3).any():
+        if size >= 4 and not (at & 3).any():
             return self.u32[(at >> 2) + np.arange(size // 4)[:, None]]
-        parts = np.ascontiguousarray(self.u8[at[:, None] + np.arange(size)])
+        parts = np.zeros((len(at), max(4, size)), np.uint8)
+        parts[:, :size] = self.u8[at[:, None] + np.arange(size)]
         return parts.view(np.uint32).T
 
     def write(self, at: np.ndarray, words: np.ndarray, size: int) -> None:
@@ -43,43 +42,30 @@ class Argument(Bytes):
 
 
 class Arguments:
-    """All that a kernel may address. The check `bounds`: each access lies in one argument's storage."""
+    """All that a kernel may address. The check `bounds`: the lanes of an access meet in one argument's storage."""
 
     def __init__(self, arguments: list[Argument]) -> None:
         self.arguments = [a for a in arguments if a.end > a.first]
 
-    def parts(self, addresses: np.ndarray, size: int) -> list[tuple[Argument, np.ndarray | slice]]:
-        """Whose storage it is, and which of the accesses fall there."""
+    def find(self, addresses: np.ndarray, size: int) -> tuple[Argument, np.ndarray]:
+        """Whose storage it is, and the offsets there."""
         low, high = int(addresses.min()), int(addresses.max()) + size
-        found, left = [], np.ones(len(addresses), bool)
-        for argument in self.arguments:
-            if argument.first <= low and high <= argument.end:
-                return [(argument, slice(None))]
-            here = left & (addresses >= np.uint64(argument.first)) & (addresses <= np.uint64(argument.end - size))
-            if here.any() and argument.end - argument.first >= size:
-                found.append((argument, here))
-                left &= ~here
-        if left.any():
-            self.complain(int(addresses[left][0]), size, int(left.sum()))
-        return found
-
-    def complain(self, address: int, size: int, lanes: int) -> None:
-        near = min(self.arguments, key=lambda a: min(abs(address - a.first), abs(address + size - a.end)))
-        raise Fault(f"bounds: {lanes} lanes reach {size} bytes at {address - near.first:+d} from the start of "
-                    f"{near.name}, whose storage has {near.end - near.first}")  # fmt: skip
+        for found in self.arguments:
+            if found.first <= low and high <= found.end:
+                return found, (addresses - np.uint64(found.origin)).astype(np.int64)
+        near = min(self.arguments, key=lambda a: max(a.first - low, low - a.end))
+        outside = (addresses < np.uint64(near.first)) | (addresses > np.uint64(near.end - size))
+        raise Fault(f"bounds: {outside.sum()} lanes reach {size} bytes at {int(addresses[outside][0]) - near.first:+d} "
+                    f"from the start of {near.name}, whose storage has {near.end - near.first}")  # fmt: skip
 
     def read(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """[words, lanes]."""
-        out = np.empty((max(1, size // 4), len(addresses)), np.uint32)
-        for argument, some in self.parts(addresses, size):
-            at = (addresses[some] - np.uint64(argument.origin)).astype(np.int64)
-            out[:, some] = argument.read(at, size)
-        return out
+        argument, at = self.find(addresses, size)
+        return argument.read(at, size)
 
     def write(self, addresses: np.ndarray, words: np.ndarray, size: int) -> None:
-        for argument, some in self.parts(addresses, size):
-            at = (addresses[some] - np.uint64(argument.origin)).astype(np.int64)
-            argument.write(at, words[:, some], size)
+        argument, at = self.find(addresses, size)
+        argument.write(at, words, size)
 
 
 class Scratch(Bytes):
@@ -97,17 +83,25 @@ class Lds(Bytes):
     def __init__(self, size: int, waves: int) -> None:
         super().__init__(np.full((size + 3) // 4, UNSET, np.uint32).view(np.uint8))
         self.size, self.is_shared = size, waves > 1
-        self.period = 1  # between two barriers
+        self.wave, self.period = 0, 1  # which one runs; between which two barriers
         self.written, self.seen = np.zeros((2, len(self.u8)), np.int32)  # the period in which a byte was last
         self.writer, self.reader = np.full((2, len(self.u8)), -1, np.int16)  # and by which wave; reader -1: several
 
-    def check(self, wave: int, at: np.ndarray, size: int, words: np.ndarray | None) -> None:
+    def read(self, at: np.ndarray, size: int) -> np.ndarray:
+        self.check(at, size, None)
+        return super().read(at, size)
+
+    def write(self, at: np.ndarray, words: np.ndarray, size: int) -> None:
+        self.check(at, size, words)
+        super().write(at, words, size)
+
+    def check(self, at: np.ndarray, size: int, words: np.ndarray | None) -> None:
         """The offsets are inside, and no other wave is; `words` [words, lanes] if they are written."""
         if len(at) and (at.min() < 0 or at.max() + size > self.size):
             raise Fault(f"bounds: {size} bytes at {int(at.max())} of {self.size} bytes of LDS")
         if not self.is_shared:
             return
-        byte = at[:, None] + np.arange(size)
+        byte, wave = at[:, None] + np.arange(size), self.wave
         others = (self.written[byte] == self.period) & (self.writer[byte] != wave)
         readers = (self.seen[byte] == self.period) & (self.reader[byte] != wave)
         if words is None:
@@ -117,10 +111,10 @@ class Lds(Bytes):
             others = (others | readers) & changed
             self.written[byte[changed]], self.writer[byte[changed]] = self.period, wave
         if others.any():
-            self.complain(wave, int(byte[others][0]), words is not None)
+            self.complain(int(byte[others][0]), words is not None)
 
-    def complain(self, wave: int, byte: int, writes: bool) -> None:
-        wrote = self.written[byte] == self.period and self.writer[byte] not in (wave, -1)
+    def complain(self, byte: int, writes: bool) -> None:
+        wrote = self.written[byte] == self.period and self.writer[byte] not in (self.wave, -1)
         other = f"wave {self.writer[byte]} wrote" if wrote else "another wave read"
-        raise Fault(f"race: wave {wave} {'writes' if writes else 'reads'} byte {byte} of LDS, "
+        raise Fault(f"race: wave {self.wave} {'writes' if writes else 'reads'} byte {byte} of LDS, "
                     f"which {other} since the last barrier")  # fmt: skip

@@ -6,13 +6,13 @@ import copy
 import functools
 from collections.abc import Callable
 
-from . import crosslane, lds, loads, matrix, packed, scalar, vector
+from . import crosslane, loads, matrix, packed, scalar, vector
 from .machine import BARRIER, SCALARS, Fault, Step, Wave
 from .operands import used
 from .text import Assembly, Instruction, Unknown, read_assembly
 
 Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
-ROOMS = (matrix.build, packed.build, crosslane.build, lds.build, loads.build, vector.build)
+ROOMS = (matrix.build, packed.build, crosslane.build, loads.build, vector.build)
 KINDS = ("matrix", "memory", "LDS", "scalar", "vector")
 MAX_JUMPS = 100_000  # of one wave, before it is called endless
 
@@ -32,7 +32,7 @@ class Program:
         self.assembly, self.target, self.steps, self.used, unknown = assembly, assembly.target, [], [], []
         self.kinds = [kind_of(text) for text, _ in assembly.lines]
         for text, where in assembly.lines:
-            i = Instruction(text, where, self.target)
+            i = Instruction(text, self.target)
             self.used.append(self.uses(i))
             try:
                 self.steps.append(self.build(i))
@@ -52,13 +52,14 @@ class Program:
 
     @staticmethod
     def uses(i: Instruction) -> frozenset[int]:
-        """Registers that must have come. Loads come in their order, so one may follow another into its register."""
-        is_load = "_load" in i.name or i.name.startswith("ds_read")
+        """Registers that must have come. Loads come in their order, so one may follow another into its register, but a
+        load of one half (d16) also reads the register, for the other half."""
+        is_load = ("_load" in i.name or i.name.startswith("ds_read")) and "d16" not in i.name
         return used([i.text] if " :: " in i.text else i.operands[is_load and "lds" not in i.modifiers :])
 
     def run(self, w: Wave, counts: list[int], watch: Watch | None = None, strict: bool = True) -> bool:
         """Until a barrier (True) or the end."""
-        steps, uses, pc = self.steps, self.used, w.pc
+        steps, uses, pc, w.lds.wave = self.steps, self.used, w.pc, w.number
         try:
             while True:
                 if watch:

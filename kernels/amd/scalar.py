@@ -25,10 +25,9 @@ def signed(x: int, bits: int = 32) -> int:
     return (x ^ 1 << bits - 1) - (1 << bits - 1)
 
 
-def sum_of(x: int, y: int) -> tuple[int, int]:
+def overflow(x: int) -> tuple[int, int]:
     """With scc where it does not fit."""
-    total = signed(x & ALL) + signed(y & ALL)
-    return total, int(not -(2**31) <= total < 2**31)
+    return x, int(not -(2**31) <= x < 2**31)
 
 
 def extract(x: int, field: int, kind: str) -> int:
@@ -41,30 +40,25 @@ def extract(x: int, field: int, kind: str) -> int:
 # (x, y, scc, bits) -> a value, of which scc then says whether it is not zero, or (value, scc; None: as it was).
 OPERATIONS: dict[str, Callable[[int, int, int, int], Any]] = {
     "and": lambda x, y, c, n: x & y, "or": lambda x, y, c, n: x | y, "xor": lambda x, y, c, n: x ^ y,
-    "andn2": lambda x, y, c, n: x & ~y, "and_not1": lambda x, y, c, n: x & ~y, "orn2": lambda x, y, c, n: x | ~y,
-    "nand": lambda x, y, c, n: ~(x & y), "nor": lambda x, y, c, n: ~(x | y), "xnor": lambda x, y, c, n: ~(x ^ y),
+    "andn2": lambda x, y, c, n: x & ~y, "and_not1": lambda x, y, c, n: x & ~y, "not": lambda x, y, c, n: ~x,
     "lshl": lambda x, y, c, n: x << (y & n - 1), "lshr": lambda x, y, c, n: x >> (y & n - 1),
-    "ashr": lambda x, y, c, n: signed(x, n) >> (y & n - 1),
+    "ashr": lambda x, y, c, n: signed(x, n) >> (y & n - 1), "abs_i32": lambda x, y, c, n: abs(signed(x)),
     "bfe_u32": lambda x, y, c, n: extract(x, y, "u"), "bfe_i32": lambda x, y, c, n: extract(x, y, "i"),
-    "bfe_u64": lambda x, y, c, n: extract(x, y, "u"), "cselect": lambda x, y, c, n: (x if c else y, None),
-    "abs_i32": lambda x, y, c, n: abs(signed(x)), "not": lambda x, y, c, n: ~x,
-    "mov": lambda x, y, c, n: (x, None), "movk": lambda x, y, c, n: (x, None),
-    "brev": lambda x, y, c, n: (int(f"{x:0{n}b}"[::-1], 2), None), "bcnt1_i32": lambda x, y, c, n: x.bit_count(),
-    "ff1_i32": lambda x, y, c, n: ((x & -x).bit_length() - 1, None),
+    "cselect": lambda x, y, c, n: (x if c else y, None), "mov": lambda x, y, c, n: (x, None),
     "add_u32": lambda x, y, c, n: (x + y, x + y >> 32), "addc_u32": lambda x, y, c, n: (x + y + c, x + y + c >> 32),
     "sub_u32": lambda x, y, c, n: (x - y, int(x < y)), "subb_u32": lambda x, y, c, n: (x - y - c, int(x < y + c)),
-    "add_i32": lambda x, y, c, n: sum_of(x, y), "addk_i32": lambda x, y, c, n: sum_of(x, y),
-    "sub_i32": lambda x, y, c, n: (x - y, int(not -(2**31) <= signed(x) - signed(y) < 2**31)),
-    "mul_i32": lambda x, y, c, n: (x * y, None), "mulk_i32": lambda x, y, c, n: (x * y, None),
-    "mul_hi_u32": lambda x, y, c, n: (x * y >> 32, None),
+    "add_i32": lambda x, y, c, n: overflow(signed(x) + signed(y)),
+    "sub_i32": lambda x, y, c, n: overflow(signed(x) - signed(y)),
+    "mul_i32": lambda x, y, c, n: (x * y, None), "mul_hi_u32": lambda x, y, c, n: (x * y >> 32, None),
     "mul_hi_i32": lambda x, y, c, n: (signed(x) * signed(y) >> 32, None),
-    "min_u32": lambda x, y, c, n: (min(x, y), int(x < y)), "max_u32": lambda x, y, c, n: (max(x, y), int(x >= y)),
     "min_i32": lambda x, y, c, n: (min(signed(x), signed(y)), int(signed(x) < signed(y))),
     "max_i32": lambda x, y, c, n: (max(signed(x), signed(y)), int(signed(x) >= signed(y))),
     **{f"lshl{k}_add_u32": lambda x, y, c, n, k=k: ((x << k) + y, int((x << k) + y > ALL)) for k in (1, 2, 3, 4)},
 }  # fmt: skip
-COMPARE = {"eq": operator.eq, "lg": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt,
-           "le": operator.le}  # fmt: skip
+COMPARE: dict[str, Callable[[int, int], Any]] = {
+    "eq": operator.eq, "lg": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
+    "bitcmp0": lambda x, n: not x >> (n & 31) & 1, "bitcmp1": lambda x, n: x >> (n & 31) & 1,
+}  # fmt: skip
 BRANCHES: dict[str, Callable[[Wave], Any]] = {
     "branch": lambda w: True, "cbranch_scc0": lambda w: not w.scc, "cbranch_scc1": lambda w: w.scc,
     "cbranch_vccz": lambda w: not vcc(w), "cbranch_vccnz": lambda w: vcc(w),
@@ -82,12 +76,16 @@ def build(i: Instruction, labels: dict[str, int]) -> Step | None:
         return lambda w: None
     if not i.name.startswith("s_"):
         return None
-    name, wide = i.name[2:], i.name.endswith("64")
+    name, operands, wide = i.name[2:], i.operands, i.name.endswith("64")
+    if short := re.fullmatch(r"(add|cmp|mov|mul)k(_\w+)", name):  # a constant of 16 bits; the result is a source, too
+        number, name = int(operands[1], 0) & 0xFFFF, short[1] + short[2]
+        number = signed(number, 16) if "_i32" in name else number
+        operands = [operands[0]] * (1 + (short[1] in ("add", "mul"))) + [str(number)]
     operation, _, kind = name.rpartition("_")
     if name in BRANCHES:
-        if i.operands[0] not in labels:
-            raise Unknown(f"no label {i.operands[0]}")
-        to, test = labels[i.operands[0]], BRANCHES[name]
+        if operands[0] not in labels:
+            raise Unknown(f"no label {operands[0]}")
+        to, test = labels[operands[0]], BRANCHES[name]
         return lambda w: to if test(w) else None
     if simple := {"endpgm": lambda w: END, "barrier": barrier}.get(name):
         return simple
@@ -95,36 +93,23 @@ def build(i: Instruction, labels: dict[str, int]) -> Step | None:
         return build_wait(i)
     if operation == "load":
         return build_load(i, kind)
-    if name.startswith(("cmp_", "cmpk_", "bitcmp")):
-        return build_compare(i, operation, kind, wide)
-    if operation.endswith("_saveexec"):  # the mask moves to a register, and is combined with another
-        combine = OPERATIONS[operation.removesuffix("_saveexec")]
-        f: Callable = lambda x, mask, c, n: combine(x, mask, c, n) & 2**n - 1  # noqa: E731
-        save, change = set_scalar(i.operands[0], wide), set_scalar("exec", wide)
-        return build_operation(f, scalar(i.operands[1], wide), scalar("exec", wide), change, wide, save)
+    if (test_name := operation.removeprefix("cmp_")) in COMPARE:
+        return build_compare(COMPARE[test_name], signed if kind == "i32" else int, *(scalar(x, wide) for x in operands))
+    if found := re.fullmatch(r"(\w+)_(save|wr)exec", operation):
+        return build_mask(OPERATIONS[found[1]], scalar(operands[1], wide), set_scalar(operands[0], wide), found[2])
     operation = operation if operation in OPERATIONS else name
     if operation not in OPERATIONS:
         return None
-    operands = [*i.operands, "0"] if len(i.operands) < 3 else i.operands
-    if "k_" in name:
-        operands = [i.operands[0], *i.operands]
-    narrow = operation in ("lshl", "lshr", "ashr") or operation.startswith("bfe")
-    x, y = scalar(operands[1], wide), scalar(operands[2], wide and not narrow)
-    if "k_" in name:  # a constant of 16 bits with a sign
-        constant = signed(int(i.operands[1], 0) & 0xFFFF, 16) & ALL
-        x, y = (lambda w: constant) if operation == "movk" else x, lambda w: constant
-    return build_operation(OPERATIONS[operation], x, y, set_scalar(operands[0], wide and "_i32" not in name), wide)
+    narrow = operation in ("lshl", "lshr", "ashr") or operation.startswith("bfe")  # how far is a single register
+    x, y = scalar(operands[1], wide), scalar(operands[2] if len(operands) > 2 else "0", wide and not narrow)
+    return build_operation(OPERATIONS[operation], x, y, set_scalar(operands[0], wide), wide)
 
 
-def build_operation(
-    f: Callable, x: Callable, y: Callable, to: Callable, wide: bool, save: Callable | None = None
-) -> Step:
+def build_operation(f: Callable, x: Callable, y: Callable, to: Callable, wide: bool) -> Step:
     bits, full = (64, 2**64 - 1) if wide else (32, ALL)
 
     def run(w: Wave) -> None:
-        before, value = w.exec, f(x(w), y(w), w.scc, bits)
-        if save:
-            save(w, before)
+        value = f(x(w), y(w), w.scc, bits)
         value, scc = value if isinstance(value, tuple) else (value, int(value & full != 0))
         to(w, value & full)
         w.scc = w.scc if scc is None else scc
@@ -132,16 +117,19 @@ def build_operation(
     return run
 
 
-def build_compare(i: Instruction, operation: str, kind: str, wide: bool) -> Step:
-    x, y = scalar(i.operands[0], wide), scalar(i.operands[1], wide)
-    number: Callable[[int], int] = signed if kind[0] == "i" else int
-    f = COMPARE.get(operation.split("_")[-1])
-    if operation.startswith("bitcmp"):
-        wanted, number, f = int(operation[6]), int, lambda a, b: a >> (b & 31) & 1 == wanted
-    if operation.startswith("cmpk"):
-        value = (signed(int(i.operands[1], 0) & 0xFFFF, 16) if kind[0] == "i" else int(i.operands[1], 0)) & ALL
-        y = lambda w: value  # noqa: E731
+def build_mask(f: Callable, x: Callable, to: Callable, form: str) -> Step:
+    """The mask is combined with a register; another one then holds the old mask (save) or the new one (wr)."""
 
+    def run(w: Wave) -> None:
+        before, after = w.exec, f(x(w), w.exec, 0, 0) & (1 << w.lanes) - 1
+        to(w, before if form == "save" else after)
+        w.set_mask(after)
+        w.scc = int(after != 0)
+
+    return run
+
+
+def build_compare(f: Callable, number: Callable[[int], int], x: Callable, y: Callable) -> Step:
     def run(w: Wave) -> None:
         w.scc = int(f(number(x(w)), number(y(w))))
 

@@ -20,7 +20,6 @@ class Instruction:
     """`v_add_f32_dpp v2, v2, v2 row_shr:8`: name, operands, modifiers {"row_shr": 8}."""
 
     text: str
-    where: str  # file:line of Python
     target: Target
     name: str = ""
     operands: list[str] = field(default_factory=list)
@@ -32,14 +31,9 @@ class Instruction:
         words = re.findall(r"\w+:\[[^]]*\]|\w+\(\w+\)|\S+", pieces.pop()) if pieces else []
         while words and (len(words) > 1 or re.match(r"[a-z]\w+:", words[0])) and self.name != "s_waitcnt":
             key, _, value = words.pop().partition(":")
-            self.modifiers[key] = self.value(value)
+            numbers = [int(number, 0) for number in re.findall(r"-?\b(?:0x[0-9a-f]+|\d+)\b", value)]
+            self.modifiers[key] = numbers if value[:1] == "[" else numbers[0] if numbers else value or True
         self.operands = [*pieces, *words]
-
-    @staticmethod
-    def value(text: str) -> Any:
-        if text.startswith("["):
-            return [int(number) for number in text[1:-1].split(",")]
-        return int(text, 0) if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", text) else text or True
 
     def take(self, modifier: str, default: Any = 0) -> Any:
         """The value of a modifier; what is never taken is not known."""
@@ -55,7 +49,7 @@ class Instruction:
         if " :: " not in self.text:
             return [self]
         self.modifiers.clear()
-        return [Instruction(half.replace("v_dual_", "v_"), self.where, self.target) for half in self.text.split(" :: ")]
+        return [Instruction(half.replace("v_dual_", "v_"), self.target) for half in self.text.split(" :: ")]
 
     def done(self) -> None:
         """Nothing of the instruction was overlooked."""
