@@ -50,6 +50,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/host_step.py
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
+	$(PY) tests/bench/ranks.py
 
 kernels: $(VENV)/dev
 	$(PY) kernels/compile.py
