@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,6 +373,8 @@ def test_a_step_crosses_whole() -> None:
                 assert [p.top_k for p in value] == [p.top_k for p in other]
             elif name != "whole":
                 assert value == other
+    large = replace(batch, block_tables=np.arange(10_000_000, dtype=np.int32).reshape(40, -1))  # 40 MB, in pieces
+    assert np.array_equal(unpack_batch(pack_batch(large)).block_tables, large.block_tables)
     for frame in (pickle.dumps(batch), pack_batch(batch)[:-1], b""):
         with pytest.raises(ValueError):
             unpack_batch(frame)

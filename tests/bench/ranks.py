@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoints import save_checkpoint  # noqa: E402
+from checkpoints import save_checkpoint
 from report import OtherLoad, machine, print_table, write_json
 
 from atom_mini import LLM, SamplingParams
