@@ -50,6 +50,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/host_step.py
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
+	$(PY) tests/bench/ranks.py
 
 # EXECUTE=1: and count the instructions that tiny cases execute on AMD's.
 kernels: $(VENV)/dev

@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # torch loads when an engine is made
     from atom_mini.model_runner import ModelRunner
 
 # %% auto #0
-__all__ = ['PARTS', 'WITH_TORCH', 'attach', 'choose_ops', 'check_triton', 'make_runner', 'make_engine_core', 'Machine']
+__all__ = ['PARTS', 'WITH_TORCH', 'attach', 'choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_engine_core',
+           'Machine']
 
 # %% ../nbs/12b_assemble.ipynb #9db6a3c7
 def attach(parts: dict[str, str]) -> None:
@@ -43,6 +44,7 @@ PARTS = {
     "speculation.verify": "Speculation",
     "families.records": "FamilyNames",
     "processes.knobs": "ProcessKnobs",
+    "processes.cuts": "TensorParallel",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
@@ -89,16 +91,21 @@ def check_triton(on_gpu: bool) -> None:
     )
 
 # %% ../nbs/12b_assemble.ipynb #5ee2e6ad
-def make_runner(config: Config) -> ModelRunner:
-    """The runner for `config`: with graphs on a GPU, unless `enforce_eager` or torch's
-    attention rules them out. The checkpoint is loaded here."""
-    attach(WITH_TORCH)
+def choose_runner(config: Config) -> type[ModelRunner]:
+    """The kind of runner for `config`: with graphs on a GPU, unless `enforce_eager` or
+    torch's attention rules them out."""
     from atom_mini.graphs import GraphRunner
     from atom_mini.model_runner import ModelRunner, choose_device
 
     on_gpu = choose_device(config.device).type == "cuda"
     graphs = on_gpu and not config.enforce_eager and config.attention != "torch"
-    return config.pick("make_runner", GraphRunner if graphs else ModelRunner)(config)
+    return GraphRunner if graphs else ModelRunner
+
+
+def make_runner(config: Config) -> ModelRunner:
+    """The runner for `config`. The checkpoint is loaded here."""
+    attach(WITH_TORCH)
+    return config.pick("make_runner", choose_runner(config))(config)
 
 # %% ../nbs/12b_assemble.ipynb #9baf5b9c
 def make_engine_core(config: Config) -> EngineCore:

@@ -341,3 +341,11 @@ def plot_host_and_device(axes, runs: dict[str, list[Note]], num_steps=5, skip=20
         ax.set(xlim=(0, 1e3 * span), xlabel="milliseconds")
         ax.label_outer()
         ax.set_title(name, size=9, loc="left")
+
+
+def run_ranks(size, work) -> list:
+    """`work(rank)` in a thread each; what they return. Raises what one of them raises."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))

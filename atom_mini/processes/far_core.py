@@ -37,7 +37,7 @@ from ..scheduler import BaseScheduler, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
 # %% auto #0
-__all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'CoreManager', 'FarScheduler', 'FarBatch', 'FarCore']
+__all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'CoreManager', 'environment', 'FarScheduler', 'FarBatch', 'FarCore']
 
 # %% ../../nbs/71b_far_core.ipynb #c2a1773d
 class EngineDead(RuntimeError):
@@ -81,17 +81,12 @@ class CoreManager:
                 self.outbox.send(frame, zmq.DONTWAIT)
 
     def _start(self, folder: str, context: zmq.Context) -> None:
-        """Start the process, whose modules and number of threads are ours: as many threads
-        make the same sums. It is killed when this thread ends."""
+        """Start the process. It is killed when this thread ends."""
         self.inbox, self.outbox = open_sockets(context, folder, is_engine=False)
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        if torch := sys.modules.get("torch"):
-            environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "atom_mini.processes.engine_process"], bufsize=0,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=environment, start_new_session=True,
+            env=environment(), start_new_session=True,
         )  # fmt: skip
         self.begun = time.monotonic()
         order = self.order | {"folder": folder, "parent": os.getpid()}
@@ -232,6 +227,16 @@ class CoreManager:
         self.tell(Shutdown(0))
         if self.thread and current_thread() is not self.thread:
             self.thread.join()
+
+# %% ../../nbs/71b_far_core.ipynb #1e99ae87
+def environment(share: int = 1) -> dict[str, str]:
+    """For a process whose modules are ours, and whose number of threads is ours divided
+    by `share`: as many threads make the same sums."""
+    own = dict(os.environ)
+    own["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    if torch := sys.modules.get("torch"):
+        own["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // share))
+    return own
 
 # %% ../../nbs/71b_far_core.ipynb #9eb15c36
 class FarScheduler(BaseScheduler):

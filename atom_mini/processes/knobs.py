@@ -17,8 +17,11 @@ from ..config import Config, Variant, check_rules, is_bool, is_number
 __all__ = ['as_order', 'make_far', 'ProcessKnobs']
 
 # %% ../../nbs/71c_deaths.ipynb #156b7f45
-def as_order(config: Config, given: set[str]) -> dict[str, Any]:
-    """Model and options for the engine's process; ValueError for what is not JSON."""
+def as_order(
+    config: Config, given: set[str], off: str = "engine_process=False"
+) -> dict[str, Any]:
+    """Model and options for another process; ValueError for what is not JSON, and `off`
+    is what to set then."""
     options = {name: getattr(config, name) for name in sorted(given)}
     value: Any
     for name, value in options.items():
@@ -27,8 +30,8 @@ def as_order(config: Config, given: set[str]) -> dict[str, Any]:
         try:
             json.dumps(options[name])
         except TypeError:
-            what = f"{name}={value!r} cannot be sent to the engine's process"
-            raise ValueError(f"{what}: set engine_process=False") from None
+            what = f"{name}={value!r} cannot be sent to another process"
+            raise ValueError(f"{what}: set {off}") from None
     return {"model": str(config.model), "options": options}
 
 # %% ../../nbs/71c_deaths.ipynb #91ca8531

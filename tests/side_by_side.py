@@ -1,0 +1,78 @@
+"""All ranks of a model in one process, a thread each, over the real collectives: no process to wait for."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from atom_mini.config import Config
+from atom_mini.processes.group import open_group
+from atom_mini.processes.rank_process import pack_batch, unpack_batch
+from atom_mini.processes.shards import Shard, make_rank
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+
+LIMIT = 20.0  # seconds
+
+
+class SideBySide:
+    """A runner that has all ranks, compares what they return, and lets a test look at rank 0's."""
+
+    def __init__(self, config: Config, make: Callable[..., Any] = make_rank) -> None:
+        n, folder = config.tensor_parallel_size, tempfile.mkdtemp()
+        self.shards = [Shard(rank, n, None, config.enable_expert_parallel) for rank in range(n)]
+        self.threads = [ThreadPoolExecutor(1) for _ in range(n)]
+        meets = [partial(open_group, folder, rank, n, LIMIT) for rank in range(n)]
+        self.runners = self.all(lambda r: make(config, self.shards[r], meets[r]))
+        blocks = {r.config.num_kvcache_blocks for r in self.runners}
+        (config.num_kvcache_blocks,) = blocks
+        self.model, self.kv_cache, self.num_steps = Face(self), Pools(self), 0
+
+    def all(self, work: Callable[[int], Any]) -> list[Any]:
+        """`work(rank)` on every rank's thread at the same time."""
+        futures = [thread.submit(work, rank) for rank, thread in enumerate(self.threads)]
+        errors = [error for future in futures if (error := future.exception(LIMIT))]
+        if errors:
+            raise min(errors, key=lambda error: "onnection" in str(error))  # the cause, not who was left alone
+        return [future.result() for future in futures]
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """One step; what the others get went over the wire."""
+        if "postprocess" in vars(self):  # a test listens
+            self.runners[0].postprocess = self.postprocess
+        frame = pack_batch(batch)
+        self.num_steps += 1
+        first, *others = self.all(lambda r: self.runners[r].forward(unpack_batch(frame) if r else batch))
+        assert all(other == first for other in others), "the ranks drew different tokens"
+        return first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self.runners[0]), name).__get__(self.runners[0])
+
+
+class Face:
+    """The model of rank 0; what needs the others runs on all."""
+
+    def __init__(self, ranks: SideBySide) -> None:
+        self.ranks = ranks
+
+    def compute_logits(self, hidden: Any) -> Any:
+        first, *others = self.ranks.all(lambda r: self.ranks.runners[r].model.compute_logits(hidden))
+        assert all(first.equal(other) for other in others)
+        return first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ranks.runners[0].model, name)
+
+
+class Pools:
+    """The K/V caches of all ranks."""
+
+    def __init__(self, ranks: SideBySide) -> None:
+        self.ranks = ranks
+
+    def fill_(self, value: float) -> None:
+        for runner in self.ranks.runners:
+            runner.kv_cache.fill_(value)

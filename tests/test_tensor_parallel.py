@@ -1,0 +1,797 @@
+"""A model on several ranks: the same logits, the same tokens on each, its share of the bytes, and no silent death."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import save_checkpoint, save_family
+from recording import load_recorded_graph
+from safetensors.torch import load_file, save_file
+from side_by_side import SideBySide
+from test_engine_process import answers, ctrl_c, wait_for  # noqa: F401
+from test_families import CASES as MIXTURES
+from test_interrupt import Tripwire
+from test_latent import CASES as LATENTS
+from test_latent import save_mixture
+from test_parity import CASES as PLAIN
+from test_parity import assert_parity
+from test_quantised import quantise, save_gpt_oss
+from test_windows import MODELS as WINDOWS
+from test_windows import save as save_windowed
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import atom_mini.processes.cuts as cuts
+import atom_mini.processes.ranks as ranks
+import atom_mini.processes.shards as shards
+from atom_mini import LLM, Config, SamplingParams, loading
+from atom_mini.checkpoint import read_config
+from atom_mini.graphs import GraphRunner
+from atom_mini.model_runner import ModelRunner
+from atom_mini.models import CausalLM, RMSNorm
+from atom_mini.processes.cuts import TensorParallel, cut_config
+from atom_mini.processes.far_core import EngineDead
+from atom_mini.processes.group import Group
+from atom_mini.processes.rank_process import pack_batch, unpack_batch
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import SequenceType
+from atom_mini.speculation.verify import spread
+
+SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
+PROMPTS = ["Once upon a time", "12 + 7 =", "Once upon a day", "Mia has a red cat."]
+SOON = 2.0  # seconds: everybody knows by then
+LIMIT = 60.0  # seconds: longer than anything here takes
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """A test that hangs is ended, with a stack."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"not done after {LIMIT} seconds")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# What is computed: all ranks in one process
+
+
+@pytest.fixture
+def spread_out(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """From now on an LLM in `assert_parity` has n ranks, in threads of this process."""
+
+    def spread(n: int, is_dealt: bool = False) -> None:
+        options = {"tensor_parallel_size": n, "enable_expert_parallel": is_dealt}
+        monkeypatch.setattr(TensorParallel, "make_runner", staticmethod(SideBySide))
+        monkeypatch.setattr("test_parity.LLM", lambda *args, **more: LLM(*args, **options, **more))
+
+    return spread
+
+
+Save = Callable[..., Any]
+ODD = {"vocab_size": 301}
+MODELS: dict[str, tuple[Save, Any, dict[str, Any], int, bool]] = {  # how it is saved; ranks; whether experts are dealt
+    "qwen3, untied, odd vocabulary": (save_checkpoint, PLAIN["qwen3, head_dim 24 of 64/4"], ODD, 2, False),
+    "qwen3, tied, odd vocabulary, biases": (save_checkpoint, PLAIN["qwen3, attention bias, tied"], ODD, 4, False),
+    "qwen2, biases": (save_checkpoint, PLAIN["qwen2, bias, tied"], {}, 2, False),
+    "llama, biases on o and down": (save_checkpoint, PLAIN["llama, head_dim 32, biases"], {}, 2, False),
+    "one K/V head for two": (save_checkpoint, PLAIN["llama, one K/V head"], {}, 2, False),
+    "three ranks": (save_checkpoint, ("llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}),
+                    {}, 3, False),
+    "Qwen3-MoE, widths": (save_family, MIXTURES["Qwen3-MoE"], {}, 2, False),
+    "Qwen3-MoE, dealt": (save_family, MIXTURES["Qwen3-MoE, dense layers"], {}, 2, True),
+    "OLMoE, one norm over all heads": (save_family, MIXTURES["OLMoE, bias"], {}, 2, False),
+    "OLMoE, dealt": (save_family, MIXTURES["OLMoE"], {}, 2, True),
+    "Qwen2-MoE, a gated shared expert": (save_family, MIXTURES["Qwen2-MoE"], {}, 2, False),
+    "Qwen2-MoE, dealt": (save_family, MIXTURES["Qwen2-MoE"], {}, 2, True),
+    "Mixtral, dealt": (save_family, MIXTURES["Mixtral"], {}, 2, True),
+    "GLM-4.5, groups, partly turned": (save_family, MIXTURES["GLM-4.5, groups"], {}, 2, False),
+    "GLM-4.5, dealt, two shared": (save_family, MIXTURES["GLM-4.5"], {}, 2, True),
+    "gpt-oss, sinks": (lambda kind, folder: save_windowed("gpt-oss", folder), WINDOWS["gpt-oss"], {}, 2, False),
+    "gpt-oss, dealt": (lambda kind, folder: save_windowed("gpt-oss", folder), WINDOWS["gpt-oss"], {}, 2, True),
+    "windows": (save_family, WINDOWS["Qwen3"], {}, 2, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name: str, tmp_path: Path, spread_out: Callable[..., None]) -> None:
+    """Of every token, in whole prefills, chunks, decodes, after prefix hits and preemptions; and all ranks draw the
+    same tokens, of a batch that three of four got over the wire."""
+    save, (kind, options), more, n, is_dealt = MODELS[name]
+    model = save(kind, tmp_path, **({} if "oss" in name else options | more))
+    spread_out(n, is_dealt)
+    assert_parity(model, tmp_path)
+
+
+LATENT: dict[str, tuple[str, int, bool]] = {
+    "V2": ("V2, groups, biases", 2, False),
+    "V3, dealt": ("V3", 2, True),
+    "V2-Lite on four": ("V2-Lite", 4, False),
+}
+FEW = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=5)
+LONG_PROMPTS = [[7 * i % 290 + 1 for i in range(n)] for n in (37, 12, 37)]
+
+
+def likely(folder: Path, prompts: Any = LONG_PROMPTS, wish: Any = FEW, **options: Any) -> list[Any]:
+    """Tokens, and the log probabilities of the likeliest."""
+    engine = {"device": "cpu", "kv_cache_block_size": 4, "num_kvcache_blocks": 40, "max_num_batched_tokens": 16}
+    with LLM(str(folder), **engine | options) as llm:
+        outs = llm.generate(prompts, wish, use_tqdm=False)
+    return [(out.token_ids, [[*entry.items()] for entry in out.logprobs or ()]) for out in outs]
+
+
+def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
+    for (tokens, entries), (others, wanted) in zip(ours, theirs, strict=True):
+        assert tokens == others
+        for entry, other in zip(entries, wanted, strict=True):
+            assert dict(entry) == pytest.approx(dict(other), abs=1e-4)
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorParallel, "make_runner", staticmethod(SideBySide))
+
+
+@pytest.mark.usefixtures("in_threads")
+@pytest.mark.parametrize("case", LATENT)
+def test_latent_attention(case: str, tmp_path: Path) -> None:
+    """Every rank keeps the whole latent, and has some of the heads that read it."""
+    name, n, is_dealt = LATENT[case]
+    kind, options = LATENTS[name]
+    save_mixture(kind, tmp_path, **options)
+    ours = likely(tmp_path, tensor_parallel_size=n, enable_expert_parallel=is_dealt)
+    assert_alike(ours, likely(tmp_path))
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_quantised_files(tmp_path: Path) -> None:
+    """FP8, and gpt-oss in MXFP4: made whole, then cut."""
+    packed, _, _ = quantise(tmp_path / "fp8")
+    assert_alike(likely(packed, tensor_parallel_size=2), likely(packed))
+    for is_dealt in (False, True):
+        _, packed = save_gpt_oss(tmp_path / f"oss {is_dealt}")
+        ours = likely(packed, tensor_parallel_size=2, enable_expert_parallel=is_dealt)
+        assert_alike(ours, likely(packed))
+
+
+@pytest.mark.usefixtures("in_threads")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"prefix_cache": "radix", "interleave_decode": True},
+        {"max_num_seqs": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_with_the_rest(options: dict[str, Any], tmp_path: Path) -> None:
+    """Drafts, another cache, another policy; sampled with filters and penalties; log probabilities."""
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=2, vocab_size=301)
+    wish = [FEW, SamplingParams(max_tokens=9, temperature=0.9, seed=4, top_p=0.9, ignore_eos=True, logprobs=2),
+            SamplingParams(max_tokens=9, temperature=0.7, seed=-5, repetition_penalty=1.3, ignore_eos=True)]  # fmt: skip
+    assert_alike(likely(tmp_path, wish=wish, tensor_parallel_size=2, **options), likely(tmp_path, wish=wish, **options))
+
+
+@pytest.fixture
+def by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank computes at a time, the others wait in collectives: Triton's interpreter is not for several threads."""
+    lock, forward = threading.Lock(), ModelRunner.forward
+
+    def waiting(call: Any) -> Any:
+        def wait(self: Group, *args: Any) -> Any:
+            if not (held := lock.locked() and owner[0] == threading.get_ident()):
+                return call(self, *args)
+            lock.release()
+            try:
+                return call(self, *args)
+            finally:
+                lock.acquire()
+                owner[0] = threading.get_ident() if held else 0
+
+        return wait
+
+    def alone(self: ModelRunner, batch: ScheduledBatch) -> Any:
+        with lock:
+            owner[0] = threading.get_ident()
+            return forward(self, batch)
+
+    owner = [0]
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(Group, name, waiting(getattr(Group, name)))
+    monkeypatch.setattr(ModelRunner, "forward", alone)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.usefixtures("in_threads", "by_turns")
+@pytest.mark.parametrize("is_dealt", [False, True])
+def test_kernels_of_a_rank(is_dealt: bool, tmp_path: Path) -> None:
+    """Triton's attention, small kernels and grouped experts on the shapes of a rank."""
+    save_family("qwen3_moe", tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=1)
+    options = {"attention": "triton", "wish": SamplingParams(max_tokens=2, temperature=0, logprobs=5)}
+    n = {"tensor_parallel_size": 2, "enable_expert_parallel": is_dealt}
+    ours = likely(tmp_path, LONG_PROMPTS[1:2], **n, **options)
+    assert_alike(ours, likely(tmp_path, LONG_PROMPTS[1:2], **options))
+
+
+MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "the bias on every rank": ("biases", lambda p: p.setattr(shards, "read_zeros", lambda read: read())),
+    "padding is sampled": ("odd", lambda p: p.setattr(shards.SharedHead, "compute_logits", padded_logits)),
+    "the same part on every rank": ("odd", lambda p: p.setattr(shards, "find_cut", first_part)),
+    "no sum after the embedding": ("odd", lambda p: p.setattr(shards.SharedTable, "forward", unsummed_rows)),
+    "a norm per rank": ("olmoe", lambda p: p.setattr(shards.SharedNorm, "forward", RMSNorm.forward)),
+    "foreign experts answer": ("moe", lambda p: p.setattr(shards.Dealt, "compute", wrapped_ids)),
+    "the first K/V head for all": ("kv", lambda p: p.setattr(shards, "find_cut", first_head)),
+}
+FIND = shards.find_cut
+
+
+def padded_logits(self: Any, hidden: Any) -> Any:
+    parts = self.shard.group.all_gather(CausalLM.compute_logits(self, hidden))
+    return parts.transpose(0, 1).flatten(1).contiguous()
+
+
+def first_part(name: str, whole: list[int], mine: list[int], shard: Any) -> Any:
+    found = FIND(name, whole, mine, shard)
+    return found if found is None or "down" not in name else (found[0], 0, mine[found[0]])
+
+
+def first_head(name: str, whole: list[int], mine: list[int], shard: Any) -> Any:
+    found = FIND(name, whole, mine, shard)
+    return found if found is None or "k_proj" not in name else (found[0], 0, mine[found[0]])
+
+
+def unsummed_rows(self: Any, ids: Any) -> Any:
+    ids = ids - self.shard.rank * len(self.weight)
+    return torch.nn.functional.embedding(ids.clamp(0, len(self.weight) - 1), self.weight)
+
+
+def wrapped_ids(self: Any, x: Any, ids: Any, weights: Any) -> Any:
+    return super(shards.Dealt, self).compute(x, ids % self.gate_up.count, weights)
+
+
+@pytest.mark.usefixtures("in_threads")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these changes a token or a log probability."""
+    kind, plant = MISTAKES[mistake]
+    options: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 301}
+    if kind in ("olmoe", "moe"):
+        name = {"olmoe": "olmoe", "moe": "qwen3_moe"}[kind]
+        save_family(name, tmp_path, num_experts=4, num_experts_per_tok=2, **options)
+    else:
+        more = {"attention_bias": True, "mlp_bias": True} if "bias" in kind else {}
+        save_checkpoint("llama", tmp_path, tie_word_embeddings=False, **options, **more)
+    n = {"tensor_parallel_size": 2, "enable_expert_parallel": kind == "moe"}
+    right = likely(tmp_path)
+    assert_alike(likely(tmp_path, **n), right)
+    plant(monkeypatch)
+    try:
+        wrong = likely(tmp_path, **n)
+    except (AssertionError, IndexError, ValueError):
+        return  # the ranks themselves drew different tokens, or one that there is not
+    with pytest.raises(AssertionError):
+        assert_alike(wrong, right)
+
+
+# Bytes
+
+
+def test_a_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dense checkpoint 1/n, and a little that all have; of dealt experts nobody else's at all."""
+    read, sizes = loading.read_tensor, {}
+
+    def counting(file: Path, name: str, part: Any = None) -> torch.Tensor:
+        tensor = read(file, name, part)
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(loading, "read_tensor", counting)
+    monkeypatch.setattr(shards, "read_tensor", counting)
+    save_checkpoint("llama", tmp_path / "dense")
+    save_family("qwen3_moe", tmp_path / "moe", num_experts=4, num_experts_per_tok=2)
+    for kind, is_dealt in (("dense", False), ("moe", True)):
+        folder, found = tmp_path / kind, []
+        for n in (1, 2):
+            sizes.clear()
+            shard = shards.Shard(n - 1, n, read_config(folder), is_dealt)
+            cfg = shard.config() if n > 1 else shard.whole
+            model = loading.load_model(cfg, folder, 64, torch.device("cpu"), torch.float32)
+            weights = sum(4 * torch.Size(shape).numel() for shape in shards.shapes_of(cfg).values())
+            assert "Shared" not in type(model).__name__, "not yet: it has no group"
+            found.append((sum(sizes.values()), weights))
+        (all_bytes, all_weights), (own_bytes, own_weights) = found
+        assert all_bytes == all_weights, "each weight once"
+        assert own_bytes == own_weights, "no more than it has a place for"
+        assert 0.5 <= own_bytes / all_bytes < 0.52
+
+
+@pytest.mark.parametrize("axis", ["rows", "columns", "vocabulary"])
+@pytest.mark.parametrize("by", [-2, 2])
+def test_a_tensor_of_another_size_is_refused(axis: str, by: int, tmp_path: Path) -> None:
+    """A slice past the end is silently short, and one that ends early misses nothing: some rank sees it."""
+    save_checkpoint("llama", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = {"rows": "layers.1.self_attn.q_proj", "columns": "layers.1.mlp.down_proj", "vocabulary": "embed_tokens"}[axis]
+    old = tensors[f"model.{name}.weight"]
+    shape = [old.shape[0] + by * (axis != "columns"), old.shape[1] + by * (axis == "columns")]
+    tensors[f"model.{name}.weight"] = torch.zeros(shape)
+    save_file(tensors, path, {"format": "pt"})
+    errors = []
+    for rank in range(2):
+        cfg = shards.Shard(rank, 2, read_config(tmp_path)).config()
+        try:
+            loading.load_model(cfg, tmp_path, 64, torch.device("cpu"), torch.float32)
+        except ValueError as error:
+            errors.append(str(error))
+    assert errors and name in errors[0]
+
+
+# The wire
+
+
+def test_a_step_crosses_whole() -> None:
+    """Every field, with drafts and without; a frame that is none is a ValueError."""
+    wishes = [SamplingParams(temperature=0.5, seed=-3, top_k=4), SamplingParams(repetition_penalty=1.5, logprobs=2)]
+    batch = ScheduledBatch(
+        SequenceType.DECODE, [7, 9], np.array([1, 5, 6, 2]), np.array([3, 1], np.int32), np.array([8, 30], np.int32),
+        np.arange(16, dtype=np.int32).reshape(2, 8), np.array([True, True]), wishes, {1: [4, 2]}, [0, 3],
+    )  # fmt: skip
+    for sent in (batch, spread(batch)):
+        found = unpack_batch(pack_batch(sent))
+        assert type(found) is type(sent) and found.type is sent.type
+        for name, value in vars(sent).items():
+            other = getattr(found, name)
+            if isinstance(value, np.ndarray):
+                assert value.dtype == other.dtype and np.array_equal(value, other)
+            elif name == "sampling_params":
+                assert [p.seed and p.seed % 2**64 for p in value] == [p.seed for p in other]
+                assert [p.top_k for p in value] == [p.top_k for p in other]
+            elif name != "whole":
+                assert value == other
+    large = replace(batch, block_tables=np.arange(10_000_000, dtype=np.int32).reshape(40, -1))  # 40 MB, in pieces
+    assert np.array_equal(unpack_batch(pack_batch(large)).block_tables, large.block_tables)
+    for frame in (pickle.dumps(batch), pack_batch(batch)[:-1], b""):
+        with pytest.raises(ValueError):
+            unpack_batch(frame)
+
+
+# Processes
+
+
+NOTING = """
+import os, sys
+if "atom_mini.processes.rank_process" in sys.orig_argv:
+    {early}
+    import atom_mini.model_runner as m
+    forward, path = m.ModelRunner.forward, os.environ["TOKENS"]
+    def noting(self, batch):
+        {in_step}
+        found = forward(self, batch)
+        with open(path, "a") as file:
+            print(sorted(found.token_ids.items()), file=file)
+        return found
+    m.ModelRunner.forward = noting
+"""
+
+
+@pytest.fixture(scope="module")
+def module_patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def start(folder: Path, patch: pytest.MonkeyPatch, early: str = "pass", in_step: str = "pass", **options: Any) -> LLM:
+    """The built-in model on two ranks; rank 1 writes down what it draws, and can be told to fail."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(NOTING.format(early=early, in_step=in_step))
+    patch.syspath_prepend(folder)
+    patch.setenv("TOKENS", str(folder / "tokens"))
+    try:
+        return LLM("tiny", **{"tensor_parallel_size": 2, **SMALL, **options})
+    finally:
+        sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, module_patch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, Path]]:
+    folder = tmp_path_factory.mktemp("pair")
+    with start(folder, module_patch) as llm:
+        yield llm, folder / "tokens"
+
+
+def rank_of(llm: LLM) -> Any:
+    """Rank 1's process."""
+    runner: Any = llm.engine_core.runner
+    return runner.ranks.processes[0]
+
+
+def test_same_answers_and_the_same_tokens_on_all_ranks(pair: tuple[LLM, Path]) -> None:
+    """Calls, streams, chats; greedy and sampled, filters, penalties, log probabilities, stop strings; a pool that is too
+    small for all. Rank 1, in its process, draws what rank 0 draws."""
+    llm, path = pair
+    runner, own = llm.engine_core.runner, []
+    forward = runner.forward
+
+    def noting(batch: ScheduledBatch) -> Any:
+        found = forward(batch)
+        own.append(str(sorted(found.token_ids.items())))
+        return found
+
+    before = len(path.read_text().splitlines()) if path.exists() else 0
+    runner.forward = noting  # type: ignore[method-assign]
+    try:
+        found = answers(llm)
+    finally:
+        del runner.forward  # type: ignore[attr-defined]
+    with LLM("tiny", **SMALL) as one:
+        assert found == answers(one)
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=1), use_tqdm=False)  # by then the last step is written down
+    theirs = path.read_text().splitlines()[before : before + len(own)]
+    assert len(own) > 100 and hash(tuple(theirs)) == hash(tuple(own))
+
+
+def test_pools(pair: tuple[LLM, Path]) -> None:
+    """Half of the heads, so half of the bytes of a block."""
+    llm, _ = pair
+    runner: Any = llm.engine_core.runner
+    with LLM("tiny", **SMALL) as one:
+        whole: Any = one.engine_core.runner
+        assert runner.kv_cache.nbytes * 2 == whole.kv_cache.nbytes
+        weights = [sum(w.nbytes for w in r.model.parameters()) for r in (runner, whole)]
+    assert 0.5 <= weights[0] / weights[1] < 0.51
+    rss = [int(line.split()[1]) for line in Path(f"/proc/{rank_of(llm).pid}/status").read_text().splitlines()
+           if line.startswith("RssAnon")]  # fmt: skip
+    assert rss and rss[0] < 600_000, "kB: torch, and 4 MB of weights"
+
+
+def test_two_engines_in_one_process(pair: tuple[LLM, Path]) -> None:
+    """Side by side: each with its own group."""
+    llm, _ = pair
+    wish = SamplingParams(max_tokens=8)
+    expected = llm.generate(PROMPTS, wish, use_tqdm=False)
+    with LLM("tiny", tensor_parallel_size=2, **SMALL) as other, ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(x.generate, PROMPTS, wish, False) for x in (llm, other) for _ in range(2)]
+        assert all([o.text for o in f.result()] == [o.text for o in expected] for f in both)
+    assert [o.text for o in llm.generate(PROMPTS, wish, use_tqdm=False)] == [o.text for o in expected]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_in_steps(pair: tuple[LLM, Path]) -> None:
+    """At many moments of a step, between telling the others and running it too: the engine runs on, the ranks in step."""
+    llm, _ = pair
+    wish = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
+    expected = [o.token_ids for o in llm.generate(PROMPTS, wish, use_tqdm=False)]
+    main, rng = threading.main_thread().ident or 0, random.Random(0)
+    for _ in range(12):
+        timer = threading.Timer(rng.uniform(0.005, 0.08), lambda: signal.pthread_kill(main, signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            llm.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+        assert [o.token_ids for o in llm.generate(PROMPTS, wish, use_tqdm=False)] == expected
+    scheduler = llm.engine_core.scheduler
+    assert not scheduler.seqs and scheduler.block_manager.num_free_blocks == SMALL["num_kvcache_blocks"]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_at_any_line(pair: tuple[LLM, Path]) -> None:
+    """As in `test_interrupt`: at some lines of the caller's thread, those of `Leader` among them."""
+    llm, _ = pair
+    wish = SamplingParams(max_tokens=4, ignore_eos=True)
+    expected = [o.token_ids for o in llm.generate(PROMPTS[:2], wish, use_tqdm=False)]
+    at, places = 1, set()
+    while True:
+        wire = Tripwire(at)
+        if not wire.run(lambda: llm.generate(PROMPTS[:2], wish, use_tqdm=False)):
+            break
+        at += 31
+        places.add(wire.where)
+        assert [o.token_ids for o in llm.generate(PROMPTS[:2], wish, use_tqdm=False)] == expected, wire.where
+    assert any("ranks" in place for place in places)
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses (hexadecimal) on which a process listens."""
+    inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def test_nobody_listens_but_on_loopback(pair: tuple[LLM, Path]) -> None:
+    llm, _ = pair
+    for pid in (os.getpid(), rank_of(llm).pid):
+        assert listeners(pid) <= {"0100007F"}
+    runner: Any = llm.engine_core.runner
+    assert not os.path.exists(runner.ranks.folder)
+
+
+def ranks_alive(tag: str) -> list[int]:
+    """Rank processes with `tag` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            line, env = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if b"processes.rank_process" in line and tag.encode() in env and state != "Z":
+            found.append(int(path.name))
+    return found
+
+
+@pytest.fixture
+def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files that must be empty afterwards, and no rank left."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    watching = lambda: sum(t.name == "rank 1" for t in threading.enumerate())  # noqa: E731
+    before = watching()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    gc.collect()
+    wait_for(lambda: not ranks_alive(str(folder)))
+    wait_for(lambda: watching() <= before)
+    assert [*folder.iterdir()] == []
+
+
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+def until_dead(llm: LLM, match: str, limit: float = SOON) -> str:
+    """The error of a call that runs, and of all later ones."""
+    began = time.perf_counter()
+    with pytest.raises(EngineDead, match=match) as caught:
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    took = time.perf_counter() - began
+    for call in (lambda: llm.generate("x", use_tqdm=False), lambda: [*llm.stream("x")]):
+        began = time.perf_counter()
+        with pytest.raises(EngineDead, match=match):
+            call()
+        assert time.perf_counter() - began < 0.5
+    assert took < limit
+    return str(caught.value)
+
+
+def strike(llm: LLM, pid: int, blow: int) -> None:
+    """Once some steps have run."""
+    steps = llm.metrics.num_steps
+
+    def when_it_runs() -> None:
+        wait_for(lambda: llm.metrics.num_steps > steps + 3)
+        os.kill(pid, blow)
+
+    threading.Thread(target=when_it_runs).start()
+
+
+def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With open streams: everybody hears it, with the cause and the end of its log; a new engine starts at once."""
+    llm = start(tmp_path / "noted", monkeypatch, early="print('here I am', flush=True)")
+    strike(llm, rank_of(llm).pid, signal.SIGKILL)
+    text = until_dead(llm, "rank 1: killed by SIGKILL", SOON + 2)  # with the steps before the blow
+    assert "here I am" in text
+    llm.close()
+    llm.close()
+
+
+def test_stop_a_rank_of_an_engine_process(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Front, engine, rank: the same tokens; a stopped rank is noticed within the group's limit, through both."""
+    llm = LLM("tiny", tensor_parallel_size=2, engine_process=True, collective_timeout=2.0, **SMALL)
+    with LLM("tiny", **SMALL) as one:
+        wish = SamplingParams(max_tokens=8, temperature=0.9, seed=3)
+        expected = [o.token_ids for o in one.generate(PROMPTS, wish, use_tqdm=False)]
+    assert [o.token_ids for o in llm.generate(PROMPTS, wish, use_tqdm=False)] == expected
+    (rank,) = ranks_alive(str(tidy))
+    manager: Any = llm.engine_core.manager  # type: ignore[attr-defined]
+    for pid in (manager.process.pid, rank):
+        assert listeners(pid) <= {"0100007F"}
+    assert [*tidy.iterdir()] == []
+    strike(llm, rank, signal.SIGSTOP)
+    until_dead(llm, "2000ms", 2 + SOON + 2)
+    llm.close()
+
+
+def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises in a step: its traceback is in the message."""
+    fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
+    llm = start(tmp_path / "noted", monkeypatch, in_step=fails)
+    text = until_dead(llm, "(?s)rank 1: exit code 1.*MemoryError: no room for 3 GiB", SOON + 2)
+    assert "Traceback" in text
+    llm.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "refuses"])
+def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = "os._exit(3)" if how == "dies" else "import atom_mini.loading as x; x.checkpoint_files = lambda f: {}"
+    kind: Any = EngineDead if how == "dies" else ValueError
+    began = time.perf_counter()
+    with pytest.raises(kind, match="exit code 3" if how == "dies" else "lacks .* weight"):
+        start(tmp_path / "noted", monkeypatch, early=early)
+    assert time.perf_counter() - began < 30
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_while_loading(tidy: Path) -> None:
+    timer = threading.Timer(1.0, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM("tiny", tensor_parallel_size=2, **SMALL)
+
+
+FRONT = """
+import json, sys, time
+from atom_mini import LLM
+llm = LLM("tiny", tensor_parallel_size=2, **json.loads(sys.argv[1]))
+print("ready", flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "kill the front of an engine process"])
+def test_no_rank_stays_behind(how: str, tidy: Path) -> None:
+    then = "" if how == "exit" else "time.sleep(60)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    options = SMALL | ({"engine_process": True} if "front" in how else {})
+    command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(options)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    if how == "exit":
+        assert process.wait(20) == 0
+    else:
+        assert len(ranks_alive(str(tidy))) == 1
+        process.kill()
+    wait_for(lambda: not ranks_alive(str(tidy)), SOON)
+    process.wait()
+    process.stdout.close()
+
+
+# The knobs
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number from 1"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_attention_heads=4: set it to 2"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "qwen3 has no experts"),
+        ({"enable_expert_parallel": True}, "with one rank: raise tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "collective_timeout": 0}, "collective_timeout=0 must be seconds"),
+        ({"tensor_parallel_size": 2, "overlap": True}, "overlap=True does not go with tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 2, "scheduler": "spyre"}, "scheduler='spyre' does not go with"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' names one device"),
+        ({"tensor_parallel_size": 2, "speculative_config": {"method": "eagle3"}}, "method='eagle3'"),
+        ({"tensor_parallel_size": 2, "speculative_config": {"method": "draft_model", "model": "tiny"}}, "draft_model"),
+    ],
+)
+def test_bad_knobs(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Config("tiny", **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "n", "is_dealt", "words"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 510}, 3, False, "one must divide"),
+        ({"intermediate_size": 510}, 4, False, "does not divide intermediate_size=510: set it to 3"),
+        ({"vocab_size": 5}, 4, False, "a vocabulary of 5 is too small"),
+        ({"num_experts": 6, "moe_intermediate_size": 8}, 4, True, "does not divide num_experts=6: set it to 3"),
+    ],
+)
+def test_sizes_that_cannot_be_cut(changes: dict[str, Any], n: int, is_dealt: bool, words: str) -> None:
+    usual = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 300}
+    cfg = SimpleNamespace(model_type="x", hidden_size=64, **usual | changes)
+    with pytest.raises(ValueError, match=words):
+        cut_config(cfg, n, is_dealt)
+
+
+def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2, and there are 1 GPUs"):
+        ranks.Leader(Config("tiny", tensor_parallel_size=2))
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "find_spec", lambda name: None if name == "zmq" else object())
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs zmq: install atom_mini\[serve\]"):
+        Config("tiny", tensor_parallel_size=2)
+
+
+# Graphs and GPUs
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU records real graphs")
+def test_recorded_decodes_contain_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs on a stand-in that records torch's and Triton's calls, and for this test collectives, of one rank: two a
+    layer, one for the embedding, one for the head, in each size, and the tokens of an engine without graphs."""
+    made: list[tuple[int, str]] = []
+
+    def recorded(name: str) -> None:
+        call = getattr(Group, name)
+
+        def noting(self: Group, x: torch.Tensor, *op: Any) -> torch.Tensor:
+            out = call(self, x, *op)
+            if (mode := _get_current_dispatch_mode()) is not None:
+                made.append((id(mode), name))
+                mode.launches.append(lambda: out.copy_(call(self, x, *op)))  # type: ignore[attr-defined]
+            return out
+
+        monkeypatch.setattr(Group, name, noting)
+
+    recorded("all_reduce")
+    recorded("all_gather")
+    graph = load_recorded_graph()
+    kind = type("Recording", (GraphRunner,), {"__init__": lambda self, config: GraphRunner.__init__(self, config, graph)})
+    monkeypatch.setattr(shards, "choose_runner", lambda config: kind)
+    monkeypatch.setattr(TensorParallel, "make_runner", staticmethod(SideBySide))
+    monkeypatch.setattr(TensorParallel, "is_chosen", classmethod(lambda cls, config: True))
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=2)
+    options = {**SMALL, "attention": "triton", "max_num_seqs": 2, "num_kvcache_blocks": 12, "max_model_len": 32}
+    prompt, wish = [[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with LLM(str(tmp_path), **options) as llm:
+        runner: Any = llm.engine_core.runner
+        assert sorted(runner.runners[0].graphs) == [1, 2]
+        each = [[name for mode, name in made if mode == one] for one in dict(made)]
+        assert each == [["all_reduce"] * 5 + ["all_gather"]] * 2, "the same ones in the same order"
+        found = llm.generate(prompt, wish, use_tqdm=False)[0].token_ids
+    monkeypatch.undo()
+    with LLM(str(tmp_path), **{**options, "attention": "torch"}) as llm:
+        assert llm.generate(prompt, wish, use_tqdm=False)[0].token_ids == found
+
+
+@pytest.mark.gpu
+def test_nccl_with_one_rank_and_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collectives of a world of one, inside captured graphs: the tokens of an engine without them."""
+    save_checkpoint("qwen3", tmp_path)
+    wish = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with LLM(str(tmp_path), device="cuda", max_num_seqs=4) as llm:
+        expected = [o.token_ids for o in llm.generate(LONG_PROMPTS, wish, use_tqdm=False)]
+    monkeypatch.setattr(TensorParallel, "make_runner", staticmethod(SideBySide))
+    monkeypatch.setattr(TensorParallel, "is_chosen", classmethod(lambda cls, config: True))
+    with LLM(str(tmp_path), device="cuda", max_num_seqs=4) as llm:
+        runner: Any = llm.engine_core.runner
+        assert runner.runners[0].graphs and "nccl" in runner.shards[0].group.backend.name().lower()
+        assert [o.token_ids for o in llm.generate(LONG_PROMPTS, wish, use_tqdm=False)] == expected
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses that; over Gloo they run eagerly, both on the first GPU."""
+    save_checkpoint("qwen3", tmp_path)
+    wish = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "enforce_eager": True}
+    with LLM(str(tmp_path), **options) as llm:
+        expected = [o.token_ids for o in llm.generate(LONG_PROMPTS, wish, use_tqdm=False)]
+
+    def on_the_first(config: Config, shard: Any, meet: Any) -> Any:
+        config.device = "cuda:0"
+        return shards.make_rank(config, shard, lambda device: meet("cpu"))
+
+    monkeypatch.setattr(TensorParallel, "make_runner", staticmethod(lambda c: SideBySide(c, on_the_first)))
+    with LLM(str(tmp_path), tensor_parallel_size=2, **options) as llm:
+        assert [o.token_ids for o in llm.generate(LONG_PROMPTS, wish, use_tqdm=False)] == expected
