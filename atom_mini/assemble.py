@@ -42,6 +42,7 @@ PARTS = {
     "systems.spyre": "SpyreKnobs",
     "speculation.verify": "Speculation",
     "families.records": "FamilyNames",
+    "processes.data_parallel": "DataParallel",
     "processes.knobs": "ProcessKnobs",
 }
 WITH_TORCH = {  # attached when an engine is made
