@@ -329,7 +329,7 @@ class FarCore:
             self.scheduler.finish(seq)
         return seq
 
-    def _use(self, output: Output) -> StepOutput:
+    def _use(self, output: Output) -> StepOutput | None:
         """Hand out a step's tokens. A request whose text has ended is taken back."""
         seqs, finished, new = [], [], {}
         for row in output.rows:
