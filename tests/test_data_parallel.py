@@ -48,8 +48,21 @@ from atom_mini.processes.data_parallel import devices, make_one
 from atom_mini.processes.far_core import EngineDead
 from atom_mini.processes.group import open_group
 from atom_mini.processes.lockstep import LockstepLoop, Ranks, dummy_batch, with_spare_block
-from atom_mini.processes.messages import Abort, Add, Array, FromEngine, Output, Shutdown, Taken, Utility, Wave
-from atom_mini.processes.messages import Blocks, decode, encode, wishes
+from atom_mini.processes.messages import (
+    Abort,
+    Add,
+    Array,
+    Blocks,
+    FromEngine,
+    Output,
+    Shutdown,
+    Taken,
+    Utility,
+    Wave,
+    decode,
+    encode,
+    wishes,
+)
 from atom_mini.processes.replicas import Replica, Replicas, ReportingLoop, chain, longest_match
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
