@@ -31,9 +31,7 @@ from test_engine_process import (  # noqa: F401
     answers,
     facts,
     fake,
-    finish,
     processes,
-    request,
     tidy,
     time_limit,
     wait_for,
@@ -394,7 +392,7 @@ def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
     """All end, and nothing is left of any (`tidy` looks)."""
     with pytest.raises(EngineDead, match="exit code 3"):
         fake(kind=LLM, data_parallel_size=3, in_loading="os._exit(3) if config.data_parallel_place[0] == 1 else 0")
-    with pytest.raises(ValueError, match="^too small$"):
+    with pytest.raises(ValueError, match=r"^too small$"):
         fake(kind=LLM, data_parallel_size=2, in_loading="raise ValueError('too small')")
 
 
