@@ -156,7 +156,7 @@ class Dead(Message, tag="ENGINE_DEAD"):
     why: str = ""
     is_refusal: bool = False
 
-
+# %% ../../nbs/70_messages.ipynb #fd097afa
 class Blocks(Message):
     """Hashes of full blocks that can be found from step `id` on, and that no longer can;
     `is_new`: what was said before is void."""
