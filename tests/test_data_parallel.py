@@ -36,6 +36,7 @@ from test_engine_process import (  # noqa: F401
     time_limit,
     wait_for,
 )
+from test_interrupt import Tripwire
 
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.assemble import make_runner
@@ -136,6 +137,22 @@ def test_many_threads(both: LLM) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(ask, range(len(jobs)))] == alone
+    expect_empty(replicas_of(both))
+
+
+def test_ctrl_c_at_any_line(both: LLM) -> None:
+    """Some lines of a call of the front; the next call is right, and nothing is left in an engine."""
+    prompts, wish = PROMPTS[:3], SamplingParams(max_tokens=5, stop="zebra", ignore_eos=True)
+    expected = [(out.text, out.token_ids) for out in both.generate(prompts, wish)]
+    at, places = 5, set()
+    while True:
+        wire = Tripwire(at)
+        if not wire.run(lambda: both.generate(prompts, wish)):
+            break
+        at += 61
+        places.add(wire.where)
+        assert [(out.text, out.token_ids) for out in both.generate(prompts, wish)] == expected, wire.where
+    assert len(places) > 5
     expect_empty(replicas_of(both))
 
 
@@ -756,13 +773,13 @@ def test_experts_over_ranks(mixture: Path) -> None:
     """The same tokens as one engine that has them all; also when one rank only comes along."""
     with LLM(str(mixture), **SMALL) as llm:
         expected = [facts(out) for out in llm.generate(IDS, HOW)]
-    with LLM(str(mixture), enable_expert_parallel=True, **PAIR) as llm:
+    with LLM(str(mixture), enable_expert_parallel=True, routing="prefix", **PAIR) as llm:
         assert [facts(out) for out in llm.generate(IDS, HOW)] == expected
         assert facts(llm.generate(IDS[:1], HOW[:1])[0]) == expected[0]
         core = replicas_of(llm)
         wait_for(lambda: len({r.metrics()["collectives"] for r in core.replicas}) == 1)
         assert min(r.metrics()["dummies"] for r in core.replicas) >= 0 < core.metrics()["dummies"]
-        assert all(r.metrics()["free_blocks"] == SMALL["num_kvcache_blocks"] for r in core.replicas)
+        assert all(r.metrics()["free_blocks"] == SMALL["num_kvcache_blocks"] and r.hashes for r in core.replicas)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "glm4_moe"])
