@@ -54,7 +54,7 @@ WITH_TORCH = {  # attached when an engine is made
     "families.windows": "SinksAndWindows",
     "families.latent": "Latents",
     "families.quantised": "Quantised",
-    "processes.spread": "SpreadExperts",
+    "families.spread": "SpreadExperts",
 }
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Variant
-from ..families.mixture import ExpertLinear, MixtureMLP, loop_over_experts
-from ..families.records import is_sparse, read_experts
+from .mixture import ExpertLinear, MixtureMLP, loop_over_experts
+from .records import is_sparse, read_experts
 from ..models import FAMILIES, Dense, Readers, TorchOps
 
 # %% auto #0
