@@ -845,6 +845,7 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
     [
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a whole number from 1"),
         ({"routing": "prefix"}, "routing is for data_parallel_size above 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"lockstep": True}, "lockstep is for data_parallel_size above 1"),
         ({"data_parallel_size": 2, "routing": "round_robin"}, "routing='round_robin' must be one of 'load', 'prefix'"),
         ({"data_parallel_size": 2, "routing": "prefix", "enable_prefix_caching": False}, "enable_prefix_caching=True"),

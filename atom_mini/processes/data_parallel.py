@@ -135,7 +135,7 @@ class DataParallel(Variant):
         check_rules(config, [size, switches, one_of("routing", "load", "prefix")])
         if not cls.is_chosen(config):
             own = {"routing", "lockstep"}
-            if getattr(config, "tensor_parallel_size", 1) == 1:
+            if not hasattr(config, "tensor_parallel_size"):  # its part says so itself
                 own |= {"enable_expert_parallel"}
             alone = ", ".join(sorted(own & given))
             require(not alone, f"{alone} is for data_parallel_size above 1: raise it")
