@@ -43,6 +43,7 @@ PARTS = {
     "systems.spyre": "SpyreKnobs",
     "speculation.verify": "Speculation",
     "families.records": "FamilyNames",
+    "processes.data_parallel": "DataParallel",
     "processes.knobs": "ProcessKnobs",
     "processes.cuts": "TensorParallel",
 }
@@ -57,6 +58,7 @@ WITH_TORCH = {  # attached when an engine is made
     "families.state": "States",
     "families.slots": "Slots",
     "families.quantised": "Quantised",
+    "families.spread": "SpreadExperts",
 }
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b

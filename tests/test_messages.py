@@ -36,7 +36,7 @@ UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "mult
 KINDS = [*get_args(ToEngine), *get_args(FromEngine)]
 
 counts, texts = st.integers(0, 2**62), st.text(max_size=20)
-floats = st.floats(allow_nan=False)
+floats, hashes = st.floats(allow_nan=False), st.integers(0, 2**64 - 1)
 arrays = st.builds(
     lambda dtype, shape, fill: Array.pack(np.full(shape, fill, dtype)),
     st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4), st.integers(0, 100),
@@ -49,7 +49,7 @@ FIELDS: dict[Any, Any] = {
     "token_ids": arrays, "params": st.dictionaries(texts, st.none() | st.booleans() | counts | floats | st.lists(counts)),
     "method": st.sampled_from(["ping", "metrics"]), "kind": st.sampled_from(["PREFILL", "DECODE"]), "rows": st.lists(rows),
     "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
-    "seconds": floats,
+    "seconds": floats, "is_new": st.booleans(), "published": st.lists(hashes), "dropped": st.lists(hashes),
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_every_message_survives(kind: type) -> None:
 def test_each_end_reads_only_what_may_come_to_it() -> None:
     tags = [kind.__struct_config__.tag for kind in KINDS]
     assert sorted(tags) == sorted({*tags}), "a tag names one message"
-    assert {"ADD", "ABORT", "SHUTDOWN", "READY", "OUTPUT", "UTILITY", "UTILITY_RESPONSE", "ENGINE_DEAD"} <= {*tags}
+    assert {"ADD", "ABORT", "SHUTDOWN", "READY", "OUTPUT", "UTILITY", "UTILITY_RESPONSE", "ENGINE_DEAD", "START_DP_WAVE"} <= {*tags}
 
     @settings(max_examples=60, deadline=None)
     @given(anything)

@@ -40,7 +40,8 @@ __all__ = ['SPINS', 'EXAMPLES', 'COMMANDS', 'DEFAULTS', 'knobs', 'add_fields', '
 def knobs(cls: Any) -> list[Field[Any]]:
     """What a user may set in a dataclass; in `Config`, variants' knobs as well."""
     kinds: list[Any] = [cls, *VARIANTS] if cls is Config else [cls]
-    return [f for k in kinds for f in fields(k) if f.init and f.name != "model"]
+    found = [f for k in kinds for f in fields(k) if f.init and f.name != "model"]
+    return [f for f in found if "is_inner" not in f.metadata]
 
 # %% ../../nbs/31_command_line.ipynb #b947490b
 def add_fields(parser: ArgumentParser, title: str, cls: Any) -> None:
@@ -370,6 +371,7 @@ def make_parser() -> ArgumentParser:
     for name, run in COMMANDS.items():
         about, form = run.__doc__, RawTextHelpFormatter
         texts: dict[str, Any] = {"help": about, "description": about}
+        texts["usage"] = f"atom-mini {name} [options and arguments]"  # one line
         sub = commands.add_parser(name, formatter_class=form, **texts)
         sub.set_defaults(run=run, **{"trace": False} | DEFAULTS.get(name, {}))
         add_own(sub, name)

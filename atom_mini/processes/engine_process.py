@@ -167,7 +167,7 @@ def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> bool:
         core, ready = load(order)
         outbox.send(encode(ready))
         is_loading = False
-        EngineLoop(core, inbox, outbox).run()
+        core.config.pick("make_loop", EngineLoop)(core, inbox, outbox).run()
         return True
     except BaseException as error:
         is_refusal = is_loading and isinstance(error, ValueError)

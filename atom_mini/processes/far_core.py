@@ -54,12 +54,13 @@ class CoreManager:
     word.) `order`: model and options. Limits in seconds."""
 
     def __init__(
-        self, order: dict[str, Any], ready_timeout: float, ping_timeout: float
+        self, order: dict[str, Any], ready_timeout: float, ping_timeout: float,
+        bell: SimpleQueue[None] | None = None,
     ) -> None:
         self.order = order
         self.ready_timeout, self.ping_timeout = ready_timeout, ping_timeout
         self.messages: deque[Any] = deque()  # that nobody has used yet
-        self.bell: SimpleQueue[None] = SimpleQueue()  # for the one who waits for them
+        self.bell = bell or SimpleQueue()  # for the one who waits for them
         self.answers: dict[int, SimpleQueue[Any]] = {}  # question -> for who asked
         self.ids, self.sending, self.owner = count(1), Lock(), os.getpid()
         self.inbox: Any = None
@@ -191,7 +192,9 @@ class CoreManager:
             waiting.put(None)
 
     def start(self) -> None:
-        """Start the thread, and the process in it."""
+        """Start the thread, and the process in it. Twice is once."""
+        if self.thread is not None:
+            return
         self.thread = Thread(target=self._watch, name="engine", daemon=True)
         self.thread.start()
 
@@ -219,12 +222,17 @@ class CoreManager:
         self.check_alive()
         return values
 
+    def end(self, grace: float = GRACE) -> None:
+        """Have it end, by force after `grace` seconds; does not wait for it."""
+        limit = time.monotonic() + grace * (self.ready is not None)
+        self.closing = min(self.closing, limit)
+        self.tell(Shutdown(0))
+
     def close(self) -> None:
-        """Have it end, by force after `GRACE` seconds. Twice is once."""
+        """Have it end, and wait until it has. Twice is once."""
         if os.getpid() != self.owner:
             return  # a fork: it is not ours
-        self.closing = time.monotonic() + GRACE * (self.ready is not None)
-        self.tell(Shutdown(0))
+        self.end()
         if self.thread and current_thread() is not self.thread:
             self.thread.join()
 
@@ -281,16 +289,16 @@ class FarBatch(NamedTuple):
 class FarCore:
     """An `EngineCore` whose scheduler and runner are in a process of their own.
 
-    Raises ValueError as an engine does when it is made, and EngineDead once the
-    process is gone.
+    `manager`: of that process, if there is one. Raises ValueError as an engine does
+    when it is made, and EngineDead once the process is gone.
     """
 
     trace = None  # is written where the scheduler is
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, manager: CoreManager | None = None) -> None:
         limits = config.ready_timeout, config.ping_timeout
         self.config, self.taken = config, 0
-        self.manager = CoreManager(config.engine_order, *limits)
+        self.manager = manager or CoreManager(config.engine_order, *limits)
         self.close = weakref.finalize(self, self.manager.close)  # at exit, too
         self.manager.start()
         try:
@@ -326,7 +334,7 @@ class FarCore:
             self.scheduler.finish(seq)
         return seq
 
-    def _use(self, output: Output) -> StepOutput:
+    def _use(self, output: Output) -> StepOutput | None:
         """Hand out a step's tokens. A request whose text has ended is taken back."""
         seqs, finished, new = [], [], {}
         for row in output.rows:
@@ -352,24 +360,26 @@ class FarCore:
             seq.leave_reason = "abort"
             self.scheduler.finish(seq)
 
+    def use_next(self) -> StepOutput | None:
+        """Use the next message; what it tells, if that is a step. It leaves the queue
+        afterwards, so an interrupt loses none."""
+        message, done = self.manager.messages[0], None
+        if isinstance(message, Refused):
+            self._refuse(message)
+        else:
+            done = self._use(message)
+            if message.id >= self.taken + AHEAD // 4:
+                self.manager.tell(Taken(message.id))
+                self.taken = message.id
+        self.manager.messages.popleft()
+        return done
+
     def step(self, stream: bool = True) -> StepOutput | None:
-        """Wait for a step's results; None if there is nothing to wait for. A message leaves
-        the queue when it is used, so an interrupt loses none."""
-        manager, messages = self.manager, self.manager.messages
-        while messages or self.scheduler.seqs:
-            manager.check_alive()
-            if not messages:
-                manager.wait(manager.bell)
-                continue
-            message, done = messages[0], None
-            if isinstance(message, Refused):
-                self._refuse(message)
-            else:
-                done = self._use(message)
-                if message.id >= self.taken + AHEAD // 4:
-                    manager.tell(Taken(message.id))
-                    self.taken = message.id
-            messages.popleft()
-            if done:
+        """Wait for a step's results; None if there is nothing to wait for."""
+        while self.manager.messages or self.scheduler.seqs:
+            self.manager.check_alive()
+            if not self.manager.messages:
+                self.manager.wait(self.manager.bell)
+            elif done := self.use_next():
                 return done if stream else done._replace(seqs=[])
         return None

@@ -39,7 +39,7 @@ def make_far(config: Config) -> Any:
     """The core of `ProcessKnobs`."""
     from atom_mini.processes.far_core import FarCore
 
-    return FarCore(config)
+    return config.pick("make_front", FarCore)(config)
 
 # %% ../../nbs/71c_deaths.ipynb #60ababcd
 @dataclass
@@ -65,10 +65,12 @@ class ProcessKnobs(Variant):
             alone = ", ".join(name for name in limits.split() if name in given)
             require(not alone, f"{alone} is for engine_process=True: set it, too")
             return
+        count = getattr(config, "data_parallel_size", 1)
+        asked = f"data_parallel_size={count}" if count > 1 else "engine_process=True"
         lacking = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
-        needs = f"engine_process=True needs {' and '.join(lacking)}"
+        needs = f"{asked} needs {' and '.join(lacking)}"
         require(not lacking, f"{needs}: install atom_mini[serve]")
-        wrong = "engine_process=True: what trace=True records does not come back"
+        wrong = f"{asked}: what trace=True records does not come back"
         require(not getattr(config, "trace", False), f"{wrong}: drop one of them")
         own = {"engine_process", *limits.split()}
         vars(config)["engine_order"] = as_order(config, given - own)

@@ -17,8 +17,8 @@ from ..config import SamplingParams
 
 # %% auto #0
 __all__ = ['MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'Wishes', 'ToEngine', 'FromEngine', 'reader', 'Record', 'Message',
-           'Array', 'Add', 'Abort', 'Utility', 'Taken', 'Shutdown', 'wishes', 'Row', 'Output', 'Ready', 'Answer',
-           'Refused', 'Dead', 'sized', 'encode', 'decode', 'read_id']
+           'Array', 'Add', 'Abort', 'Utility', 'Taken', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready',
+           'Answer', 'Refused', 'Dead', 'Blocks', 'sized', 'encode', 'decode', 'read_id']
 
 # %% ../../nbs/70_messages.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -91,7 +91,11 @@ class Shutdown(Message):
     """No more steps."""
 
 
-ToEngine = Add | Abort | Utility | Taken | Shutdown
+class Wave(Message, tag="START_DP_WAVE"):
+    """Number `id`: to all engines that step together. Who sleeps wakes up."""
+
+
+ToEngine = Add | Abort | Utility | Taken | Wave | Shutdown
 
 # %% ../../nbs/70_messages.ipynb #f665954b
 def wishes(params: SamplingParams) -> Wishes:
@@ -152,8 +156,17 @@ class Dead(Message, tag="ENGINE_DEAD"):
     why: str = ""
     is_refusal: bool = False
 
+# %% ../../nbs/70_messages.ipynb #fd097afa
+class Blocks(Message):
+    """Hashes of full blocks that can be found from step `id` on, and that no longer can;
+    `is_new`: what was said before is void."""
 
-FromEngine = Ready | Output | Answer | Refused | Dead
+    is_new: bool
+    published: list[Size]
+    dropped: list[Size]
+
+
+FromEngine = Ready | Output | Blocks | Answer | Refused | Dead
 
 # %% ../../nbs/70_messages.ipynb #3326c7ba
 reader = lru_cache(msgspec.msgpack.Decoder)  # of a union of messages

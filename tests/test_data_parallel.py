@@ -1,0 +1,894 @@
+"""Several engines behind one front: the same tokens, requests where their beginnings are, deaths that stay small, and
+in lockstep the same collectives on all ranks, whatever comes when."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import save_checkpoint, save_family
+from test_engine_process import (  # noqa: F401
+    PROMPTS,
+    SMALL,
+    SOON,
+    WISHES,
+    answers,
+    facts,
+    fake,
+    processes,
+    tidy,
+    time_limit,
+    wait_for,
+)
+from test_interrupt import Tripwire
+
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.assemble import make_runner
+from atom_mini.engine_core import EngineCore
+from atom_mini.graphs import GraphRunner
+from atom_mini.processes import knobs
+from atom_mini.processes.data_parallel import devices, make_one
+from atom_mini.processes.far_core import EngineDead
+from atom_mini.processes.group import open_group
+from atom_mini.processes.lockstep import LockstepLoop, Ranks, dummy_batch, with_spare_block
+from atom_mini.processes.messages import (
+    Abort,
+    Add,
+    Array,
+    Blocks,
+    FromEngine,
+    Output,
+    Shutdown,
+    Taken,
+    Utility,
+    Wave,
+    decode,
+    encode,
+    wishes,
+)
+from atom_mini.processes.replicas import Replica, Replicas, ReportingLoop, chain, longest_match
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.sequence import Sequence, SequenceType
+
+PAIR: dict[str, Any] = {"data_parallel_size": 2, **SMALL}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True}
+
+
+def replicas_of(llm: LLM) -> Replicas:
+    core: Any = llm.engine_core
+    assert isinstance(core, Replicas)
+    return core
+
+
+def pids_of(core: Replicas) -> list[int]:
+    return [replica.manager.process.pid for replica in core.replicas]
+
+
+@pytest.fixture(scope="module")
+def routed() -> Iterator[LLM]:
+    with LLM("tiny", routing="prefix", **PAIR) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LLM]:
+    with LLM("tiny", lockstep=True, **PAIR) as llm:
+        yield llm
+
+
+@pytest.fixture(params=["routed", "locked"])
+def both(request: pytest.FixtureRequest) -> LLM:
+    return request.getfixturevalue(request.param)
+
+
+# Faithful
+
+
+@pytest.fixture(scope="module")
+def here() -> Any:
+    with LLM("tiny", **SMALL) as llm:
+        return answers(llm)
+
+
+def expect_empty(core: Replicas) -> None:
+    assert core.is_finished()
+    whole = {"waiting": 0, "running": 0, "free_blocks": len(core.replicas) * SMALL["num_kvcache_blocks"]}
+    wait_for(lambda: whole.items() <= core.metrics().items())
+
+
+def test_same_answers(both: LLM, here: Any) -> None:
+    """Tokens, texts, log probabilities and reasons of one engine: greedy, seeded, with stop strings, in streams."""
+    assert answers(both) == here
+    core = replicas_of(both)
+    assert min(replica.num_given for replica in core.replicas) > 5
+    expect_empty(core)
+
+
+def test_many_threads(both: LLM) -> None:
+    """Eight threads, in calls and streams, some dropped; everyone gets the answers that it gets alone."""
+    jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(20)]
+    alone = [facts(both.generate(*job)[0]) for job in jobs]
+
+    def ask(i: int) -> Any:
+        if i % 4 == 1:
+            stream = both.stream("Once", SamplingParams(max_tokens=200, ignore_eos=True))
+            next(stream)
+            stream.close()
+        if i % 3 == 0:
+            *_, last = both.stream(*jobs[i])
+            return facts(last.output)
+        return facts(both.generate(*jobs[i])[0])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(ask, range(len(jobs)))] == alone
+    expect_empty(replicas_of(both))
+
+
+def test_ctrl_c_at_any_line(both: LLM) -> None:
+    """Some lines of a call of the front; the next call is right, and nothing is left in an engine."""
+    prompts, wish = PROMPTS[:3], SamplingParams(max_tokens=5, stop="zebra", ignore_eos=True)
+    expected = [(out.text, out.token_ids) for out in both.generate(prompts, wish)]
+    at, places = 5, set()
+    while True:
+        wire = Tripwire(at)
+        if not wire.run(lambda: both.generate(prompts, wish)):
+            break
+        at += 61
+        places.add(wire.where)
+        assert [(out.text, out.token_ids) for out in both.generate(prompts, wish)] == expected, wire.where
+    assert len(places) > 5
+    expect_empty(replicas_of(both))
+
+
+def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Each gets its own tokens, and all of them; others are taken back in between. None is lost, doubled or crossed."""
+    monkeypatch.setenv("FAKE_STEP", "0")
+    llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=2000, max_num_seqs=512)
+
+    def ask(thread: int) -> int:
+        rng, good = random.Random(thread), 0
+        for _ in range(25):
+            shapes = [(rng.randint(1, 60), rng.randint(1, 3)) for _ in range(50)]
+            wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in shapes]
+            taken_back = [llm.add_request([9], SamplingParams(max_tokens=50)) for _ in range(2)]
+            outs = llm.generate([[thread + 1] * size for size, _ in shapes], wishes, use_tqdm=False)
+            good += sum(o.token_ids == [100 + s + i for i in range(n)] for o, (s, n) in zip(outs, shapes, strict=True))
+            for request_id in taken_back:
+                llm.abort(request_id)
+        return good
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(ask, range(8))) == 10_000
+    core = replicas_of(llm)
+    whole = {"waiting": 0, "running": 0, "free_blocks": 4000}
+    wait_for(lambda: whole.items() <= core.metrics().items())
+    assert min(replica.num_given for replica in core.replicas) > 1000
+    llm.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_idle_engines_sleep(both: LLM) -> None:
+    """With nothing to do they take less than a twentieth of a core; and they wake up."""
+    both.generate("Once", SamplingParams(max_tokens=4))
+    pids = pids_of(replicas_of(both))
+    time.sleep(0.2)
+    before = [cpu_seconds(pid) for pid in pids]
+    time.sleep(2)
+    used = [cpu_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
+    assert max(used) < 0.1, used
+    assert both.generate("Once", SamplingParams(max_tokens=4))[0].token_ids
+
+
+def test_nobody_listens_but_on_loopback(both: LLM) -> None:
+    for pid in (os.getpid(), *pids_of(replicas_of(both))):
+        inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
+        for name, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                listens = fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes
+                assert not listens or fields[1].startswith(loopback), line
+
+
+# Routing
+
+
+def on_page(config: Config, runner: Any, kind: Any = ReportingLoop) -> Any:
+    """A loop without sockets: what it says is in `said`."""
+    said: list[Any] = []
+    outbox = SimpleNamespace(send=lambda frame: said.append(decode(frame, FromEngine)))
+    loop = kind(EngineCore(config, runner), None, outbox)
+    loop.said = said
+    return loop
+
+
+class Counting:
+    """The next token of a sequence is its length plus 100."""
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        rows = zip(batch.req_ids, batch.context_lens.tolist(), batch.is_sampled, strict=True)
+        return ScheduledBatchOutput({i: (100 + n,) for i, n, gets in rows if gets})
+
+
+def near_config(**options: Any) -> Config:
+    knobs_here = {"data_parallel_size": 2, "routing": "prefix", "data_parallel_place": [0, "", 1], **SMALL, **options}
+    return Config(**knobs_here)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_front_knows_what_is_in_the_index(seed: int) -> None:
+    """After every step its set is the block manager's own, whatever was added, aborted, preempted, rolled back."""
+    rng = random.Random(seed)
+    loop = on_page(near_config(num_kvcache_blocks=rng.choice([12, 40]), max_num_batched_tokens=24), Counting())
+    core, known = loop.core, SimpleNamespace(hashes=set[int]())
+    core.scheduler.eos_token_ids = frozenset()
+    dropped, texts = 0, [[rng.randint(1, 3)] * rng.randint(1, 30) for _ in range(6)]
+    for _ in range(400):
+        if rng.random() < 0.3 and len(core.scheduler.seqs) < 8:
+            text = rng.choice(texts)[: rng.randint(1, 30)] + [rng.randint(5, 9)] * rng.randint(0, 6)
+            core.add(Sequence(text, 4, SamplingParams(max_tokens=rng.randint(1, 9), ignore_eos=True)))
+        if rng.random() < 0.1 and core.scheduler.seqs:
+            core.abort(rng.choice([*core.scheduler.seqs]))
+        if rng.random() < 0.02:
+            core.rollback(None)
+        if not (step := core.step()):
+            continue
+        loop.steps += 1
+        loop._tell(step)
+        for message in loop.said:
+            if isinstance(message, Blocks):
+                assert Replica._use(known, message) is None  # type: ignore[arg-type]
+                dropped += len(message.dropped)
+        loop.said.clear()
+        assert known.hashes == {*core.scheduler.block_manager.index.hash_to_block_id}
+    assert dropped > 5
+
+
+def test_without_prefix_routing_nothing_is_noted(locked: LLM) -> None:
+    loop = on_page(near_config(routing="load"), Counting())
+    assert type(loop.core.scheduler.block_manager.index).__name__ == "PrefixIndex"
+    loop.core.add(Sequence([1] * 20, 4))
+    loop._tell(loop.core.step())
+    assert [type(message) for message in loop.said] == [Output]
+    assert not any(replica.hashes for replica in replicas_of(locked).replicas)
+
+
+def test_the_chain_is_that_of_the_block_manager(routed: LLM) -> None:
+    """A prompt that has just been computed is found at the front, block by block, and there alone."""
+    core, text = replicas_of(routed), [7, 8, 9, 10] * 6
+    routed.generate([text], SamplingParams(max_tokens=1))
+    hashes = [*chain(Sequence([*text, 1], 4))]
+    matches = sorted(replica.match(hashes) for replica in core.replicas)
+    assert matches == [0, 6] and len(hashes) == 6
+    changed = [*chain(Sequence([*text[:9], 1, *text[10:], 1], 4))]
+    assert max(replica.match(changed) for replica in core.replicas) == 2
+
+
+def conversations(llm: LLM, policy: str) -> float:
+    """The hit rate of ten conversations of five turns each, in a random order."""
+    core, rng, found, asked = replicas_of(llm), random.Random(3), 0, 0
+    core.choose = {"prefix": longest_match}.get(policy) or (lambda r, s: min(r, key=lambda replica: replica.load))
+    texts = {i: [i + 1 + 50 * (policy == "load")] * 20 for i in range(10)}
+    for i in rng.sample([*texts] * 5, 50):
+        texts[i] += [rng.randint(1, 90) for _ in range(9)]
+        (out,) = llm.generate([texts[i]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+        found, asked = found + out.num_cached_tokens, asked + len(texts[i])
+        texts[i] = texts[i] + out.token_ids
+    return found / asked
+
+
+def test_prefix_routing_beats_least_load(fake: Callable[..., Any]) -> None:  # noqa: F811
+    llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=500)
+    rates = {policy: conversations(llm, policy) for policy in ("load", "prefix")}
+    assert rates["prefix"] > rates["load"] + 0.1, rates
+    given = [replica.num_given for replica in replicas_of(llm).replicas]
+    assert min(given) > 25, given
+    llm.close()
+
+
+def test_prefix_routing_starves_nobody(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Everybody has the same beginning, and one replica has it: it gets some more than its share, and no more."""
+    monkeypatch.setenv("FAKE_STEP", "0.002")
+    llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=500)
+    core, popular = replicas_of(llm), [3] * 40
+    llm.generate([popular], SamplingParams(max_tokens=1), use_tqdm=False)
+    wish, loads = SamplingParams(max_tokens=6, ignore_eos=True), []
+    for i in range(300):
+        llm.add_request([*popular, i % 90], wish)
+        loads.append([replica.load[0] for replica in core.replicas])
+    assert max(abs(a - b) for a, b in loads) <= 33
+    assert min(loads[-1]) > 100
+    while llm.step():
+        pass
+    llm.close()
+
+
+def stub(unfinished: int, *known: Sequence) -> Any:
+    made = SimpleNamespace(load=(unfinished, 0), hashes={hash for seq in known for hash in chain(seq)})
+    made.match = lambda hashes: Replica.match(made, hashes)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("loads", "length", "where"),
+    [
+        ((5, 0), 16, 0),  # all of it is known there
+        ((32, 0), 16, 0),
+        ((33, 0), 16, 1),  # too busy
+        ((363, 330), 16, 0),  # by 33, which is a tenth
+        ((364, 330), 16, 1),
+        ((5, 0), 33, 1),  # 16 of 33: not half
+        ((5, 0), 31, 0),
+        ((0, 5), 99, 0),
+    ],
+)
+def test_the_rule(loads: tuple[int, int], length: int, where: int) -> None:
+    known = Sequence([1] * 17, 4)
+    pair = [stub(loads[0], known), stub(loads[1])]
+    prompt = Sequence([1] * 17 + [2] * 90, 4).token_ids[:length]
+    assert pair.index(longest_match(pair, Sequence(prompt, 4))) == where
+
+
+# Deaths
+
+
+def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
+    """Its requests end with "abort" and a warning, the others get their tokens, and it gets nothing more."""
+    llm = fake(kind=LLM, data_parallel_size=2)
+    core, wish = replicas_of(llm), SamplingParams(max_tokens=150, ignore_eos=True)
+    results: list[Any] = [None] * 6
+
+    def ask(i: int) -> None:
+        (out,) = llm.generate([[5] * (i + 1)], wish, use_tqdm=False)
+        results[i] = out.finish_reason, out.token_ids, time.perf_counter()
+
+    threads = [threading.Thread(target=ask, args=[i], daemon=True) for i in range(6)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(core.scheduler.seqs) == 6 and llm.metrics.num_steps > 10)
+        dead, alive = core.replicas
+        lost = {seq.num_prompt_tokens - 1 for seq in [*dead.scheduler.seqs.values()]}
+        start = time.perf_counter()
+        os.kill(dead.manager.process.pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+    assert len(lost) == 3 and core.replicas == [alive]
+    for i, (reason, token_ids, when) in enumerate(results):
+        if i in lost:
+            assert reason == "abort" and when < start + SOON
+        else:
+            assert token_ids == [101 + i + n for n in range(150)]
+    assert ["SIGKILL" in str(w.message) for w in told if "replica 0" in str(w.message)] == [True]
+    given = dead.num_given
+    (out,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert out.token_ids == [102, 103, 104] and dead.num_given == given
+    os.kill(alive.manager.process.pid, signal.SIGKILL)
+    for call in (lambda: llm.generate([[5]], wish), lambda: [*llm.stream([[5]], wish)], lambda: llm.add_request([5])):
+        with pytest.raises(EngineDead, match=r"(?s)SIGKILL.*SIGKILL"):
+            while True:
+                call()
+    llm.close()
+
+
+def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
+    llm = fake(kind=LLM, data_parallel_size=2, ping_timeout=1.0)
+    core = replicas_of(llm)
+    ids = [llm.add_request([5], SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(2)]
+    seqs = [core.scheduler.seqs[i] for i in ids]
+    os.kill(core.replicas[0].manager.process.pid, signal.SIGSTOP)
+    start = time.perf_counter()
+    with pytest.warns(UserWarning, match="ping_timeout"):
+        while llm.step():
+            pass
+    assert [seq.leave_reason for seq in seqs] == ["abort", "max_tokens"] and time.perf_counter() - start < 1 + SOON
+    llm.close()
+
+
+def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
+    """All end, and nothing is left of any (`tidy` looks)."""
+    with pytest.raises(EngineDead, match="exit code 3"):
+        fake(kind=LLM, data_parallel_size=3, in_loading="os._exit(3) if config.data_parallel_place[0] == 1 else 0")
+    with pytest.raises(ValueError, match=r"^too small$"):
+        fake(kind=LLM, data_parallel_size=2, in_loading="raise ValueError('too small')")
+
+
+FRONT = """  # its engines are processes.engine_process
+import json, signal, sys
+from atom_mini import Config
+from atom_mini.processes.data_parallel import make_replicas
+from atom_mini.sequence import Sequence
+core = make_replicas(Config("tiny", **json.loads(sys.argv[1])))
+core.add(Sequence([5, 6, 7], 4))
+print(*[r.manager.process.pid for r in core.replicas], flush=True)
+{then}
+"""
+
+
+def front(then: str, **options: Any) -> tuple[subprocess.Popen[str], list[int]]:
+    import json
+
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(PAIR | options)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
+    assert process.stdout is not None
+    return process, [*map(int, process.stdout.readline().split())]
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa: F811
+    process, engines = front("signal.pause()" if how == "kill" else "")
+    assert len(engines) == 2
+    if how == "kill":
+        assert {*engines} <= processes().keys()
+        process.kill()
+    else:
+        assert process.wait(10) == 0
+    assert wait_for(lambda: not {*engines} & processes().keys()) < SOON
+    process.wait()
+    if process.stdout:
+        process.stdout.close()
+
+
+def test_death_in_lockstep_is_the_death_of_all(tidy: Path) -> None:  # noqa: F811
+    llm = LLM("tiny", lockstep=True, **PAIR)
+    assert [*tidy.iterdir()] == []
+    core = replicas_of(llm)
+    pids, errors = pids_of(core), list[tuple[float, str]]()
+
+    def ask(i: int) -> None:
+        try:
+            llm.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+        except EngineDead as error:
+            errors.append((time.perf_counter(), str(error)))
+
+    threads = [threading.Thread(target=ask, args=[i], daemon=True) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: llm.metrics.num_decode_tokens > 20)
+    start = time.perf_counter()
+    os.kill(pids[1], signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 3 and max(when for when, _ in errors) < start + SOON
+    assert all("SIGKILL" in text for _, text in errors), errors
+    wait_for(lambda: not {*pids} & processes().keys())
+    with pytest.raises(EngineDead):
+        llm.generate("x")
+    llm.close()
+
+
+# Lockstep
+
+
+class Inbox:
+    """As much of a socket as a loop reads."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.news = threading.Condition()
+
+    def put(self, *messages: Any) -> None:
+        with self.news:
+            self.frames.extend(map(encode, messages))
+            self.news.notify()
+
+    def poll(self, timeout: int | None) -> bool:
+        with self.news:
+            if timeout is None:
+                self.news.wait_for(lambda: self.frames)
+            return bool(self.frames)
+
+    def recv(self) -> bytes:
+        return self.frames.popleft()
+
+
+class Noting(Counting):
+    """Counts, and notes of every step what it may replay and how many rows its collectives have."""
+
+    num_spare_blocks = 1
+
+    def __init__(self) -> None:
+        self.graphs = dict.fromkeys((1, 2, 4), "a recording")
+        self.notes: list[Any] = []
+        self.ranks: Any = None
+        self.real = 0
+
+    def note(self) -> None:
+        self.notes.append((*self.graphs, self.ranks.num_rows))
+        self.ranks.gather(torch.zeros(1, 1))  # a layer
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        assert self.ranks.num_rows >= batch.total_tokens_num
+        self.note()
+        self.real += 1
+        return super().forward(batch)
+
+    def launch(self, batch: ScheduledBatch) -> None:
+        assert batch.block_tables.tolist() == [[SMALL["num_kvcache_blocks"]]]
+        self.note()
+
+
+class Together:
+    """Ranks as threads, with a real group; the front is the test's thread."""
+
+    def __init__(self, size: int = 2, limit: float = 10.0) -> None:
+        self.folder, self.size = tempfile.mkdtemp(), size
+        self.inboxes = [Inbox() for _ in range(size)]
+        self.loops: list[Any] = [None] * size
+        self.errors: list[BaseException] = []
+        self.limit, self.num_waves = limit, 0
+        self.threads = [threading.Thread(target=self.live, args=[rank], daemon=True) for rank in range(size)]
+        for thread in self.threads:
+            thread.start()
+        wait_for(lambda: self.errors or all(self.loops))
+
+    def make_core(self, rank: int) -> EngineCore:
+        config = near_config(data_parallel_place=[rank, self.folder, self.limit], lockstep=True, routing="load")
+        runner = Noting()
+        runner.ranks = vars(config)["ranks"] = Ranks(open_group(self.folder, rank, self.size, self.limit))
+        return EngineCore(config, runner)
+
+    def live(self, rank: int) -> None:
+        try:
+            said: list[Any] = []
+            outbox = SimpleNamespace(send=lambda frame: said.append(decode(frame, FromEngine)))
+            core = self.make_core(rank)
+            core.scheduler.eos_token_ids = frozenset()
+            core.config.hf_config = SimpleNamespace(vocab_size=1000)
+            loop: Any = LockstepLoop(core, self.inboxes[rank], outbox)
+            loop.said, self.loops[rank] = said, loop
+            loop.run()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def wake(self, pause: Callable[[], None] = lambda: None) -> None:
+        self.num_waves += 1
+        for inbox in random.sample(self.inboxes, self.size):
+            pause()
+            inbox.put(Wave(self.num_waves))
+
+    def add(self, rank: int, id: int, length: int = 3, **wish: Any) -> None:
+        prompt = Array.pack(np.full(length, 5, np.int32))
+        self.inboxes[rank].put(Add(id, prompt, wishes(SamplingParams(**{"ignore_eos": True, **wish}))))
+
+    def tokens(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for loop in self.loops:
+            for message in [*loop.said]:
+                for row in message.rows if isinstance(message, Output) else ():
+                    found.setdefault(row.id, []).extend(row.token_ids)
+        return found
+
+    def take(self) -> None:
+        """Say that all results have been used."""
+        for loop, inbox in zip(self.loops, self.inboxes, strict=True):
+            inbox.put(Taken(loop.steps))
+        self.wake()
+
+    def serve(self, holds: Callable[[], bool], limit: float = 20.0) -> None:
+        start = time.perf_counter()
+        while not holds():
+            assert not self.errors, self.errors
+            assert time.perf_counter() < start + limit, "they hang"
+            self.take()
+            time.sleep(0.002)
+
+    def is_asleep(self) -> bool:
+        """All have heard of all waves, and wait for a message."""
+        return all(loop.slept == self.num_waves and not loop.inbox.frames for loop in self.loops)
+
+    def close(self) -> None:
+        for inbox in self.inboxes:
+            inbox.put(Shutdown(0))
+        for thread in self.threads:
+            thread.join(self.limit + 2)
+            assert not thread.is_alive(), "a rank hangs"
+        assert not self.errors, self.errors
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_collectives_on_all_ranks(seed: int) -> None:
+    """Requests, aborts, pings and waves, each to whom it concerns, in any order and at any time."""
+    rng, together = random.Random(seed), Together(2 + seed % 2)
+    pause = lambda: time.sleep(rng.choice([0, 0, 0.0005, 0.003]))  # noqa: E731
+    wanted = {}
+    for id in range(1, 60):
+        rank, n = rng.randrange(together.size), rng.randint(1, 12)
+        together.add(rank, id, rng.randint(1, 30), max_tokens=n)
+        wanted[id] = n
+        pause()
+        if rng.random() < 0.8:
+            together.wake(pause)
+        if rng.random() < 0.2:
+            together.inboxes[rng.randrange(together.size)].put(Utility(id, "metrics"))
+        if rng.random() < 0.1:
+            together.inboxes[rank].put(Abort(id))
+            del wanted[id]
+        pause()
+    together.serve(lambda: all(len(together.tokens().get(id, ())) == n for id, n in wanted.items()))
+    wait_for(together.is_asleep)
+    calls = {loop.ranks.num_calls for loop in together.loops}
+    assert len(calls) == 1 and calls.pop() > 40
+    notes = [loop.runner.notes for loop in together.loops]
+    assert all(note == notes[0] for note in notes), "they did not run the same"
+    assert {len(note) for note in notes[0]} == {1, 2}, "eager steps and graphs"
+    assert sum(loop.num_dummies for loop in together.loops) > 0 and all(loop.runner.real for loop in together.loops)
+    together.close()
+
+
+def test_a_dummy_is_not_noticed() -> None:
+    """Rank 1 has nothing: it comes along, and nothing that can be asked for says so but the count of dummies."""
+    together = Together()
+    loop = together.loops[1]
+    manager, before = loop.core.scheduler.block_manager, loop.metrics()
+    together.add(0, 1, max_tokens=9)
+    together.wake()
+    together.serve(lambda: len(together.tokens().get(1, ())) == 9)
+    wait_for(together.is_asleep)
+    after = loop.metrics()
+    assert after.pop("dummies") == 9 and after.pop("collectives") == together.loops[0].metrics()["collectives"]
+    assert after.items() <= before.items() and loop.said == [] and loop.steps == 0
+    assert manager.num_free_blocks == SMALL["num_kvcache_blocks"] and len(manager.index) == 0
+    manager.check([])
+    together.close()
+
+
+def test_a_message_to_one_wakes_only_that_one() -> None:
+    """A ping is answered, a request without its wave waits; nobody sets out alone. The wave brings it."""
+    together = Together(limit=1.0)
+    calls = together.loops[0].ranks.num_calls
+    together.inboxes[0].put(Utility(7))
+    together.add(0, 1, max_tokens=2)
+    wait_for(lambda: together.loops[0].said and together.loops[0].core.scheduler.seqs)
+    time.sleep(1.3)  # longer than the group's limit
+    assert together.loops[0].ranks.num_calls == calls and not together.errors
+    together.wake()
+    together.serve(lambda: len(together.tokens().get(1, ())) == 2)
+    together.close()
+
+
+def test_a_wave_that_comes_late_to_one_rank() -> None:
+    """One has heard of the next wave when both agree that nobody has work: they turn on until the other has, too."""
+    together = Together()
+    for id in range(1, 6):
+        first, last = Wave(together.num_waves + 1), Wave(together.num_waves + 2)
+        together.num_waves += 2
+        together.inboxes[1].put(first, last)
+        together.inboxes[0].put(first)
+        time.sleep(0.05)
+        together.add(0, id, max_tokens=1)
+        together.inboxes[0].put(last)
+        wait_for(lambda id=id: id in together.tokens())  # type: ignore[misc]
+        wait_for(together.is_asleep)
+    together.close()
+
+
+def test_who_is_told_to_end_waits_for_the_others() -> None:
+    together = Together()
+    together.inboxes[1].put(Shutdown(0))
+    together.num_waves += 1
+    together.inboxes[0].put(Wave(together.num_waves))
+    together.add(0, 1, max_tokens=3)
+    together.inboxes[0].put(Wave(together.num_waves))
+    wait_for(lambda: len(together.tokens().get(1, ())) == 3)
+    assert together.threads[1].is_alive()
+    together.close()
+
+
+def test_it_does_not_run_ahead_nor_spin() -> None:
+    """Who is too far ahead of its front sleeps like everybody, and goes on when the front does."""
+    together = Together()
+    together.add(0, 1, max_tokens=60)
+    together.wake()
+    wait_for(lambda: together.loops[0].steps == 16 and together.is_asleep())
+    calls = together.loops[0].ranks.num_calls
+    time.sleep(0.3)
+    assert together.loops[0].steps == 16 and together.loops[0].ranks.num_calls == calls
+    together.serve(lambda: len(together.tokens()[1]) == 60)
+    together.close()
+
+
+def test_the_dummy_writes_to_the_spare_block_alone() -> None:
+    config = Config("tiny", **SMALL)
+    runner = with_spare_block(make_runner(config))
+    runner.kv_cache.fill_(7.0)
+    runner.launch(dummy_batch(SMALL["num_kvcache_blocks"]))
+    changed = (runner.kv_cache != 7.0).sum((0, 1, 3, 4, 5)).nonzero().flatten().tolist()
+    assert changed == [SMALL["num_kvcache_blocks"]]
+
+
+def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
+    """For eight rows, of which it has none: the recorded step runs, and touches no block."""
+    pytest.importorskip("triton")
+    from recording import load_recorded_graph
+
+    shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=1, max_position_embeddings=320, **shape)
+    size = {"num_kvcache_blocks": 8, "max_num_seqs": 8, "max_model_len": 32}
+    config = Config(str(tmp_path), attention="triton", device="cpu", **size)
+    runner = GraphRunner(config, load_recorded_graph())
+    replays: list[int] = []
+    for n, graph in runner.graphs.items():
+        graph.replay = lambda n=n, replay=graph.replay: (replays.append(n), replay())
+    vars(config).update(ranks=None, routing="load")
+    loop: Any = LockstepLoop(EngineCore(config, runner), None, None)
+    others = [1, 0, 5, 3, -3, 1]  # another rank decodes five
+    loop.ranks = SimpleNamespace(agree=lambda *mine: loop.turn(*map(max, mine, others)), num_rows=0)
+    from atom_mini.processes.lockstep import Turn
+
+    loop.turn = Turn
+    runner.kv_cache.fill_(7.0)
+    loop._idle()
+    changed = (runner.kv_cache != 7.0).sum((0, 1, 3, 4, 5)).nonzero().flatten().tolist()
+    assert replays == [8] and loop.ranks.num_rows == 8 and changed == [8]
+    others[:3] = [1, 1, 5]  # it prefills: all run eagerly
+    loop._idle()
+    assert replays == [8] and loop.ranks.num_rows == 5
+
+
+def test_engines_that_cannot_meet_end(tidy: Path) -> None:  # noqa: F811
+    """A rank that does not come to the group's folder: the others wait as long as `ready_timeout` says."""
+    start = time.perf_counter()
+    with pytest.raises(EngineDead, match="ready_timeout"):
+        LLM("tiny", lockstep=True, ready_timeout=0.5, **PAIR)
+    assert time.perf_counter() - start < 0.5 + SOON
+
+
+# Experts over ranks
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    save_family("qwen3_moe", folder, **MOE)
+    return folder
+
+
+IDS = [[5, 6, 7], [8] * 9, [20, 30, 40, 50, 3], [9, 8, 7, 6, 5], [77, 3]] * 2
+HOW = [SamplingParams(max_tokens=4 + 3 * i, temperature=0.8 * (i % 2), seed=i, logprobs=1) for i in range(10)]
+
+
+def test_experts_over_ranks(mixture: Path) -> None:
+    """The same tokens as one engine that has them all; also when one rank only comes along."""
+    with LLM(str(mixture), **SMALL) as llm:
+        expected = [facts(out) for out in llm.generate(IDS, HOW)]
+    with LLM(str(mixture), enable_expert_parallel=True, routing="prefix", **PAIR) as llm:
+        assert [facts(out) for out in llm.generate(IDS, HOW)] == expected
+        assert facts(llm.generate(IDS[:1], HOW[:1])[0]) == expected[0]
+        core = replicas_of(llm)
+        wait_for(lambda: len({r.metrics()["collectives"] for r in core.replicas}) == 1)
+        assert min(r.metrics()["dummies"] for r in core.replicas) >= 0 < core.metrics()["dummies"]
+        assert all(r.metrics()["free_blocks"] == SMALL["num_kvcache_blocks"] and r.hashes for r in core.replicas)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "glm4_moe"])
+def test_each_rank_has_its_own_experts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens no other's, and the logits of a batch over three ranks are those of one."""
+    import atom_mini.loading as loading
+
+    options: dict[str, Any] = {"olmoe": {"num_experts": 6, "num_experts_per_tok": 2}, "qwen3_moe": MOE}.get(kind, {})
+    if kind == "glm4_moe":
+        options = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+        options |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    save_family(kind, tmp_path, **options)
+    opened: dict[str, set[Any]] = {}
+    own, read = threading.local(), loading.read_tensor
+
+    def reading(file: Path, name: str, part: Any = None) -> torch.Tensor:
+        opened.setdefault(own.rank, set()).add((name, str(part)))
+        return read(file, name, part)
+
+    monkeypatch.setattr(loading, "read_tensor", reading)
+    folder, results = tempfile.mkdtemp(), list[Any]([None] * 3)
+    ids = [[5, 6, 7, 8], [9, 4], [3, 3, 3, 3, 3, 3]]
+
+    def run(rank: int) -> None:
+        own.rank = str(rank)
+        knobs = {"data_parallel_size": 3, "enable_expert_parallel": True, "data_parallel_place": [rank, folder, 20.0]}
+        core = make_one(Config(str(tmp_path), **knobs, **SMALL))
+        core.config.ranks.num_rows = 6
+        results[rank] = core.runner, logits(core.runner, ids[rank])
+
+    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    own.rank = "whole"
+    whole = make_runner(Config(str(tmp_path), **SMALL))
+    for (runner, found), mine in zip(results, ids, strict=True):
+        torch.testing.assert_close(found, logits(whole, mine), atol=1e-4, rtol=0)
+        layers = [m for m in runner.model.modules() if hasattr(m, "gate_up") and hasattr(m, "router")]
+        assert layers and all(m.gate_up.count == 2 for m in layers)
+    experts = [{key for key in opened[str(rank)] if ".experts." in key[0]} for rank in range(3)]
+    assert all(len(keys) > 0 for keys in experts)
+    assert not experts[0] & experts[1] and not experts[1] & experts[2] and not experts[0] & experts[2]
+
+
+@torch.inference_mode()
+def logits(runner: Any, ids: list[int]) -> torch.Tensor:
+    n = len(ids)
+    lens = np.array([n], np.int32)
+    batch = ScheduledBatch(
+        type=SequenceType.PREFILL, req_ids=[0], sampling_params=[], scheduled_tokens=np.array(ids), is_sampled=lens > 0,
+        num_scheduled_tokens=lens, context_lens=lens, block_tables=np.arange(8, dtype=np.int32)[None],
+    )  # fmt: skip
+    return runner.run_model(*runner.prepare_model(batch))
+
+
+# The knobs
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data_parallel_size": 0}, "data_parallel_size=0 must be a whole number from 1"),
+        ({"routing": "prefix"}, "routing is for data_parallel_size above 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"lockstep": True}, "lockstep is for data_parallel_size above 1"),
+        ({"data_parallel_size": 2, "routing": "round_robin"}, "routing='round_robin' must be one of 'load', 'prefix'"),
+        ({"data_parallel_size": 2, "routing": "prefix", "enable_prefix_caching": False}, "enable_prefix_caching=True"),
+        ({"data_parallel_size": 2, "routing": "prefix", "prefix_cache": "radix"}, "needs prefix_cache='hash', not 'radix'"),
+        ({"data_parallel_size": 2, "trace": True}, "data_parallel_size=2: what trace=True records"),
+        ({"data_parallel_size": 2, "engine_process": False}, "data_parallel_size=2 has a process for each engine"),
+        ({"data_parallel_size": 2, "lockstep": True, "overlap": True}, "lockstep=True needs overlap=False"),
+        ({"data_parallel_size": 2, "lockstep": True, "scheduler": "spyre"}, "scheduler='atom', not 'spyre'"),
+        ({"data_parallel_size": 2, "lockstep": True, "speculative_config": {"method": "ngram"}}, "needs speculative_config=None"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "0 experts"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False}, "drop lockstep=False"),
+    ],
+)
+def test_bad_knobs(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+        LLM("tiny", device="cpu", **options)
+
+
+def test_experts_must_divide(mixture: Path) -> None:
+    with pytest.raises(ValueError, match="data_parallel_size=4: this model has 6 experts"):
+        Config(str(mixture), data_parallel_size=4, enable_expert_parallel=True)
+    assert Config(str(mixture), data_parallel_size=3, enable_expert_parallel=True).lockstep
+
+
+def test_a_gpu_for_each() -> None:
+    asks = lambda device, gpus: devices(Config(data_parallel_size=2, device=device), gpus)  # noqa: E731
+    assert asks(None, 8) == asks("cuda", 2) == ["cuda:0", "cuda:1"]
+    assert asks(None, 0) == [None, None] and asks("cpu", 8) == ["cpu", "cpu"]
+    for device, gpus, words in ((None, 1, "2 needs as many GPUs, and here are 1"), ("cuda:0", 8, "one device")):
+        with pytest.raises(ValueError, match=words):
+            asks(device, gpus)
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "msgspec" else object())
+    with pytest.raises(ValueError, match=r"data_parallel_size=2 needs msgspec: install atom_mini\[serve\]"):
+        Config("tiny", data_parallel_size=2)
+
+
+def test_one_is_off() -> None:
+    assert not Config("tiny", data_parallel_size=1).engine_process
+
+
+def test_it_has_the_cores_face() -> None:
+    used = {"add", "abort", "step", "is_finished", "metrics", "trace"}
+    assert used <= {*dir(Replicas)}
