@@ -175,7 +175,7 @@ WISHES = [
     SamplingParams(max_tokens=12, stop_token_ids=[19, 27]),
     SamplingParams(max_tokens=40, temperature=0.8, seed=11, stop="a"),
 ]
-TIMES = {"ttft", "tpot", "latency", "request_id", "num_cached_tokens"}
+TIMES = {"ttft", "tpot", "latency", "request_id", "num_cached_tokens", "metrics"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap": True, "interleave_decode": True},
@@ -227,6 +227,9 @@ def test_same_answers(name: str, far: LLM) -> None:
     else:
         with LLM("tiny", engine_process=True, **SMALL, **OPTIONS[name]) as other:
             assert answers(other) == expected
+            if name == "drafts":  # what later parts count crosses, too
+                told = other.generate(PROMPTS, WISHES[0])
+                assert sum(out.metrics["num_draft_tokens"] for out in told) > 0
 
 
 def test_many_threads(far: LLM) -> None:

@@ -107,8 +107,8 @@ class EngineLoop:
             if new := output.token_ids.get(seq.id):
                 place, why = seq.num_completion_tokens - len(new), seq.leave_reason
                 logprobs = output.logprobs.get(seq.id, [])[: len(new)]
-                row = Row(seq.id, place, [*new], seq.num_cached_tokens, why, logprobs)
-                rows.append(row)
+                cached, more = seq.num_cached_tokens, seq.metrics
+                rows.append(Row(seq.id, place, [*new], cached, why, logprobs, more))
         kind: Any = step.batch.type.name
         count = step.batch.total_tokens_num
         self.send(Output(self.steps, kind, count, step.seconds, rows))

@@ -116,6 +116,7 @@ class Row(Record):
     num_cached_tokens: Size
     reason: str | None  # its `leave_reason`, if it has ended
     logprobs: list[dict[int, float]] = []
+    metrics: dict[str, int] = {}  # of its result, up to these tokens
 
 
 class Output(Message):
