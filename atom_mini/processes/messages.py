@@ -159,7 +159,7 @@ class Dead(Message, tag="ENGINE_DEAD"):
 
 # %% ../../nbs/70_messages.ipynb #fd097afa
 class Blocks(Message):
-    """Hashes of full blocks that can be found from step `id` on, and that no longer can;
+    """Hashes of full blocks that can be found from step `id` on, or no longer can;
     `is_new`: what was said before is void."""
 
     is_new: bool

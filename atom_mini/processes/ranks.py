@@ -131,12 +131,6 @@ class Ranks:
             thread.join()
             log.close()
 
-# %% ../../nbs/72e_ranks.ipynb #e01d310c
-#| export
-
-# %% ../../nbs/72e_ranks.ipynb #189f76eb
-#| export
-
 # %% ../../nbs/72e_ranks.ipynb #5a5a5435
 def check_machine(config: Config) -> None:
     """ValueError if there are too few devices, or a step may be too large to send."""
@@ -213,9 +207,3 @@ class Leader:
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step on all ranks."""
         return self._call(self.limit + GRACE, self._step, pack_batch(batch), batch)
-
-# %% ../../nbs/72e_ranks.ipynb #c9c7475b
-#| export
-
-# %% ../../nbs/72e_ranks.ipynb #bcffaba1
-#| export
