@@ -144,20 +144,27 @@ class MixtureMLP(nn.Module):
         self.shared_gate, self.limit = gate, experts.limit
 
     def expert(self, x: Tensor, e: int) -> Tensor:
-        """One expert's output for its rows x [n, hidden]."""
+        """One expert's output for its rows x [n, hidden]; behind the last is nobody: 0."""
+        if e == self.gate_up.count:
+            return torch.zeros_like(x)
         return self.down.product(activate(self.gate_up.product(x, e), self.limit), e)
 
-    def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
+    def run_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], ids (up to nobody's) and weights [T, k] -> [T, hidden]."""
         if not callable(self.ops):
             return loop_over_experts(x, ids, weights, self.expert)
         kernels = import_module("atom_mini.families.grouped")  # chapter 62: needs Triton
         (gate_up, bias), (down, down_bias) = self.gate_up.stacked(), self.down.stacked()
-        num_rows = get_forward_context().plan.data[3]  # the others fill up a graph's batch
-        is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
-        ids = torch.where(is_real, ids, self.gate_up.count)  # nobody's
         args = x, ids, weights, gate_up, down, bias, down_bias
         return kernels.grouped_experts(*args, self.limit)
+
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
+        if callable(self.ops):
+            num_rows = get_forward_context().plan.data[3]  # the others fill up a graph's batch
+            is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
+            ids = torch.where(is_real, ids, self.gate_up.count)
+        return self.run_experts(x, ids, weights)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x.float())

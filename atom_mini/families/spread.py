@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Variant
-from .mixture import ExpertLinear, MixtureMLP, loop_over_experts
+from .mixture import ExpertLinear, MixtureMLP
 from .records import is_sparse, read_experts
 from ..models import FAMILIES, Dense, Readers, TorchOps
 
@@ -32,27 +32,13 @@ class SpreadMLP(MixtureMLP):
         """What holds this rank's part of `count` experts."""
         return ExpertLinear(size, count // self.ranks.size, *rest)
 
-    def expert(self, x: Tensor, e: int) -> Tensor:
-        """One expert's output for its rows x [n, hidden]; nobody's is 0."""
-        return super().expert(x, e) if e < self.gate_up.count else torch.zeros_like(x)
-
-    def compute_own(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """This rank's part of the sums: x [T, hidden], ids and weights [T, k] of all."""
-        if not callable(self.ops):
-            return loop_over_experts(x, ids, weights, self.expert)
-        from atom_mini.families.grouped import grouped_experts
-
-        (gate_up, bias), (down, down_bias) = self.gate_up.stacked(), self.down.stacked()
-        args = x, ids, weights, gate_up, down, bias, down_bias
-        return grouped_experts(*args, self.limit)
-
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k] of this rank."""
         ranks, count = self.ranks, self.gate_up.count
         everybody, which = ranks.gather(x), ranks.gather(ids, fill=count * ranks.size)
         which = which - count * ranks.rank
         which = torch.where((which >= 0) & (which < count), which, count)  # here nobody's
-        out = self.compute_own(everybody, which, ranks.gather(weights))
+        out = self.run_experts(everybody, which, ranks.gather(weights))
         return ranks.sum_back(out, len(x))
 
 # %% ../../nbs/73d_spread_experts.ipynb #ece7c6b5

@@ -241,11 +241,6 @@ class Dealt:
         ids = ids.where((ids >= 0) & (ids < count), count)
         return super().compute(x, ids, weights)  # type: ignore[misc]
 
-    def expert(self, x: Tensor, e: int) -> Tensor:
-        """One expert's output for its rows x [n, hidden]."""
-        is_ours = e < self.gate_up.count
-        return super().expert(x, e) if is_ours else torch.zeros_like(x)  # type: ignore
-
 # %% ../../nbs/72c_shards.ipynb #fd38c416
 def deal(mlp: Any, cfg: Any, ops: TorchOps) -> None:
     """Make of a layer with few experts one that has these of many: its router knows all
