@@ -103,7 +103,7 @@ def choose_runner(config: Config) -> type[ModelRunner]:
     graphs = on_gpu and not config.enforce_eager and config.attention != "torch"
     return GraphRunner if graphs else ModelRunner
 
-
+# %% ../nbs/12b_assemble.ipynb #212be9ad
 def make_runner(config: Config) -> ModelRunner:
     """The runner for `config`. The checkpoint is loaded here."""
     attach(WITH_TORCH)

@@ -161,7 +161,7 @@ class MixtureMLP(nn.Module):
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
         if callable(self.ops):
-            num_rows = get_forward_context().plan.data[3]  # the others fill up a graph's batch
+            num_rows = get_forward_context().plan.data[3]  # others fill up a graph's batch
             is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
             ids = torch.where(is_real, ids, self.gate_up.count)
         return self.run_experts(x, ids, weights)
