@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import re
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
@@ -150,7 +149,7 @@ class CompletionOutput:
     tpot: float  # mean time per token after the first
     latency: float  # arrival to end
     logprobs: list[dict[int, float]] | None = None  # per token {id: log probability}
-    metrics: Counter[str] = field(default_factory=Counter)  # what later parts counted
+    metrics: dict[str, int] = field(default_factory=dict)  # what later parts counted
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -247,7 +246,7 @@ class InputOutputProcessor:
             tpot=(seq.leave_time - first) / max(1, len(ids) - 1),
             latency=seq.leave_time - seq.arrive_time,
             logprobs=seq.logprobs if wish.logprobs is not None else None,
-            metrics=seq.metrics,
+            metrics=dict(seq.metrics),
         )  # fmt: skip
 
 # %% ../nbs/09b_text.ipynb #0cca6840

@@ -313,7 +313,7 @@ def test_a_result_says_what_became_of_its_drafts() -> None:
     with LLM("tiny", **BASE, speculative_config={"method": "ngram"}) as llm:
         outs = llm.generate(LONG, GREEDY, use_tqdm=False)
         scheduler: Any = llm.engine_core.scheduler
-    drafted, accepted = ([out.metrics[f"num_{kind}_tokens"] for out in outs] for kind in ("draft", "accepted"))
+    drafted, accepted = ([out.metrics.get(f"num_{kind}_tokens", 0) for out in outs] for kind in ("draft", "accepted"))
     stats = scheduler.spec_stats
     assert (sum(drafted), sum(accepted)) == (stats.proposed.total(), stats.accepted.total())
     assert all(a <= d for a, d in zip(accepted, drafted, strict=True)) and len(set(drafted)) > 1
