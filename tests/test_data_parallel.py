@@ -46,7 +46,7 @@ from atom_mini.processes import knobs
 from atom_mini.processes.data_parallel import devices, make_one
 from atom_mini.processes.far_core import EngineDead
 from atom_mini.processes.group import open_group
-from atom_mini.processes.lockstep import LockstepLoop, Ranks, dummy_batch, with_spare_block
+from atom_mini.processes.lockstep import Agreement, LockstepLoop, dummy_batch, with_spare_block
 from atom_mini.processes.messages import (
     Abort,
     Add,
@@ -546,7 +546,7 @@ class Together:
     def make_core(self, rank: int) -> EngineCore:
         config = near_config(data_parallel_place=[rank, self.folder, self.limit], lockstep=True, routing="load")
         runner = Noting()
-        runner.ranks = vars(config)["ranks"] = Ranks(open_group(self.folder, rank, self.size, self.limit))
+        runner.ranks = vars(config)["ranks"] = Agreement(open_group(self.folder, rank, self.size, self.limit))
         return EngineCore(config, runner)
 
     def live(self, rank: int) -> None:

@@ -27,7 +27,7 @@ from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Turn', 'Ranks', 'dummy_batch', 'with_spare_block', 'LockstepLoop', 'make_rank']
+__all__ = ['Turn', 'Agreement', 'dummy_batch', 'with_spare_block', 'LockstepLoop', 'make_rank']
 
 # %% ../../nbs/73b_lockstep.ipynb #23fb389b
 class Turn(NamedTuple):
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     is_open: int  # whether somebody has not been told to end
 
 # %% ../../nbs/73b_lockstep.ipynb #b690bcb5
-class Ranks:
+class Agreement:
     """This rank's end of the agreement, and of the collectives in the layers.
 
     `num_rows`: of the collectives in this turn, 0 before the first: a batch's own.
@@ -94,7 +94,7 @@ class LockstepLoop(ReportingLoop):
         super().__init__(core, inbox, outbox)
         self.runner: Any = core.runner
         core.runner = self
-        self.ranks: Ranks = core.config.ranks
+        self.ranks: Agreement = core.config.ranks
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
         self.graphs = getattr(self.runner, "graphs", {})
         self.wave = self.slept = 0  # the last heard of; the last that is over
@@ -160,7 +160,7 @@ def make_rank(config: Config) -> EngineCore:
     if device != "cpu" and wants_experts:
         os.makedirs(place := f"{folder}-layers", 0o700, exist_ok=True)
         layers = open_group(place, rank, size, limit, device)
-    ranks = vars(config)["ranks"] = Ranks(group, layers)
+    ranks = vars(config)["ranks"] = Agreement(group, layers)
     if wants_experts:
         config.hf_config.ranks = ranks
     core = make_engine_core(config)
