@@ -606,7 +606,7 @@ def test_bad_sampling_params(options: dict[str, Any], words: list[str]) -> None:
         ({"max_model_len": 2049}, ["2049", "2048"]),
         ({"max_num_seq": 4}, ["'max_num_seq'", "'max_num_seqs'"]),
         ({"block_size": 4}, ["'block_size'"]),
-        ({"tensor_parallel_size": 2}, ["tensor_parallel_size"]),
+        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size"]),
         ({"device": "gpu"}, ["device", "'gpu'", "cpu"]),
         ({"device": 5}, ["device", "5"]),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ["2048", "100", "max_num_batched_tokens"]),
