@@ -29,6 +29,7 @@ from test_engine_process import (  # noqa: F401
     SOON,
     WISHES,
     answers,
+    ask_from_eight_threads,
     facts,
     fake,
     processes,
@@ -160,21 +161,7 @@ def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkey
     """Each gets its own tokens, and all of them; others are taken back in between. None is lost, doubled or crossed."""
     monkeypatch.setenv("FAKE_STEP", "0")
     llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=2000, max_num_seqs=512)
-
-    def ask(thread: int) -> int:
-        rng, good = random.Random(thread), 0
-        for _ in range(25):
-            shapes = [(rng.randint(1, 60), rng.randint(1, 3)) for _ in range(50)]
-            wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in shapes]
-            taken_back = [llm.add_request([9], SamplingParams(max_tokens=50)) for _ in range(2)]
-            outs = llm.generate([[thread + 1] * size for size, _ in shapes], wishes, use_tqdm=False)
-            good += sum(o.token_ids == [100 + s + i for i in range(n)] for o, (s, n) in zip(outs, shapes, strict=True))
-            for request_id in taken_back:
-                llm.abort(request_id)
-        return good
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(ask, range(8))) == 10_000
+    assert ask_from_eight_threads(llm) == 10_000
     core = replicas_of(llm)
     whole = {"waiting": 0, "running": 0, "free_blocks": 4000}
     wait_for(lambda: whole.items() <= core.metrics().items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import checkpoints
 import pytest
 import torch
 import transformers
-from checkpoints import Recorder, edit_json, random_model, recorded
+from checkpoints import Recorder, random_model, recorded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -281,19 +280,10 @@ def test_layers_for_mtp_are_left_out_if_the_config_says_so(announced: int, tmp_p
 
 def test_fp8_as_deepseek_v3_is_published(tmp_path: Path) -> None:
     """Packed in blocks, sorted after that: what transformers computes of the unpacked weights."""
-    from test_quantised import plain_fp8, to_fp8  # not before all families are there
+    from test_quantised import save_fp8_twin  # not before all families are there
 
     save_mixture("deepseek_v3", tmp_path / "plain", **V3 | GROUPS)
-    shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
-    packed = dict(plain)
-    for name in [n for n in plain if n.endswith(("_proj.weight", "_mqa.weight"))]:
-        packed[name], packed[name + "_scale_inv"] = to_fp8(plain[name], 16)
-        plain[name] = plain_fp8(packed[name], packed[name + "_scale_inv"], 16)
-    for folder, tensors in (("plain", plain), ("fp8", packed)):
-        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
-    how = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 16]}
-    edit_json(tmp_path / "fp8" / "config.json", quantization_config=how)
+    save_fp8_twin(tmp_path, lambda n: n.endswith(("_proj.weight", "_mqa.weight")))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
     recorder, sequences, _ = generate(tmp_path / "fp8", make_prompts()[1:3], **ROOMY)
     assert max(recorder.errors(model, sequences).values()) <= 1e-4

@@ -68,6 +68,20 @@ def plain_fp8(weight: Tensor, scale: Tensor, size: int = 128) -> Tensor:
     return weight.float() * scale.float()[i[:, None], j[None]]
 
 
+def save_fp8_twin(home: Path, is_packed: Callable[[str], bool]) -> None:
+    """Pack some weights of the checkpoint `home`/plain in squares of 16, as `home`/fp8; plain gets what they then are."""
+    shutil.copytree(home / "plain", home / "fp8")
+    plain = load_file(home / "plain" / "model.safetensors")
+    packed = dict(plain)
+    for name in filter(is_packed, [*plain]):
+        packed[name], packed[name + "_scale_inv"] = to_fp8(plain[name], 16)
+        plain[name] = plain_fp8(packed[name], packed[name + "_scale_inv"], 16)
+    for folder, tensors in (("plain", plain), ("fp8", packed)):
+        save_file(tensors, home / folder / "model.safetensors", metadata={"format": "pt"})
+    how = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 16]}
+    edit_json(home / "fp8" / "config.json", quantization_config=how)
+
+
 def to_fp8(weight: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
     """weight [out, in] -> e4m3 and its scales, square by square."""
     grid = torch.zeros([-(-n // size) for n in weight.shape])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import shutil
 from collections.abc import Callable
 from functools import reduce
 from itertools import pairwise
@@ -599,19 +598,10 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
 
 def test_fp8_in_a_wrapper(tmp_path: Path) -> None:
     """Packed in blocks, as the wrapper's config says, and taken apart after that."""
-    from test_quantised import plain_fp8, to_fp8  # not before all families are there
+    from test_quantised import save_fp8_twin  # not before all families are there
 
     wrap("qwen3_5", tmp_path / "plain")
-    shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
-    packed = dict(plain)
-    for name in [n for n in plain if n.endswith("_proj.weight") and "visual" not in n]:
-        packed[name], packed[name + "_scale_inv"] = to_fp8(plain[name], 16)
-        plain[name] = plain_fp8(packed[name], packed[name + "_scale_inv"], 16)
-    for folder, tensors in (("plain", plain), ("fp8", packed)):
-        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
-    how = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 16]}
-    edit_json(tmp_path / "fp8" / "config.json", quantization_config=how)
+    save_fp8_twin(tmp_path, lambda n: n.endswith("_proj.weight") and "visual" not in n)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "plain").eval()
     recorder, sequences, _ = generate(tmp_path / "fp8", make_prompts()[1:3], **ROOMY)
     assert max(recorder.errors(model, sequences).values()) <= 2e-4

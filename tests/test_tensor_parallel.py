@@ -28,7 +28,7 @@ from checkpoints import save_checkpoint, save_family
 from recording import load_recorded_graph
 from safetensors.torch import load_file, save_file
 from side_by_side import SideBySide
-from test_engine_process import answers, ctrl_c, wait_for  # noqa: F401
+from test_engine_process import answers, ctrl_c, time_limit, wait_for  # noqa: F401
 from test_families import CASES as MIXTURES
 from test_interrupt import Tripwire
 from test_latent import CASES as LATENTS
@@ -60,20 +60,6 @@ SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seq
 PROMPTS = ["Once upon a time", "12 + 7 =", "Once upon a day", "Mia has a red cat."]
 SOON = 2.0  # seconds: everybody knows by then
 LIMIT = 60.0  # seconds: longer than anything here takes
-
-
-@pytest.fixture(autouse=True)
-def time_limit() -> Iterator[None]:
-    """A test that hangs is ended, with a stack."""
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError(f"not done after {LIMIT} seconds")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
 
 
 # What is computed: all ranks in one process

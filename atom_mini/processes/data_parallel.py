@@ -61,7 +61,7 @@ def make_one(config: Config) -> Any:
 
     return make_rank(config)
 
-
+# %% ../../nbs/73c_data_parallel.ipynb #ce2e9a2f
 def make_loop(core: Any, inbox: Any, outbox: Any) -> Any:
     """Its loop."""
     if core.config.lockstep:

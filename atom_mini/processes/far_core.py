@@ -264,7 +264,7 @@ class FarScheduler(BaseScheduler):
         """Give `seq` its new tokens, up to a stop string; returns those that it lacked. To
         take a row again, after an interrupt, does no harm."""
         seq.status, seq.num_cached_tokens = SequenceStatus.RUNNING, row.num_cached_tokens
-        seq.metrics = Counter(row.metrics)
+        seq.metrics = Counter(row.metrics) if row.metrics else seq.metrics
         seq.first_token_time = seq.first_token_time or time.perf_counter()
         known = seq.num_completion_tokens
         del seq.logprobs[known:]
