@@ -71,7 +71,8 @@ def study(path: Path) -> list[str]:
                 check_exercise(shell, next(exercises))
                 done.append("done")
             elif cell.cell_type == "code" and not book.SKIP.search(cell.source):
-                assert not run(shell, cell.source), shell.prettytb(path)
+                error = run(shell, cell.source)
+                assert not error, f"{error}: {shell.exc}\n{cell.source}"
     return done
 
 

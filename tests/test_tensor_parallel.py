@@ -52,6 +52,7 @@ from atom_mini.processes.cuts import TensorParallel, cut_config
 from atom_mini.processes.far_core import EngineDead
 from atom_mini.processes.group import Group
 from atom_mini.processes.rank_process import pack_batch, unpack_batch
+from atom_mini.processes.ranks import Ranks
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 from atom_mini.speculation.verify import spread
@@ -618,6 +619,17 @@ def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeyp
     with pytest.raises(kind, match="exit code 3" if how == "dies" else "lacks .* weight"):
         start(tmp_path / "noted", monkeypatch, early=early)
     assert time.perf_counter() - began < 30
+
+
+def test_a_rank_ends_before_it_has_read_its_order() -> None:
+    """Its end of the pair is reset then, not closed."""
+    ranks = Ranks({}, 2, 5.0)
+    ranks.pipes[0].send(b"an order")
+    ranks.ends[0].close()
+    with pytest.raises(RuntimeError, match="rank 1 ended while"):
+        ranks.meet(torch.device("cpu"))
+    ranks.close()
+    assert not Path(ranks.folder).exists()
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any
 
@@ -82,7 +83,10 @@ class Ranks:
         """Wait until all have loaded, then open the group."""
         for i, pipe in enumerate(self.pipes):
             pipe.settimeout(READY)
-            if not pipe.recv(1):
+            came = b""
+            with suppress(ConnectionError):  # reset: it ended and had not read its order
+                came = pipe.recv(1)
+            if not came:
                 raise RuntimeError(f"rank {i + 1} ended while it was loading")
             pipe.settimeout(self.limit)
         self.group = open_group(self.folder, 0, self.size, self.limit, device)
@@ -159,7 +163,7 @@ class Leader:
         self.worker = ThreadPoolExecutor(1, "rank 0")
         shard = Shard(0, n, config.hf_config, is_dealt)
         try:
-            self.ranks.start()
+            self._call(None, self.ranks.start)
             self.runner = self._call(None, make_rank, config, shard, self.ranks.meet)
         except BaseException as error:
             self.close()
