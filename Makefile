@@ -63,8 +63,8 @@ execute: $(VENV)/dev
 # On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed.
 gpu:
 	$(PYTHON) kernels/bench.py --check
-	$(PYTHON) -m pytest tests/test_kernels.py tests/test_graphs.py tests/test_gpu.py
-	$(PYTHON) -m pytest -m gpu tests/test_parity.py tests/test_spyre.py
+	$(PYTHON) -m pytest tests/test_kernels.py tests/test_grouped.py tests/test_latent_kernel.py tests/test_graphs.py
+	$(PYTHON) -m pytest -m gpu -rs tests/test_gpu.py tests/test_parity.py tests/test_spyre.py tests/test_tensor_parallel.py
 	$(PYTHON) kernels/bench.py
 
 docs: $(VENV)/docs

@@ -73,7 +73,8 @@ def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
         return ids
     for i, value in enumerate(ids):
         try:
-            whole: Any = None if type(value) is bool else value
+            is_truth = "bool" in type(value).__name__  # NumPy's, too
+            whole: Any = None if is_truth else value
             ids[i] = operator.index(whole)
         except TypeError:  # a float's, an array's, None's
             wrong = f"token id {value!r} in {what} is of type {type(value).__name__}"

@@ -54,8 +54,7 @@ class ModelRunner:
 
     def _choose_dtype(self) -> torch.dtype:
         cfg, asked = self.config.hf_config, self.config.dtype
-        own = getattr(cfg, "dtype", None) or getattr(cfg, "torch_dtype", None)
-        best = torch.float32 if self.device.type == "cpu" or own is None else own
+        best = torch.float32 if self.device.type == "cpu" else cfg.dtype or torch.float32
         return getattr(torch, asked) if asked else best
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:

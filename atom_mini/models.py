@@ -35,11 +35,10 @@ def rotary_frequencies(cfg: Any, dim: int) -> tuple[Tensor, float]:
 
     ValueError names a rope type that is not in `ROPE_TYPES`.
     """
-    given = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None)
-    p: dict[str, Any] = {"rope_theta": getattr(cfg, "rope_theta", 10000.0)}
-    p |= {"original_max_position_embeddings": cfg.max_position_embeddings}
-    p |= given or {}
-    kind = p.get("rope_type", p.get("type", "default"))
+    p: dict[str, Any] = {"original_max_position_embeddings": cfg.max_position_embeddings}
+    p |= {"rope_theta": 10000.0, "rope_type": "default"}
+    p |= getattr(cfg, "rope_parameters", None) or {}
+    kind = p["rope_type"]
     part = p.get("partial_rotary_factor", 1)
     require(part == 1, f"partial_rotary_factor={part} is not supported: 1 is")
     known = ", ".join(ROPE_TYPES)

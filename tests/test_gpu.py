@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import save_checkpoint, save_family
 
 from atom_mini import LLM, SamplingParams
+from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.graphs import GraphRunner, first_decodes
 from atom_mini.sequence import PLACEHOLDER
 
 pytestmark = pytest.mark.gpu
+attach(WITH_TORCH)
 PROMPTS = ["Once upon a time", "12 + 7 =", "Ada lives in Rome. Ben lives in Oslo. Where does Ada live?", "Mia has a red cat. " * 20]
 WISHES = [SamplingParams(max_tokens=40, temperature=t, seed=5) for t in (0.0, 0.0, 0.8, 1.0)]
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_seqs": 20}
@@ -102,3 +104,42 @@ def test_the_ladder_covers_every_batch(on_cpu: list[list[int]]) -> None:
         assert max(runner.graphs) == 20
         outs = llm.generate(PROMPTS * 5, WISHES * 5, use_tqdm=False)
     assert [out.token_ids for out in outs] == on_cpu
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "draft_model"])
+def test_drafts_change_no_token(drafter: str, eager: bool, on_cpu: list[list[int]]) -> None:
+    """Verify steps from graphs and eager, beside a head or a second model on the device; some drafts are kept."""
+    wanted = {"method": drafter, "num_speculative_tokens": 3} | ({"model": "tiny"} if drafter == "draft_model" else {})
+    with LLM("tiny", device="cuda", dtype="float32", enforce_eager=eager, speculative_config=wanted, **SMALL) as llm:
+        outs = llm.generate(PROMPTS * 5, WISHES * 5, use_tqdm=False)
+    assert [out.token_ids for out in outs] == on_cpu
+    assert sum(out.metrics.get("num_accepted_tokens", 0) for out in outs) > 20
+
+
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "head_dim": 32, **EXPERTS},
+    "glm4_moe": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 32, "n_shared_experts": 1, **EXPERTS},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "q_lora_rank": 24, **EXPERTS, **LATENT},
+    "qwen3_5_text": {"head_dim": 32, **LINEAR},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_give_the_cpus_tokens(kind: str, tmp_path: Path) -> None:
+    """Experts, sinks and windows, latents, states: replayed where there are graphs, chunked, more sequences than one."""
+    save_family(kind, tmp_path, **FAMILIES[kind])
+    prompts = [[(7 * i + 3 * j) % 300 for j in range(n)] for i, n in enumerate((1, 9, 40, 100))]
+    wish, found = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=1), []
+    for device in ("cpu", "cuda"):
+        room = {"num_kvcache_blocks": 60, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+        with LLM(str(tmp_path), device=device, dtype="float32", **room) as llm:  # type: ignore[arg-type]
+            outs = llm.generate(prompts, wish, use_tqdm=False)
+        found.append(([out.token_ids for out in outs], torch.tensor([[*x.values()][-1] for o in outs for x in o.logprobs or []])))
+    (tokens, exact), (others, close) = found
+    assert others == tokens
+    torch.testing.assert_close(close, exact, atol=1e-3, rtol=0)
