@@ -357,7 +357,7 @@ def test_every_weight_finds_its_place_in_bfloat16(tmp_path: Path) -> None:
     theirs = model.model.layers[1]
     assert torch.equal(ours.self_attn.sinks, theirs.self_attn.sinks.bfloat16())
     assert torch.equal(ours.mlp.router.bias, theirs.mlp.router.bias)
-    gate_up, biases = ours.mlp.gate_up.stacked()
+    gate_up, _, biases = ours.mlp.gate_up.stacked()
     file = theirs.mlp.experts.gate_up_proj.bfloat16()  # [E, H, 2I]
     for half, turn in zip(gate_up.chunk(2, 1), (0, 1), strict=True):
         assert torch.equal(half, file[..., turn::2].mT)

@@ -29,7 +29,7 @@ from atom_mini.models import (
 # %% auto #0
 __all__ = ['RENAMED', 'FUSED', 'PARTS', 'TYPES', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate',
            'MixtureMLP', 'VariedHeads', 'read_heads', 'VariedAttention', 'turned_dim', 'rotary_order', 'PartialRotary',
-           'halves', 'Mixture', 'rename', 'is_announced', 'read_expert', 'split_experts', 'reorder']
+           'in_halves', 'Mixture', 'rename', 'is_announced', 'read_expert', 'split_experts', 'reorder']
 
 # %% ../../nbs/61_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -77,10 +77,10 @@ class ExpertLinear(Linear):
         self.count, self.stays = count, stays
         self.packed: list[Tensor] = []
 
-    def stacked(self) -> tuple[Any, Tensor | None]:
-        """Weights [E, rows, size] and biases [E, rows], as views."""
-        weight = self.weight.unflatten(0, (self.count, -1))
-        return weight, None if self.bias is None else self.bias.view(self.count, -1)
+    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights [E, rows, size], their scales (none) and biases [E, rows], as views."""
+        weight, bias = self.weight.unflatten(0, (self.count, -1)), self.bias
+        return weight, None, None if bias is None else bias.view(self.count, -1)
 
     def pack(self) -> None:
         if uses_onednn(self.weight) and not self.stays:
@@ -90,7 +90,7 @@ class ExpertLinear(Linear):
 
     def product(self, x: Tensor, expert: int) -> Tensor:
         """x [n, size] times one expert's matrix -> [n, rows]."""
-        weight, bias = self.stacked()
+        weight, _, bias = self.stacked()
         matrix = self.packed[expert] if self.packed else weight[expert]
         return linear(x, matrix, None if bias is None else bias[expert])
 
@@ -149,9 +149,8 @@ class MixtureMLP(nn.Module):
         if not callable(self.ops):
             return loop_over_experts(x, ids, weights, self.expert)
         kernels = import_module("atom_mini.families.grouped")  # chapter 62: needs Triton
-        (gate_up, bias), (down, down_bias) = self.gate_up.stacked(), self.down.stacked()
-        args = x, ids, weights, gate_up, down, bias, down_bias
-        return kernels.grouped_experts(*args, self.limit)
+        stacks = self.gate_up.stacked(), self.down.stacked()
+        return kernels.grouped_experts(x, ids, weights, *stacks, self.limit)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
@@ -242,7 +241,7 @@ class PartialRotary(RotaryEmbedding):
         self.sin = F.pad(sin, rest).flatten(1)
 
 # %% ../../nbs/61_mixture.ipynb #ee275c8b
-def halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
+def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
     """Part i of n that lie one behind the other in an expert [1, all rows, size]."""
     return read().chunk(n, 1)[i].flatten(0, 1)
 
@@ -250,7 +249,7 @@ def halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
 class Mixture(Dense):
     """Decoders with experts or with a varied attention."""
 
-    take = staticmethod(halves)  # how gate and up lie in a tensor of all experts
+    take = staticmethod(in_halves)  # how gate and up lie in a tensor of all experts
 
     def attention(self, layer: int, ops: TorchOps) -> nn.Module:
         return VariedAttention(self.cfg, ops, read_heads(self.cfg, layer))
@@ -288,8 +287,7 @@ class Mixture(Dense):
 # %% ../../nbs/61_mixture.ipynb #37ae337c
 RENAMED = {
     ".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.",
-    ".w2.": ".down_proj.",
-    ".shared_expert.": ".shared.", ".shared_experts.": ".shared.",
+    ".w2.": ".down_proj.", ".shared_expert.": ".shared.", ".shared_experts.": ".shared.",
     ".mlp.gate.e_score_correction_bias": ".mlp.correction", ".mlp.router.": ".mlp.gate.",
 }  # fmt: skip
 

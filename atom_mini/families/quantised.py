@@ -168,10 +168,10 @@ class PackedExperts(ExpertLinear):
         blocks, scales = (torch.empty(rows, size // n, dtype=kind) for n in (2, 32))
         self.weight, self.scales = (nn.Parameter(w, False) for w in (blocks, scales))
 
-    def stacked(self) -> tuple[Any, Tensor | None]:
-        """((blocks, scales), each [E, rows, ...], biases [E, rows])."""
-        blocks, bias = super().stacked()
-        return (blocks, self.scales.unflatten(0, (self.count, -1))), bias
+    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Blocks and scales, each [E, rows, ...], and biases [E, rows]."""
+        blocks, _, bias = super().stacked()
+        return blocks, self.scales.unflatten(0, (self.count, -1)), bias
 
 # %% ../../nbs/64_quantised_files.ipynb #fea477be
 class PackedMLP(MixtureMLP):
