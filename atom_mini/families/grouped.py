@@ -155,7 +155,7 @@ def choose_launch(x: Tensor, pairs: int, experts: int) -> tuple[str, Launch]:
     return arch, many if pairs > few.rows * experts else few
 
 # %% ../../nbs/62_grouped_kernel.ipynb #3adfefce
-Stack = tuple[Tensor, Tensor | None, Tensor | None]  # weights, or blocks and scales; bias
+Stack = tuple[Tensor, Tensor | None, Tensor | None]  # weights, scales, biases
 
 
 def expert_product(

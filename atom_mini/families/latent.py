@@ -72,8 +72,8 @@ def softmax_scale(cfg: Any) -> float:
 
 # %% ../../nbs/65a_latent_attention.ipynb #8e1b4970
 def attend_latent(ops: Any, size: int, q: Tensor, cache: Tensor, *rest: Any) -> Tensor:
-    """`ops.attend` with q [T, H, D] over rows [1, N, 1, S, D], whose first `size` numbers
-    are the values: -> [T, H, size]."""
+    """`ops.attend`: q [T, H, D] over rows [1, N, 1, S, D], whose first `size` numbers
+    are the values -> [T, H, size]."""
     both = cache.expand(2, -1, -1, -1, -1)  # the same memory twice
     return ops.attend(q, both, *rest)[..., :size]
 
@@ -94,13 +94,14 @@ class LatentAttention(nn.Module):
         self.q_b = Linear(rank, {"q_b_proj": rows}) if rank else nn.Identity()
         self.kv_a_layernorm = RMSNorm(latent, 1e-6, ops)
         self.up = [cfg.qk_nope_head_dim, cfg.v_head_dim]
-        self.kv_b_proj = nn.ParameterDict({"weight": unfilled(self.heads * sum(self.up), latent)})
+        weight = unfilled(self.heads * sum(self.up), latent)
+        self.kv_b_proj = nn.ParameterDict({"weight": weight})
         self.o = Linear(self.heads * cfg.v_head_dim, {"o_proj": hidden}, bias)
         self.attn = Attention(latent + rope, partial(attend_latent, ops, latent))
         self.attn.scale = softmax_scale(cfg)
 
     def matrices(self) -> tuple[Tensor, ...]:
-        """For keys [H, nope, latent], for values [H, value, latent]: views of `kv_b_proj`."""
+        """Of `kv_b_proj`: for keys [H, nope, latent], for values [H, value, latent]."""
         return self.kv_b_proj["weight"].unflatten(0, (self.heads, -1)).split(self.up, 1)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -122,7 +123,8 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
     """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
     ops, sampler = choose_ops(config, device, dtype)
     if hasattr(ops, "tiles"):  # Triton's
-        kernels, cfg = import_module("atom_mini.families.latent_kernel"), config.hf_config
+        kernels = import_module("atom_mini.families.latent_kernel")
+        cfg = config.hf_config
         sizes = cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim
         ops = kernels.LatentOps(device, *sizes, dtype)
     return ops, sampler

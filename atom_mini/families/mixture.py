@@ -20,10 +20,13 @@ from torch import Tensor, nn
 
 from ..attention import get_forward_context
 from ..checkpoint import require
-from .records import Routing, is_sparse, read_experts, read_routing
+from atom_mini.families.records import (
+    Routing, is_sparse, read_experts, read_routing, said,
+)  # fmt: skip
 from atom_mini.models import (
-    FAMILIES, MLP, Dense, Heads, Linear, Readers, RMSNorm, RotaryEmbedding, SelfAttention,
-    TorchOps, check_supported, dense_heads, head_dim, linear, unfilled, uses_onednn,
+    FAMILIES, MLP, Dense, Heads, Linear, Readers, RMSNorm, RotaryEmbedding,
+    SelfAttention, TorchOps, check_supported, dense_heads, head_dim, linear, unfilled,
+    uses_onednn,
 )  # fmt: skip
 
 # %% auto #0
@@ -78,7 +81,7 @@ class ExpertLinear(Linear):
         self.packed: list[Tensor] = []
 
     def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weights [E, rows, size], their scales (none) and biases [E, rows], as views."""
+        """Weights [E, rows, size], their scales (none), biases [E, rows]: views."""
         weight, bias = self.weight.unflatten(0, (self.count, -1)), self.bias
         return weight, None, None if bias is None else bias.view(self.count, -1)
 
@@ -127,13 +130,13 @@ class MixtureMLP(nn.Module):
         experts, size = read_experts(cfg), cfg.hidden_size
         assert experts is not None, "is_sparse said so"
         self.routing, self.ops, self.limit = read_routing(cfg), ops, experts.limit
-        count, width, rest = experts.count, experts.width, (experts.is_biased, callable(ops))
-        self.router = Linear(size, {"gate": count}, experts.is_biased).float()
-        zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), requires_grad=False)
+        count, width, is_biased = experts.count, experts.width, experts.is_biased
+        self.router = Linear(size, {"gate": count}, is_biased).float()
+        zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
         self.correction = zeros if self.routing.is_corrected else None
-        parts = {"gate_proj": width, "up_proj": width}
-        self.gate_up = self.linear(size, count, parts, *rest)
-        self.down = self.linear(width, count, {"down_proj": size}, *rest)
+        parts, stays = {"gate_proj": width, "up_proj": width}, callable(ops)
+        self.gate_up = self.linear(size, count, parts, is_biased, stays)
+        self.down = self.linear(width, count, {"down_proj": size}, is_biased, stays)
         self.shared = MLP(cfg, ops, experts.shared) if experts.shared else None
         gate = Linear(size, {"shared_expert_gate": 1}) if experts.is_gated else None
         self.shared_gate = gate
@@ -185,7 +188,7 @@ def read_heads(cfg: Any, layer: int) -> VariedHeads:
     bias = plain.bias or getattr(cfg, "qkv_bias", False)
     out_bias = plain.out_bias and kind != "glm4_moe"
     is_normed = plain.is_normed or getattr(cfg, "use_qk_norm", kind == "qwen3_moe")
-    turned = getattr(cfg, "no_rope_layers", None) or [1] * cfg.num_hidden_layers
+    turned = said(cfg, "no_rope_layers") or [1] * cfg.num_hidden_layers
     return VariedHeads(bias, out_bias, is_normed, kind == "olmoe", bool(turned[layer]))
 
 # %% ../../nbs/61_mixture.ipynb #f3b3f576
@@ -215,7 +218,7 @@ class VariedAttention(SelfAttention):
 # %% ../../nbs/61_mixture.ipynb #472cb273
 def turned_dim(cfg: Any) -> int:
     """Numbers of a head that turn."""
-    given = getattr(cfg, "rope_parameters", None) or {}
+    given = said(cfg, "rope_parameters") or {}
     share = given.get("partial_rotary_factor", getattr(cfg, "partial_rotary_factor", 1))
     return int(head_dim(cfg) * share)
 
@@ -232,8 +235,8 @@ class PartialRotary(RotaryEmbedding):
 
     def __init__(self, cfg: Any, max_position: int) -> None:
         dim, turned, whole = head_dim(cfg), turned_dim(cfg), copy(cfg)
-        given = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None)
-        whole.rope_parameters = {**(given or {}), "partial_rotary_factor": 1}
+        given = said(cfg, "rope_parameters", "rope_scaling") or {}
+        whole.rope_parameters = {**given, "partial_rotary_factor": 1}
         super().__init__(whole, turned, max_position)
         rest = 0, (dim - turned) // 2  # behind each half
         cos, sin = (x.unflatten(-1, (2, -1)) for x in (self.cos, self.sin))
@@ -287,8 +290,8 @@ class Mixture(Dense):
 # %% ../../nbs/61_mixture.ipynb #37ae337c
 RENAMED = {
     ".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.",
-    ".w2.": ".down_proj.", ".shared_expert.": ".shared.", ".shared_experts.": ".shared.",
-    ".mlp.gate.e_score_correction_bias": ".mlp.correction", ".mlp.router.": ".mlp.gate.",
+    ".w2.": ".down_proj.", ".router.": ".gate.", ".shared_expert.": ".shared.",
+    ".shared_experts.": ".shared.", ".gate.e_score_correction_bias": ".correction",
 }  # fmt: skip
 
 
@@ -302,12 +305,12 @@ def rename(name: str) -> str:
 def is_announced(name: str, cfg: Any) -> bool:
     """Whether a weight belongs to a layer for MTP of which the config speaks."""
     found, last = re.match(r"model\.layers\.(\d+)\.", name), cfg.num_hidden_layers
-    more = getattr(cfg, "num_nextn_predict_layers", 0) or 0
+    more = said(cfg, "num_nextn_predict_layers")
     return found is not None and last <= int(found[1]) < last + more
 
 # %% ../../nbs/61_mixture.ipynb #1d3df701
 def read_expert(read: Callable[..., Tensor], e: int, count: int) -> Tensor:
-    """[1, ...]: expert `e` of a tensor [count, ...]. The last one's end where the tensor
+    """[1, ...]: expert `e` of a tensor [count, ...]. The last one ends where the tensor
     does, so that experts too many are a wrong shape."""
     return read(part=slice(e, e + 1 if e + 1 < count else None))
 

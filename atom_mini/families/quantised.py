@@ -97,7 +97,7 @@ _log = logging.getLogger("atom_mini")
 
 
 class Speed:
-    """Reads what is no longer packed, and says how fast when the last reader is gone."""
+    """Reads what is not packed, and says how fast when the last reader is gone."""
 
     def __init__(self) -> None:
         self.start, self.size = time.perf_counter(), 0

@@ -39,7 +39,7 @@ def said(cfg: Any, *names: str) -> Any:
     """The first of these that a config has and that is not None, 0 or empty; or 0."""
     return next(filter(None, (getattr(cfg, name, None) for name in names)), 0)
 
-
+# %% ../../nbs/60_experts.ipynb #390bf51d
 EVEN = {"scoring": "sigmoid", "is_corrected": True, "group_best": 2}
 RULES: dict[str, dict[str, Any]] = {  # what model types do and their configs do not say
     "mixtral": {"renormalize": True}, "qwen3_5_moe_text": {"renormalize": True},
@@ -52,7 +52,7 @@ def read_routing(cfg: Any) -> Routing:
     """The routing of a config with experts."""
     names = {"renormalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
     names |= {"groups": "n_group", "top_groups": "topk_group"}
-    found = {field: value for field, name in names.items() if (value := said(cfg, name))}
+    found = {field: value for field, n in names.items() if (value := said(cfg, n))}
     if said(cfg, "topk_method") == "greedy":  # DeepSeek-V2-Lite: no groups
         found["groups"] = 1
     return Routing(cfg.num_experts_per_tok, **found | RULES.get(cfg.model_type, {}))
@@ -108,7 +108,8 @@ LACKING = {
 # %% ../../nbs/60_experts.ipynb #b8d932b2
 def decoder_of(wrapper: Any) -> Any:
     """The config of the decoder in a model with a vision encoder (`has_vision`)."""
-    cfg, names = wrapper.text_config, ("dtype", "tie_word_embeddings", "quantization_config")
+    cfg = wrapper.text_config
+    names = ("dtype", "tie_word_embeddings", "quantization_config")
     found = {n: getattr(cfg, n, None) or getattr(wrapper, n, None) for n in names}
     vars(cfg).update(found, has_vision=True)
     return cfg
@@ -137,7 +138,7 @@ class FamilyNames(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        """Sets what `given` does not name as `WITH_STATE` says; ValueError for the rest."""
+        """Sets what `given` lacks as `WITH_STATE` says; ValueError for the rest."""
         knobs = WITH_STATE if has_state(config.hf_config) else ()
         for knob in filter(partial(hasattr, config), knobs):
             value, (only, why) = getattr(config, knob), WITH_STATE[knob]

@@ -82,7 +82,7 @@ class Windowed(Mixture):
             is_padded = hasattr(ops, "is_padded")
             require(not is_padded, "scheduler='spyre' lacks sinks, windows")
             found.sinks = unfilled(self.cfg.num_attention_heads) if has_sinks else None
-            attend: Any = ops.attend if callable(ops) else windowed_attention  # a kernel
+            attend: Any = ops.attend if callable(ops) else windowed_attention
             found.attn.attend = partial(attend, window=window, sinks=found.sinks)
         return found
 
