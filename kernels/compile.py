@@ -202,16 +202,15 @@ def run_experts(shape: Mixture, tokens: int, dtype: str = "bf16") -> None:
     """Launch the product with the chosen experts."""
     number, E = TYPES[dtype], shape.experts
 
-    def weight(rows: int, size: int) -> Tensor | tuple[Tensor, Tensor]:
+    def stack(rows: int, size: int) -> grouped.Stack:
         if not shape.is_gpt:
-            return empty((E, rows, size), number)
-        return empty((E, rows, size // 2), torch.uint8), empty((E, rows, size // 32), torch.uint8)
+            return empty((E, rows, size), number), None, None
+        blocks, scales = (empty((E, rows, size // n), torch.uint8) for n in (2, 32))
+        return blocks, scales, empty((E, rows), number)
 
     x, ids = empty((tokens, shape.hidden), number), empty((tokens, shape.choices), torch.int64)
-    weights = weight(2 * shape.inner, shape.hidden), weight(shape.hidden, shape.inner)
-    biases = empty((E, 2 * shape.inner), number), empty((E, shape.hidden), number)
-    gpt = (*biases, 7.0) if shape.is_gpt else ()
-    grouped.grouped_experts(x, ids, empty((tokens, shape.choices)), *weights, *gpt)
+    stacks = stack(2 * shape.inner, shape.hidden), stack(shape.hidden, shape.inner)
+    grouped.grouped_experts(x, ids, empty((tokens, shape.choices)), *stacks, 7.0 * shape.is_gpt)
 
 
 Case = tuple[str, Callable[[], None]]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atom_mini import triton_attention
 from atom_mini.attention import AttentionMetaData
-from atom_mini.families.grouped import grouped_experts
+from atom_mini.families.grouped import Stack, grouped_experts
 from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.models import TorchOps
 from atom_mini.triton_attention import PagedAttention
@@ -358,15 +358,15 @@ def expert_call(bench: Bench, shape: Mixture, batch: int) -> tuple[Call, int]:
     E, device = shape.experts, bench.device
     dtype = torch.bfloat16 if shape.is_packed else bench.dtype
 
-    def weight(rows: int, size: int) -> Tensor | tuple[Tensor, Tensor]:
+    def stack(rows: int, size: int) -> Stack:
         if not shape.is_packed:
-            return bench.random(E, rows, size).mul_(size**-0.5)
+            return bench.random(E, rows, size).mul_(size**-0.5), None, None
         blocks = torch.randint(256, (E, rows, size // 2), dtype=torch.uint8, device=device)
-        return blocks, torch.full((E, rows, size // 32), 120, dtype=torch.uint8, device=device)
+        return blocks, torch.full((E, rows, size // 32), 120, dtype=torch.uint8, device=device), None
 
     ids = torch.rand(batch, E).topk(shape.choices).indices
     x, weights = bench.random(batch, shape.hidden).to(dtype), torch.rand(batch, shape.choices, device=device)
-    layer = weight(2 * shape.inner, shape.hidden), weight(shape.hidden, shape.inner)
+    layer = stack(2 * shape.inner, shape.hidden), stack(shape.hidden, shape.inner)
     return partial(grouped_experts, x, ids.to(device), weights, *layer), len(ids.unique())
 
 

@@ -57,7 +57,12 @@ class Layer:
     def run(self, module: ModuleType = grouped) -> Tensor:
         """Through the kernels."""
         with poisoned_memory():
-            return module.grouped_experts(self.x, self.ids, self.weights, *self.mats, *self.biases, self.limit)
+            return module.grouped_experts(self.x, self.ids, self.weights, *self.stacks(), self.limit)
+
+    def stacks(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Weights, scales, biases of both products."""
+        pairs = [w if isinstance(w, tuple) else (w, None) for w in self.mats]
+        return [(*pair, bias) for pair, bias in zip(pairs, self.biases, strict=True)]
 
     def expert(self, rows: Tensor, e: int) -> Tensor:
         """One expert's output in float32, the formulas written out."""
@@ -263,7 +268,7 @@ def far_product(module: ModuleType = grouped) -> float:
     starts[-1] = 2
     order = starts, torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     weights = torch.ones(2, 1, device=DEVICE)
-    out = module.expert_product(x.to(DEVICE), w, None, weights, order, 0.0, True).cpu()
+    out = module.expert_product(x.to(DEVICE), (w, None, None), weights, order, 0.0, True).cpu()
     gate, up = (x.float() @ far.float().T).chunk(2, 1)
     return relative_error(out, (F.silu(gate) * up)[[1, 0]])
 
@@ -354,7 +359,7 @@ def test_full_size_in_a_graph(packed: bool) -> None:
         first = layer.run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = grouped.grouped_experts(layer.x, layer.ids, layer.weights, *layer.mats, *layer.biases, layer.limit)
+            out = grouped.grouped_experts(layer.x, layer.ids, layer.weights, *layer.stacks(), layer.limit)
         graph.replay()
         assert torch.equal(out, first)
         layer.ids.copy_(layer.ids.flip(0).roll(1, 1))

@@ -20,7 +20,7 @@ from torch import Tensor
 import atom_mini.families.latent as latent
 from atom_mini import LLM, SamplingParams
 from atom_mini.assemble import WITH_TORCH, attach
-from atom_mini.attention import plain_attention, reset_forward_context, set_forward_context
+from atom_mini.attention import AttentionMetaData, plain_attention, reset_forward_context, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, TorchOps, family_of, rotate
 
@@ -161,10 +161,10 @@ def test_other_rooms_say_the_same(options: dict[str, Any], tmp_path: Path) -> No
 def expanded(layer: latent.LatentAttention, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The layer as the paper writes it: keys and values of every head, nothing cached."""
     q, c, k_rope = layer.down(x).split(layer.sizes, -1)
-    if layer.q_b is not None:
+    if layer.q_a_layernorm is not None:
         q = layer.q_b(layer.q_a_layernorm(q.contiguous(), None)[0])
     c, _ = layer.kv_a_layernorm(c.contiguous(), None)
-    k, v = (torch.einsum("hnl,tl->htn", m, c) for m in layer.kv_b_proj.matrices())
+    k, v = (torch.einsum("hnl,tl->htn", m, c) for m in layer.matrices())
     k_rope = rotate(k_rope[:, None], cos, sin).transpose(0, 1).expand(layer.heads, -1, -1)
     q, q_rope = q.view(len(x), layer.heads, -1).split(layer.key, -1)
     q, k = torch.cat([q, rotate(q_rope, cos, sin)], -1), torch.cat([k, k_rope], -1)
@@ -182,7 +182,7 @@ def test_absorbed_equals_expanded(case: str) -> None:
     x, tables = torch.randn(n, 64), family_of(cfg).rotary(99)(torch.arange(n), torch.float32)
     layer.attn.kv_cache = torch.full((1, 1, 1, 96, 48), math.nan)
     lens, table = torch.tensor([n]).int(), torch.zeros(1, 1).int()
-    set_forward_context(latent.AttentionMetaData(lens, table, torch.arange(n), [n], [n]))
+    set_forward_context(AttentionMetaData(lens, table, torch.arange(n), [n], [n]))
     out, right = layer(x, *tables), expanded(layer, x, *tables)
     reset_forward_context()
     assert right.std() > 0.5
@@ -203,7 +203,7 @@ def test_mistakes_show(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if mistake == "no mscale squared":
         monkeypatch.setattr(latent, "softmax_scale", lambda cfg: (32 + 16) ** -0.5)
     if mistake == "halves":
-        monkeypatch.setattr(latent, "halves_first", lambda read, heads, dim: read())
+        monkeypatch.setattr(latent, "halves_first", lambda size, dim: torch.arange(size))
     if mistake == "eps":
         monkeypatch.setattr(latent, "RMSNorm", lambda size, eps, ops: RMSNorm(size, 1e-3, ops))
     recorder, sequences, _ = generate(tmp_path, make_prompts()[:1], **ROOMY)

@@ -210,7 +210,7 @@ def test_convolution_in_any_pieces(width: int) -> None:
 
 # Mistakes, planted
 
-NET, HYBRID = state.GatedDeltaNet, state.Hybrid
+NET = state.GatedDeltaNet
 MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
     "no decay": ("dense", NET, "forward", "-self.A_log.exp() * F.softplus(a.float() + self.dt_bias)", "0 * a.float()"),
     "no bias of the decay": ("dense", NET, "forward", "a.float() + self.dt_bias", "a.float()"),
@@ -300,7 +300,6 @@ def slots_by_place(patch: pytest.MonkeyPatch) -> None:
 
 def whole_head_turns(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mixture, "turned_dim", mixture.head_dim)
-    patch.setattr(HYBRID, "rotary", lambda self, n: mixture.PartialRotary(self.cfg, self.cfg.head_dim, self.cfg.head_dim, n))
 
 
 @pytest.mark.parametrize("plant", [kept_after_preemption, slots_by_place, whole_head_turns])

@@ -24,6 +24,7 @@ from atom_mini.config import Config
 from atom_mini.families import mixture, windows
 from atom_mini.families.windows import GptOss, windowed_attention
 from atom_mini.loading import load_model
+from atom_mini.models import TorchOps
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
@@ -303,17 +304,16 @@ def window_off(by: int) -> Callable[..., Tensor]:
     return attend
 
 
-def read_halves(read_one: Any, e: int, rows: slice) -> Tensor:
+def take_halves(read: Any, i: int, n: int) -> Tensor:
     """As if gate and up lay one behind the other in the file."""
-    whole = READ_TURNED(read_one, e, slice(None))
-    return whole if rows.step == 1 else whole.chunk(2)[rows.start]
+    return windows.in_turns(read, 0, 1).chunk(n)[i]
 
 
 def route_over_all(logits: Tensor, routing: Any, correction: Any = None) -> tuple[Tensor, Tensor]:
     return ROUTE(logits, type(routing)(**vars(routing) | {"scoring": "softmax"}))
 
 
-READ_TURNED, ROUTE, ACTIVATE = windows.read_turned, mixture.route, mixture.activate
+ROUTE, ACTIVATE = mixture.route, mixture.activate
 ATTEND: dict[str, Attend] = {
     "no sinks": lambda *args, window, sinks: windowed_attention(*args, window),
     "sinks twice": lambda *args, window, sinks: windowed_attention(*args, window, sinks + math.log(2)),
@@ -322,7 +322,7 @@ ATTEND: dict[str, Attend] = {
 }
 MISTAKES = {name: (windows, "windowed_attention", attend) for name, attend in ATTEND.items()}
 MISTAKES["plain SwiGLU"] = (mixture, "activate", lambda gate_up, limit: ACTIVATE(gate_up))
-MISTAKES["halves, not turns"] = (windows, "read_turned", read_halves)
+MISTAKES["halves, not turns"] = (GptOss, "take", staticmethod(take_halves))
 MISTAKES["softmax over all"] = (mixture, "route", route_over_all)
 
 
@@ -357,7 +357,7 @@ def test_every_weight_finds_its_place_in_bfloat16(tmp_path: Path) -> None:
     theirs = model.model.layers[1]
     assert torch.equal(ours.self_attn.sinks, theirs.self_attn.sinks.bfloat16())
     assert torch.equal(ours.mlp.router.bias, theirs.mlp.router.bias)
-    gate_up, biases = ours.mlp.gate_up.stacked()
+    gate_up, _, biases = ours.mlp.gate_up.stacked()
     file = theirs.mlp.experts.gate_up_proj.bfloat16()  # [E, H, 2I]
     for half, turn in zip(gate_up.chunk(2, 1), (0, 1), strict=True):
         assert torch.equal(half, file[..., turn::2].mT)
@@ -402,11 +402,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dense_model_takes_the_plain_path(tmp_path: Path) -> None:
-    """Qwen3 without a window: no windowed layer, and the operations' own way to attend."""
+    """Qwen3 without a window: the operations' own way to attend."""
     save_checkpoint("qwen3", tmp_path)
     config = Config(str(tmp_path), max_model_len=64)
-    model = load_model(config.hf_config, tmp_path, 64, torch.device("cpu"), torch.float32)
-    assert not any(isinstance(m, windows.WindowedAttention) for m in model.modules())
+    ops = TorchOps()
+    model = load_model(config.hf_config, tmp_path, 64, torch.device("cpu"), torch.float32, ops)
+    assert all(layer.self_attn.attn.attend == ops.attend for layer in model.model.layers)
 
 
 @with_triton

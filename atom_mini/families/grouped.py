@@ -16,7 +16,7 @@ from atom_mini.triton_attention import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['TILES', 'Weights', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_launch', 'expert_product', 'grouped_experts']
+__all__ = ['TILES', 'Stack', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_launch', 'expert_product', 'grouped_experts']
 
 # %% ../../nbs/62_grouped_kernel.ipynb #6d1b851a
 @triton.jit
@@ -155,28 +155,27 @@ def choose_launch(x: Tensor, pairs: int, experts: int) -> tuple[str, Launch]:
     return arch, many if pairs > few.rows * experts else few
 
 # %% ../../nbs/62_grouped_kernel.ipynb #3adfefce
-Weights = Tensor | tuple[Tensor, Tensor]  # or packed: blocks and scales
+Stack = tuple[Tensor, Tensor | None, Tensor | None]  # weights, scales, biases
 
 
 def expert_product(
-    x: Tensor, weight: Weights, bias: Tensor | None, weights: Tensor,
-    order: tuple[Tensor, Tensor], limit: float, is_up: bool,
+    x: Tensor, stack: Stack, weights: Tensor, order: tuple[Tensor, Tensor],
+    limit: float, is_up: bool,
 ) -> Tensor:
     """One of the two products of `expert_kernel`, for the pairs in `order`."""
-    w, scales = weight if isinstance(weight, tuple) else (weight, None)
-    (E, N, size), K, P, units = w.shape, x.shape[1], weights.numel(), 4
+    (E, N, size), scales, K = stack[0].shape, stack[1], x.shape[1]
     size, is_half = size * (1 if scales is None else 2), x.dtype != torch.float32
     require(scales is None or is_half, "packed experts are multiplied by bfloat16 or "
             "float16, not by float32: set dtype='bfloat16' or unpack them")  # fmt: skip
     require(size == K, f"a row of x has {K} numbers, one of the experts' {size}")
+    P, units, make = weights.numel(), 4, x.new_empty if is_up else x.new_zeros
     (arch, launch), m = choose_launch(x, P, E), min(E, P)
-    columns, make = max(64, launch.rows), x.new_empty if is_up else x.new_zeros
+    columns, out = max(64, launch.rows), make((P, N // 2 if is_up else N))
     most = (m + (P - m) // launch.rows) * triton.cdiv(N, columns)
     if x.device.type == "cuda":
         units = torch.cuda.get_device_properties(x.device).multi_processor_count
-    out = make((P, N // 2 if is_up else N))
     expert_kernel[(min(units * launch.programs, most),)](
-        x, w, scales, bias, weights, *order, out, E, triton.next_power_of_2(E), K, N,
+        x, *stack, weights, *order, out, E, triton.next_power_of_2(E), K, N,
         weights.shape[1], limit, is_up, launch.rows, columns,
         launch.key_bytes // columns // x.itemsize, launch.stages,
         product_type(x.dtype), **launch_options(arch, launch),
@@ -185,8 +184,7 @@ def expert_product(
 
 # %% ../../nbs/62_grouped_kernel.ipynb #85764ab5
 def grouped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weights, down: Weights,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Stack, down: Stack,
     limit: float = 0.0,
 ) -> Tensor:
     """Each token's experts: x [T, H], ids [T, k] (E: nobody) -> [T, H].
@@ -196,9 +194,8 @@ def grouped_experts(
     `gate_up` is blocks uint8 [E, 2I, H/2] and scales uint8 [E, 2I, H/32], `down` like
     it: ValueError if x is float32. What is launched depends on shapes alone.
     """
-    E = len(gate_up[0] if isinstance(gate_up, tuple) else gate_up)
     x, ids, weights = (t.contiguous() for t in (x, ids, weights))
-    order, limit = sort_pairs(ids, E), float(limit)
-    inner = expert_product(x, gate_up, gate_up_bias, weights, order, limit, True)
-    y = expert_product(inner, down, down_bias, weights, order, limit, False)
+    order, limit = sort_pairs(ids, len(gate_up[0])), float(limit)
+    inner = expert_product(x, gate_up, weights, order, limit, True)
+    y = expert_product(inner, down, weights, order, limit, False)
     return y.view(*ids.shape, -1).sum(1)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -16,17 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ..assemble import choose_ops
-from ..attention import Attention, AttentionMetaData, get_forward_context
+from ..attention import Attention, get_forward_context
 from ..checkpoint import require
 from ..config import Config, Variant
 from .mixture import Mixture
-from atom_mini.models import (
-    FAMILIES, Linear, Readers, RMSNorm, TorchOps, rotate, unfilled,
-)  # fmt: skip
+from ..models import FAMILIES, Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
-__all__ = ['KINDS', 'Latent', 'halves_first', 'softmax_scale', 'UpProjection', 'attend_latent', 'LatentAttention',
-           'choose_latent_ops', 'Latents']
+__all__ = ['KINDS', 'Latent', 'halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'choose_latent_ops', 'Latents']
 
 # %% ../../nbs/65a_latent_attention.ipynb #67199c60
 class Latent(Mixture):
@@ -45,27 +41,25 @@ class Latent(Mixture):
         what = "attention_bias=True needs q_lora_rank: without it, q_proj has no bias"
         require(self.cfg.q_lora_rank or not self.cfg.attention_bias, what)
 
-    def adapt(self, readers: Readers) -> Readers:
-        """The checkpoint's weights, rotated rows sorted as `rotate` wants them."""
-        heads, dim = self.cfg.num_attention_heads, self.cfg.qk_rope_head_dim
-        turned = {"q_proj": heads, "q_b_proj": heads, "kv_a_proj_with_mqa": 1}
-        ours, is_paired = super().adapt(readers), getattr(self.cfg, "rope_interleave", True)
-        for name in ours if is_paired else ():
-            if count := turned.get(name.split(".")[-2:][0]):
-                ours[name] = partial(halves_first, ours[name], count, dim)
-        return ours
+    def orders(self) -> dict[str, Tensor]:
+        """Rows that are rotated, sorted as `rotate` wants them."""
+        cfg, rope = self.cfg, self.cfg.qk_rope_head_dim
+        if not getattr(cfg, "rope_interleave", True):
+            return {}
+        key = halves_first(cfg.qk_nope_head_dim + rope, rope)
+        row = halves_first(cfg.kv_lora_rank + rope, rope)
+        return {"q_proj": key, "q_b_proj": key, "kv_a_proj_with_mqa": row}
 
 # %% ../../nbs/65a_latent_attention.ipynb #3e53e53a
 KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 FAMILIES.update(dict.fromkeys(KINDS, Latent))
 
 # %% ../../nbs/65a_latent_attention.ipynb #87e764b3
-def halves_first(read: Callable[..., Tensor], heads: int, dim: int) -> Tensor:
-    """The rows of `heads` heads that `read` gives; of each head's last `dim`, which
-    are pairs of neighbours, first all firsts and then all seconds."""
-    rows = read().unflatten(0, (heads, -1))
-    plain, pairs = rows.split([rows.shape[1] - dim, dim], 1)
-    return torch.cat([plain, pairs[:, ::2], pairs[:, 1::2]], 1).flatten(0, 1)
+def halves_first(size: int, dim: int) -> Tensor:
+    """The numbers of a head, [size] int64; of its last `dim`, which are pairs of
+    neighbours, first all firsts and then all seconds."""
+    plain, pairs = torch.arange(size).split([size - dim, dim])
+    return torch.cat([plain, pairs[::2], pairs[1::2]])
 
 # %% ../../nbs/65a_latent_attention.ipynb #7f237c17
 def softmax_scale(cfg: Any) -> float:
@@ -76,37 +70,12 @@ def softmax_scale(cfg: Any) -> float:
     m = 1 + 0.1 * grown * math.log(factor) if factor > 1 else 1.0
     return m**2 * (cfg.qk_nope_head_dim + cfg.qk_rope_head_dim) ** -0.5
 
-# %% ../../nbs/65a_latent_attention.ipynb #a5b6e8bc
-class UpProjection(nn.Module):
-    """`kv_b_proj` [H * (nope + value), latent], used from both of its sides."""
-
-    def __init__(self, cfg: Any) -> None:
-        super().__init__()
-        self.heads, self.latent = cfg.num_attention_heads, cfg.kv_lora_rank
-        self.sizes = [cfg.qk_nope_head_dim, cfg.v_head_dim]
-        self.weight = unfilled(self.heads * sum(self.sizes), self.latent)
-
-    def matrices(self) -> tuple[Tensor, ...]:
-        """For keys [H, nope, latent], for values [H, value, latent]."""
-        return self.weight.view(self.heads, -1, self.latent).split(self.sizes, 1)
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """Queries [T, H, nope] -> [T, H, latent], to compare with latents."""
-        return (q.transpose(0, 1) @ self.matrices()[0]).transpose(0, 1)
-
-    def values(self, x: Tensor) -> Tensor:
-        """Sums of latents [T, H, latent] -> [T, H, value]."""
-        return (x.transpose(0, 1) @ self.matrices()[1].mT).transpose(0, 1)
-
 # %% ../../nbs/65a_latent_attention.ipynb #8e1b4970
-def attend_latent(
-    ops: TorchOps, size: int, q: Tensor, cache: Tensor, meta: AttentionMetaData,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    """q [T, H, D] over rows [1, N, 1, S, D], whose first `size` numbers are the values:
-    -> [T, H, size]."""
+def attend_latent(ops: Any, size: int, q: Tensor, cache: Tensor, *rest: Any) -> Tensor:
+    """`ops.attend`: q [T, H, D] over rows [1, N, 1, S, D], whose first `size` numbers
+    are the values -> [T, H, size]."""
     both = cache.expand(2, -1, -1, -1, -1)  # the same memory twice
-    return ops.attend(q, both, meta, scale)[..., :size]
+    return ops.attend(q, both, *rest)[..., :size]
 
 # %% ../../nbs/65a_latent_attention.ipynb #5ac1d202
 class LatentAttention(nn.Module):
@@ -121,29 +90,33 @@ class LatentAttention(nn.Module):
         query = {"q_a_proj": rank} if rank else {"q_proj": rows}
         self.sizes = [*query.values(), latent, rope]
         self.down = Linear(hidden, query | {"kv_a_proj_with_mqa": latent + rope}, bias)
-        if rank:
-            self.q_a_layernorm = RMSNorm(rank, 1e-6, ops)
-        self.q_b = Linear(rank, {"q_b_proj": rows}) if rank else None
+        self.q_a_layernorm = RMSNorm(rank, 1e-6, ops) if rank else None
+        self.q_b = Linear(rank, {"q_b_proj": rows}) if rank else nn.Identity()
         self.kv_a_layernorm = RMSNorm(latent, 1e-6, ops)
-        self.kv_b_proj = UpProjection(cfg)
+        self.up = [cfg.qk_nope_head_dim, cfg.v_head_dim]
+        weight = unfilled(self.heads * sum(self.up), latent)
+        self.kv_b_proj = nn.ParameterDict({"weight": weight})
         self.o = Linear(self.heads * cfg.v_head_dim, {"o_proj": hidden}, bias)
         self.attn = Attention(latent + rope, partial(attend_latent, ops, latent))
         self.attn.scale = softmax_scale(cfg)
 
-    def store(self, latent: Tensor, rope: Tensor) -> None:
-        """A row of each new token: `latent` [T, L], normed here, and `rope` [T, 1, R]."""
-        latent, _ = self.kv_a_layernorm(latent.contiguous(), None)
-        rows, slots = torch.cat([latent, rope[:, 0]], 1), get_forward_context().slot_mapping
-        self.attn.kv_cache.view(-1, rows.shape[1]).index_copy_(0, slots, rows)
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Of `kv_b_proj`: for keys [H, nope, latent], for values [H, value, latent]."""
+        return self.kv_b_proj["weight"].unflatten(0, (self.heads, -1)).split(self.up, 1)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, latent, k_rope = self.down(x).split(self.sizes, -1)
-        self.store(latent, rotate(k_rope[:, None], cos, sin))
-        if self.q_b is not None:
-            q = self.q_b(self.q_a_layernorm(q.contiguous(), None)[0])
-        q, q_rope = q.view(len(x), self.heads, -1).split(self.key, -1)
-        q = torch.cat([self.kv_b_proj.absorb(q), rotate(q_rope, cos, sin)], -1)
-        return self.o(self.kv_b_proj.values(self.attn(q)).flatten(1))
+        latent, _ = self.kv_a_layernorm(latent.contiguous(), None)
+        row = torch.cat([latent, rotate(k_rope[:, None], cos, sin)[:, 0]], 1)
+        cache, slots = self.attn.kv_cache, get_forward_context().slot_mapping
+        cache.view(-1, row.shape[1]).index_copy_(0, slots, row)
+        if self.q_a_layernorm is not None:
+            q, _ = self.q_a_layernorm(q.contiguous(), None)
+        q, q_rope = self.q_b(q).view(len(x), self.heads, -1).split(self.key, -1)
+        keys, values = self.matrices()
+        q = torch.einsum("thn,hnl->thl", q, keys)
+        sums = self.attn(torch.cat([q, rotate(q_rope, cos, sin)], -1))
+        return self.o(torch.einsum("thl,hvl->thv", sums, values).flatten(1))
 
 # %% ../../nbs/65a_latent_attention.ipynb #dd3e89eb
 def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
@@ -151,7 +124,9 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
     ops, sampler = choose_ops(config, device, dtype)
     if hasattr(ops, "tiles"):  # Triton's
         kernels = import_module("atom_mini.families.latent_kernel")
-        ops = kernels.LatentOps.of(config.hf_config, device, dtype)
+        cfg = config.hf_config
+        sizes = cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim
+        ops = kernels.LatentOps(device, *sizes, dtype)
     return ops, sampler
 
 # %% ../../nbs/65a_latent_attention.ipynb #66b80e59

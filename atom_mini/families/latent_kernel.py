@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -43,27 +42,17 @@ class LatentOps(TritonOps):
         fits = {latent, rope} <= {16 << n for n in range(6)}  # tiles have such widths
         what = f"no kernel for latents of {latent} and {rope} numbers on {self.arch}"
         require(fits and self.arch in LATENT_LAUNCHES, f"{what}: set attention='torch'")
-        is_float = dtype == torch.float32
-        self.launches = LATENT_LAUNCHES["float32" if is_float else self.arch]
+        kind = "float32" if dtype == torch.float32 else self.arch
+        self.rope, self.launches = rope, LATENT_LAUNCHES[kind]
         self.tiles = [(max(launch.rows, heads), KEYS) for launch in self.launches]
-        self.rope = rope
 
-    @classmethod
-    def of(cls, cfg: Any, device: torch.device, dtype: torch.dtype) -> LatentOps:
-        """For the model of a config."""
-        sizes = cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim
-        return cls(device, *sizes, dtype)
-
-    def attend(
-        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float,
-        window: int = 0, sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attend(  # type: ignore[override]  # no model with latents has windows or sinks
+        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
+    ) -> Tensor:
         """q [T, H, L + R] over rows [_, N, 1, S, L + R] -> [T, H, L]."""
-        assert window == 0 and sinks is None, "no model with latents has them"
-        plan, dim = meta.plan, self.dim
-        phase, shape = 0 if plan.is_decode else 1, (plan.num_partials, self.heads)
-        launch, tile = self.launches[phase], self.tiles[phase][0]
-        tiles = triton.cdiv(tile, launch.rows)
+        plan, dim, phase = meta.plan, self.dim, 0 if meta.plan.is_decode else 1
+        launch, shape = self.launches[phase], (plan.num_partials, self.heads)
+        tiles = triton.cdiv(self.tiles[phase][0], launch.rows)
         lse, out = q.new_empty(shape, dtype=torch.float32), q.new_empty(*q.shape[:2], dim)
         partial = q.new_empty((*shape, dim), dtype=torch.float32)
         programs = min(self.units * launch.programs, plan.num_items * tiles)
@@ -74,8 +63,8 @@ class LatentOps(TritonOps):
             **launch_options(self.arch, launch),
         )
         if plan.num_merges:
-            args = partial, lse, out, plan.data, self.heads, dim, dim
-            merge_kernel[(plan.num_merges, self.heads)](*args, MAX_SPLITS)
+            args = partial, lse, out, plan.data, self.heads, dim, dim, MAX_SPLITS
+            merge_kernel[(plan.num_merges, self.heads)](*args)
         return out
 
 # %% ../../nbs/65b_latent_kernel.ipynb #2336eb07

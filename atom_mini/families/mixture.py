@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,19 +20,19 @@ from torch import Tensor, nn
 
 from ..attention import get_forward_context
 from ..checkpoint import require
-from ..config import Variant
 from atom_mini.families.records import (
-    Experts, Routing, is_sparse, read_experts, read_routing,
+    Routing, is_sparse, read_experts, read_routing, said,
 )  # fmt: skip
 from atom_mini.models import (
     FAMILIES, MLP, Dense, Heads, Linear, Readers, RMSNorm, RotaryEmbedding,
-    SelfAttention, TorchOps, check_supported, head_dim, linear, unfilled, uses_onednn,
+    SelfAttention, TorchOps, check_supported, dense_heads, head_dim, linear, unfilled,
+    uses_onednn,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['RENAMED', 'TYPES', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate', 'MixtureMLP',
-           'VariedHeads', 'read_heads', 'VariedAttention', 'turned_dim', 'rotary_order', 'PartialRotary', 'Mixture',
-           'rename', 'is_announced', 'read_expert', 'split_experts', 'reorder', 'Mixtures']
+__all__ = ['RENAMED', 'FUSED', 'PARTS', 'TYPES', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate',
+           'MixtureMLP', 'VariedHeads', 'read_heads', 'VariedAttention', 'turned_dim', 'rotary_order', 'PartialRotary',
+           'in_halves', 'Mixture', 'rename', 'is_announced', 'read_expert', 'split_experts', 'reorder']
 
 # %% ../../nbs/61_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -79,10 +80,10 @@ class ExpertLinear(Linear):
         self.count, self.stays = count, stays
         self.packed: list[Tensor] = []
 
-    def stacked(self) -> tuple[Any, Tensor | None]:
-        """Weights [E, rows, size] and biases [E, rows], as views."""
-        weight = self.weight.unflatten(0, (self.count, -1))
-        return weight, None if self.bias is None else self.bias.view(self.count, -1)
+    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights [E, rows, size], their scales (none), biases [E, rows]: views."""
+        weight, bias = self.weight.unflatten(0, (self.count, -1)), self.bias
+        return weight, None, None if bias is None else bias.view(self.count, -1)
 
     def pack(self) -> None:
         if uses_onednn(self.weight) and not self.stays:
@@ -92,7 +93,7 @@ class ExpertLinear(Linear):
 
     def product(self, x: Tensor, expert: int) -> Tensor:
         """x [n, size] times one expert's matrix -> [n, rows]."""
-        weight, bias = self.stacked()
+        weight, _, bias = self.stacked()
         matrix = self.packed[expert] if self.packed else weight[expert]
         return linear(x, matrix, None if bias is None else bias[expert])
 
@@ -126,22 +127,19 @@ class MixtureMLP(nn.Module):
 
     def __init__(self, cfg: Any, ops: TorchOps) -> None:
         super().__init__()
-        experts = read_experts(cfg)
-        self.routing, self.ops = read_routing(cfg), ops
+        experts, size = read_experts(cfg), cfg.hidden_size
         assert experts is not None, "is_sparse said so"
-        size, count, biased = cfg.hidden_size, experts.count, experts.is_biased
-        self.router = Linear(size, {"gate": count}, biased).float()
-        self.correction = None
-        if self.routing.is_corrected:
-            zeros = torch.zeros(count, dtype=torch.float32)
-            self.correction = nn.Parameter(zeros, requires_grad=False)
-        parts = {"gate_proj": experts.width, "up_proj": experts.width}
-        self.gate_up = self.linear(size, count, parts, biased, callable(ops))
-        parts = {"down_proj": size}
-        self.down = self.linear(experts.width, count, parts, biased, callable(ops))
+        self.routing, self.ops, self.limit = read_routing(cfg), ops, experts.limit
+        count, width, is_biased = experts.count, experts.width, experts.is_biased
+        self.router = Linear(size, {"gate": count}, is_biased).float()
+        zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
+        self.correction = zeros if self.routing.is_corrected else None
+        parts, stays = {"gate_proj": width, "up_proj": width}, callable(ops)
+        self.gate_up = self.linear(size, count, parts, is_biased, stays)
+        self.down = self.linear(width, count, {"down_proj": size}, is_biased, stays)
         self.shared = MLP(cfg, ops, experts.shared) if experts.shared else None
         gate = Linear(size, {"shared_expert_gate": 1}) if experts.is_gated else None
-        self.shared_gate, self.limit = gate, experts.limit
+        self.shared_gate = gate
 
     def expert(self, x: Tensor, e: int) -> Tensor:
         """One expert's output for its rows x [n, hidden]; behind the last is nobody: 0."""
@@ -154,9 +152,8 @@ class MixtureMLP(nn.Module):
         if not callable(self.ops):
             return loop_over_experts(x, ids, weights, self.expert)
         kernels = import_module("atom_mini.families.grouped")  # chapter 62: needs Triton
-        (gate_up, bias), (down, down_bias) = self.gate_up.stacked(), self.down.stacked()
-        args = x, ids, weights, gate_up, down, bias, down_bias
-        return kernels.grouped_experts(*args, self.limit)
+        stacks = self.gate_up.stacked(), self.down.stacked()
+        return kernels.grouped_experts(x, ids, weights, *stacks, self.limit)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
@@ -167,8 +164,7 @@ class MixtureMLP(nn.Module):
         return self.run_experts(x, ids, weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.router(x.float())
-        weights, ids = route(logits, self.routing, self.correction)
+        weights, ids = route(self.router(x.float()), self.routing, self.correction)
         out = self.compute(x, ids, weights)
         if self.shared is None:
             return out
@@ -188,14 +184,12 @@ class VariedHeads(Heads):
 # %% ../../nbs/61_mixture.ipynb #38e012d4
 def read_heads(cfg: Any, layer: int) -> VariedHeads:
     """How the attention of this layer differs."""
-    kind, bias = cfg.model_type, getattr(cfg, "attention_bias", False)
-    is_normed = kind in ("qwen3", "qwen3_moe") or getattr(cfg, "use_qk_norm", False)
-    turned = getattr(cfg, "no_rope_layers", None) or [1] * cfg.num_hidden_layers
-    return VariedHeads(
-        bias=bias or getattr(cfg, "qkv_bias", False) or kind == "qwen2",
-        out_bias=bias and kind not in ("qwen2", "glm4_moe"),
-        is_normed=is_normed, is_whole=kind == "olmoe", turns=bool(turned[layer]),
-    )  # fmt: skip
+    plain, kind = dense_heads(cfg), cfg.model_type
+    bias = plain.bias or getattr(cfg, "qkv_bias", False)
+    out_bias = plain.out_bias and kind != "glm4_moe"
+    is_normed = plain.is_normed or getattr(cfg, "use_qk_norm", kind == "qwen3_moe")
+    turned = said(cfg, "no_rope_layers") or [1] * cfg.num_hidden_layers
+    return VariedHeads(bias, out_bias, is_normed, kind == "olmoe", bool(turned[layer]))
 
 # %% ../../nbs/61_mixture.ipynb #f3b3f576
 class VariedAttention(SelfAttention):
@@ -224,7 +218,7 @@ class VariedAttention(SelfAttention):
 # %% ../../nbs/61_mixture.ipynb #472cb273
 def turned_dim(cfg: Any) -> int:
     """Numbers of a head that turn."""
-    given = getattr(cfg, "rope_parameters", None) or {}
+    given = said(cfg, "rope_parameters") or {}
     share = given.get("partial_rotary_factor", getattr(cfg, "partial_rotary_factor", 1))
     return int(head_dim(cfg) * share)
 
@@ -239,8 +233,9 @@ def rotary_order(dim: int, turned: int) -> Tensor:
 class PartialRotary(RotaryEmbedding):
     """Tables [positions, dim] in `rotary_order`; what does not turn has angle 0."""
 
-    def __init__(self, cfg: Any, dim: int, turned: int, max_position: int) -> None:
-        whole, given = copy(cfg), cfg.rope_parameters
+    def __init__(self, cfg: Any, max_position: int) -> None:
+        dim, turned, whole = head_dim(cfg), turned_dim(cfg), copy(cfg)
+        given = said(cfg, "rope_parameters", "rope_scaling") or {}
         whole.rope_parameters = {**given, "partial_rotary_factor": 1}
         super().__init__(whole, turned, max_position)
         rest = 0, (dim - turned) // 2  # behind each half
@@ -248,9 +243,16 @@ class PartialRotary(RotaryEmbedding):
         self.cos = F.pad(cos, rest, value=1.0).flatten(1)
         self.sin = F.pad(sin, rest).flatten(1)
 
+# %% ../../nbs/61_mixture.ipynb #ee275c8b
+def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
+    """Part i of n that lie one behind the other in an expert [1, all rows, size]."""
+    return read().chunk(n, 1)[i].flatten(0, 1)
+
 # %% ../../nbs/61_mixture.ipynb #1d628841
 class Mixture(Dense):
     """Decoders with experts or with a varied attention."""
+
+    take = staticmethod(in_halves)  # how gate and up lie in a tensor of all experts
 
     def attention(self, layer: int, ops: TorchOps) -> nn.Module:
         return VariedAttention(self.cfg, ops, read_heads(self.cfg, layer))
@@ -260,10 +262,7 @@ class Mixture(Dense):
         return MixtureMLP(self.cfg, ops) if sparse else MLP(self.cfg, ops)
 
     def rotary(self, max_position: int) -> RotaryEmbedding:
-        dim, turned = head_dim(self.cfg), turned_dim(self.cfg)
-        if dim == turned:
-            return super().rotary(max_position)
-        return PartialRotary(self.cfg, dim, turned, max_position)
+        return PartialRotary(self.cfg, max_position)
 
     def check(self) -> None:
         """ValueError for what the config asks for and this does not compute."""
@@ -271,25 +270,28 @@ class Mixture(Dense):
         clip = getattr(self.cfg, "clip_qkv", None)
         require(clip is None, f"clip_qkv={clip} is not supported: none is")
 
+    def orders(self) -> dict[str, Tensor]:
+        """Of some matrices and norms the order in which the rows of each head come here."""
+        dim, turned = head_dim(self.cfg), turned_dim(self.cfg)
+        names = ("q_proj", "k_proj", "q_norm", "k_norm") if turned < dim else ()
+        return dict.fromkeys(names, rotary_order(dim, turned))
+
     def adapt(self, readers: Readers) -> Readers:
         """The checkpoint's weights under our names, in our order."""
-        cfg, experts = self.cfg, read_experts(self.cfg)
+        cfg, experts, orders = self.cfg, read_experts(self.cfg), self.orders()
         ours = {rename(n): r for n, r in readers.items() if not is_announced(n, cfg)}
         if experts is not None:
-            ours = split_experts(ours, experts)
-        dim, turned = head_dim(cfg), turned_dim(cfg)
-        if dim == turned:
-            return ours
-        order = rotary_order(dim, turned)
-        turning = [n for n in ours if re.search(r"\.self_attn\.[qk]_(proj|norm)\.", n)]
-        return ours | {n: partial(reorder, ours[n], order) for n in turning}
+            ours = split_experts(ours, experts.count, self.take)
+        for name in ours:
+            if (order := orders.get(name.split(".")[-2:][0])) is not None:
+                ours[name] = partial(reorder, ours[name], order)
+        return ours
 
 # %% ../../nbs/61_mixture.ipynb #37ae337c
 RENAMED = {
     ".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.",
-    ".w2.": ".down_proj.",
-    ".shared_expert.": ".shared.", ".shared_experts.": ".shared.",
-    ".mlp.gate.e_score_correction_bias": ".mlp.correction",
+    ".w2.": ".down_proj.", ".router.": ".gate.", ".shared_expert.": ".shared.",
+    ".shared_experts.": ".shared.", ".gate.e_score_correction_bias": ".correction",
 }  # fmt: skip
 
 
@@ -303,32 +305,33 @@ def rename(name: str) -> str:
 def is_announced(name: str, cfg: Any) -> bool:
     """Whether a weight belongs to a layer for MTP of which the config speaks."""
     found, last = re.match(r"model\.layers\.(\d+)\.", name), cfg.num_hidden_layers
-    more = getattr(cfg, "num_nextn_predict_layers", 0) or 0
+    more = said(cfg, "num_nextn_predict_layers")
     return found is not None and last <= int(found[1]) < last + more
 
 # %% ../../nbs/61_mixture.ipynb #1d3df701
-def read_expert(read: Callable[..., Tensor], e: int, count: int, rows: slice) -> Tensor:
-    """Rows of expert `e` of a tensor [count, all rows, size]. The last one's end where
-    the tensor does, so that experts too many are a wrong shape."""
-    which = slice(e, e + 1 if e + 1 < count else None)
-    return read(part=(which, rows)).flatten(0, 1)
+def read_expert(read: Callable[..., Tensor], e: int, count: int) -> Tensor:
+    """[1, ...]: expert `e` of a tensor [count, ...]. The last one ends where the tensor
+    does, so that experts too many are a wrong shape."""
+    return read(part=slice(e, e + 1 if e + 1 < count else None))
 
 # %% ../../nbs/61_mixture.ipynb #1f5b7a9c
-def split_experts(readers: Readers, experts: Experts) -> Readers:
-    """A reader per expert and part where a file holds all experts in one tensor,
-    [E, 2 * width, hidden] (first the gates) or [E, hidden, width]."""
-    split, width = Readers(), experts.width
-    gate_up = {"gate_proj": slice(width), "up_proj": slice(width, None)}
-    parts = {"gate_up": gate_up, "down": {"down_proj": slice(None)}}
+FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_?(bias|blocks|scales|)")
+PARTS = {"gate_up": ["gate_proj", "up_proj"], "down": ["down_proj"]}
+
+
+def split_experts(readers: Readers, count: int, take: Callable[..., Tensor]) -> Readers:
+    """A reader per expert and part where a file holds all experts in one tensor. `take`
+    finds part i of n in what reads an expert."""
+    split, read_one = Readers(), lru_cache(maxsize=1)(read_expert)  # for gate, then up
     for name, read in readers.items():
-        match = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up|down)_proj", name)
-        if match is None:
+        if not (match := FUSED.fullmatch(name)):
             split[name] = read
             continue
-        for e in range(experts.count):
-            for part, rows in parts[match[2]].items():
-                reader = partial(read_expert, read, e, experts.count, rows)
-                split[f"{match[1]}.{e}.{part}.weight"] = reader
+        where, fused, kind = match.groups()
+        ours, parts = kind if kind in ("bias", "scales") else "weight", PARTS[fused]
+        for e, (i, part) in product(range(count), enumerate(parts)):
+            reader = partial(take, partial(read_one, read, e, count), i, len(parts))
+            split[f"{where}.{e}.{part}.{ours}"] = reader
     return split
 
 # %% ../../nbs/61_mixture.ipynb #ae60e888
@@ -339,8 +342,3 @@ def reorder(read: Callable[..., Tensor], order: Tensor) -> Tensor:
 # %% ../../nbs/61_mixture.ipynb #ae61dd4d
 TYPES = ("mistral", "smollm3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe")
 FAMILIES.update(dict.fromkeys(TYPES, Mixture))
-
-
-@dataclass
-class Mixtures(Variant):
-    """Has no knobs: the checkpoint's config says which family it is."""

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,13 +18,13 @@ from torch import Tensor, nn
 from ..checkpoint import require
 from ..config import Variant
 from .mixture import ExpertLinear, MixtureMLP
-from .windows import FUSED  # and its kinds are entered before ours
+from .windows import GptOss  # and its kinds are entered before ours
 from ..models import FAMILIES, Dense, Readers, TorchOps
 
 # %% auto #0
-__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'PACKED', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
-           'check_quantised', 'read_plain', 'Speed', 'adapt_quantised', 'Stored', 'Quantised', 'PackedExperts',
-           'read_rows', 'keep_packed', 'PackedMLP', 'stays_packed', 'StaysPacked']
+__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
+           'check_quantised', 'Speed', 'adapt_quantised', 'Stored', 'Quantised', 'PackedExperts', 'PackedMLP',
+           'stays_packed']
 
 # %% ../../nbs/64_quantised_files.ipynb #e09fc83a
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -36,10 +34,8 @@ PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], -1)  # low ha
 SCALES = torch.tensor([2.0 ** (s - 127) for s in range(255)] + [float("nan")])
 
 # %% ../../nbs/64_quantised_files.ipynb #f2294bc0
-def dequantise_mxfp4(
-    blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """Packed e2m1 -> [..., 32 G] in `dtype`: exact in bfloat16 and float32.
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Packed e2m1 -> [..., 32 G] in bfloat16, exactly.
 
     `blocks` [..., G, 16], two codes a byte, low half first; `scales` [..., G], each
     2 ** (scale - 127), 255 NaN; both uint8 (OCP MX, as gpt-oss stores it).
@@ -47,10 +43,10 @@ def dequantise_mxfp4(
     """
     theirs, ours = [*blocks.shape], [*scales.shape, 16]
     require(theirs == ours, f"blocks are {theirs}, and by the scales {ours}")
-    pairs = PAIRS.to(dtype).view(getattr(torch, f"int{16 * dtype.itemsize}")).flatten()
-    out = pairs.index_select(0, blocks.flatten().int()).view(dtype)
-    out = out.view(*scales.shape, 32)
-    return out.mul_(SCALES.to(dtype)[scales.int(), None]).flatten(-2)
+    pairs = PAIRS.bfloat16().view(torch.int32).flatten()
+    out = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
+    scale = SCALES.bfloat16()[scales.int(), None]
+    return out.view(*scales.shape, 32).mul_(scale).flatten(-2)
 
 # %% ../../nbs/64_quantised_files.ipynb #8d4980c4
 def dequantise_fp8(weight: Tensor, scales: Tensor, block: Any = (128, 128)) -> Tensor:
@@ -70,12 +66,8 @@ def dequantise_fp8(weight: Tensor, scales: Tensor, block: Any = (128, 128)) -> T
 
 # %% ../../nbs/64_quantised_files.ipynb #881a0887
 def read_mxfp4(blocks: Any, scales: Any, how: dict, part: Any = None) -> Tensor:
-    """[E, in, out] of blocks [E, out, in / 32, 16], or of it `part`: an expert or some,
-    and then slices of in and out. Only the experts in it are read."""
-    asked = part if isinstance(part, tuple) else (part,)
-    which, rows, columns = (*asked, slice(None), slice(None))[:3]
-    pair = blocks(which)[..., columns, :, :], scales(which)[..., columns, :]
-    return dequantise_mxfp4(*pair).mT[..., rows, :]
+    """[E, in, out] of blocks [E, out, in / 32, 16], or only the experts in `part`."""
+    return dequantise_mxfp4(blocks(part), scales(part)).mT
 
 # %% ../../nbs/64_quantised_files.ipynb #72d40a87
 def read_fp8(weight: Any, scales: Any, how: dict, part: Any = None) -> Tensor:
@@ -100,25 +92,20 @@ def check_quantised(cfg: Any) -> None:
     what = f"quant_method={method} is not supported, {[*METHODS]} are (fp8 in blocks)"
     require(method in METHODS, f"{what}: take the checkpoint in 16 bits")
 
-# %% ../../nbs/64_quantised_files.ipynb #2099d488
-def read_plain(name: str, read: Any, part: Any = None) -> Tensor:
-    """What `read` reads; ValueError if it is packed."""
-    tensor = read(part)
-    require(tensor.dtype.itemsize > 1, f"{name} is {tensor.dtype} without scales")
-    return tensor
-
 # %% ../../nbs/64_quantised_files.ipynb #36f6d6ca
 _log = logging.getLogger("atom_mini")
 
 
 class Speed:
-    """Counts what is read, and says it when the last reader is gone."""
+    """Reads what is not packed, and says how fast when the last reader is gone."""
 
     def __init__(self) -> None:
         self.start, self.size = time.perf_counter(), 0
 
-    def read(self, read: Any, part: Any = None) -> Tensor:
+    def read(self, name: str, read: Any, part: Any = None) -> Tensor:
+        """What `read` reads; ValueError if it is packed."""
         tensor = read(part)
+        require(tensor.dtype.itemsize > 1, f"{name} is {tensor.dtype} without scales")
         self.size += tensor.nbytes
         return tensor
 
@@ -133,15 +120,15 @@ def adapt_quantised(readers: Readers, cfg: Any) -> Readers:
 
     Nothing is read here. ValueError for scales without a weight.
     """
-    if (how := getattr(cfg, "quantization_config", None)) is None:
+    how, left, speed = getattr(cfg, "quantization_config", None), {**readers}, Speed()
+    if how is None or getattr(cfg, "is_packed", False):
         return readers
-    speed, (packed, scales, end, read) = Speed(), METHODS[how["quant_method"]]
-    left: Readers = {n: partial(speed.read, r) for n, r in readers.items()}
+    packed, scales, end, read = METHODS[how["quant_method"]]
     for name in [n for n in left if n.endswith(scales)]:
         base = name.removesuffix(scales)
         require(base + packed in left, f"there is {name}, but no {base + packed}")
         left[base + end] = partial(read, left.pop(base + packed), left.pop(name), how)
-    return {n: partial(read_plain, n, r) for n, r in left.items()}
+    return {n: partial(speed.read, n, r) for n, r in left.items()}
 
 # %% ../../nbs/64_quantised_files.ipynb #34a3b541
 class Stored(Dense):
@@ -157,6 +144,10 @@ class Stored(Dense):
             plain.quantization_config = None
         super(Stored, type(self)(plain)).check()  # the family's own, of the rest
 
+    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
+        self.cfg.is_packed = isinstance(self, GptOss) and stays_packed(self.cfg, ops)
+        return PackedMLP(self.cfg, ops) if self.cfg.is_packed else super().mlp(layer, ops)
+
 # %% ../../nbs/64_quantised_files.ipynb #1b114dc1
 @dataclass
 class Quantised(Variant):
@@ -171,43 +162,16 @@ class PackedExperts(ExpertLinear):
     """An `ExpertLinear` in MXFP4: blocks [count * rows, size / 2] and scales [count *
     rows, size / 32], both uint8, as the file has them."""
 
-    def __init__(
-        self, size: int, count: int, parts: dict[str, int], bias: bool = False,
-        stays: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(size // 32, count, parts, bias, stays)  # for its names
-        self.weight, self.scales = (self._bytes(size // n) for n in (2, 32))
+    def __init__(self, size: int, *rest: Any) -> None:
+        super().__init__(size // 32, *rest)  # for its names
+        rows, kind = len(self.weight), torch.uint8
+        blocks, scales = (torch.empty(rows, size // n, dtype=kind) for n in (2, 32))
+        self.weight, self.scales = (nn.Parameter(w, False) for w in (blocks, scales))
 
-    def _bytes(self, columns: int) -> nn.Parameter:
-        data = torch.empty(len(self.weight), columns, dtype=torch.uint8)
-        return nn.Parameter(data, requires_grad=False)
-
-    def stacked(self) -> tuple[Any, Tensor | None]:
-        """((blocks, scales), each [E, rows, ...], biases [E, rows])."""
-        blocks, bias = super().stacked()
-        return (blocks, self.scales.unflatten(0, (self.count, -1))), bias
-
-# %% ../../nbs/64_quantised_files.ipynb #7cf87a58
-def read_rows(read: Any, e: int, count: int, rows: slice) -> Tensor:
-    """Some rows of expert `e` of blocks [count, all rows, G, 16] or scales [count, all
-    rows, G], each in one piece. The last one's end where the tensor does."""
-    which = slice(e, e + 1 if e + 1 < count else None)
-    return read(part=which)[:, rows].flatten(2).flatten(0, 1)
-
-# %% ../../nbs/64_quantised_files.ipynb #90dc18ab
-PACKED = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj)_(blocks|scales)")
-
-
-def keep_packed(readers: Readers, count: int) -> Readers:
-    """Of experts in MXFP4 a reader per expert and part, named as in `PackedExperts`."""
-    packed = Readers()
-    for match in filter(None, map(PACKED.fullmatch, readers)):
-        read, (where, fused, kind) = readers[match[0]], match.groups()
-        ours, parts = {"blocks": "weight"}.get(kind, kind), FUSED[fused]
-        for (i, part), e in product(enumerate(parts), range(count)):
-            reader = partial(read_rows, read, e, count, slice(i, None, len(parts)))
-            packed[f"{where}.{e}.{part}.{ours}"] = reader
-    return packed
+    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Blocks and scales, each [E, rows, ...], and biases [E, rows]."""
+        blocks, _, bias = super().stacked()
+        return blocks, self.scales.unflatten(0, (self.count, -1)), bias
 
 # %% ../../nbs/64_quantised_files.ipynb #fea477be
 class PackedMLP(MixtureMLP):
@@ -221,22 +185,3 @@ def stays_packed(cfg: Any, ops: TorchOps) -> bool:
     how = getattr(cfg, "quantization_config", None) or {}
     is_half = torch.get_default_dtype().itemsize == 2
     return how.get("quant_method") == "mxfp4" and is_half and callable(ops)
-
-# %% ../../nbs/64_quantised_files.ipynb #59744b8d
-class StaysPacked(Dense):
-    """Stands before gpt-oss, and leaves its experts packed where `stays_packed`."""
-
-    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
-        self.cfg.is_packed = stays_packed(self.cfg, ops)  # for `adapt`
-        if self.cfg.is_packed:
-            return PackedMLP(self.cfg, ops)
-        return super().mlp(layer, ops)
-
-    def adapt(self, readers: Readers) -> Readers:
-        if not getattr(self.cfg, "is_packed", False):
-            return super().adapt(readers)
-        rest = {n: read for n, read in readers.items() if not PACKED.fullmatch(n)}
-        return keep_packed(readers, self.cfg.num_local_experts) | super().adapt(rest)
-
-
-FAMILIES["gpt_oss"] = type("StaysPacked", (StaysPacked, FAMILIES["gpt_oss"]), {})

@@ -13,8 +13,8 @@ from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES, UNWRAP, require
 from ..config import Config, Variant
 
 # %% auto #0
-__all__ = ['SIGMOID', 'COUNTS', 'NAMES', 'LACKING', 'WITH_STATE', 'Routing', 'read_routing', 'Experts', 'read_experts',
-           'is_sparse', 'decoder_of', 'has_state', 'fit_to_state', 'FamilyNames']
+__all__ = ['EVEN', 'RULES', 'COUNTS', 'NAMES', 'ADDED', 'LACKING', 'WITH_STATE', 'Routing', 'said', 'read_routing', 'Experts',
+           'read_experts', 'is_sparse', 'decoder_of', 'has_state', 'FamilyNames']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -35,23 +35,27 @@ class Routing:
     group_best: int = 1  # a group's score is the sum of so many best
 
 # %% ../../nbs/60_experts.ipynb #9569175f
-SIGMOID = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+def said(cfg: Any, *names: str) -> Any:
+    """The first of these that a config has and that is not None, 0 or empty; or 0."""
+    return next(filter(None, (getattr(cfg, name, None) for name in names)), 0)
 
+# %% ../../nbs/60_experts.ipynb #390bf51d
+EVEN = {"scoring": "sigmoid", "is_corrected": True, "group_best": 2}
+RULES: dict[str, dict[str, Any]] = {  # what model types do and their configs do not say
+    "mixtral": {"renormalize": True}, "qwen3_5_moe_text": {"renormalize": True},
+    "deepseek_v2": {"renormalize": False}, "gpt_oss": {"scoring": "chosen"},
+    "glm4_moe": EVEN, "glm4_moe_lite": EVEN, "deepseek_v3": EVEN,
+}  # fmt: skip
 
+# %% ../../nbs/60_experts.ipynb #f41e4a9f
 def read_routing(cfg: Any) -> Routing:
     """The routing of a config with experts."""
-    kind, is_even = cfg.model_type, cfg.model_type in SIGMOID
-    scoring = {"gpt_oss": "chosen"}.get(kind, "sigmoid" if is_even else "softmax")
-    always = kind in ("mixtral", "qwen3_5_moe_text")
-    renormalize = always or getattr(cfg, "norm_topk_prob", False)
-    scale = getattr(cfg, "routed_scaling_factor", 1.0)
-    groups = getattr(cfg, "n_group", 1)
-    if getattr(cfg, "topk_method", "") == "greedy":  # DeepSeek-V2-Lite: no groups
-        groups = 1
-    return Routing(
-        cfg.num_experts_per_tok, scoring, renormalize and kind != "deepseek_v2", scale,
-        is_even, groups or 1, getattr(cfg, "topk_group", 1) or 1, 2 if is_even else 1,
-    )  # fmt: skip
+    names = {"renormalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
+    names |= {"groups": "n_group", "top_groups": "topk_group"}
+    found = {field: value for field, n in names.items() if (value := said(cfg, n))}
+    if said(cfg, "topk_method") == "greedy":  # DeepSeek-V2-Lite: no groups
+        found["groups"] = 1
+    return Routing(cfg.num_experts_per_tok, **found | RULES.get(cfg.model_type, {}))
 
 # %% ../../nbs/60_experts.ipynb #f807951f
 @dataclass(frozen=True)
@@ -71,38 +75,32 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def read_experts(cfg: Any) -> Experts | None:
     """The experts of a config; None: it is dense."""
-    count = next((n for name in COUNTS if (n := getattr(cfg, name, None))), 0)
-    if not count:
-        return None
-    width = getattr(cfg, "moe_intermediate_size", None) or cfg.intermediate_size
-    gated = getattr(cfg, "shared_expert_intermediate_size", 0)
-    shared = gated or width * (getattr(cfg, "n_shared_experts", 0) or 0)
-    is_biased, limit = cfg.model_type == "gpt_oss", getattr(cfg, "swiglu_limit", 0.0)
-    return Experts(count, width, shared, gated > 0, is_biased, limit)
+    count, gated = said(cfg, *COUNTS), said(cfg, "shared_expert_intermediate_size")
+    width = said(cfg, "moe_intermediate_size", "intermediate_size")
+    shared = gated or width * said(cfg, "n_shared_experts")
+    rest = shared, gated > 0, cfg.model_type == "gpt_oss", said(cfg, "swiglu_limit")
+    return Experts(count, width, *rest) if count else None
 
 # %% ../../nbs/60_experts.ipynb #5397db08
 def is_sparse(cfg: Any, layer: int) -> bool:
     """Whether this layer has experts."""
-    kinds = getattr(cfg, "mlp_layer_types", None)
-    if kinds:
+    if kinds := said(cfg, "mlp_layer_types"):
         return kinds[layer] == "sparse"
-    first = getattr(cfg, "first_k_dense_replace", 0) or 0
-    step = getattr(cfg, "decoder_sparse_step", 1)
-    is_dense = layer in (getattr(cfg, "mlp_only_layers", None) or ())
-    has_experts = read_experts(cfg) is not None
-    return has_experts and layer >= first and (layer + 1) % step == 0 and not is_dense
+    is_first = layer < said(cfg, "first_k_dense_replace")
+    is_between = (layer + 1) % (said(cfg, "decoder_sparse_step") or 1) != 0
+    is_dense = is_first or is_between or layer in (said(cfg, "mlp_only_layers") or ())
+    return read_experts(cfg) is not None and not is_dense
 
 # %% ../../nbs/60_experts.ipynb #b6fe5aea
-NAMES = ["MistralForCausalLM", "SmolLM3ForCausalLM", "MixtralForCausalLM"]
-NAMES += ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"]
-NAMES += ["Glm4MoeForCausalLM", "GptOssForCausalLM"]
-NAMES += ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"]
-NAMES += ["Glm4MoeLiteForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
-NAMES += ["Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"]
+NAMES = ["Mistral", "SmolLM3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe"]
+NAMES += ["GptOss", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Qwen3_5", "Qwen3_5Moe"]
+ADDED = [f"{name}ForCausalLM" for name in NAMES]
+ADDED += [f"{name}ForConditionalGeneration" for name in NAMES[-2:]]  # with images
 LACKING = {
     "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys",
     "DeepseekV4ForCausalLM": "compressed attention and its indexer",
     "Gemma4ForConditionalGeneration": "norms after each half, shared K/V",
+    "KimiK3ForConditionalGeneration": "Kimi Delta Attention, residuals of whole blocks",
     "MiniMaxM2ForCausalLM": "partly rotated heads with a whole norm",
     "Qwen3NextForCausalLM": "rows of in_proj_qkvz taken apart by heads",
 }
@@ -111,10 +109,9 @@ LACKING = {
 def decoder_of(wrapper: Any) -> Any:
     """The config of the decoder in a model with a vision encoder (`has_vision`)."""
     cfg = wrapper.text_config
-    for name in ("dtype", "tie_word_embeddings", "quantization_config"):
-        said = getattr(cfg, name, None) or getattr(wrapper, name, None)
-        vars(cfg)[name] = said
-    vars(cfg)["has_vision"] = True
+    names = ("dtype", "tie_word_embeddings", "quantization_config")
+    found = {n: getattr(cfg, n, None) or getattr(wrapper, n, None) for n in names}
+    vars(cfg).update(found, has_vision=True)
     return cfg
 
 
@@ -134,16 +131,6 @@ WITH_STATE: dict[str, tuple[Any, str]] = {  # knob -> what it must be, and why
     "attention": ("torch", "there is no kernel for states, none tuned for 256 a head"),
 }
 
-# %% ../../nbs/60_experts.ipynb #cc5e5c9d
-def fit_to_state(config: Config, given: set[str]) -> None:
-    """Sets what `given` does not name as `WITH_STATE` says; ValueError for the rest."""
-    for knob in filter(partial(hasattr, config), WITH_STATE):
-        value, (only, why) = getattr(config, knob), WITH_STATE[knob]
-        wrong = f"{knob}={value!r} does not go with layers that keep a state: {why}"
-        is_open = knob not in given or value is None
-        require(is_open or value == only, f"{wrong}; set it to {only!r}")
-        vars(config)[knob] = only
-
 # %% ../../nbs/60_experts.ipynb #2a7e5e91
 @dataclass
 class FamilyNames(Variant):
@@ -151,11 +138,15 @@ class FamilyNames(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        if has_state(config.hf_config):
-            fit_to_state(config, given)
+        """Sets what `given` lacks as `WITH_STATE` says; ValueError for the rest."""
+        knobs = WITH_STATE if has_state(config.hf_config) else ()
+        for knob in filter(partial(hasattr, config), knobs):
+            value, (only, why) = getattr(config, knob), WITH_STATE[knob]
+            wrong = f"{knob}={value!r} does not go with layers that keep a state: {why}"
+            is_open = knob not in given or value is None
+            require(is_open or value == only, f"{wrong}; set it to {only!r}")
+            vars(config)[knob] = only
 
 
-for name in NAMES:
-    if name not in SUPPORTED_ARCHITECTURES:
-        SUPPORTED_ARCHITECTURES.append(name)
+SUPPORTED_ARCHITECTURES[:] = dict.fromkeys([*SUPPORTED_ARCHITECTURES, *ADDED])
 NEEDS.update(LACKING)

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, get_forward_context
 from ..checkpoint import require
-from ..config import Variant
 from .mixture import Mixture, VariedAttention, VariedHeads
 from ..models import FAMILIES, Linear, Readers, RMSNorm, TorchOps, unfilled
 
 # %% auto #0
 __all__ = ['CHUNK', 'delta_chunk', 'delta_rule', 'causal_conv', 'Recurrence', 'read_recurrence', 'StateMetaData', 'Convolution',
-           'GatedDeltaNet', 'unit', 'GatedAttention', 'Hybrid', 'read_half', 'add_one', 'States']
+           'GatedDeltaNet', 'unit', 'GatedAttention', 'Hybrid', 'read_half', 'add_one']
 
 # %% ../../nbs/66a_state.ipynb #dcb2317f
 def delta_chunk(
@@ -232,8 +231,3 @@ def add_one(read: Callable[..., Tensor]) -> Tensor:
 
 # %% ../../nbs/66a_state.ipynb #2dfe7394
 FAMILIES.update(qwen3_5_text=Hybrid, qwen3_5_moe_text=Hybrid)
-
-
-@dataclass
-class States(Variant):
-    """Has no knobs: the checkpoint's config says which layers keep a state."""

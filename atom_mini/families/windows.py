@@ -7,31 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import lru_cache, partial
-from itertools import product
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMetaData, gather_kv
+from ..attention import AttentionMetaData, causal_mask, gather_kv
 from ..checkpoint import require
-from atom_mini.families.mixture import (
-    TYPES, Mixture, Mixtures, VariedAttention, read_heads,
-)  # fmt: skip
-from ..models import FAMILIES, Dense, Readers, TorchOps, unfilled
+from .mixture import TYPES, Mixture
+from ..models import FAMILIES, Dense, TorchOps, unfilled
 
 # %% auto #0
-__all__ = ['FUSED', 'WholeHeads', 'seen_keys', 'sink_attention', 'newest_kv', 'windowed_attention', 'window_of',
-           'WindowedAttention', 'Windowed', 'turned_experts', 'read_turned', 'GptOss', 'SinksAndWindows']
+__all__ = ['WholeHeads', 'seen_keys', 'sink_attention', 'windowed_attention', 'window_of', 'Windowed', 'in_turns', 'GptOss']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
     """[n, length] bool: which keys each of the last n queries sees, the newest `window`
     (0: all) up to its own."""
-    keys = torch.arange(length, device=device)
-    queries = keys[length - n :, None]
-    return (keys <= queries) & (keys > queries - (window or length))
+    return causal_mask(n, length, device).triu(length - n + 1 - (window or length))
 
 # %% ../../nbs/63_sinks_windows.ipynb #094fd6cf
 def sink_attention(
@@ -49,13 +43,6 @@ def sink_attention(
         out *= (lse - sinks.float()).sigmoid()[..., None]
     return out.to(q.dtype)
 
-# %% ../../nbs/63_sinks_windows.ipynb #1e175589
-def newest_kv(kv_cache: Tensor, table: Tensor, length: int, count: int) -> Tensor:
-    """The last `count` keys and values of `length`, or all: [2, K, count, D]."""
-    size, first = kv_cache.shape[3], max(0, length - count)
-    tail = gather_kv(kv_cache, table[first // size :], length - first // size * size)
-    return tail[:, :, first % size :]
-
 # %% ../../nbs/63_sinks_windows.ipynb #94b61cd6
 def windowed_attention(
     q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float,
@@ -66,10 +53,11 @@ def windowed_attention(
     out = []
     rows = zip(q.split(meta.query_lens), meta.block_tables, meta.lens, strict=True)
     for queries, table, length in rows:
-        end = length - len(queries)
+        end, size = length - len(queries), kv_cache.shape[3]
         for piece in queries.split(256):
+            first = max(0, end + 1 - (window or length)) // size  # block that one sees
             end += len(piece)
-            k, v = newest_kv(kv_cache, table, end, len(piece) + (window or end) - 1)
+            k, v = gather_kv(kv_cache, table[first:], end - first * size)
             out.append(sink_attention(piece, k, v, scale, window, sinks))
     return torch.cat(out)
 
@@ -82,29 +70,21 @@ def window_of(cfg: Any, layer: int) -> int:
     return 0 if full else size or 0
 
 # %% ../../nbs/63_sinks_windows.ipynb #f9f41bd5
-class WindowedAttention(VariedAttention):
-    """`VariedAttention` within the layer's window, and with a logit per head, `sinks`
-    [H], that takes weight and gives nothing.
-
-    ValueError for `ops` that pad their rows: their metadata is another.
-    """
-
-    def __init__(self, cfg: Any, ops: TorchOps, layer: int) -> None:
-        super().__init__(cfg, ops, read_heads(cfg, layer))
-        require(not hasattr(ops, "is_padded"), "scheduler='spyre' lacks sinks, windows")
-        window, has_sinks = window_of(cfg, layer), cfg.model_type == "gpt_oss"
-        self.sinks = unfilled(cfg.num_attention_heads) if has_sinks else None
-        attend: Any = ops.attend if callable(ops) else windowed_attention  # a kernel
-        self.attn.attend = partial(attend, window=window, sinks=self.sinks)
-
-# %% ../../nbs/63_sinks_windows.ipynb #64bbdf59
 class Windowed(Mixture):
-    """Decoders of chapter 61 with windows or sinks."""
+    """Decoders of chapter 61 with windows, or with a logit per head, `sinks` [H], that
+    takes weight and gives nothing."""
 
     def attention(self, layer: int, ops: TorchOps) -> torch.nn.Module:
-        if window_of(self.cfg, layer) or self.cfg.model_type == "gpt_oss":
-            return WindowedAttention(self.cfg, ops, layer)
-        return super().attention(layer, ops)
+        """ValueError for `ops` that pad their rows: their metadata is another."""
+        found: Any = super().attention(layer, ops)
+        window, has_sinks = window_of(self.cfg, layer), self.cfg.model_type == "gpt_oss"
+        if window or has_sinks:
+            is_padded = hasattr(ops, "is_padded")
+            require(not is_padded, "scheduler='spyre' lacks sinks, windows")
+            found.sinks = unfilled(self.cfg.num_attention_heads) if has_sinks else None
+            attend: Any = ops.attend if callable(ops) else windowed_attention
+            found.attn.attend = partial(attend, window=window, sinks=found.sinks)
+        return found
 
     def check(self) -> None:
         """ValueError for what the config asks for and this does not compute."""
@@ -112,50 +92,22 @@ class Windowed(Mixture):
         vars(plain).update(layer_types=None, use_sliding_window=False)
         Mixture(plain).check()
 
-# %% ../../nbs/63_sinks_windows.ipynb #9a9dbc67
-def turned_experts(read: Callable[..., Tensor], count: int) -> Callable[[int], Tensor]:
-    """Reads expert e of a tensor [count, size, all rows] as [1, all rows, size], of
-    biases [count, all rows] as they are. The last expert's end where the tensor does,
-    as in `read_expert`."""
-
-    @lru_cache(maxsize=1)  # gates and ups are asked for in turn: unpack them once
-    def read_one(e: int) -> Tensor:
-        return read(part=slice(e, e + 1 if e + 1 < count else None)).movedim(-1, 1)
-
-    return read_one
-
-# %% ../../nbs/63_sinks_windows.ipynb #9d646933
-def read_turned(read_one: Callable[[int], Tensor], e: int, rows: slice) -> Tensor:
-    """Some rows of an expert that `read_one` reads."""
-    return read_one(e)[:, rows].flatten(0, 1)
-
 # %% ../../nbs/63_sinks_windows.ipynb #05286c97
-FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
-
-
-class GptOss(Windowed):
-    """gpt-oss (OpenAI, arXiv 2508.10925) with its experts in float files."""
-
-    def adapt(self, readers: Readers) -> Readers:
-        """The checkpoint's weights under our names: see chapter 61."""
-        ours, count = Readers(), self.cfg.num_local_experts
-        for name, read in readers.items():
-            where, _, fused = name.partition(".experts.")
-            parts = FUSED.get(fused.removesuffix("_bias"), [])
-            kind = "bias" if fused.endswith("_bias") else "weight"
-            read_one = turned_experts(read, count)
-            for (i, part), e in product(enumerate(parts), range(count)):
-                rows = partial(read_turned, read_one, e, slice(i, None, len(parts)))
-                ours[f"{where}.experts.{e}.{part}.{kind}"] = rows
-            if not parts:
-                ours[name.replace(".router.", ".gate.")] = read
-        return super().adapt(ours)
+def in_turns(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
+    """Rows i, i + n ... of an expert: of [1, size, all rows] turned, of a bias [1, all
+    rows], and of packed ones, [1, all rows, ...] in bytes, each in one piece."""
+    expert = read()
+    is_packed = expert.dtype == torch.uint8
+    rows = expert.flatten(2) if is_packed else expert.movedim(-1, 1)
+    return rows[:, i::n].flatten(0, 1)
 
 # %% ../../nbs/63_sinks_windows.ipynb #0fd7fb9b
+class GptOss(Windowed):
+    """gpt-oss (OpenAI, arXiv 2508.10925)."""
+
+    take = staticmethod(in_turns)
+
+
 WholeHeads = type("WholeHeads", (Windowed,), {"rotary": Dense.rotary})  # as in 06a
 FAMILIES.update(dict.fromkeys(TYPES, Windowed), gpt_oss=GptOss)
 FAMILIES.update(qwen2=WholeHeads, qwen3=WholeHeads)
-
-
-class SinksAndWindows(Mixtures):
-    """Has no knobs, either: the checkpoint's config says what its layers see."""
