@@ -90,9 +90,9 @@ def read_frame(pipe: Any) -> bytes:
 # %% ../../nbs/72d_rank_process.ipynb #2f2b54fe
 def serve_steps(order: dict[str, Any]) -> None:
     """Load this rank's share, say so, join the group, and run what comes."""
+    config = Config(order["model"], **order["options"])
     shards = import_module("atom_mini.processes.shards")  # torch loads here
     group = import_module("atom_mini.processes.group")
-    config = Config(order["model"], **order["options"])
 
     def meet(device: Any) -> Any:
         os.write(0, b"1")  # the weights are here

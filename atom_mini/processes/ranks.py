@@ -46,9 +46,10 @@ class Rank(subprocess.Popen[bytes]):
         self.pipe, theirs = socket.socketpair()
         command = [sys.executable, "-m", "atom_mini.processes.rank_process"]
         command.append(json.dumps(order | {"parent": os.getpid()}))
-        files: Any = {"stdin": theirs, "stdout": self.log, "stderr": subprocess.STDOUT}
+        more: Any = {"stdin": theirs, "stdout": self.log, "stderr": subprocess.STDOUT}
+        more |= {"env": environment(share), "start_new_session": True}
         with theirs:
-            super().__init__(command, env=environment(share), **files)
+            super().__init__(command, **more)
 
     def last_words(self) -> str:
         """How it ended, and the end of its log; empty if it runs."""
@@ -74,7 +75,6 @@ class Ranks:
 
     def start(self) -> None:
         """Start all, unless the engine is closed already."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is for rank 0
         size, order = self.config.tensor_parallel_size, self.config.rank_order
         with self.lock:
             for rank in range(1, 0 if self.death.done() else size):
