@@ -554,12 +554,12 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
-def until_dead(llm: LLM, match: str, limit: float = SOON) -> str:
-    """The error of a call that runs, and of all later ones."""
-    began = time.perf_counter()
+def until_dead(llm: LLM, match: str, limit: float = SOON, notes: Path | None = None) -> str:
+    """The error of a call that runs, and of all later ones. The time counts from when rank 1 last wrote `notes`."""
+    began = time.time()
     with pytest.raises(EngineDead, match=match) as caught:
         llm.generate(PROMPTS, LONG, use_tqdm=False)
-    took = time.perf_counter() - began
+    took = time.time() - max(began, notes.stat().st_mtime if notes else 0)
     for call in (lambda: llm.generate("x", use_tqdm=False), lambda: [*llm.stream("x")]):
         began = time.perf_counter()
         with pytest.raises(EngineDead, match=match):
@@ -584,7 +584,7 @@ def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """With open streams: everybody hears it, with the cause and the end of its log; a new engine starts at once."""
     llm = start(tmp_path / "noted", monkeypatch, early="print('here I am', flush=True)")
     strike(llm, rank_of(llm).pid, signal.SIGKILL)
-    text = until_dead(llm, "rank 1: killed by SIGKILL", SOON + 2)  # with the steps before the blow
+    text = until_dead(llm, "rank 1: killed by SIGKILL", notes=tmp_path / "noted" / "tokens")
     assert "here I am" in text
     llm.close()
     llm.close()
@@ -611,7 +611,7 @@ def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """It raises in a step: its traceback is in the message."""
     fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
     llm = start(tmp_path / "noted", monkeypatch, in_step=fails)
-    text = until_dead(llm, "(?s)rank 1: exit code 1.*MemoryError: no room for 3 GiB", SOON + 2)
+    text = until_dead(llm, "(?s)rank 1: exit code 1.*MemoryError: no room for 3 GiB", notes=tmp_path / "noted" / "tokens")
     assert "Traceback" in text
     llm.close()
 
