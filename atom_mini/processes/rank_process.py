@@ -49,8 +49,7 @@ def pack_wish(params: SamplingParams) -> bytes:
 @lru_cache(2048)
 def unpack_wish(data: bytes) -> SamplingParams:
     """The parameters; ValueError for what are none."""
-    said = msgspec.msgpack.decode(data)
-    return SamplingParams(**said)
+    return SamplingParams(**msgspec.msgpack.decode(data))
 
 # %% ../../nbs/72d_rank_process.ipynb #30128d63
 def pack_batch(batch: ScheduledBatch) -> bytes:
@@ -71,8 +70,7 @@ def unpack_batch(frame: bytes) -> ScheduledBatch:
     tokens, counts, lens, flags, *tables = (a.unpack().copy() for a in step.arrays)
     arrays = tokens, counts, lens, np.concatenate(tables), flags.view(bool)
     kind, said = SequenceType[step.kind], [*map(unpack_wish, step.wishes)]
-    rest = said, step.histories, step.rows
-    batch = ScheduledBatch(kind, step.req_ids, *arrays, *rest)
+    batch = ScheduledBatch(kind, step.req_ids, *arrays, said, step.histories, step.rows)
     if not step.is_spread:
         return batch
     return import_module("atom_mini.speculation.verify").spread(batch)
