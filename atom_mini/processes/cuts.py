@@ -20,11 +20,12 @@ __all__ = ['EXPERTS', 'WIDTHS', 'FITTING', 'cut', 'cut_config', 'refuse_others',
 
 # %% ../../nbs/72b_cuts.ipynb #4eee882c
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts"]  # by family
-WIDTHS = ["intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"]
+WIDTHS = ["intermediate_size", "moe_intermediate_size"]
+WIDTHS += ["shared_expert_intermediate_size"]
 
 
 def cut(cfg: Any, name: str, n: int) -> int:
-    """What each of `n` ranks has of the config's `name`; ValueError if there is a rest."""
+    """What each of `n` ranks has of the config's `name`; ValueError for a rest."""
     count = getattr(cfg, name)
     what = f"tensor_parallel_size={n} does not divide {name}={count}"
     right = max(d for d in range(1, n + 1) if count % d == 0)
@@ -91,7 +92,7 @@ class TensorParallel(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        above = "collective_timeout", lambda v: is_number(v) and v > 0, "seconds, above 0"
+        above = "collective_timeout", lambda v: is_number(v) and v > 0, "seconds over 0"
         count = "tensor_parallel_size", is_count, "a whole number from 1"
         dealt = "enable_expert_parallel", is_bool, "True or False"
         check_rules(config, [count, dealt, above])
@@ -99,7 +100,7 @@ class TensorParallel(Variant):
         knob = f"tensor_parallel_size={n}"
         if n == 1:
             has_ranks = getattr(config, "data_parallel_size", 1) > 1
-            what = "enable_expert_parallel=True with one rank: raise tensor_parallel_size"
+            what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
             require(has_ranks or not is_dealt, what)
             return
         lacking = [name for name in ("zmq", "msgspec") if find_spec(name) is None]

@@ -40,12 +40,12 @@ class Group:
         return found
 
 # %% ../../nbs/72a_group.ipynb #fa931991
-def make_backend(store: Any, rank: int, size: int, limit: timedelta, on_gpu: bool) -> Any:
+def make_backend(store: Any, rank: int, size: int, limit: timedelta, gpu: bool) -> Any:
     """NCCL (RCCL) or Gloo, listening on loopback."""
-    kind: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
-    options = kind.Options() if on_gpu else kind._Options()
+    kind: Any = dist.ProcessGroupNCCL if gpu else dist.ProcessGroupGloo
+    options = kind.Options() if gpu else kind._Options()
     options._timeout = limit
-    if on_gpu:
+    if gpu:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     else:
         options._devices = [kind.create_device("127.0.0.1")]

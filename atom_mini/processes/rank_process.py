@@ -54,7 +54,7 @@ def unpack_wish(data: bytes) -> SamplingParams:
 # %% ../../nbs/72d_rank_process.ipynb #30128d63
 def pack_batch(batch: ScheduledBatch) -> bytes:
     """The frame of a `Step`."""
-    plain: Any = getattr(batch, "whole", batch)  # of a decode whose drafts are spread out
+    plain: Any = getattr(batch, "whole", batch)  # if its drafts are spread out
     arrays = [plain.scheduled_tokens, plain.num_scheduled_tokens, plain.context_lens]
     pieces = 1 + plain.block_tables.nbytes // (MAX_ARRAY // 2)
     tables = np.array_split(plain.block_tables, pieces)
