@@ -172,7 +172,7 @@ class SharedNorm(RMSNorm):
 
 # %% ../../nbs/72c_shards.ipynb #a2bbd54d
 def share(model: Any, shard: Shard) -> None:
-    """Let a rank's loaded `CausalLM` compute what the whole one does, with its group."""
+    """Let a rank's loaded `CausalLM` compute what the whole one does."""
 
     def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return shard.group.all_reduce(out)
