@@ -11,7 +11,7 @@ from typing import Any
 from atom_mini.config import Config
 from atom_mini.processes.group import open_group
 from atom_mini.processes.rank_process import pack_batch, unpack_batch
-from atom_mini.processes.shards import Shard, make_rank
+from atom_mini.processes.shards import make_rank
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 LIMIT = 20.0  # seconds
@@ -22,10 +22,9 @@ class SideBySide:
 
     def __init__(self, config: Config, make: Callable[..., Any] = make_rank) -> None:
         n, folder = config.tensor_parallel_size, tempfile.mkdtemp()
-        self.shards = [Shard(rank, n, None, config.enable_expert_parallel) for rank in range(n)]
         self.threads = [ThreadPoolExecutor(1) for _ in range(n)]
         meets = [partial(open_group, folder, rank, n, LIMIT) for rank in range(n)]
-        self.runners = self.all(lambda r: make(config, self.shards[r], meets[r]))
+        self.runners = self.all(lambda r: make(config, r, meets[r]))
         blocks = {r.config.num_kvcache_blocks for r in self.runners}
         (config.num_kvcache_blocks,) = blocks
         self.model, self.kv_cache, self.num_steps = Face(self), Pools(self), 0

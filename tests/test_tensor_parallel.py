@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ import atom_mini.processes.ranks as ranks
 import atom_mini.processes.shards as shards
 from atom_mini import LLM, Config, SamplingParams, loading
 from atom_mini.checkpoint import read_config
+from atom_mini.families.spread import SpreadMLP
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
@@ -230,7 +232,7 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "the same part on every rank": ("odd", lambda p: p.setattr(shards, "find_cut", first_part)),
     "no sum after the embedding": ("odd", lambda p: p.setattr(shards.SharedTable, "forward", unsummed_rows)),
     "a norm per rank": ("olmoe", lambda p: p.setattr(shards.SharedNorm, "forward", RMSNorm.forward)),
-    "foreign experts answer": ("moe", lambda p: p.setattr(shards.Dealt, "compute", wrapped_ids)),
+    "foreign experts answer": ("moe", lambda p: p.setattr(SpreadMLP, "compute", wrapped_ids)),
     "the first K/V head for all": ("kv", lambda p: p.setattr(shards, "find_cut", first_head)),
 }
 FIND = shards.find_cut
@@ -241,14 +243,17 @@ def padded_logits(self: Any, hidden: Any) -> Any:
     return parts.transpose(0, 1).flatten(1).contiguous()
 
 
-def first_part(name: str, whole: list[int], mine: list[int], shard: Any) -> Any:
-    found = FIND(name, whole, mine, shard)
-    return found if found is None or "down" not in name else (found[0], 0, mine[found[0]])
+def first_part(whole: list[int], mine: list[int], shard: Any) -> Any:
+    """Of what is cut by columns, as `down_proj` is."""
+    found = FIND(whole, mine, shard)
+    return found if found is None or found[0] == 0 else (1, 0, mine[1])
 
 
-def first_head(name: str, whole: list[int], mine: list[int], shard: Any) -> Any:
-    found = FIND(name, whole, mine, shard)
-    return found if found is None or "k_proj" not in name else (found[0], 0, mine[found[0]])
+def first_head(whole: list[int], mine: list[int], shard: Any) -> Any:
+    """Of `k_proj` and `v_proj`, by their size."""
+    found, cfg = FIND(whole, mine, shard), shard.whole
+    is_kv = whole[0] * cfg.num_attention_heads == cfg.num_key_value_heads * cfg.hidden_size
+    return found if found is None or not is_kv else (0, 0, mine[0])
 
 
 def unsummed_rows(self: Any, ids: Any) -> Any:
@@ -257,7 +262,7 @@ def unsummed_rows(self: Any, ids: Any) -> Any:
 
 
 def wrapped_ids(self: Any, x: Any, ids: Any, weights: Any) -> Any:
-    return super(shards.Dealt, self).compute(x, ids % self.gate_up.count, weights)
+    return self.run_experts(x, ids % self.gate_up.count, weights)
 
 
 @pytest.mark.usefixtures("in_threads")
@@ -495,7 +500,7 @@ def test_ctrl_c_at_any_line(pair: tuple[LLM, Path]) -> None:
         wire = Tripwire(at)
         if not wire.run(lambda: llm.generate(PROMPTS[:2], wish, use_tqdm=False)):
             break
-        at += 31
+        at += 23
         places.add(wire.where)
         assert [o.token_ids for o in llm.generate(PROMPTS[:2], wish, use_tqdm=False)] == expected, wire.where
     assert any("ranks" in place for place in places)
@@ -549,12 +554,12 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
-def until_dead(llm: LLM, match: str, limit: float = SOON) -> str:
-    """The error of a call that runs, and of all later ones."""
-    began = time.perf_counter()
+def until_dead(llm: LLM, match: str, limit: float = SOON, notes: Path | None = None) -> str:
+    """The error of a call that runs, and of all later ones. The time counts from when rank 1 last wrote `notes`."""
+    began = time.time()
     with pytest.raises(EngineDead, match=match) as caught:
         llm.generate(PROMPTS, LONG, use_tqdm=False)
-    took = time.perf_counter() - began
+    took = time.time() - max(began, notes.stat().st_mtime if notes else 0)
     for call in (lambda: llm.generate("x", use_tqdm=False), lambda: [*llm.stream("x")]):
         began = time.perf_counter()
         with pytest.raises(EngineDead, match=match):
@@ -579,7 +584,7 @@ def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """With open streams: everybody hears it, with the cause and the end of its log; a new engine starts at once."""
     llm = start(tmp_path / "noted", monkeypatch, early="print('here I am', flush=True)")
     strike(llm, rank_of(llm).pid, signal.SIGKILL)
-    text = until_dead(llm, "rank 1: killed by SIGKILL", SOON + 2)  # with the steps before the blow
+    text = until_dead(llm, "rank 1: killed by SIGKILL", notes=tmp_path / "noted" / "tokens")
     assert "here I am" in text
     llm.close()
     llm.close()
@@ -606,7 +611,7 @@ def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """It raises in a step: its traceback is in the message."""
     fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
     llm = start(tmp_path / "noted", monkeypatch, in_step=fails)
-    text = until_dead(llm, "(?s)rank 1: exit code 1.*MemoryError: no room for 3 GiB", SOON + 2)
+    text = until_dead(llm, "(?s)rank 1: exit code 1.*MemoryError: no room for 3 GiB", notes=tmp_path / "noted" / "tokens")
     assert "Traceback" in text
     llm.close()
 
@@ -621,12 +626,17 @@ def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeyp
     assert time.perf_counter() - began < 30
 
 
-def test_a_rank_ends_before_it_has_read_its_order() -> None:
-    """Its end of the pair is reset then, not closed."""
-    ranks = Ranks({}, 2, 5.0)
-    ranks.pipes[0].send(b"an order")
-    ranks.ends[0].close()
-    with pytest.raises(RuntimeError, match="rank 1 ended while"):
+@pytest.mark.parametrize("has_unread", [False, True])
+def test_a_rank_ends_before_it_says_that_it_has_loaded(has_unread: bool) -> None:
+    """Its end of the pair is closed, or reset if there was something to read."""
+    ranks = Ranks(Config("tiny", tensor_parallel_size=2))
+    ours, theirs = socket.socketpair()
+    process = SimpleNamespace(pipe=ours, log=ours, last_words=str, kill=str, wait=str)
+    ranks.processes.append(process)  # type: ignore[arg-type]
+    if has_unread:
+        ours.send(b"a step")
+    theirs.close()
+    with pytest.raises(ConnectionError):
         ranks.meet(torch.device("cpu"))
     ranks.close()
     assert not Path(ranks.folder).exists()
@@ -680,7 +690,7 @@ def test_no_rank_stays_behind(how: str, tidy: Path) -> None:
         ({"tensor_parallel_size": 2, "collective_timeout": 0}, "collective_timeout=0 must be seconds"),
         ({"tensor_parallel_size": 2, "overlap": True}, "overlap=True does not go with tensor_parallel_size=2"),
         ({"tensor_parallel_size": 2, "scheduler": "spyre"}, "scheduler='spyre' does not go with"),
-        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' names one device"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' does not go with .*: set it to one of .*'cuda'"),
         ({"tensor_parallel_size": 2, "speculative_config": {"method": "eagle3"}}, "method='eagle3'"),
         ({"tensor_parallel_size": 2, "speculative_config": {"method": "draft_model", "model": "tiny"}}, "draft_model"),
     ],
@@ -773,7 +783,7 @@ def test_nccl_with_one_rank_and_graphs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(TensorParallel, "is_chosen", classmethod(lambda cls, config: True))
     with LLM(str(tmp_path), device="cuda", max_num_seqs=4) as llm:
         runner: Any = llm.engine_core.runner
-        assert runner.runners[0].graphs and "nccl" in runner.shards[0].group.backend.name().lower()
+        assert runner.runners[0].graphs and "nccl" in runner.model.shard.group.backend.name().lower()
         assert [o.token_ids for o in llm.generate(LONG_PROMPTS, wish, use_tqdm=False)] == expected
 
 
@@ -786,9 +796,9 @@ def test_two_ranks_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with LLM(str(tmp_path), **options) as llm:
         expected = [o.token_ids for o in llm.generate(LONG_PROMPTS, wish, use_tqdm=False)]
 
-    def on_the_first(config: Config, shard: Any, meet: Any) -> Any:
+    def on_the_first(config: Config, rank: int, meet: Any) -> Any:
         config.device = "cuda:0"
-        return shards.make_rank(config, shard, lambda device: meet("cpu"))
+        return shards.make_rank(config, rank, lambda device: meet("cpu"))
 
     monkeypatch.setattr(TensorParallel, "make_runner", staticmethod(lambda c: SideBySide(c, on_the_first)))
     with LLM(str(tmp_path), tensor_parallel_size=2, **options) as llm:

@@ -68,11 +68,9 @@ class Spread(Dense):
 
     def adapt(self, readers: Readers) -> Readers:
         """The checkpoint's weights, without the others' experts."""
-        ours, ranks = super().adapt(readers), getattr(self.cfg, "ranks", None)
-        if ranks is None:
+        ours, experts = super().adapt(readers), read_experts(self.cfg)
+        if experts is None or (ranks := getattr(self.cfg, "ranks", None)) is None:
             return ours
-        experts = read_experts(self.cfg)
-        assert experts is not None, "the knob's check said so"
         return own_experts(ours, ranks.rank, ranks.size, experts.count // ranks.size)
 
 

@@ -16,20 +16,21 @@ from ..config import Config, Variant, check_rules, is_bool, is_count, is_number
 from .knobs import as_order
 
 # %% auto #0
-__all__ = ['EXPERTS', 'WIDTHS', 'check_cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
+__all__ = ['EXPERTS', 'WIDTHS', 'FITTING', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
 
 # %% ../../nbs/72b_cuts.ipynb #4eee882c
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # by family
-WIDTHS = "intermediate_size moe_intermediate_size shared_expert_intermediate_size"
+EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts"]  # by family
+WIDTHS = ["intermediate_size", "moe_intermediate_size"]
+WIDTHS += ["shared_expert_intermediate_size"]
 
 
-def check_cut(cfg: Any, n: int, names: list[str]) -> None:
-    """ValueError if `n` ranks cannot share what the config has of `names`."""
-    for name in names:
-        count = getattr(cfg, name)
-        what = f"tensor_parallel_size={n} does not divide {name}={count}"
-        right = [d for d in range(1, count + 1) if count % d == 0 and d < n]
-        require(count % n == 0, f"{what}: set it to {right[-1] if right else 1}")
+def cut(cfg: Any, name: str, n: int) -> int:
+    """What each of `n` ranks has of the config's `name`; ValueError for a rest."""
+    count = getattr(cfg, name)
+    what = f"tensor_parallel_size={n} does not divide {name}={count}"
+    right = max(d for d in range(1, n + 1) if count % d == 0)
+    require(right == n, f"{what}: set it to {right}")
+    return count // n
 
 # %% ../../nbs/72b_cuts.ipynb #4fdec326
 def cut_config(cfg: Any, n: int, is_dealt: bool = False) -> Any:
@@ -37,38 +38,37 @@ def cut_config(cfg: Any, n: int, is_dealt: bool = False) -> Any:
     not a part of each. ValueError (number, limit, knob) if it cannot be cut."""
     mine, knob = copy(cfg), f"tensor_parallel_size={n}"
     heads, kv, vocab = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.vocab_size
-    experts = [name for name in EXPERTS if getattr(cfg, name, None)]
-    widths = [name for name in WIDTHS.split() if getattr(cfg, name, None)]
+    widths = [name for name in WIDTHS if getattr(cfg, name, None)]
     if is_dealt:
+        experts = [name for name in EXPERTS if getattr(cfg, name, None)]
         what = f"enable_expert_parallel=True, and {cfg.model_type} has no experts"
         require(len(experts) > 0, f"{what}: drop it")
+        cut(cfg, experts[0], n)
         widths = widths[:1] if len(widths) > 1 else []  # of dense layers
-    check_cut(cfg, n, ["num_attention_heads", *widths, *(experts if is_dealt else [])])
-    fits = kv % n == 0 or n % kv == 0
-    what = f"{knob} and num_key_value_heads={kv}: one must divide the other"
-    require(fits, f"{what}, lower it")
+    for name in ["num_attention_heads", *widths]:
+        setattr(mine, name, cut(cfg, name, n))
+    what = f"{knob} and num_key_value_heads={kv}: one must divide the other, lower it"
+    require(kv % n == 0 or n % kv == 0, what)
     rows = -(-vocab // n)
     require((n - 1) * rows < vocab, f"{knob}: a vocabulary of {vocab} is too small")
     mine.head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // heads
-    mine.num_attention_heads, mine.num_key_value_heads = heads // n, max(1, kv // n)
+    mine.num_key_value_heads = max(1, kv // n)
     mine.vocab_size, mine.quantization_config = rows, None
-    for name in widths + (experts if is_dealt else []):
-        setattr(mine, name, getattr(cfg, name) // n)
     return mine
 
 # %% ../../nbs/72b_cuts.ipynb #7aec3d14
+FITTING: dict[str, list[Any]] = {"device": [None, "cpu", "cuda"], "overlap": [False]}
+FITTING |= {"scheduler": ["atom"], "method": ["ngram"]}  # of drafts
+
+
 def refuse_others(config: Config, knob: str) -> None:
     """ValueError for other knobs that do not go with several ranks."""
-    device, wanted = config.device or "", getattr(config, "speculative_config", None)
-    require(":" not in device, f"device={device!r} names one device, {knob} takes the "
-            "first ones: set device='cuda', or leave it out")  # fmt: skip
-    for name, usual in (("overlap", False), ("scheduler", "atom")):
-        value = getattr(config, name, usual)
-        wrong = f"{name}={value!r} does not go with {knob}: drop one of them"
-        require(value == usual, wrong)
-    method = getattr(wanted, "method", "ngram")
-    wrong = f"method={method!r} runs a model beside the target's, which {knob} cuts"
-    require(method == "ngram", f"{wrong}: set it to 'ngram'")
+    drafts = getattr(config, "speculative_config", None)
+    said = {"method": getattr(drafts, "method", "ngram")} | vars(config)
+    for name, fitting in FITTING.items():
+        value = said.get(name, fitting[0])
+        wrong = f"{name}={value!r} does not go with {knob}: set it to one of {fitting}"
+        require(value in fitting, wrong)
 
 # %% ../../nbs/72b_cuts.ipynb #0b5c7872
 def make_leader(config: Config) -> Any:
@@ -92,17 +92,16 @@ class TensorParallel(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        above = lambda v: is_number(v) and v > 0  # noqa: E731
-        limit = ("collective_timeout", above, "seconds, above 0")
-        count = ("tensor_parallel_size", is_count, "a whole number from 1")
-        dealt = ("enable_expert_parallel", is_bool, "True or False")
-        check_rules(config, [count, dealt, limit])
+        above = "collective_timeout", lambda v: is_number(v) and v > 0, "seconds over 0"
+        count = "tensor_parallel_size", is_count, "a whole number from 1"
+        dealt = "enable_expert_parallel", is_bool, "True or False"
+        check_rules(config, [count, dealt, above])
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
         knob = f"tensor_parallel_size={n}"
         if n == 1:
             has_ranks = getattr(config, "data_parallel_size", 1) > 1
-            what = "enable_expert_parallel=True with one rank"
-            require(has_ranks or not is_dealt, f"{what}: raise tensor_parallel_size")
+            what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
+            require(has_ranks or not is_dealt, what)
             return
         lacking = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
         needs = f"{knob} needs {' and '.join(lacking)}: install atom_mini[serve]"
@@ -110,7 +109,4 @@ class TensorParallel(Variant):
         refuse_others(config, knob)
         if config.hf_config is not None:
             cut_config(config.hf_config, n, is_dealt)
-        own = {"tensor_parallel_size", "enable_expert_parallel", "collective_timeout"}
-        own |= {"engine_process", "ready_timeout", "ping_timeout"}
-        order = as_order(config, given - own, "tensor_parallel_size=1")
-        vars(config)["rank_order"] = order
+        vars(config)["rank_order"] = as_order(config, given, "tensor_parallel_size=1")

@@ -40,19 +40,16 @@ class Group:
         return found
 
 # %% ../../nbs/72a_group.ipynb #fa931991
-def make_backend(
-    store: Any, rank: int, size: int, limit: timedelta, on_gpu: bool
-) -> Any:
+def make_backend(store: Any, rank: int, size: int, limit: timedelta, gpu: bool) -> Any:
     """NCCL (RCCL) or Gloo, listening on loopback."""
-    if on_gpu:
+    kind: Any = dist.ProcessGroupNCCL if gpu else dist.ProcessGroupGloo
+    options = kind.Options() if gpu else kind._Options()
+    options._timeout = limit
+    if gpu:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout, options._devices = limit, [gloo.create_device("127.0.0.1")]
-    return gloo(store, rank, size, options)
+    else:
+        options._devices = [kind.create_device("127.0.0.1")]
+    return kind(store, rank, size, options)
 
 
 def open_group(

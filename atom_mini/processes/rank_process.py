@@ -25,22 +25,18 @@ from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['ARRAYS', 'Step', 'pack_wish', 'unpack_wish', 'pack_batch', 'unpack_batch', 'send_frame', 'read_frame', 'serve_steps',
-           'main']
+__all__ = ['Step', 'pack_wish', 'unpack_wish', 'pack_batch', 'unpack_batch', 'send_frame', 'read_frame', 'serve_steps', 'main']
 
 # %% ../../nbs/72d_rank_process.ipynb #b13a1f8b
-ARRAYS = ["scheduled_tokens", "num_scheduled_tokens", "context_lens"]
-
-
 class Step(Message):
     """A `ScheduledBatch` on its way. `is_spread`: its drafts are rows of their own."""
 
     kind: Literal["PREFILL", "DECODE"]
     req_ids: list[int]
-    rows: list[int]
-    arrays: list[Array]  # `ARRAYS`, `is_sampled` as bytes, the block tables in pieces
+    arrays: list[Array]  # as in the class, `is_sampled` as bytes; the tables in pieces
     wishes: list[bytes]  # one per request
     histories: dict[int, list[Size]]
+    rows: list[int]
     is_spread: bool = False
 
 # %% ../../nbs/72d_rank_process.ipynb #3b6452df
@@ -53,37 +49,31 @@ def pack_wish(params: SamplingParams) -> bytes:
 @lru_cache(2048)
 def unpack_wish(data: bytes) -> SamplingParams:
     """The parameters; ValueError for what are none."""
-    said = msgspec.msgpack.decode(data)
-    return SamplingParams(**said)
+    return SamplingParams(**msgspec.msgpack.decode(data))
 
 # %% ../../nbs/72d_rank_process.ipynb #30128d63
 def pack_batch(batch: ScheduledBatch) -> bytes:
     """The frame of a `Step`."""
-    whole = getattr(batch, "whole", None)  # a decode with drafts, spread out
-    plain: ScheduledBatch = batch if whole is None else whole
-    arrays = [getattr(plain, name) for name in ARRAYS]
+    plain: Any = getattr(batch, "whole", batch)  # if its drafts are spread out
+    arrays = [plain.scheduled_tokens, plain.num_scheduled_tokens, plain.context_lens]
     pieces = 1 + plain.block_tables.nbytes // (MAX_ARRAY // 2)
     tables = np.array_split(plain.block_tables, pieces)
-    arrays += [plain.is_sampled.view(np.uint8), *tables]
-    kind: Any = plain.type.name
-    return encode(Step(
-        0, kind, plain.req_ids, plain.rows, [*map(Array.pack, arrays)],
-        [*map(pack_wish, plain.sampling_params)], plain.histories, whole is not None,
-    ))  # fmt: skip
+    packed = [*map(Array.pack, [*arrays, plain.is_sampled.view(np.uint8), *tables])]
+    kind, said = plain.type.name, [*map(pack_wish, plain.sampling_params)]
+    rest = plain.histories, plain.rows, plain is not batch
+    return encode(Step(0, kind, plain.req_ids, packed, said, *rest))
 
 # %% ../../nbs/72d_rank_process.ipynb #71cf8fa7
 def unpack_batch(frame: bytes) -> ScheduledBatch:
     """The batch in a frame; ValueError if there is none."""
     step = decode(frame, Step)
     tokens, counts, lens, flags, *tables = (a.unpack().copy() for a in step.arrays)
-    batch = ScheduledBatch(
-        SequenceType[step.kind], step.req_ids, tokens, counts, lens,
-        np.concatenate(tables), flags.view(bool), [*map(unpack_wish, step.wishes)],
-        step.histories, step.rows,
-    )  # fmt: skip
-    if step.is_spread:
-        batch = import_module("atom_mini.speculation.verify").spread(batch)
-    return batch
+    arrays = tokens, counts, lens, np.concatenate(tables), flags.view(bool)
+    kind, said = SequenceType[step.kind], [*map(unpack_wish, step.wishes)]
+    batch = ScheduledBatch(kind, step.req_ids, *arrays, said, step.histories, step.rows)
+    if not step.is_spread:
+        return batch
+    return import_module("atom_mini.speculation.verify").spread(batch)
 
 # %% ../../nbs/72d_rank_process.ipynb #aa447aef
 def send_frame(pipe: Any, frame: bytes) -> None:
@@ -96,33 +86,32 @@ def read_frame(pipe: Any) -> bytes:
     return pipe.read(int.from_bytes(pipe.read(8), "little"))
 
 # %% ../../nbs/72d_rank_process.ipynb #2f2b54fe
-def serve_steps(order: dict[str, Any], pipe: Any) -> None:
+def serve_steps(order: dict[str, Any]) -> None:
     """Load this rank's share, say so, join the group, and run what comes."""
+    config = Config(order["model"], **order["options"])
     shards = import_module("atom_mini.processes.shards")  # torch loads here
     group = import_module("atom_mini.processes.group")
-    rank, size = order["rank"], order["size"]
 
     def meet(device: Any) -> Any:
         os.write(0, b"1")  # the weights are here
-        return group.open_group(order["folder"], rank, size, order["limit"], device)
+        place = order["rank"], config.tensor_parallel_size, config.collective_timeout
+        return group.open_group(order["folder"], *place, device)
 
-    config = Config(order["model"], **order["options"])
-    shard = shards.Shard(rank, size, config.hf_config, order["is_dealt"])
-    runner = shards.make_rank(config, shard, meet)
-    while frame := read_frame(pipe):
-        runner.forward(unpack_batch(frame))
+    runner = shards.make_rank(config, order["rank"], meet)
+    with open(0, "rb") as pipe:
+        while frame := read_frame(pipe):
+            runner.forward(unpack_batch(frame))
 
 # %% ../../nbs/72d_rank_process.ipynb #f6b75619
 def main() -> None:
-    """The process: `python -m atom_mini.processes.rank_process`."""
-    end_with_parent(int(sys.argv[1]))
-    with open(0, "rb", closefd=False) as pipe:
-        code = 0
-        try:
-            serve_steps(json.loads(read_frame(pipe)), pipe)
-        except BaseException as error:
-            traceback.print_exc()
-            code = 2 if isinstance(error, ValueError) else 1
+    """The process: `python -m atom_mini.processes.rank_process ORDER`."""
+    order, code = json.loads(sys.argv[1]), 0
+    end_with_parent(order["parent"])
+    try:
+        serve_steps(order)
+    except BaseException as error:
+        traceback.print_exc()
+        code = 2 if isinstance(error, ValueError) else 1
     sys.stdout.flush()
     os._exit(code)  # threads of others may hang
 

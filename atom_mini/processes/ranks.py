@@ -31,109 +31,96 @@ from .far_core import GRACE, LOG, EngineDead, environment
 from .group import Group, open_group
 from .messages import MAX_FRAME
 from .rank_process import pack_batch, send_frame
-from .shards import Shard, make_rank
+from .shards import make_rank
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 
 # %% auto #0
-__all__ = ['READY', 'Ranks', 'check_machine', 'Leader']
+__all__ = ['Rank', 'Ranks', 'check_machine', 'Leader']
 
 # %% ../../nbs/72e_ranks.ipynb #f6792e05
-READY = 600.0  # seconds to load
+class Rank(subprocess.Popen[bytes]):
+    """The process of a rank, with a pipe to it and its log."""
 
+    def __init__(self, order: dict[str, Any], share: int) -> None:
+        self.number, self.log = order["rank"], tempfile.TemporaryFile()  # noqa: SIM115
+        self.pipe, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "atom_mini.processes.rank_process"]
+        command.append(json.dumps(order | {"parent": os.getpid()}))
+        more: Any = {"stdin": theirs, "stdout": self.log, "stderr": subprocess.STDOUT}
+        more |= {"env": environment(share), "start_new_session": True}
+        with theirs:
+            super().__init__(command, **more)
 
+    def last_words(self) -> str:
+        """How it ended, and the end of its log; empty if it runs."""
+        if (code := self.poll()) is None:
+            return ""
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.log.seek(0)
+        text = self.log.read().decode(errors="replace")
+        return f"rank {self.number}: {how}\n{text[-LOG:]}"
+
+# %% ../../nbs/72e_ranks.ipynb #f08c990f
 class Ranks:
-    """The other ranks' processes. A thread starts each, waits for its end, and then
-    ends all: one that is gone is an engine that is gone."""
+    """The ranks but rank 0. A thread waits for the end of each, and then ends all: one
+    that is gone is an engine that is gone."""
 
-    def __init__(self, order: dict[str, Any], size: int, limit: float) -> None:
-        self.order, self.size, self.limit = order, size, limit
+    def __init__(self, config: Config) -> None:
+        self.config, self.owner = config, os.getpid()
+        self.processes: list[Rank] = []
         self.death: Future[str] = Future()  # why
-        self.lock, self.is_closing, self.owner = Lock(), False, os.getpid()
+        self.lock = Lock()  # of whoever starts or ends processes
         self.folder = tempfile.mkdtemp(prefix="atom_mini-")  # 0700
-        pairs = [socket.socketpair() for _ in range(1, size)]
-        self.pipes, self.ends = [a for a, _ in pairs], [b for _, b in pairs]
-        self.logs = [tempfile.TemporaryFile() for _ in pairs]  # noqa: SIM115
-        self.processes: list[Any] = [None for _ in pairs]
-        self.threads: list[Thread] = []
         self.group: Group | None = None
 
-    def _watch(self, i: int) -> None:
-        """Start rank i + 1, and wait for its end. It is killed when this thread ends."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Ctrl-C is for rank 0
-        command = [sys.executable, "-m", "atom_mini.processes.rank_process"]
-        with self.ends[i] as end:
-            process = self.processes[i] = subprocess.Popen(
-                [*command, str(os.getpid())], stdin=end.fileno(), stdout=self.logs[i],
-                stderr=subprocess.STDOUT, env=environment(self.size),
-            )  # fmt: skip
-        process.wait()
-        self.fail()
-
     def start(self) -> None:
-        """Start all, and tell each who it is."""
-        for i, pipe in enumerate(self.pipes):
-            thread = Thread(target=self._watch, args=[i], name=f"rank {i + 1}", daemon=True)
-            self.threads.append(thread)
-            thread.start()
-            place = {"rank": i + 1, "size": self.size, "limit": self.limit}
-            order = self.order | place | {"folder": self.folder}
-            send_frame(pipe, json.dumps(order).encode())
+        """Start all, unless the engine is closed already."""
+        size, order = self.config.tensor_parallel_size, self.config.rank_order
+        with self.lock:
+            for rank in range(1, 0 if self.death.done() else size):
+                place = {"rank": rank, "folder": self.folder}
+                self.processes.append(Rank(order | place, size))
+                args, name = [self.processes[-1].pid], f"rank {rank}"
+                Thread(target=self._watch, args=args, name=name, daemon=True).start()
 
     def meet(self, device: torch.device) -> Group:
         """Wait until all have loaded, then open the group."""
-        for i, pipe in enumerate(self.pipes):
-            pipe.settimeout(READY)
-            came = b""
-            with suppress(ConnectionError):  # reset: it ended and had not read its order
-                came = pipe.recv(1)
-            if not came:
-                raise RuntimeError(f"rank {i + 1} ended while it was loading")
-            pipe.settimeout(self.limit)
-        self.group = open_group(self.folder, 0, self.size, self.limit, device)
+        size, limit = self.config.tensor_parallel_size, self.config.collective_timeout
+        for rank in self.processes:
+            rank.pipe.settimeout(self.config.ready_timeout)
+            if not rank.pipe.recv(1):
+                raise ConnectionError("a rank ended while it was loading")
+        self.group = open_group(self.folder, 0, size, limit, device)
         return self.group
 
-    def _last_words(self, i: int) -> str:
-        """How rank i + 1 ended, and the end of its log; empty if it runs."""
-        process = self.processes[i]
-        if process is None or (code := process.poll()) is None:
-            return ""
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self.logs[i].seek(0)
-        text = self.logs[i].read().decode(errors="replace")
-        return f"rank {i + 1}: {how}\n{text[-LOG:]}"
+    def _watch(self, pid: int) -> None:
+        """Wait for the end of a process, and then end all."""
+        with suppress(ChildProcessError):  # it was ended by us
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        self.fail()
 
     def fail(self, why: str = "") -> None:
         """End all of them, and say why: how some ended, and what rank 0 knows."""
         with self.lock:
-            if self.death.done() or self.is_closing:
+            if self.death.done():
                 return
             time.sleep(0.1)  # who dies takes others along: let them be seen
-            words = [self._last_words(i) for i in range(self.size - 1)]
-            self._end()
+            words = [rank.last_words() for rank in self.processes]
+            for rank in self.processes:
+                rank.kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
             if self.group is not None:  # on a GPU a kernel waits for who is gone
                 self.group.backend.abort()
             self.death.set_result("\n".join(filter(None, [*words, why])).rstrip())
-
-    def _end(self) -> None:
-        for process in filter(None, self.processes):
-            process.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            for rank in self.processes:
+                rank.wait()
+                rank.pipe.close()
+                rank.log.close()
 
     def close(self) -> None:
-        """Have them end, by force after `GRACE` seconds. Twice is once."""
-        if os.getpid() != self.owner:
-            return  # a fork: they are not ours
-        with self.lock:
-            self.is_closing = True
-        for pipe in self.pipes:
-            pipe.close()
-        until = time.monotonic() + GRACE * (not self.death.done())
-        for thread in self.threads:
-            thread.join(max(0, until - time.monotonic()))
-        self._end()
-        for thread, log in zip(self.threads, self.logs, strict=False):
-            thread.join()
-            log.close()
+        """End them. Twice is once."""
+        if os.getpid() == self.owner:  # a fork's are not its own
+            self.fail("it was closed")
 
 # %% ../../nbs/72e_ranks.ipynb #5a5a5435
 def check_machine(config: Config) -> None:
@@ -154,29 +141,26 @@ class Leader:
     stay in step. Raises EngineDead once a rank is gone.
     """
 
+    runner: Any = None  # it is being made
+
     def __init__(self, config: Config) -> None:
-        n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
         check_machine(config)
-        self.limit = config.collective_timeout
-        self.ranks = Ranks(config.rank_order | {"is_dealt": is_dealt}, n, self.limit)
+        self.limit, self.ranks = config.collective_timeout + GRACE, Ranks(config)
         self.close = weakref.finalize(self, self.ranks.close)  # at exit, too
         self.worker = ThreadPoolExecutor(1, "rank 0")
-        shard = Shard(0, n, config.hf_config, is_dealt)
         try:
             self._call(None, self.ranks.start)
-            self.runner = self._call(None, make_rank, config, shard, self.ranks.meet)
+            self.runner = self._call(None, make_rank, config, 0, self.ranks.meet)
         except BaseException as error:
             self.close()
-            codes = [p.returncode for p in self.ranks.processes if p]
-            if isinstance(error, EngineDead) and 2 in codes:
+            is_refusal = 2 in [process.returncode for process in self.ranks.processes]
+            if isinstance(error, EngineDead) and is_refusal:
                 raise ValueError(str(error)) from None
             raise
         config.num_kvcache_blocks = self.runner.config.num_kvcache_blocks
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the runner's own."""
-        if name == "runner":  # it is being made
-            raise AttributeError(name)
         return getattr(self.runner, name)
 
     def _work(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -184,30 +168,26 @@ class Leader:
         try:
             return work(*args)
         except BaseException as error:
-            is_refusal = isinstance(error, ValueError) and "runner" not in vars(self)
-            if not is_refusal:
+            if self.runner is not None or not isinstance(error, ValueError):
                 self.ranks.fail(f"rank 0: {type(error).__name__}: {error}")
             raise
 
-    def _call(
-        self, limit: float | None, work: Callable[..., Any], *args: Any
-    ) -> Any:
+    def _call(self, limit: float | None, work: Any, *args: Any) -> Any:
         """Have the thread do it, after what it does now; EngineDead once a rank is gone."""
-        death, error = self.ranks.death, None
+        death = self.ranks.death
         if not death.done():
             future = self.worker.submit(self._work, work, *args)
             if not wait_for([future, death], limit, FIRST_COMPLETED).done:
                 self.ranks.fail(f"no result after {limit} seconds: see collective_timeout")
             if not death.done():
                 return future.result()
-            error = future.exception() if future.done() else None
-        raise EngineDead(f"the ranks are dead: {death.result()}") from error
+        raise EngineDead(f"the ranks are dead: {death.result()}")
 
     def _step(self, frame: bytes, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        for pipe in self.ranks.pipes:
-            send_frame(pipe, frame)
+        for rank in self.ranks.processes:
+            send_frame(rank.pipe, frame)
         return self.runner.forward(batch)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step on all ranks."""
-        return self._call(self.limit + GRACE, self._step, pack_batch(batch), batch)
+        return self._call(self.limit, self._step, pack_batch(batch), batch)

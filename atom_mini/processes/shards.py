@@ -21,18 +21,19 @@ from ..config import Config
 from ..loading import read_tensor, weight_targets
 from ..model_runner import choose_device
 from atom_mini.models import (
-    FAMILIES, MLP, CausalLM, Dense, Linear, Readers, RMSNorm, TorchOps, family_of,
+    FAMILIES, MLP, CausalLM, Dense, Readers, RMSNorm, TorchOps, family_of,
 )  # fmt: skip
-from .cuts import EXPERTS, cut_config
+from .cuts import cut_config
 
 # %% auto #0
-__all__ = ['Shard', 'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'name_in_whole', 'cut_readers', 'Sharded', 'SharedTable',
-           'SharedHead', 'SharedNorm', 'share', 'make_rank', 'Dealt', 'deal']
+__all__ = ['Shard', 'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'cut_readers', 'Sharded', 'SharedTable', 'SharedHead',
+           'SharedNorm', 'share', 'make_rank']
 
 # %% ../../nbs/72c_shards.ipynb #03d59e74
 @dataclass
 class Shard:
-    """What a rank must know of its place."""
+    """What a rank must know of its place. Where experts are dealt, it is the `ranks` of
+    a `SpreadMLP` (chapter 73d)."""
 
     rank: int
     size: int
@@ -43,11 +44,22 @@ class Shard:
     def config(self) -> Any:
         """The config of what this rank has. Its family is one that knows of shards."""
         attach(WITH_TORCH)
+        if self.is_dealt:
+            self.whole = copy(self.whole)
+            self.whole.ranks = copy(self)
         mine = cut_config(self.whole, self.size, self.is_dealt)
         mine.shard, kind = self, mine.model_type
         if not issubclass(family := FAMILIES.get(kind, Dense), Sharded):
             FAMILIES[kind] = type("Sharded", (Sharded, family), {})
         return mine
+
+    def gather(self, x: Tensor, fill: int = 0) -> Tensor:
+        """`x` of all ranks: they have the same tokens."""
+        return x
+
+    def sum_back(self, x: Tensor, count: int) -> Tensor:
+        """This rank's part of a sum: the layer ends with it."""
+        return x
 
 # %% ../../nbs/72c_shards.ipynb #823bb3df
 def shapes_of(cfg: Any) -> dict[str, list[int]]:
@@ -58,62 +70,44 @@ def shapes_of(cfg: Any) -> dict[str, list[int]]:
 
 # %% ../../nbs/72c_shards.ipynb #27b52f2c
 def find_cut(
-    name: str, whole: list[int], mine: list[int], shard: Shard
+    whole: list[int], mine: list[int], shard: Shard
 ) -> tuple[int, int, int] | None:
-    """(axis, start, end) of the part of a weight that the rank has; None: all of it."""
+    """(axis, start, end) of the part of a weight that the rank has, perhaps with some
+    padding at its end; None: it has all."""
     axis = next((i for i, n in enumerate(mine) if n != whole[i]), None)
     if axis is None:
         return None
-    n, count = mine[axis], whole[axis]
-    start = shard.rank * count // shard.size // n * n  # several may have the same head
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        start = shard.rank * n
-    return axis, start, min(start + n, count)
+    n, count, start = mine[axis], whole[axis], shard.rank * mine[axis]
+    if (shard.size - 1) * n >= count:  # several ranks have the same head
+        start = shard.rank * count // shard.size // n * n
+    return axis, start, start + n
 
 # %% ../../nbs/72c_shards.ipynb #1ab900cf
-def read_cut(read: Any, axis: int, start: int, end: int | None, missing: int) -> Tensor:
-    """A part of what `read` reads; from a file only these bytes. Of a vocabulary, with
-    `missing` rows of zeros behind it."""
-    part = (*[slice(None)] * axis, slice(start, end))
+def read_cut(read: Any, count: int, axis: int, start: int, end: int) -> Tensor:
+    """A part of what `read` reads, `count` long on this axis; from a file only these
+    bytes. A vocabulary's end is filled up with rows of zeros."""
+    part = (*[slice(None)] * axis, slice(start, end if end < count else None))
     is_file = getattr(read, "func", None) is read_tensor
     tensor = read(part=part) if is_file else read()[part]
-    return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+    return F.pad(tensor, (0, 0, 0, end - count)) if end > count else tensor
 
 
 def read_zeros(read: Any) -> Tensor:
     """As many zeros as `read` reads: a bias that another rank adds."""
     return torch.zeros_like(read())
 
-# %% ../../nbs/72c_shards.ipynb #477cd35f
-def name_in_whole(name: str, first: int) -> str:
-    """The name of a rank's weight in the whole model, whose expert `first` is its 0."""
-    before, experts, after = name.partition(".experts.")
-    number, dot, rest = after.partition(".")
-    return f"{before}{experts}{int(number) + first}{dot}{rest}" if experts else name
-
 # %% ../../nbs/72c_shards.ipynb #2a644bf3
 def cut_readers(readers: Readers, cfg: Any) -> Readers:
     """Readers for the weights of a rank, from those of the whole model's."""
-    shard = cfg.shard
+    shard, ours = cfg.shard, dict(readers)
     whole, mine = shapes_of(shard.whole), shapes_of(cfg)
-    count = next((n for name in EXPERTS if (n := getattr(cfg, name, 0))), 0)
-    first = shard.rank * count if shard.is_dealt else 0
-    ours = {n: read for n, read in readers.items() if n not in whole}  # too many
-    for name, shape in mine.items():
-        source = name_in_whole(name, first)
-        if source not in readers:
-            continue  # the loader says so
-        read, found = readers[source], find_cut(name, whole[source], shape, shard)
-        if found is not None:
-            axis, start, end = found
-            missing = shape[axis] - (end - start)
-            to = None if end == whole[source][axis] else end
-            read = partial(read_cut, read, axis, start, to, missing)
-        elif name.endswith(".bias") and shard.rank:
-            pair = [n.removesuffix("bias") + "weight" for n in (name, source)]
-            if mine[pair[0]][1:] != whole[pair[1]][1:]:  # cut by columns: part of a sum
-                read = partial(read_zeros, read)
-        ours[name] = read
+    cuts = {name: find_cut(whole[name], mine[name], shard) for name in mine}
+    summed = {name for name, cut in cuts.items() if cut and cut[0] == 1}
+    for name in mine.keys() & readers.keys():
+        if (cut := cuts[name]) is not None:
+            ours[name] = partial(read_cut, readers[name], whole[name][cut[0]], *cut)
+        elif shard.rank and name.removesuffix("bias") + "weight" in summed:
+            ours[name] = partial(read_zeros, readers[name])
     return ours
 
 # %% ../../nbs/72c_shards.ipynb #cace23ae
@@ -126,21 +120,17 @@ class Sharded(Dense):
             return super().adapt(readers)
         return cut_readers(family_of(shard.whole).adapt(readers), self.cfg)
 
-    def check(self) -> None:
-        """ValueError for what the whole model asks for and is not computed."""
-        shard = getattr(self.cfg, "shard", None)
-        family_of(shard.whole).check() if shard else super().check()
-
     def rotary(self, max_position: int) -> Any:
         """None on the meta device: for arithmetic there torch imports for seconds."""
         on_meta = torch.get_default_device().type == "meta"
         return nn.Identity() if on_meta else super().rotary(max_position)
 
     def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
-        """The second half of the layer, with the rank's part of the experts."""
-        mlp, shard = super().mlp(layer, ops), getattr(self.cfg, "shard", None)
-        if shard is not None and shard.is_dealt and hasattr(mlp, "router"):
-            deal(mlp, self.cfg, ops)
+        """The second half of the layer; of a shared expert the rank's part."""
+        mlp: Any = super().mlp(layer, ops)
+        shard, shared = getattr(self.cfg, "shard", None), getattr(mlp, "shared", None)
+        if shard is not None and shard.is_dealt and shared is not None:
+            mlp.shared = MLP(self.cfg, ops, shared.down.weight.shape[1] // shard.size)
         return mlp
 
 # %% ../../nbs/72c_shards.ipynb #db0c792c
@@ -181,15 +171,13 @@ class SharedNorm(RMSNorm):
         return (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight, x
 
 # %% ../../nbs/72c_shards.ipynb #a2bbd54d
-def share(model: CausalLM, shard: Shard) -> None:
-    """Let a rank's loaded model compute what the whole one does, with its group."""
+def share(model: Any, shard: Shard) -> None:
+    """Let a rank's loaded `CausalLM` compute what the whole one does."""
 
     def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return shard.group.all_reduce(out)
 
-    kinds: list[tuple[Any, type]] = [(model, SharedHead)]
-    kinds.append((model.model.embed_tokens, SharedTable))
-    layer: Any
+    kinds: list[Any] = [(model, SharedHead), (model.model.embed_tokens, SharedTable)]
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(add)
         layer.mlp.register_forward_hook(add)
@@ -200,17 +188,16 @@ def share(model: CausalLM, shard: Shard) -> None:
         module.__class__, module.shard = kind, shard
 
 # %% ../../nbs/72c_shards.ipynb #51a4b13a
-def make_rank(config: Config, shard: Shard, meet: Callable[[torch.device], Any]) -> Any:
-    """The runner of one rank, ready to run steps. `meet` opens the group, once the
-    weights are there."""
+def make_rank(config: Config, rank: int, meet: Callable[[torch.device], Any]) -> Any:
+    """The runner of a rank of those that `config` asks for, ready to run steps. `meet`
+    opens the group, once the weights are there."""
+    size, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
+    shard = Shard(rank, size, config.hf_config, is_dealt)
     mine, device = copy(config), choose_device(config.device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", shard.rank)
-    shard.whole = config.hf_config
-    mine.hf_config, mine.device = shard.config(), str(device)
-    vars(mine).update(tensor_parallel_size=1)
     if device.type == "cuda":
+        device = torch.device("cuda", rank if device.index is None else device.index)
         torch.cuda.set_device(device)
+    mine.hf_config, mine.device = shard.config(), str(device)
     kind: Any = choose_runner(mine)
 
     class RankRunner(kind):
@@ -218,7 +205,7 @@ def make_rank(config: Config, shard: Shard, meet: Callable[[torch.device], Any])
 
         def _free_bytes(self) -> int:
             free = super()._free_bytes()
-            return free // shard.size if device.type == "cpu" else free
+            return free // size if device.type == "cpu" else free
 
         def _decide_num_blocks(self) -> int:
             shard.group = meet(self.device)
@@ -227,31 +214,3 @@ def make_rank(config: Config, shard: Shard, meet: Callable[[torch.device], Any])
             return int(shard.group.all_reduce(blocks, ReduceOp.MIN))
 
     return RankRunner(mine)
-
-# %% ../../nbs/72c_shards.ipynb #e4b5db1b
-class Dealt:
-    """Stands before a `MixtureMLP` with some of the experts, from `first` on."""
-
-    first: int
-    gate_up: Any
-
-    def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """What its own experts give. Others' ids count as one more, which gives 0."""
-        ids, count = ids - self.first, self.gate_up.count
-        ids = ids.where((ids >= 0) & (ids < count), count)
-        return super().compute(x, ids, weights)  # type: ignore[misc]
-
-# %% ../../nbs/72c_shards.ipynb #fd38c416
-def deal(mlp: Any, cfg: Any, ops: TorchOps) -> None:
-    """Make of a layer with few experts one that has these of many: its router knows all
-    of them. The shared expert is cut."""
-    shard, count, size = cfg.shard, mlp.gate_up.count, cfg.hidden_size
-    everybody, is_biased = count * shard.size, mlp.router.bias is not None
-    mlp.router = Linear(size, {"gate": everybody}, is_biased).float()
-    if mlp.correction is not None:
-        zeros = torch.zeros(everybody, dtype=torch.float32)
-        mlp.correction = nn.Parameter(zeros, requires_grad=False)
-    if mlp.shared is not None:
-        mlp.shared = MLP(cfg, ops, mlp.shared.down.weight.shape[1] // shard.size)
-    mlp.__class__ = type("DealtMLP", (Dealt, type(mlp)), {})
-    mlp.first = shard.rank * count
