@@ -63,8 +63,6 @@ TARGETS = {
 WAIVERS: dict[tuple[str, str], str] = {
     ("gfx1100", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
     ("gfx1100", "prefill 256"): "the same",
-    ("gfx950", "decode latents fp32"): "a dozen of 512 registers; in float32 it serves comparisons",
-    ("gfx950", "prefill latents fp32"): "the same",
 }
 
 

@@ -28,6 +28,10 @@ import torch
 from checkpoints import save_checkpoint, save_family
 from recording import load_recorded_graph
 from safetensors.torch import load_file, save_file
+
+pytest.importorskip("msgspec", reason="atom_mini[serve] is not installed")
+pytest.importorskip("zmq", reason="atom_mini[serve] is not installed")
+
 from side_by_side import SideBySide
 from test_engine_process import answers, ctrl_c, time_limit, wait_for  # noqa: F401
 from test_families import CASES as MIXTURES

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import gather_kv
 from atom_mini.config import Config
 from atom_mini.families import mixture, windows
+from atom_mini.families.records import read_experts
 from atom_mini.families.windows import GptOss, windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
@@ -342,10 +344,16 @@ def test_the_clamp(limit: float, tmp_path: Path) -> None:
         layer.mlp.experts.gate_up_proj.data *= 8
         layer.mlp.experts.down_proj.data /= 8
     model.save_pretrained(tmp_path)
-    assert model.config.swiglu_limit == 7
     edit_json(tmp_path / "config.json", swiglu_limit=limit)
     error = largest_error(model, tmp_path)
     assert error <= 1e-3 if limit == 7 else error > 1, error
+
+
+def test_a_config_may_leave_the_limit_out() -> None:
+    """Transformers' own had no such field in 5.17, and clamped at 7."""
+    config = SimpleNamespace(model_type="gpt_oss", num_local_experts=4, intermediate_size=8)
+    experts = read_experts(config)
+    assert experts and experts.limit == 7
 
 
 # Loading, and the rest of the engine

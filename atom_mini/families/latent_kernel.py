@@ -28,7 +28,7 @@ CDNA = Launch(16, 0, 2, 2, 2), Launch(32, 0, 4, 1, 1)  # decode, prefill
 LATENT_LAUNCHES = {"gfx90a": CDNA, "gfx942": CDNA, "gfx950": CDNA}
 LATENT_LAUNCHES["sm_80"] = Launch(16, 0, 4, 3, 2), Launch(32, 0, 8, 2, 1)
 LATENT_LAUNCHES["sm_90"] = Launch(16, 0, 4, 3, 3), Launch(32, 0, 8, 3, 2)
-LATENT_LAUNCHES["float32"] = 2 * (Launch(16, 0, 4, 1, 1),)
+LATENT_LAUNCHES["float32"] = 2 * (Launch(16, 0, 4, 2, 1),)
 
 # %% ../../nbs/65b_latent_kernel.ipynb #38d0a33f
 class LatentOps(TritonOps):

@@ -78,8 +78,9 @@ def read_experts(cfg: Any) -> Experts | None:
     count, gated = said(cfg, *COUNTS), said(cfg, "shared_expert_intermediate_size")
     width = said(cfg, "moe_intermediate_size", "intermediate_size")
     shared = gated or width * said(cfg, "n_shared_experts")
-    rest = shared, gated > 0, cfg.model_type == "gpt_oss", said(cfg, "swiglu_limit")
-    return Experts(count, width, *rest) if count else None
+    is_oss = cfg.model_type == "gpt_oss"
+    limit = said(cfg, "swiglu_limit") or 7.0 * is_oss  # its config may leave it out
+    return Experts(count, width, shared, gated > 0, is_oss, limit) if count else None
 
 # %% ../../nbs/60_experts.ipynb #5397db08
 def is_sparse(cfg: Any, layer: int) -> bool:
