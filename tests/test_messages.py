@@ -49,7 +49,7 @@ FIELDS: dict[Any, Any] = {
     "token_ids": arrays, "params": st.dictionaries(texts, st.none() | st.booleans() | counts | floats | st.lists(counts)),
     "method": st.sampled_from(["ping", "metrics"]), "kind": st.sampled_from(["PREFILL", "DECODE"]), "rows": st.lists(rows),
     "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
-    "seconds": floats, "is_new": st.booleans(), "published": st.lists(hashes), "dropped": st.lists(hashes),
+    "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),
 }  # fmt: skip
 
 
