@@ -840,7 +840,7 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
         ({"data_parallel_size": 2, "lockstep": True, "scheduler": "spyre"}, "scheduler='atom', not 'spyre'"),
         ({"data_parallel_size": 2, "lockstep": True, "speculative_config": {"method": "ngram"}}, "needs speculative_config=None"),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "0 experts"),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False}, "drop lockstep=False"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False}, "needs lockstep=True, not False"),
     ],
 )
 def test_bad_knobs(options: dict[str, Any], words: str) -> None:

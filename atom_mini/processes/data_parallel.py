@@ -23,8 +23,7 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
     size, asked = config.data_parallel_size, config.device
     if asked == "cpu" or (asked is None and num_gpus == 0):
         return [asked] * size
-    one = f"device={asked!r} is one device, for data_parallel_size={size}"
-    require(asked in (None, "cuda"), f"{one}: set device='cuda'")
+    require(asked in (None, "cuda"), f"device={asked!r} is one device: set device='cuda'")
     many = f"data_parallel_size={size} needs as many GPUs, and here are {num_gpus}"
     require(size <= num_gpus, f"{many}: lower it, or set device='cpu'")
     return [f"cuda:{i}" for i in range(size)]
@@ -38,8 +37,7 @@ def make_replicas(config: Config) -> Any:
     with tempfile.TemporaryDirectory(prefix="atom_mini-") as folder:
         for rank, device in enumerate(devices(config, num_gpus)):
             place = [rank, folder, config.ready_timeout]
-            own = {"device": device, "lockstep": config.lockstep}
-            own |= {"data_parallel_place": place}
+            own = {"device": device, "data_parallel_place": place}
             orders.append(asked | {"options": asked["options"] | own})
         return import_module("atom_mini.processes.replicas").Replicas(config, orders)
 
@@ -60,38 +58,34 @@ def make_loop(core: Any, *sockets: Any) -> Any:
     return import_module("atom_mini.processes.engine_process").EngineLoop(core, *sockets)
 
 # %% ../../nbs/73c_data_parallel.ipynb #36f865e9
-def check_experts(config: Config, given: set[str]) -> None:
-    """Implies lockstep. ValueError for a model whose experts cannot be spread."""
+def check_experts(config: Config) -> None:
+    """ValueError for a model whose experts cannot be spread."""
     size, cfg = config.data_parallel_size, config.hf_config
     asked = f"enable_expert_parallel=True with data_parallel_size={size}"
-    wrong = f"{asked} needs lockstep: drop lockstep=False"
-    require(config.lockstep or "lockstep" not in given, wrong)
-    vars(config)["lockstep"] = True
-    if cfg is not None:
-        experts = import_module("atom_mini.families.records").read_experts(cfg)
-        count = experts.count if experts else 0
-        wrong = f"{asked}: this model has {count} experts, which it must divide"
-        require(count > 0 and count % size == 0, f"{wrong}: change either")
-        how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
-        require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
+    experts = import_module("atom_mini.families.records").read_experts(cfg)
+    count = experts.count if experts else 0
+    wrong = f"{asked}: this model has {count} experts, which it must divide: change either"
+    require(count > 0 and count % size == 0, wrong)
+    how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
+    require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
 
 # %% ../../nbs/73c_data_parallel.ipynb #b8f970e7
 def check_together(config: Config, given: set[str]) -> None:
-    """ValueError for what cannot be combined."""
-    size = f"data_parallel_size={config.data_parallel_size}"
-    needs: dict[str, dict[str, Any]] = {size: {"tensor_parallel_size": 1}}
-    if "engine_process" in given and config.data_parallel_place is None:
-        needs[size]["engine_process"] = True
-    if config.routing == "prefix":
-        needs["routing='prefix'"] = {"enable_prefix_caching": True, "prefix_cache": "hash"}
-    if config.lockstep:
-        alone = {"overlap": False, "speculative_config": None, "scheduler": "atom"}
-        needs["lockstep=True"] = alone
-    for asked, others in needs.items():
-        for name, only in others.items():
-            value = getattr(config, name, only)
-            wrong = f"{asked} needs {name}={only!r}, not {value!r}: change either"
-            require(value == only, wrong)
+    """Set what others need and nobody gave; ValueError for what was given otherwise."""
+    size, is_front = config.data_parallel_size, config.data_parallel_place is None
+    plain = {"overlap": False, "speculative_config": None, "scheduler": "atom"}
+    needs: list[tuple[str, Any, dict[str, Any]]] = [
+        ("data_parallel_size", size, {"tensor_parallel_size": 1, "engine_process": is_front}),
+        ("routing", "prefix", {"enable_prefix_caching": True, "prefix_cache": "hash"}),
+        ("enable_expert_parallel", True, {"lockstep": True}),
+        ("lockstep", True, plain),
+    ]
+    for knob, value, others in needs:
+        for name, only in others.items() if getattr(config, knob) == value else ():
+            found = getattr(config, name) if name in given else only
+            wrong = f"{knob}={value!r} needs {name}={only!r}, not {found!r}: change either"
+            require(found == only, wrong)
+            vars(config)[name] = only
 
 # %% ../../nbs/73c_data_parallel.ipynb #0f9be1eb
 @dataclass
@@ -114,15 +108,12 @@ class DataParallel(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        size, routes = ("data_parallel_size", is_count, COUNT), ("load", "prefix")
-        switch = ("lockstep", is_bool, "True or False")
-        check_rules(config, [size, switch, one_of("routing", *routes)])
+        rules = [("data_parallel_size", is_count, COUNT), ("lockstep", is_bool, "a bool")]
+        check_rules(config, [*rules, one_of("routing", "load", "prefix")])
         alone = ", ".join(sorted({"routing", "lockstep"} & given))
-        if cls.is_chosen(config):
-            if config.enable_expert_parallel:
-                check_experts(config, given)
-            check_together(config, given)
-            if config.data_parallel_place is None:  # else this is one of the engines
-                vars(config)["engine_process"] = True
-        else:
+        if not cls.is_chosen(config):
             require(not alone, f"{alone} is for data_parallel_size above 1: raise it")
+            return
+        check_together(config, given)
+        if config.enable_expert_parallel and config.hf_config is not None:
+            check_experts(config)

@@ -23,13 +23,12 @@ from ..engine_core import EngineCore, StepOutput
 from ..llm import plain_engine
 from atom_mini.processes.messages import (
     Abort, Add, Answer, Dead, Output, Ready, Refused, Row, Shutdown, Taken, ToEngine,
-    Utility, decode, encode, read_id,
+    Utility, Wave, decode, encode, read_id,
 )
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'end_with_front', 'end_with_parent', 'load', 'serve',
-           'main']
+__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'end_with_front', 'end_with_parent', 'serve', 'main']
 
 # %% ../../nbs/71a_engine_process.ipynb #d2938b71
 def open_sockets(context: zmq.Context, folder: str, is_engine: bool) -> tuple[Any, Any]:
@@ -51,11 +50,8 @@ class EngineLoop:
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.steps = self.taken = 0  # that were run; whose results were used
+        self.steps = self.taken = self.wave = 0  # run; of them used; the last heard of
         self.is_open, self.is_done = True, False  # until told to end; then it ends
-
-    def send(self, message: Any) -> None:
-        self.outbox.send(encode(message))
 
     def may_step(self) -> bool:
         has_work = self.is_open and not self.core.is_finished()
@@ -85,9 +81,11 @@ class EngineLoop:
                 self.core.abort(message.id)
             case Utility():
                 values = self.metrics() if message.method == "metrics" else {}
-                self.send(Answer(message.id, values))
+                self.outbox.send(encode(Answer(message.id, values)))
             case Taken():
                 self.taken = message.id
+            case Wave():
+                self.wave = message.id
             case Shutdown():
                 self.is_open = False
 
@@ -96,8 +94,8 @@ class EngineLoop:
         try:
             self._obey(decode(frame, ToEngine))
         except ValueError as error:
-            id = read_id(frame)
-            self.send(Refused(id, str(error), id in self.core.scheduler.seqs))
+            why, id = str(error), read_id(frame)
+            self.outbox.send(encode(Refused(id, why, id in self.core.scheduler.seqs)))
 
     def _tell(self, step: StepOutput) -> None:
         """Send what a step did."""
@@ -110,9 +108,8 @@ class EngineLoop:
                 rows.append(Row(seq.id, place, [*new], cached, why, logprobs, more))
         index: Any = self.core.scheduler.block_manager.index
         news = index.report() if hasattr(index, "report") else ()
-        kind: Any = step.batch.type.name
-        count = step.batch.total_tokens_num
-        self.send(Output(self.steps, kind, count, step.seconds, rows, *news))
+        done = step.batch.type, step.batch.total_tokens_num, step.seconds
+        self.outbox.send(encode(Output(self.steps, *done, rows, *news)))
 
     def is_asleep(self) -> bool:
         """Whether only a message gives it something to do."""
@@ -138,8 +135,7 @@ class EngineLoop:
 def end_with_front(folder: str) -> None:
     """Wait for the end of standard input, then clean up and end, with all that this
     process has started: the group that it leads."""
-    while os.read(0, 4096):
-        pass
+    sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -154,22 +150,17 @@ def end_with_parent(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
 
-# %% ../../nbs/71a_engine_process.ipynb #c100c337
-def load(order: dict[str, Any]) -> tuple[EngineCore, Ready]:
-    """The engine that `order` asks for, and its READY. ValueError if it cannot be."""
-    config = Config(order["model"], **order["options"])
-    core: EngineCore = config.pick("make_engine", plain_engine)(config)
-    sizes = config.num_kvcache_blocks, core.scheduler.max_len, config.max_model_len
-    return core, Ready(0, *map(int, sizes), config.hf_config.vocab_size)  # type: ignore
-
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
 def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> int:
     """Load, say READY, run; the exit code: 0 if it ended as it was told to."""
-    ready = None
+    ready: Ready | None = None
     try:
-        core, ready = load(order)
+        config = Config(order["model"], **order["options"])
+        core: EngineCore = config.pick("make_engine", plain_engine)(config)
+        sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len, config.max_model_len
+        ready = Ready(0, *sizes, config.hf_config.vocab_size)  # type: ignore[call-arg]
         outbox.send(encode(ready))
-        core.config.pick("make_loop", EngineLoop)(core, inbox, outbox).run()
+        config.pick("make_loop", EngineLoop)(core, inbox, outbox).run()
         return 0
     except BaseException as error:
         is_refusal = ready is None and isinstance(error, ValueError)
@@ -181,9 +172,8 @@ def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> int:
 
 # %% ../../nbs/71a_engine_process.ipynb #023be9fd
 def main() -> None:
-    """The process: `python -m atom_mini.processes.engine_process`. Its order is a line of
-    JSON on standard input."""
-    order = json.loads(sys.stdin.readline())
+    """The process: `python -m atom_mini.processes.engine_process ORDER`, as JSON."""
+    order = json.loads(sys.argv[1])
     folder, context = order["folder"], zmq.Context()
     threading.Thread(target=end_with_front, args=[folder], daemon=True).start()
     end_with_parent(order["parent"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +17,8 @@ import warnings
 import weakref
 from collections import ChainMap, Counter, deque
 from contextlib import suppress
-from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +32,7 @@ from atom_mini.processes.messages import (
     Utility, decode, encode, wishes,
 )
 from ..scheduler import BaseScheduler, ScheduledBatchOutput
-from ..sequence import Sequence, SequenceStatus, SequenceType
+from ..sequence import Sequence, SequenceStatus
 
 # %% auto #0
 __all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'CoreManager', 'environment', 'close_all', 'FarCore']
@@ -60,13 +57,12 @@ class CoreManager(Thread):
         self.seqs: dict[int, Sequence] = {}  # the requests that it has
         self.messages: deque[Any] = deque()  # that nobody has used yet
         self.answers: dict[int, SimpleQueue[Any]] = {}  # question -> for who asked
-        self.ids, self.sending, self.taken = count(1), Lock(), 0
+        self.sending, self.taken, self.log = Lock(), 0, ""
         self.outbox: Any = None
         self.process: Any = None
         self.ready: Ready | None = None
-        self.dead: str | None = None  # why
         self.is_refusal = False  # it was asked for something impossible
-        self.log = ""
+        self.dead: Exception | None = None  # why
         self.begun = self.heard = math.inf  # to load; the last time
         self.closing = self.asked = math.inf  # must have ended; was pinged
 
@@ -79,19 +75,16 @@ class CoreManager(Thread):
 
     def _launch(self, folder: str) -> subprocess.Popen[bytes]:
         """The process. It is killed when this thread ends."""
-        process: Any = subprocess.Popen(
-            [sys.executable, "-m", "atom_mini.processes.engine_process"], bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=environment(), start_new_session=True,
+        order = json.dumps(self.order | {"folder": folder, "parent": os.getpid()})
+        command = [sys.executable, "-m", "atom_mini.processes.engine_process", order]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            bufsize=0, env=environment(), start_new_session=True,
         )  # fmt: skip
-        order = self.order | {"folder": folder, "parent": os.getpid()}
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        os.set_blocking(process.stdout.fileno(), False)
-        self.begun = time.monotonic()
-        return process
 
     def _read_log(self) -> bool:
-        """Keep and pass on what the process has printed; False at the end."""
+        """Keep and pass on what the process has printed; False if there is nothing."""
+        os.set_blocking(self.process.stdout.fileno(), False)
         data = self.process.stdout.read(2**16) or b""
         text = data.decode(errors="replace")
         self.log = (self.log + text)[-LOG:]
@@ -99,7 +92,7 @@ class CoreManager(Thread):
             print(text, end="", file=sys.stderr)
         return bool(data)
 
-    def _hear(self, frame: bytes, folder: str) -> str | None:
+    def _hear(self, frame: bytes, folder: Any) -> str | None:
         """Pass on what the engine says; why it is dead, if it says so."""
         message = decode(frame, FromEngine)
         self.heard, self.asked = time.monotonic(), math.inf
@@ -107,7 +100,7 @@ class CoreManager(Thread):
             case Ready():
                 with self.sending:
                     self.outbox.poll(1000, zmq.POLLOUT)
-                shutil.rmtree(folder, ignore_errors=True)
+                folder.cleanup()
                 self.ready, self.begun = message, math.inf
             case Answer():
                 self.answers.pop(message.id, SimpleQueue()).put(message.values)
@@ -133,17 +126,15 @@ class CoreManager(Thread):
         }
         return next((why for why, limit in limits.items() if now > limit), None)
 
-    def _listen(self, inbox: Any, folder: str) -> str:
+    def _listen(self, inbox: Any, folder: Any) -> str:
         """Until it is dead: why."""
-        poller, log = zmq.Poller(), self.process.stdout.fileno()
-        poller.register(inbox, zmq.POLLIN)
-        poller.register(log, zmq.POLLIN)
-        tick, why = int(1000 * min(TICK, self.config.ping_timeout / 8)), None
+        self.begun, log = time.monotonic(), self.process.stdout.fileno()
+        sources, why = [inbox, log], None
         while why is None:
             now = time.monotonic()  # before the look: we may be stopped ourselves
-            news = dict(poller.poll(tick))
+            news, *_ = zmq.select(sources, [], [], min(TICK, self.config.ping_timeout / 8))
             if log in news and not self._read_log():
-                poller.unregister(log)
+                sources.remove(log)
             if inbox in news:
                 why = self._hear(inbox.recv(), folder)
             elif (code := self.process.poll()) is None:
@@ -155,10 +146,10 @@ class CoreManager(Thread):
 
     def run(self) -> None:
         """The thread. By the time somebody hears of the death, all is tidy."""
-        folder, context = tempfile.mkdtemp(prefix="atom_mini-"), zmq.Context()  # 0700
+        folder, context = tempfile.TemporaryDirectory(prefix="atom_mini-"), zmq.Context()
         try:
-            inbox, self.outbox = open_sockets(context, folder, is_engine=False)
-            with self._launch(folder) as self.process:
+            inbox, self.outbox = open_sockets(context, folder.name, is_engine=False)
+            with self._launch(folder.name) as self.process:
                 try:
                     why = self._listen(inbox, folder)
                 finally:
@@ -170,25 +161,21 @@ class CoreManager(Thread):
         with self.sending:
             self.outbox = None
         context.destroy(linger=0)
-        shutil.rmtree(folder, ignore_errors=True)
-        self.dead = why
+        folder.cleanup()
+        cause = f"{self.name} is dead: {why}\n{self.log}".rstrip()
+        self.dead = ValueError(why) if self.is_refusal else EngineDead(cause)
         self.bell.put(None)
-
-    @property
-    def cause(self) -> str:
-        """Of its death, and the end of its log."""
-        return f"{self.name} is dead: {self.dead}\n{self.log}".rstrip()
 
     def check_alive(self) -> None:
         """EngineDead, or ValueError if what was asked for cannot be."""
         if self.dead is not None:
-            raise ValueError(self.dead) if self.is_refusal else EngineDead(self.cause)
+            raise type(self.dead)(*self.dead.args)  # a new one for everybody
 
     def ask(self, method: Any) -> dict[str, int | float]:
         """The answer of the engine's loop to "ping" or "metrics"."""
-        id, place = next(self.ids), SimpleQueue[Any]()
-        self.answers[id] = place
-        self.tell(Utility(id, method))
+        place = SimpleQueue[Any]()
+        self.answers[id(place)] = place
+        self.tell(Utility(id(place), method))
         while True:
             self.check_alive()
             with suppress(Empty):
@@ -204,8 +191,7 @@ class CoreManager(Thread):
 def environment(share: int = 1) -> dict[str, str]:
     """For a process whose modules are ours, and whose number of threads is ours divided
     by `share`: as many threads make the same sums."""
-    own = dict(os.environ)
-    own["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     if torch := sys.modules.get("torch"):
         own["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // share))
     return own
@@ -237,6 +223,7 @@ class FarCore(BaseScheduler):
         make, self.bell = self.manager_type, SimpleQueue[None]()
         many = enumerate(orders or [config.engine_order])
         self.config, self.engines = config, [make(*one, config, self.bell) for one in many]
+        self.scheduler: Any = weakref.proxy(self)  # has `seqs` and `check_prompt`
         self.seqs: Any = ChainMap(*(engine.seqs for engine in self.engines))
         self.close = weakref.finalize(self, close_all, self.engines, os.getpid())
         try:
@@ -250,11 +237,6 @@ class FarCore(BaseScheduler):
             raise
         ready = min((e.ready for e in self.engines), key=lambda ready: ready.max_len)
         config.num_kvcache_blocks, self.max_len = ready.num_kvcache_blocks, ready.max_len
-
-    @property
-    def scheduler(self) -> FarCore:
-        """What has `seqs` and `check_prompt`."""
-        return self
 
     def check_alive(self) -> None:
         """EngineDead, or ValueError if what was asked for cannot be."""
@@ -310,20 +292,17 @@ class FarCore(BaseScheduler):
             seq.append_token(token_id, why)
         return tuple(seq.completion_token_ids[known:])
 
-    def _use(self, engine: CoreManager, output: Output) -> StepOutput:
+    def _use(self, engine: CoreManager, output: Any) -> StepOutput:
         """Hand out a step's tokens."""
         seqs, finished, new = [], [], {}
         for row in output.rows:
-            if (seq := engine.seqs.get(row.id)) is None:
-                continue  # taken back meanwhile
-            new[row.id] = self.take(seq, row)
-            seqs.append(seq)
-            if seq.leave_reason is not None:
-                self._finish(seq, time.perf_counter())
-                finished.append(seq)
-        kind, count = SequenceType[output.kind], output.num_tokens
-        batch: Any = SimpleNamespace(type=kind, total_tokens_num=count, req_ids=[*new])
-        return StepOutput(batch, seqs, ScheduledBatchOutput(new), finished, output.seconds)
+            if seq := engine.seqs.get(row.id):  # else it was taken back meanwhile
+                new[row.id] = self.take(seq, row)
+                seqs.append(seq)
+                if seq.leave_reason is not None:
+                    self._finish(seq, time.perf_counter())
+                    finished.append(seq)
+        return StepOutput(output, seqs, ScheduledBatchOutput(new), finished, output.seconds)
 
     def use_next(self, engine: CoreManager) -> StepOutput | None:
         """Use an engine's next message; what it tells, if that is a step. It leaves the queue
@@ -335,8 +314,7 @@ class FarCore(BaseScheduler):
                 engine.tell(Taken(message.id))
                 engine.taken = message.id
         else:
-            what = f"the engine refused message {message.id}: {message.why}"
-            warnings.warn(what, stacklevel=3)
+            warnings.warn(f"refused message {message.id}: {message.why}", stacklevel=3)
             if message.id in engine.seqs and not message.is_running:
                 self.abort(message.id)
         engine.messages.popleft()

@@ -22,7 +22,6 @@ from ..engine_core import EngineCore
 from ..graphs import first_decodes
 from .engine_process import EngineLoop
 from .group import Group, open_group
-from .messages import Wave
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
@@ -63,8 +62,7 @@ class Agreement:
 # %% ../../nbs/73b_lockstep.ipynb #089284ed
 def dummy_batch(spare: int) -> ScheduledBatch:
     """A decode of one token, in the block `spare`."""
-    table = np.array([[spare]], np.int32)
-    return replace(first_decodes(1), block_tables=table)
+    return replace(first_decodes(1), block_tables=np.array([[spare]], np.int32))
 
 
 def with_spare_block(runner: Any) -> Any:
@@ -85,13 +83,10 @@ class LockstepLoop(EngineLoop):
         self.ranks: Agreement = core.config.ranks
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
         self.graphs = getattr(self.runner, "graphs", {})
-        self.wave = self.slept = 0  # the last heard of; the last that is over
-        self.num_dummies = 0
+        self.slept = self.num_dummies = 0  # the last wave that is over; steps
 
-    def _agree(self, batch: ScheduledBatch | None) -> bool:
+    def _agree(self, rows: int = 0, is_prefill: bool = False) -> bool:
         """What happens in this turn, and with how many rows; whether somebody has any."""
-        rows = 0 if batch is None else batch.total_tokens_num
-        is_prefill = batch is not None and batch.type is SequenceType.PREFILL
         mine = rows, is_prefill, self.wave, -self.wave, self.is_open
         rows, prefills, newest, oldest, is_open = self.ranks.agree(*mine)
         fits = [] if prefills else [n for n in self.graphs if n >= rows]
@@ -103,18 +98,12 @@ class LockstepLoop(EngineLoop):
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """A turn with a batch of one's own."""
-        self._agree(batch)
+        self._agree(batch.total_tokens_num, batch.type is SequenceType.PREFILL)
         return self.runner.forward(batch)
-
-    def _obey(self, message: Any) -> None:
-        if isinstance(message, Wave):
-            self.wave = message.id
-        else:
-            super()._obey(message)
 
     def idle(self) -> None:
         """A turn without a batch: a dummy step, if others have work."""
-        if self._agree(None):
+        if self._agree():
             self.runner.launch(self.dummy)  # what it returns is nobody's
             self.num_dummies += 1
 
@@ -133,10 +122,9 @@ def make_rank(config: Config) -> EngineCore:
     rank, folder, limit = config.data_parallel_place
     size, wants_experts = config.data_parallel_size, config.enable_expert_parallel
     group, layers = open_group(folder, rank, size, limit), None
-    device = config.device or "cpu"
-    if device != "cpu" and wants_experts:
+    if wants_experts and config.device and config.device != "cpu":
         os.makedirs(place := f"{folder}-layers", 0o700, exist_ok=True)
-        layers = open_group(place, rank, size, limit, device)
+        layers = open_group(place, rank, size, limit, config.device)
     ranks = vars(config)["ranks"] = Agreement(group, layers)
     if wants_experts:
         config.hf_config.ranks = ranks

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..checkpoint import require
 from ..config import SamplingParams
+from ..sequence import SequenceType
 
 # %% auto #0
 __all__ = ['MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'ToEngine', 'FromEngine', 'reader', 'Record', 'Message', 'Array',
@@ -26,7 +27,7 @@ class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Typed fields, which travel without their names."""
 
 
-class Message(Record, tag=str.upper):
+class Message(Record, tag_field="tag", tag=str.upper):
     """What crosses: [tag, id, field, field ...]. `id`: of the request; of the question,
     of the step, or 0. The tags are ATOM's words."""
 
@@ -52,8 +53,7 @@ class Array(Record):
         """ValueError for a dtype that is not in `DTYPES`, or more than `MAX_ARRAY`."""
         name, size = array.dtype.name, array.nbytes
         require(name in DTYPES, f"an array of {name} does not cross, only {DTYPES}")
-        limit = f"more than MAX_ARRAY={MAX_ARRAY}: send it in pieces"
-        require(size <= MAX_ARRAY, f"an array of {size} bytes, {limit}")
+        require(size <= MAX_ARRAY, f"{size} bytes are over MAX_ARRAY={MAX_ARRAY}: cut it")
         return cls(name, [*array.shape], array.tobytes())
 
     def unpack(self) -> np.ndarray:
@@ -120,8 +120,8 @@ class Output(Message):
     """What step number `id` did; times in seconds. `blocks`: hash -> whether such a full
     block can be found now; `is_new`: what was said of others before is void."""
 
-    kind: Literal["PREFILL", "DECODE"]
-    num_tokens: Size  # that were computed
+    type: SequenceType
+    total_tokens_num: Size  # that were computed
     seconds: float
     rows: list[Row]
     blocks: dict[Size, bool] = {}

@@ -122,7 +122,7 @@ class Replicas(FarCore):
         replica.num_given += 1
         return replica
 
-    def _use(self, engine: Any, output: Output) -> StepOutput:
+    def _use(self, engine: Any, output: Any) -> StepOutput:
         """Hand out a step's tokens, after a note of what its cache holds."""
         engine.note(output)
         return super()._use(engine, output)
@@ -134,12 +134,12 @@ class Replicas(FarCore):
             for engine in self.engines:
                 engine.end(grace=0.5)
             self.close()  # then each has said why
-            raise EngineDead("\n".join([*self.causes, *(e.cause for e in self.engines)]))
+            raise EngineDead("\n".join([*self.causes, *(str(e.dead) for e in self.engines)]))
         for engine in dead:
             lost = [self.abort(request_id) for request_id in [*engine.seqs]]
             self.engines.remove(engine)
-            self.causes += (engine.cause,)
-            warnings.warn(f"{len(lost)} requests end: {engine.cause}", stacklevel=4)
+            self.causes += (str(engine.dead),)
+            warnings.warn(f"{len(lost)} requests end: {engine.dead}", stacklevel=4)
 
     def wake(self) -> None:
         """In lockstep, before it waits, wake them all: somebody may have something to do."""

@@ -27,7 +27,7 @@ from report import OtherLoad, machine, print_table, write_json
 from atom_mini import LLM, SamplingParams
 from atom_mini.processes.far_core import EngineDead, FarCore
 from atom_mini.processes.messages import FromEngine, Output, Row, decode, encode
-from atom_mini.sequence import Sequence
+from atom_mini.sequence import Sequence, SequenceType
 
 BATCHES = (1, 64, 256)
 LENGTH = 48  # tokens
@@ -66,7 +66,7 @@ def message_ms(count: int) -> float:
     for place in range(LENGTH):
         start = time.perf_counter()
         rows = [Row(seq.id, place, [5], 0, None) for seq in seqs]
-        output = decode(encode(Output(place, "DECODE", count, 0.0, rows)), FromEngine)
+        output = decode(encode(Output(place, SequenceType.DECODE, count, 0.0, rows)), FromEngine)
         for seq, row in zip(seqs, output.rows, strict=True):
             books.take(seq, row)
         times.append(1e3 * (time.perf_counter() - start))
