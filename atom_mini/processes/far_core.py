@@ -99,7 +99,7 @@ class CoreManager(Thread):
         match message:
             case Ready():
                 with self.sending:
-                    self.outbox.poll(1000, zmq.POLLOUT)
+                    self.outbox.poll(1000, zmq.POLLOUT)  # the other way is open, too
                 folder.cleanup()
                 self.ready, self.begun = message, math.inf
             case Answer():
