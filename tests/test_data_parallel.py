@@ -44,7 +44,7 @@ from atom_mini.assemble import make_runner
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.processes import knobs
-from atom_mini.processes.data_parallel import devices, make_one
+from atom_mini.processes.data_parallel import devices, make_loop, make_one
 from atom_mini.processes.far_core import EngineDead
 from atom_mini.processes.group import open_group
 from atom_mini.processes.lockstep import Agreement, LockstepLoop, dummy_batch, with_spare_block
@@ -52,7 +52,6 @@ from atom_mini.processes.messages import (
     Abort,
     Add,
     Array,
-    Blocks,
     FromEngine,
     Output,
     Shutdown,
@@ -63,7 +62,7 @@ from atom_mini.processes.messages import (
     encode,
     wishes,
 )
-from atom_mini.processes.replicas import Replica, Replicas, ReportingLoop, chain, longest_match
+from atom_mini.processes.replicas import Replica, Replicas, chain, longest_match
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
@@ -78,7 +77,7 @@ def replicas_of(llm: LLM) -> Replicas:
 
 
 def pids_of(core: Replicas) -> list[int]:
-    return [replica.manager.process.pid for replica in core.replicas]
+    return [engine.process.pid for engine in core.engines]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def here() -> Any:
 
 def expect_empty(core: Replicas) -> None:
     assert core.is_finished()
-    whole = {"waiting": 0, "running": 0, "free_blocks": len(core.replicas) * SMALL["num_kvcache_blocks"]}
+    whole = {"waiting": 0, "running": 0, "free_blocks": len(core.engines) * SMALL["num_kvcache_blocks"]}
     wait_for(lambda: whole.items() <= core.metrics().items())
 
 
@@ -117,7 +116,7 @@ def test_same_answers(both: LLM, here: Any) -> None:
     """Tokens, texts, log probabilities and reasons of one engine: greedy, seeded, with stop strings, in streams."""
     assert answers(both) == here
     core = replicas_of(both)
-    assert min(replica.num_given for replica in core.replicas) > 5
+    assert min(engine.num_given for engine in core.engines) > 5
     expect_empty(core)
 
 
@@ -165,7 +164,7 @@ def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkey
     core = replicas_of(llm)
     whole = {"waiting": 0, "running": 0, "free_blocks": 4000}
     wait_for(lambda: whole.items() <= core.metrics().items())
-    assert min(replica.num_given for replica in core.replicas) > 1000
+    assert min(engine.num_given for engine in core.engines) > 1000
     llm.close()
 
 
@@ -199,11 +198,11 @@ def test_nobody_listens_but_on_loopback(both: LLM) -> None:
 # Routing
 
 
-def on_page(config: Config, runner: Any, kind: Any = ReportingLoop) -> Any:
-    """A loop without sockets: what it says is in `said`."""
+def on_page(config: Config, runner: Any) -> Any:
+    """The loop of a replica, without sockets: what it says is in `said`."""
     said: list[Any] = []
     outbox = SimpleNamespace(send=lambda frame: said.append(decode(frame, FromEngine)))
-    loop = kind(EngineCore(config, runner), None, outbox)
+    loop = make_loop(EngineCore(config, runner), None, outbox)
     loop.said = said
     return loop
 
@@ -242,9 +241,9 @@ def test_the_front_knows_what_is_in_the_index(seed: int) -> None:
         loop.steps += 1
         loop._tell(step)
         for message in loop.said:
-            if isinstance(message, Blocks):
-                assert Replica._use(known, message) is None  # type: ignore[arg-type]
-                dropped += len(message.dropped)
+            if isinstance(message, Output):
+                Replica.note(known, message)  # type: ignore[arg-type]
+                dropped += sum(not is_there for is_there in message.blocks.values())
         loop.said.clear()
         assert known.hashes == {*core.scheduler.block_manager.index.hash_to_block_id}
     assert dropped > 5
@@ -255,8 +254,9 @@ def test_without_prefix_routing_nothing_is_noted(locked: LLM) -> None:
     assert type(loop.core.scheduler.block_manager.index).__name__ == "PrefixIndex"
     loop.core.add(Sequence([1] * 20, 4))
     loop._tell(loop.core.step())
-    assert [type(message) for message in loop.said] == [Output]
-    assert not any(replica.hashes for replica in replicas_of(locked).replicas)
+    (output,) = loop.said
+    assert isinstance(output, Output) and not output.blocks and not output.is_new
+    assert not any(engine.hashes for engine in replicas_of(locked).engines)
 
 
 def test_the_chain_is_that_of_the_block_manager(routed: LLM) -> None:
@@ -264,16 +264,16 @@ def test_the_chain_is_that_of_the_block_manager(routed: LLM) -> None:
     core, text = replicas_of(routed), [7, 8, 9, 10] * 6
     routed.generate([text], SamplingParams(max_tokens=1))
     hashes = [*chain(Sequence([*text, 1], 4))]
-    matches = sorted(replica.match(hashes) for replica in core.replicas)
+    matches = sorted(engine.match(hashes) for engine in core.engines)
     assert matches == [0, 6] and len(hashes) == 6
     changed = [*chain(Sequence([*text[:9], 1, *text[10:], 1], 4))]
-    assert max(replica.match(changed) for replica in core.replicas) == 2
+    assert max(engine.match(changed) for engine in core.engines) == 2
 
 
 def conversations(llm: LLM, policy: str) -> float:
     """The hit rate of ten conversations of five turns each, in a random order."""
     core, rng, found, asked = replicas_of(llm), random.Random(3), 0, 0
-    core.choose = {"prefix": longest_match}.get(policy) or (lambda r, s: min(r, key=lambda replica: replica.load))
+    core.config.routing = policy
     texts = {i: [i + 1 + 50 * (policy == "load")] * 20 for i in range(10)}
     for i in rng.sample([*texts] * 5, 50):
         texts[i] += [rng.randint(1, 90) for _ in range(9)]
@@ -287,7 +287,7 @@ def test_prefix_routing_beats_least_load(fake: Callable[..., Any]) -> None:  # n
     llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=500)
     rates = {policy: conversations(llm, policy) for policy in ("load", "prefix")}
     assert rates["prefix"] > rates["load"] + 0.1, rates
-    given = [replica.num_given for replica in replicas_of(llm).replicas]
+    given = [engine.num_given for engine in replicas_of(llm).engines]
     assert min(given) > 25, given
     llm.close()
 
@@ -301,7 +301,7 @@ def test_prefix_routing_starves_nobody(fake: Callable[..., Any], monkeypatch: py
     wish, loads = SamplingParams(max_tokens=6, ignore_eos=True), []
     for i in range(300):
         llm.add_request([*popular, i % 90], wish)
-        loads.append([replica.load[0] for replica in core.replicas])
+        loads.append([engine.load[0] for engine in core.engines])
     assert max(abs(a - b) for a, b in loads) <= 33
     assert min(loads[-1]) > 100
     while llm.step():
@@ -354,23 +354,23 @@ def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
         for thread in threads:
             thread.start()
         wait_for(lambda: len(core.scheduler.seqs) == 6 and llm.metrics.num_steps > 10)
-        dead, alive = core.replicas
-        lost = {seq.num_prompt_tokens - 1 for seq in [*dead.scheduler.seqs.values()]}
+        dead, alive = core.engines
+        lost = {seq.num_prompt_tokens - 1 for seq in [*dead.seqs.values()]}
         start = time.perf_counter()
-        os.kill(dead.manager.process.pid, signal.SIGKILL)
+        os.kill(dead.process.pid, signal.SIGKILL)
         for thread in threads:
             thread.join()
-    assert len(lost) == 3 and core.replicas == [alive]
+    assert len(lost) == 3 and core.engines == [alive]
     for i, (reason, token_ids, when) in enumerate(results):
         if i in lost:
             assert reason == "abort" and when < start + SOON
         else:
             assert token_ids == [101 + i + n for n in range(150)]
-    assert ["SIGKILL" in str(w.message) for w in told if "replica 0" in str(w.message)] == [True]
+    assert ["SIGKILL" in str(w.message) for w in told if "engine 0 is dead" in str(w.message)] == [True]
     given = dead.num_given
     (out,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert out.token_ids == [102, 103, 104] and dead.num_given == given
-    os.kill(alive.manager.process.pid, signal.SIGKILL)
+    os.kill(alive.process.pid, signal.SIGKILL)
     for call in (lambda: llm.generate([[5]], wish), lambda: [*llm.stream([[5]], wish)], lambda: llm.add_request([5])):
         with pytest.raises(EngineDead, match=r"(?s)SIGKILL.*SIGKILL"):
             while True:
@@ -383,7 +383,7 @@ def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     core = replicas_of(llm)
     ids = [llm.add_request([5], SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(2)]
     seqs = [core.scheduler.seqs[i] for i in ids]
-    os.kill(core.replicas[0].manager.process.pid, signal.SIGSTOP)
+    os.kill(core.engines[0].process.pid, signal.SIGSTOP)
     start = time.perf_counter()
     with pytest.warns(UserWarning, match="ping_timeout"):
         while llm.step():
@@ -407,7 +407,7 @@ from atom_mini.processes.data_parallel import make_replicas
 from atom_mini.sequence import Sequence
 core = make_replicas(Config("tiny", **json.loads(sys.argv[1])))
 core.add(Sequence([5, 6, 7], 4))
-print(*[r.manager.process.pid for r in core.replicas], flush=True)
+print(*[engine.process.pid for engine in core.engines], flush=True)
 {then}
 """
 
@@ -720,17 +720,14 @@ def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
         graph.replay = lambda n=n, replay=graph.replay: (replays.append(n), replay())
     vars(config).update(ranks=None, routing="load")
     loop: Any = LockstepLoop(EngineCore(config, runner), None, None)
-    others = [1, 0, 5, 3, -3, 1]  # another rank decodes five
-    loop.ranks = SimpleNamespace(agree=lambda *mine: loop.turn(*map(max, mine, others)), num_rows=0)
-    from atom_mini.processes.lockstep import Turn
-
-    loop.turn = Turn
+    others = [5, 0, 3, -3, 1]  # another rank decodes five
+    loop.ranks = SimpleNamespace(agree=lambda *mine: [*map(max, mine, others)], num_rows=0)
     runner.kv_cache.fill_(7.0)
-    loop._idle()
+    loop.idle()
     changed = (runner.kv_cache != 7.0).sum((0, 1, 3, 4, 5)).nonzero().flatten().tolist()
     assert replays == [8] and loop.ranks.num_rows == 8 and changed == [8]
-    others[:3] = [1, 1, 5]  # it prefills: all run eagerly
-    loop._idle()
+    others[1] = 1  # it prefills: all run eagerly
+    loop.idle()
     assert replays == [8] and loop.ranks.num_rows == 5
 
 
@@ -764,9 +761,9 @@ def test_experts_over_ranks(mixture: Path) -> None:
         assert [facts(out) for out in llm.generate(IDS, HOW)] == expected
         assert facts(llm.generate(IDS[:1], HOW[:1])[0]) == expected[0]
         core = replicas_of(llm)
-        wait_for(lambda: len({r.metrics()["collectives"] for r in core.replicas}) == 1)
-        assert min(r.metrics()["dummies"] for r in core.replicas) >= 0 < core.metrics()["dummies"]
-        assert all(r.metrics()["free_blocks"] == SMALL["num_kvcache_blocks"] and r.hashes for r in core.replicas)
+        wait_for(lambda: len({e.ask("metrics")["collectives"] for e in core.engines}) == 1)
+        assert min(e.ask("metrics")["dummies"] for e in core.engines) >= 0 < core.metrics()["dummies"]
+        assert all(e.ask("metrics")["free_blocks"] == SMALL["num_kvcache_blocks"] and e.hashes for e in core.engines)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "glm4_moe"])
@@ -838,12 +835,12 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
         ({"data_parallel_size": 2, "routing": "prefix", "enable_prefix_caching": False}, "enable_prefix_caching=True"),
         ({"data_parallel_size": 2, "routing": "prefix", "prefix_cache": "radix"}, "needs prefix_cache='hash', not 'radix'"),
         ({"data_parallel_size": 2, "trace": True}, "data_parallel_size=2: what trace=True records"),
-        ({"data_parallel_size": 2, "engine_process": False}, "data_parallel_size=2 has a process for each engine"),
+        ({"data_parallel_size": 2, "engine_process": False}, "data_parallel_size=2 needs engine_process=True"),
         ({"data_parallel_size": 2, "lockstep": True, "overlap": True}, "lockstep=True needs overlap=False"),
         ({"data_parallel_size": 2, "lockstep": True, "scheduler": "spyre"}, "scheduler='atom', not 'spyre'"),
         ({"data_parallel_size": 2, "lockstep": True, "speculative_config": {"method": "ngram"}}, "needs speculative_config=None"),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "0 experts"),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False}, "drop lockstep=False"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False}, "needs lockstep=True, not False"),
     ],
 )
 def test_bad_knobs(options: dict[str, Any], words: str) -> None:

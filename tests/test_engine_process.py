@@ -83,7 +83,7 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
-    before, watching = processes().keys(), lambda: [t for t in threading.enumerate() if t.name == "engine"]
+    before, watching = processes().keys(), lambda: [t for t in threading.enumerate() if t.name.startswith("engine")]
     threads = len(watching())
     yield folder
     gc.collect()
@@ -332,7 +332,7 @@ def test_ctrl_c_while_it_waits(far: LLM) -> None:
 
 def manager_of(llm: LLM) -> Any:
     core: Any = llm.engine_core
-    return core.manager
+    return core.engines[0]
 
 
 # The wire
@@ -355,8 +355,8 @@ def test_ten_thousand_bad_frames(fake: Callable[..., FarCore]) -> None:
     ]
     with pytest.warns(UserWarning, match="refused"):
         for i in range(10_000):
-            with core.manager.sending:
-                core.manager.outbox.send(kinds[i % len(kinds)]())
+            with core.engines[0].sending:
+                core.engines[0].outbox.send(kinds[i % len(kinds)]())
             if i % 100 == 0 and not seq.is_finished:
                 core.step()
         finish(core, seq)
@@ -436,7 +436,7 @@ def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., FarCore], tid
     """The folder of the sockets goes with the handshake; nobody else can come in, and no port was ever opened."""
     core = fake()
     assert [*tidy.iterdir()] == []
-    for pid in (os.getpid(), core.manager.process.pid):
+    for pid in (os.getpid(), core.engines[0].process.pid):
         inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
         for name in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
@@ -496,7 +496,7 @@ def test_a_stopped_engine_is_noticed(fake: Callable[..., FarCore]) -> None:
     core = fake(ping_timeout=1.0)
     seq = request(core, max_tokens=200)
     core.step()
-    os.kill(core.manager.process.pid, signal.SIGSTOP)
+    os.kill(core.engines[0].process.pid, signal.SIGSTOP)
     start = time.perf_counter()
     with pytest.raises(EngineDead, match=r"ping_timeout=1\.0"):
         finish(core, seq)
@@ -518,7 +518,7 @@ def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., Far
 def test_an_idle_engine_answers_pings(fake: Callable[..., FarCore]) -> None:
     """For several times the limit nothing is asked of it, and it is not thought dead."""
     core, heard = fake(ping_timeout=0.4), set[float]()
-    wait_for(lambda: heard.add(core.manager.heard) or len(heard) > 5)
+    wait_for(lambda: heard.add(core.engines[0].heard) or len(heard) > 5)
     seq = request(core, max_tokens=2)
     finish(core, seq)
     core.close()
@@ -562,7 +562,7 @@ from atom_mini.processes.far_core import FarCore
 from atom_mini.sequence import Sequence
 core = FarCore(Config("tiny", engine_process=True, **json.loads(sys.argv[1])))
 core.add(Sequence([5, 6, 7], 4, SamplingParams(max_tokens=200, ignore_eos=True)))
-print(core.manager.process.pid, core.step() is not None, flush=True)
+print(core.engines[0].process.pid, core.step() is not None, flush=True)
 {then}
 """
 
@@ -585,7 +585,7 @@ def test_death_of_the_front(how: str, fake: Callable[..., FarCore]) -> None:
         "kill": "signal.pause()",
         "kill, and a fork holds the pipe": "if os.fork() == 0: os.setsid(); signal.alarm(5)\nsignal.pause()",
         "exit": "",
-        "del": "manager = core.manager; del core; assert manager.dead and not manager.thread.is_alive()",
+        "del": "engine = core.engines[0]; del core; assert engine.dead and not engine.is_alive()",
     }[how]
     process, engine = front(then)
     if how.startswith("kill"):
@@ -657,7 +657,7 @@ def test_it_has_the_cores_face() -> None:
     """Whatever an LLM uses of an engine core."""
     used = {"add", "abort", "step", "is_finished", "close", "trace", "scheduler"}
     have = {*dir(FarCore), "scheduler", "close"}
-    assert used <= have and {"check_prompt", "check"} <= {*dir(far_core.FarScheduler)}
+    assert used <= have and {"check_prompt", "check"} <= {*dir(FarCore)}
 
 
 def test_importing_the_engine_brings_no_socket_along() -> None:

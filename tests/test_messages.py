@@ -30,6 +30,7 @@ from atom_mini.processes.messages import (
     read_id,
     wishes,
 )
+from atom_mini.sequence import SequenceType
 
 FOLDER = Path(atom_mini.processes.__file__).parent
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "copyreg", "joblib"}
@@ -47,9 +48,9 @@ rows = st.builds(
 )  # fmt: skip
 FIELDS: dict[Any, Any] = {
     "token_ids": arrays, "params": st.dictionaries(texts, st.none() | st.booleans() | counts | floats | st.lists(counts)),
-    "method": st.sampled_from(["ping", "metrics"]), "kind": st.sampled_from(["PREFILL", "DECODE"]), "rows": st.lists(rows),
+    "method": st.sampled_from(["ping", "metrics"]), "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
     "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
-    "seconds": floats, "is_new": st.booleans(), "published": st.lists(hashes), "dropped": st.lists(hashes),
+    "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),
 }  # fmt: skip
 
 

@@ -602,7 +602,7 @@ def test_stop_a_rank_of_an_engine_process(tidy: Path, monkeypatch: pytest.Monkey
         expected = [o.token_ids for o in one.generate(PROMPTS, wish, use_tqdm=False)]
     assert [o.token_ids for o in llm.generate(PROMPTS, wish, use_tqdm=False)] == expected
     (rank,) = ranks_alive(str(tidy))
-    manager: Any = llm.engine_core.manager  # type: ignore[attr-defined]
+    manager: Any = llm.engine_core.engines[0]  # type: ignore[attr-defined]
     for pid in (manager.process.pid, rank):
         assert listeners(pid) <= {"0100007F"}
     assert [*tidy.iterdir()] == []

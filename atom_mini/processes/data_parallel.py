@@ -5,15 +5,14 @@
 # %% ../../nbs/73c_data_parallel.ipynb #e327f97a
 from __future__ import annotations
 
-import shutil
 import tempfile
-from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from ..assemble import make_engine_core
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_count, one_of
+from ..config import COUNT, Config, Variant, check_rules, is_bool, is_count, one_of
 
 # %% auto #0
 __all__ = ['devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'check_together', 'DataParallel']
@@ -24,8 +23,7 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
     size, asked = config.data_parallel_size, config.device
     if asked == "cpu" or (asked is None and num_gpus == 0):
         return [asked] * size
-    one = f"device={asked!r} is one device, for data_parallel_size={size}"
-    require(asked in (None, "cuda"), f"{one}: set device='cuda'")
+    require(asked in (None, "cuda"), f"device={asked!r} is one device: set device='cuda'")
     many = f"data_parallel_size={size} needs as many GPUs, and here are {num_gpus}"
     require(size <= num_gpus, f"{many}: lower it, or set device='cpu'")
     return [f"cuda:{i}" for i in range(size)]
@@ -33,81 +31,61 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
 # %% ../../nbs/73c_data_parallel.ipynb #2080e236
 def make_replicas(config: Config) -> Any:
     """The front of `DataParallel`: a `Replicas`."""
-    from atom_mini.processes.replicas import Replicas
-
-    num_gpus = 0
-    if config.device != "cpu":
-        import torch
-
-        num_gpus = torch.cuda.device_count()
-    folder = tempfile.mkdtemp(prefix="atom_mini-") if config.lockstep else ""
-    limit = config.ready_timeout
-    orders = [deepcopy(config.engine_order) for _ in range(config.data_parallel_size)]
-    try:
+    on_cpu = config.device == "cpu"
+    num_gpus = 0 if on_cpu else import_module("torch").cuda.device_count()
+    asked, orders = config.engine_order, []
+    with tempfile.TemporaryDirectory(prefix="atom_mini-") as folder:
         for rank, device in enumerate(devices(config, num_gpus)):
-            place = [rank, folder, limit]
-            own = {"data_parallel_place": place, "device": device}
-            orders[rank]["options"] |= own | {"lockstep": config.lockstep}
-        return Replicas(config, orders)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            place = [rank, folder, config.ready_timeout]
+            own = {"device": device, "data_parallel_place": place}
+            orders.append(asked | {"options": asked["options"] | own})
+        return import_module("atom_mini.processes.replicas").Replicas(config, orders)
 
 # %% ../../nbs/73c_data_parallel.ipynb #6f0f0799
 def make_one(config: Config) -> Any:
     """The engine core of a replica, in its process."""
     if not config.lockstep:
         return make_engine_core(config)
-    from atom_mini.processes.lockstep import make_rank
-
-    return make_rank(config)
+    return import_module("atom_mini.processes.lockstep").make_rank(config)
 
 # %% ../../nbs/73c_data_parallel.ipynb #ce2e9a2f
-def make_loop(core: Any, inbox: Any, outbox: Any) -> Any:
-    """Its loop."""
+def make_loop(core: Any, *sockets: Any) -> Any:
+    """Its loop. It tells what is in its cache, if that is asked for."""
+    if core.config.routing == "prefix":
+        import_module("atom_mini.processes.replicas").report_blocks(core)
     if core.config.lockstep:
-        from atom_mini.processes.lockstep import LockstepLoop
-
-        return LockstepLoop(core, inbox, outbox)
-    from atom_mini.processes.replicas import ReportingLoop
-
-    return ReportingLoop(core, inbox, outbox)
+        return import_module("atom_mini.processes.lockstep").LockstepLoop(core, *sockets)
+    return import_module("atom_mini.processes.engine_process").EngineLoop(core, *sockets)
 
 # %% ../../nbs/73c_data_parallel.ipynb #36f865e9
-def check_experts(config: Config, given: set[str]) -> None:
-    """Implies lockstep. ValueError for a model whose experts cannot be spread."""
-    from atom_mini.families.records import read_experts
-
+def check_experts(config: Config) -> None:
+    """ValueError for a model whose experts cannot be spread."""
     size, cfg = config.data_parallel_size, config.hf_config
     asked = f"enable_expert_parallel=True with data_parallel_size={size}"
-    wrong = f"{asked} needs lockstep: drop lockstep=False"
-    require(config.lockstep or "lockstep" not in given, wrong)
-    vars(config)["lockstep"] = True
-    if cfg is not None:
-        experts = read_experts(cfg)
-        count = 0 if experts is None else experts.count
-        wrong = f"{asked}: this model has {count} experts, which it must divide"
-        require(count > 0 and count % size == 0, f"{wrong}: change either")
-        how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
-        require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
+    experts = import_module("atom_mini.families.records").read_experts(cfg)
+    count = experts.count if experts else 0
+    wrong = f"{asked}: this model has {count} experts, which it must divide: change either"
+    require(count > 0 and count % size == 0, wrong)
+    how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
+    require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
 
 # %% ../../nbs/73c_data_parallel.ipynb #b8f970e7
 def check_together(config: Config, given: set[str]) -> None:
-    """ValueError for what cannot be combined."""
-    asked = f"data_parallel_size={config.data_parallel_size}"
-    is_split = config.engine_process is False and "engine_process" in given
-    wrong = f"{asked} has a process for each engine: drop engine_process=False"
-    require(not is_split or config.data_parallel_place is not None, wrong)
-    others: dict[str, Any] = {"tensor_parallel_size": 1}
-    if config.routing == "prefix":
-        asked = "routing='prefix'"
-        others |= {"enable_prefix_caching": True, "prefix_cache": "hash"}
-    if config.lockstep:
-        asked = "lockstep=True"
-        others |= {"overlap": False, "speculative_config": None, "scheduler": "atom"}
-    for name, only in others.items():
-        value = getattr(config, name, only)
-        wrong = f"{asked} needs {name}={only!r}, not {value!r}: change either"
-        require(value == only, wrong)
+    """Set what others need and nobody gave; ValueError for what was given otherwise."""
+    size, is_front = config.data_parallel_size, config.data_parallel_place is None
+    plain = {"overlap": False, "speculative_config": None, "scheduler": "atom"}
+    needs: list[tuple[str, Any, dict[str, Any]]] = [
+        ("data_parallel_size", size, {"tensor_parallel_size": 1, "engine_process": is_front}),
+        ("routing", "prefix", {"enable_prefix_caching": True, "prefix_cache": "hash"}),
+        ("enable_expert_parallel", True, {"lockstep": True}),
+        ("lockstep", True, plain),
+    ]
+    for knob, value, others in needs:
+        for name, only in others.items() if getattr(config, knob) == value else ():
+            found = getattr(config, name) if name in given else only
+            wrong = f"{knob}={value!r} needs {name}={only!r}, not {found!r}: change either"
+            require(found == only, wrong)
+            vars(config)[name] = only
 
 # %% ../../nbs/73c_data_parallel.ipynb #0f9be1eb
 @dataclass
@@ -130,15 +108,12 @@ class DataParallel(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        size = ("data_parallel_size", is_count, "a whole number from 1")
-        switch = ("lockstep", is_bool, "True or False")
-        check_rules(config, [size, switch, one_of("routing", "load", "prefix")])
+        rules = [("data_parallel_size", is_count, COUNT), ("lockstep", is_bool, "a bool")]
+        check_rules(config, [*rules, one_of("routing", "load", "prefix")])
+        alone = ", ".join(sorted({"routing", "lockstep"} & given))
         if not cls.is_chosen(config):
-            alone = ", ".join(sorted({"routing", "lockstep"} & given))
             require(not alone, f"{alone} is for data_parallel_size above 1: raise it")
             return
-        if config.enable_expert_parallel:
-            check_experts(config, given)
         check_together(config, given)
-        if config.data_parallel_place is None:  # else this is one of the engines
-            vars(config)["engine_process"] = True
+        if config.enable_expert_parallel and config.hf_config is not None:
+            check_experts(config)

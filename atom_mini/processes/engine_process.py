@@ -23,23 +23,21 @@ from ..engine_core import EngineCore, StepOutput
 from ..llm import plain_engine
 from atom_mini.processes.messages import (
     Abort, Add, Answer, Dead, Output, Ready, Refused, Row, Shutdown, Taken, ToEngine,
-    Utility, decode, encode, read_id,
+    Utility, Wave, decode, encode, read_id,
 )
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'read_order', 'end_with_front', 'end_with_parent', 'load',
-           'serve', 'main']
+__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'end_with_front', 'end_with_parent', 'serve', 'main']
 
 # %% ../../nbs/71a_engine_process.ipynb #d2938b71
 def open_sockets(context: zmq.Context, folder: str, is_engine: bool) -> tuple[Any, Any]:
     """(in, out) of one end; the front binds, the engine connects. Nothing is dropped:
     there is no limit to what waits."""
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    names = ("to_engine", "to_front") if is_engine else ("to_front", "to_engine")
-    for socket, name in zip((inbox, outbox), names, strict=True):
+    for socket, is_to_engine in ((inbox, is_engine), (outbox, not is_engine)):
         socket.hwm = 0
-        address = f"ipc://{folder}/{name}"
+        address = f"ipc://{folder}/{'to_engine' if is_to_engine else 'to_front'}"
         socket.connect(address) if is_engine else socket.bind(address)
     return inbox, outbox
 
@@ -52,31 +50,28 @@ class EngineLoop:
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.steps, self.taken = 0, 0  # that were run; whose results were used
-        self.is_open = True
-
-    def send(self, message: Any) -> None:
-        self.outbox.send(encode(message))
+        self.steps = self.taken = self.wave = 0  # run; of them used; the last heard of
+        self.is_open, self.is_done = True, False  # until told to end; then it ends
 
     def may_step(self) -> bool:
-        return not self.core.is_finished() and self.steps < self.taken + AHEAD
+        has_work = self.is_open and not self.core.is_finished()
+        return has_work and self.steps < self.taken + AHEAD
 
     def _add(self, message: Add) -> None:
         """ValueError for a request that cannot run."""
         ids, config = message.token_ids.unpack(), self.core.config
         size, top = config.hf_config.vocab_size, int(ids.max(initial=0))
         require(ids.ndim == 1 and top < size, f"token id {top}: the vocabulary has {size}")
-        said: Any = message.params
-        wish = SamplingParams(**said)
-        self.core.add(Sequence(ids.tolist(), config.kv_cache_block_size, wish, message.id))
+        wish: Any = message.params
+        params, block_size = SamplingParams(**wish), config.kv_cache_block_size
+        self.core.add(Sequence(ids.tolist(), block_size, params, message.id))
 
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now."""
         scheduler = self.core.scheduler
         queues = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
-        free = scheduler.block_manager.num_free_blocks
-        more = {"steps": self.steps, "preemptions": scheduler.num_preemptions}
-        return queues | more | {"free_blocks": free}
+        free, lost = scheduler.block_manager.num_free_blocks, scheduler.num_preemptions
+        return queues | {"steps": self.steps, "preemptions": lost, "free_blocks": free}
 
     def _obey(self, message: Any) -> None:
         match message:
@@ -86,9 +81,11 @@ class EngineLoop:
                 self.core.abort(message.id)
             case Utility():
                 values = self.metrics() if message.method == "metrics" else {}
-                self.send(Answer(message.id, values))
+                self.outbox.send(encode(Answer(message.id, values)))
             case Taken():
                 self.taken = message.id
+            case Wave():
+                self.wave = message.id
             case Shutdown():
                 self.is_open = False
 
@@ -97,8 +94,8 @@ class EngineLoop:
         try:
             self._obey(decode(frame, ToEngine))
         except ValueError as error:
-            id = read_id(frame)
-            self.send(Refused(id, str(error), id in self.core.scheduler.seqs))
+            why, id = str(error), read_id(frame)
+            self.outbox.send(encode(Refused(id, why, id in self.core.scheduler.seqs)))
 
     def _tell(self, step: StepOutput) -> None:
         """Send what a step did."""
@@ -109,36 +106,38 @@ class EngineLoop:
                 logprobs = output.logprobs.get(seq.id, [])[: len(new)]
                 cached, more = seq.num_cached_tokens, seq.metrics
                 rows.append(Row(seq.id, place, [*new], cached, why, logprobs, more))
-        kind: Any = step.batch.type.name
-        count = step.batch.total_tokens_num
-        self.send(Output(self.steps, kind, count, step.seconds, rows))
+        index: Any = self.core.scheduler.block_manager.index
+        news = index.report() if hasattr(index, "report") else ()
+        done = step.batch.type, step.batch.total_tokens_num, step.seconds
+        self.outbox.send(encode(Output(self.steps, *done, rows, *news)))
+
+    def is_asleep(self) -> bool:
+        """Whether only a message gives it something to do."""
+        return self.is_open and not self.may_step()
+
+    def idle(self) -> None:
+        """It has nothing to run, and is awake: it was told to end."""
+        self.is_done = True
 
     def run(self) -> None:
         """Until it is told to end. Between two steps it hears all that has come; with
         nothing to do it sleeps until something comes."""
-        while self.is_open:
-            if self.inbox.poll(0 if self.may_step() else None):
+        while not self.is_done:
+            if self.inbox.poll(None if self.is_asleep() else 0):
                 self.hear(self.inbox.recv())
+            elif not self.may_step():
+                self.idle()
             elif step := self.core.step():
                 self.steps += 1
                 self._tell(step)
 
 # %% ../../nbs/71a_engine_process.ipynb #bc3897fc
-def read_order() -> Any:
-    """The line on standard input, byte for byte: what comes after it is not ours."""
-    with open(0, "rb", buffering=0, closefd=False) as pipe:
-        return json.loads(pipe.readline())
-
-
 def end_with_front(folder: str) -> None:
     """Wait for the end of standard input, then clean up and end, with all that this
-    process has started."""
-    while os.read(0, 4096):
-        pass
+    process has started: the group that it leads."""
+    sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 # %% ../../nbs/71a_engine_process.ipynb #6865ac83
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -151,47 +150,37 @@ def end_with_parent(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
 
-# %% ../../nbs/71a_engine_process.ipynb #c100c337
-def load(order: dict[str, Any]) -> tuple[EngineCore, Ready]:
-    """The engine that `order` asks for, and its READY. ValueError if it cannot be."""
-    config = Config(order["model"], **order["options"])
-    core: EngineCore = config.pick("make_engine", plain_engine)(config)
-    sizes = config.num_kvcache_blocks, core.scheduler.max_len, config.max_model_len
-    return core, Ready(0, *map(int, sizes), config.hf_config.vocab_size)  # type: ignore
-
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
-def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> bool:
-    """Load, say READY, run; whether it ended as it was told to."""
-    is_loading = True
+def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> int:
+    """Load, say READY, run; the exit code: 0 if it ended as it was told to."""
+    ready: Ready | None = None
     try:
-        core, ready = load(order)
+        config = Config(order["model"], **order["options"])
+        core: EngineCore = config.pick("make_engine", plain_engine)(config)
+        sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len, config.max_model_len
+        ready = Ready(0, *sizes, config.hf_config.vocab_size)  # type: ignore[call-arg]
         outbox.send(encode(ready))
-        is_loading = False
-        core.config.pick("make_loop", EngineLoop)(core, inbox, outbox).run()
-        return True
+        config.pick("make_loop", EngineLoop)(core, inbox, outbox).run()
+        return 0
     except BaseException as error:
-        is_refusal = is_loading and isinstance(error, ValueError)
+        is_refusal = ready is None and isinstance(error, ValueError)
         if not is_refusal:
             traceback.print_exc()
         text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         outbox.send(encode(Dead(0, text, is_refusal)))
-        return False
+        return 1
 
 # %% ../../nbs/71a_engine_process.ipynb #023be9fd
 def main() -> None:
-    """The process: `python -m atom_mini.processes.engine_process`."""
-    order = read_order()
-    ends = threading.Thread(target=end_with_front, args=[order["folder"]], daemon=True)
-    ends.start()
-    context = zmq.Context()
-    inbox, outbox = open_sockets(context, order["folder"], is_engine=True)
-    outbox.send(encode(Answer(0)))  # we are here
-    inbox.recv()  # the front's first message: both ways are open
+    """The process: `python -m atom_mini.processes.engine_process ORDER`, as JSON."""
+    order = json.loads(sys.argv[1])
+    folder, context = order["folder"], zmq.Context()
+    threading.Thread(target=end_with_front, args=[folder], daemon=True).start()
     end_with_parent(order["parent"])
-    is_fine = serve(order, inbox, outbox)
+    code = serve(order, *open_sockets(context, folder, is_engine=True))
     context.destroy(linger=1000)
     sys.stdout.flush()
-    os._exit(not is_fine)  # threads of others may hang
+    os._exit(code)  # threads of others may hang
 
 # %% ../../nbs/71a_engine_process.ipynb #0e09ad4f
 #| eval: false

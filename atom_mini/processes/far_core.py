@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +15,11 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from contextlib import suppress
-from itertools import count
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread, current_thread
-from typing import Any, NamedTuple
+from threading import Lock, Thread
+from typing import Any
 
 import numpy as np
 import zmq
@@ -30,14 +28,14 @@ from ..config import Config
 from ..engine_core import StepOutput
 from .engine_process import AHEAD, open_sockets
 from atom_mini.processes.messages import (
-    Abort, Add, Answer, Array, Dead, FromEngine, Output, Ready, Refused, Row, Shutdown,
-    Taken, Utility, decode, encode, wishes,
+    Abort, Add, Answer, Array, Dead, FromEngine, Output, Ready, Row, Shutdown, Taken,
+    Utility, decode, encode, wishes,
 )
 from ..scheduler import BaseScheduler, ScheduledBatchOutput
-from ..sequence import Sequence, SequenceStatus, SequenceType
+from ..sequence import Sequence, SequenceStatus
 
 # %% auto #0
-__all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'CoreManager', 'environment', 'FarScheduler', 'FarBatch', 'FarCore']
+__all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'CoreManager', 'environment', 'close_all', 'FarCore']
 
 # %% ../../nbs/71b_far_core.ipynb #c2a1773d
 class EngineDead(RuntimeError):
@@ -49,30 +47,24 @@ GRACE = 2.0  # seconds to end by itself
 TICK = 0.25  # seconds
 
 
-class CoreManager:
-    """Starts an engine's process, hears it, and notices its death, in a thread. (ATOM's
-    word.) `order`: model and options. Limits in seconds."""
+class CoreManager(Thread):
+    """Starts an engine's process, hears it, and notices its death. (ATOM's word.)
+    `order`: model and options; `bell`: for who waits for results."""
 
-    def __init__(
-        self, order: dict[str, Any], ready_timeout: float, ping_timeout: float,
-        bell: SimpleQueue[None] | None = None,
-    ) -> None:
-        self.order = order
-        self.ready_timeout, self.ping_timeout = ready_timeout, ping_timeout
+    def __init__(self, rank: int, order: Any, config: Config, bell: Any) -> None:
+        super().__init__(name=f"engine {rank}", daemon=True)
+        self.order, self.config, self.bell = order, config, bell
+        self.seqs: dict[int, Sequence] = {}  # the requests that it has
         self.messages: deque[Any] = deque()  # that nobody has used yet
-        self.bell = bell or SimpleQueue()  # for the one who waits for them
         self.answers: dict[int, SimpleQueue[Any]] = {}  # question -> for who asked
-        self.ids, self.sending, self.owner = count(1), Lock(), os.getpid()
-        self.inbox: Any = None
+        self.sending, self.taken, self.log = Lock(), 0, ""
         self.outbox: Any = None
         self.process: Any = None
         self.ready: Ready | None = None
-        self.dead: str | None = None  # why
         self.is_refusal = False  # it was asked for something impossible
-        self.thread: Thread | None = None
-        self.closing, self.asked = math.inf, math.inf  # must have ended; was pinged
-        self.log = ""
-        self.begun, self.heard = math.inf, math.inf
+        self.dead: Exception | None = None  # why
+        self.begun = self.heard = math.inf  # to load; the last time
+        self.closing = self.asked = math.inf  # must have ended; was pinged
 
     def tell(self, message: Any) -> None:
         """Send a message; the dead get none. ValueError if it is too large."""
@@ -81,40 +73,35 @@ class CoreManager:
             if self.outbox is not None:
                 self.outbox.send(frame, zmq.DONTWAIT)
 
-    def _start(self, folder: str, context: zmq.Context) -> None:
-        """Start the process. It is killed when this thread ends."""
-        self.inbox, self.outbox = open_sockets(context, folder, is_engine=False)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "atom_mini.processes.engine_process"], bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=environment(), start_new_session=True,
+    def _launch(self, folder: str) -> subprocess.Popen[bytes]:
+        """The process. It is killed when this thread ends."""
+        order = json.dumps(self.order | {"folder": folder, "parent": os.getpid()})
+        command = [sys.executable, "-m", "atom_mini.processes.engine_process", order]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            bufsize=0, env=environment(), start_new_session=True,
         )  # fmt: skip
-        self.begun = time.monotonic()
-        order = self.order | {"folder": folder, "parent": os.getpid()}
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
 
     def _read_log(self) -> bool:
-        """Keep and pass on what the process has printed; False at the end."""
-        data = os.read(self.process.stdout.fileno(), 2**16)
+        """Keep and pass on what the process has printed; False if there is nothing."""
+        os.set_blocking(self.process.stdout.fileno(), False)
+        data = self.process.stdout.read(2**16) or b""
         text = data.decode(errors="replace")
         self.log = (self.log + text)[-LOG:]
         with suppress(Exception):  # nobody may be there to read it
             print(text, end="", file=sys.stderr)
         return bool(data)
 
-    def _hear(self, frame: bytes, folder: str) -> str | None:
+    def _hear(self, frame: bytes, folder: Any) -> str | None:
         """Pass on what the engine says; why it is dead, if it says so."""
         message = decode(frame, FromEngine)
         self.heard, self.asked = time.monotonic(), math.inf
         match message:
             case Ready():
-                self.ready = message
-            case Answer(id=0):
-                if self.ready is None:  # it is connected: nobody else may come
-                    shutil.rmtree(folder, ignore_errors=True)
-                    with self.sending:
-                        self.outbox.poll(1000, zmq.POLLOUT)
-                    self.tell(Utility(0))
+                with self.sending:
+                    self.outbox.poll(1000, zmq.POLLOUT)  # the other way is open, too
+                folder.cleanup()
+                self.ready, self.begun = message, math.inf
             case Answer():
                 self.answers.pop(message.id, SimpleQueue()).put(message.values)
             case Dead():
@@ -128,145 +115,172 @@ class CoreManager:
 
     def _check_clock(self, now: float) -> str | None:
         """Ask for a sign of life after a silence; why it is dead, if a limit has passed."""
-        limit = self.ready_timeout if self.ready is None else 0.75 * self.ping_timeout
-        if now > self.closing:
-            return "it did not end by itself"
-        if self.ready is None:
-            waits = f"no READY after ready_timeout={limit} seconds"
-            return waits if now > self.begun + limit else None
-        if self.asked == math.inf and now > self.heard + self.ping_timeout / 4:
+        load, ping = self.config.ready_timeout, self.config.ping_timeout
+        if self.asked == math.inf and now > self.heard + ping / 4:
             self.asked = now
             self.tell(Utility(0))
-        waits = f"no answer within ping_timeout={self.ping_timeout} seconds"
-        return waits if now > self.asked + limit else None
+        limits = {
+            "it did not end by itself": self.closing,
+            f"no READY after ready_timeout={load} seconds": self.begun + load,
+            f"no answer within ping_timeout={ping} seconds": self.asked + 0.75 * ping,
+        }
+        return next((why for why, limit in limits.items() if now > limit), None)
 
-    def _listen(self, folder: str) -> str:
+    def _listen(self, inbox: Any, folder: Any) -> str:
         """Until it is dead: why."""
-        poller, log = zmq.Poller(), self.process.stdout.fileno()
-        poller.register(self.inbox, zmq.POLLIN)
-        poller.register(log, zmq.POLLIN)
-        tick, why = int(1000 * min(TICK, self.ping_timeout / 8)), None
+        self.begun, log = time.monotonic(), self.process.stdout.fileno()
+        sources, why = [inbox, log], None
         while why is None:
             now = time.monotonic()  # before the look: we may be stopped ourselves
-            news = dict(poller.poll(tick))
+            news, *_ = zmq.select(sources, [], [], min(TICK, self.config.ping_timeout / 8))
             if log in news and not self._read_log():
-                poller.unregister(log)
-            if self.inbox in news:
-                why = self._hear(self.inbox.recv(), folder)
-            elif self.process.poll() is None:
+                sources.remove(log)
+            if inbox in news:
+                why = self._hear(inbox.recv(), folder)
+            elif (code := self.process.poll()) is None:
                 why = self._check_clock(now)
-            elif not self.inbox.poll(100):  # no last words
-                code = self.process.returncode
-                why = f"exit code {code}" if code else "it was closed"
-                why = f"killed by {signal.Signals(-code).name}" if code < 0 else why
+            elif not inbox.poll(100):  # no last words
+                killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+                why = killed or f"exit code {code}"
         return why
 
-    def _clean_up(self, folder: str, context: zmq.Context) -> None:
-        """Nothing of ours stays: no process, no socket, no file."""
-        with self.sending:
-            self.outbox = None
-        if self.process is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            os.set_blocking(self.process.stdout.fileno(), False)
-            with suppress(BlockingIOError):
-                while self._read_log():
-                    pass
-            self.process.stdin.close()
-            self.process.stdout.close()
-        context.destroy(linger=0)
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def _watch(self) -> None:
-        """The thread's work. By the time somebody hears of the death, all is tidy."""
-        folder, context = tempfile.mkdtemp(prefix="atom_mini-"), zmq.Context()  # 0700
+    def run(self) -> None:
+        """The thread. By the time somebody hears of the death, all is tidy."""
+        folder, context = tempfile.TemporaryDirectory(prefix="atom_mini-"), zmq.Context()
         try:
-            self._start(folder, context)
-            why = self._listen(folder)
+            inbox, self.outbox = open_sockets(context, folder.name, is_engine=False)
+            with self._launch(folder.name) as self.process:
+                try:
+                    why = self._listen(inbox, folder)
+                finally:
+                    with suppress(OSError):
+                        os.killpg(self.process.pid, signal.SIGKILL)
+                    self._read_log()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-        self._clean_up(folder, context)
-        self.dead = why
-        for waiting in (self.bell, *self.answers.copy().values()):
-            waiting.put(None)
-
-    def start(self) -> None:
-        """Start the thread, and the process in it. Twice is once."""
-        if self.thread is not None:
-            return
-        self.thread = Thread(target=self._watch, name="engine", daemon=True)
-        self.thread.start()
+        with self.sending:
+            self.outbox = None
+        context.destroy(linger=0)
+        folder.cleanup()
+        cause = f"{self.name} is dead: {why}\n{self.log}".rstrip()
+        self.dead = ValueError(why) if self.is_refusal else EngineDead(cause)
+        self.bell.put(None)
 
     def check_alive(self) -> None:
         """EngineDead, or ValueError if what was asked for cannot be."""
         if self.dead is not None:
-            if self.is_refusal:
-                raise ValueError(self.dead)
-            what = f"the engine's process is dead: {self.dead}\n{self.log}"
-            raise EngineDead(what.rstrip())
+            raise type(self.dead)(*self.dead.args)  # a new one for everybody
 
-    def wait(self, place: SimpleQueue[Any]) -> Any:
-        """What comes to `place`; as `check_alive` if the engine dies first."""
+    def ask(self, method: Any) -> dict[str, int | float]:
+        """The answer of the engine's loop to "ping" or "metrics"."""
+        place = SimpleQueue[Any]()
+        self.answers[id(place)] = place
+        self.tell(Utility(id(place), method))
         while True:
             self.check_alive()
             with suppress(Empty):
                 return place.get(timeout=1)
 
-    def ask(self, method: Any) -> dict[str, int | float]:
-        """The answer of the engine's loop to "ping" or "metrics"."""
-        id, place = next(self.ids), SimpleQueue[Any]()
-        self.answers[id] = place
-        self.tell(Utility(id, method))
-        values = self.wait(place)
-        self.check_alive()
-        return values
-
     def end(self, grace: float = GRACE) -> None:
         """Have it end, by force after `grace` seconds; does not wait for it."""
-        limit = time.monotonic() + grace * (self.ready is not None)
-        self.closing = min(self.closing, limit)
+        until = time.monotonic() + (grace if self.ready else 0)
+        self.closing = min(self.closing, until)
         self.tell(Shutdown(0))
-
-    def close(self) -> None:
-        """Have it end, and wait until it has. Twice is once."""
-        if os.getpid() != self.owner:
-            return  # a fork: it is not ours
-        self.end()
-        if self.thread and current_thread() is not self.thread:
-            self.thread.join()
 
 # %% ../../nbs/71b_far_core.ipynb #1e99ae87
 def environment(share: int = 1) -> dict[str, str]:
     """For a process whose modules are ours, and whose number of threads is ours divided
     by `share`: as many threads make the same sums."""
-    own = dict(os.environ)
-    own["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     if torch := sys.modules.get("torch"):
         own["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // share))
     return own
 
-# %% ../../nbs/71b_far_core.ipynb #9eb15c36
-class FarScheduler(BaseScheduler):
-    """The requests that are in the engine. Queues and blocks are there, not here.
-    `max_len`: of a sequence, in tokens."""
+# %% ../../nbs/71b_far_core.ipynb #ee323074
+def close_all(managers: list[CoreManager], owner: int) -> None:
+    """Have them all end, and wait until they have. Twice is once."""
+    if os.getpid() != owner:
+        return  # a fork: they are not ours
+    for manager in managers:
+        manager.end()
+    for manager in managers:
+        with suppress(RuntimeError):  # not started; or this is its thread
+            manager.join()
 
-    def __init__(self, config: Config, max_len: int) -> None:
-        self.config, self.max_len = config, max_len
-        self.seqs: dict[int, Sequence] = {}
+# %% ../../nbs/71b_far_core.ipynb #433be245
+class FarCore(BaseScheduler):
+    """An `EngineCore` whose scheduler and runner are in a process of their own, or in
+    several. It is the requests' scheduler, too, as far as the caller asks for one.
 
-    def finish(self, seq: Sequence) -> None:
-        """Let it go."""
-        seq.status, seq.leave_time = SequenceStatus.FINISHED, time.perf_counter()
-        self.seqs.pop(seq.id, None)
+    `orders`: model and options of each process. Raises ValueError as an engine does when
+    it is made, and EngineDead once a process is gone.
+    """
+
+    trace = None  # is written where the scheduler is
+    manager_type: Any = CoreManager
+
+    def __init__(self, config: Config, orders: list[Any] | None = None) -> None:
+        make, self.bell = self.manager_type, SimpleQueue[None]()
+        many = enumerate(orders or [config.engine_order])
+        self.config, self.engines = config, [make(*one, config, self.bell) for one in many]
+        self.scheduler: Any = weakref.proxy(self)  # has `seqs` and `check_prompt`
+        self.seqs: Any = ChainMap(*(engine.seqs for engine in self.engines))
+        self.close = weakref.finalize(self, close_all, self.engines, os.getpid())
+        try:
+            for engine in self.engines:
+                engine.start()
+            while not all(engine.ready for engine in self.engines):
+                FarCore.check_alive(self)  # that one does not start is the end of all
+                self.wait()
+        except BaseException:
+            self.close()
+            raise
+        ready = min((e.ready for e in self.engines), key=lambda ready: ready.max_len)
+        config.num_kvcache_blocks, self.max_len = ready.num_kvcache_blocks, ready.max_len
+
+    def check_alive(self) -> None:
+        """EngineDead, or ValueError if what was asked for cannot be."""
+        for engine in self.engines:
+            engine.check_alive()
+
+    def wait(self) -> None:
+        """Until the bell rings; a second at most."""
+        with suppress(Empty):
+            self.bell.get(timeout=1)
+
+    def is_finished(self) -> bool:
+        return not self.seqs
+
+    def metrics(self) -> dict[str, int | float]:
+        """What is in the engines now: requests, free blocks, steps."""
+        found = [engine.ask("metrics") for engine in self.engines]
+        return {name: sum(values[name] for values in found) for name in found[0]}
+
+    def choose(self, seq: Sequence) -> CoreManager:
+        """The engine that gets it."""
+        return self.engines[0]
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; ValueError if it can never run."""
+        self.check(seq)
+        self.check_alive()
+        engine, prompt = self.choose(seq), Array.pack(np.array(seq.token_ids, np.int32))
+        engine.seqs[seq.id] = seq
+        engine.tell(Add(seq.id, prompt, wishes(seq.sampling_params)))
+
+    def _finish(self, seq: Sequence, now: float) -> None:
+        """Let it go, here and there."""
+        engine = next(engine for engine in self.engines if seq.id in engine.seqs)
+        engine.tell(Abort(seq.id))
+        seq.status, seq.leave_time = SequenceStatus.FINISHED, now
+        del engine.seqs[seq.id]
 
     def take(self, seq: Sequence, row: Row) -> tuple[int, ...]:
         """Give `seq` its new tokens, up to a stop string; returns those that it lacked. To
         take a row again, after an interrupt, does no harm."""
         seq.status, seq.num_cached_tokens = SequenceStatus.RUNNING, row.num_cached_tokens
-        seq.metrics = Counter(row.metrics) if row.metrics else seq.metrics
         seq.first_token_time = seq.first_token_time or time.perf_counter()
-        known = seq.num_completion_tokens
+        seq.metrics, known = Counter(row.metrics), seq.num_completion_tokens
         del seq.logprobs[known:]
         for i in range(known - row.place, len(row.token_ids)):
             if seq.leave_reason is not None:
@@ -278,109 +292,45 @@ class FarScheduler(BaseScheduler):
             seq.append_token(token_id, why)
         return tuple(seq.completion_token_ids[known:])
 
-# %% ../../nbs/71b_far_core.ipynb #993e5eea
-class FarBatch(NamedTuple):
-    """What is known here of a step's `ScheduledBatch`."""
-
-    type: SequenceType
-    total_tokens_num: int
-    req_ids: list[int]  # who got tokens
-
-# %% ../../nbs/71b_far_core.ipynb #433be245
-class FarCore:
-    """An `EngineCore` whose scheduler and runner are in a process of their own.
-
-    `manager`: of that process, if there is one. Raises ValueError as an engine does
-    when it is made, and EngineDead once the process is gone.
-    """
-
-    trace = None  # is written where the scheduler is
-
-    def __init__(self, config: Config, manager: CoreManager | None = None) -> None:
-        limits = config.ready_timeout, config.ping_timeout
-        self.config, self.taken = config, 0
-        self.manager = manager or CoreManager(config.engine_order, *limits)
-        self.close = weakref.finalize(self, self.manager.close)  # at exit, too
-        self.manager.start()
-        try:
-            while (ready := self.manager.ready) is None:
-                self.manager.wait(self.manager.bell)
-        except BaseException:
-            self.close()
-            raise
-        config.num_kvcache_blocks = ready.num_kvcache_blocks
-        self.scheduler = FarScheduler(config, ready.max_len)
-
-    def is_finished(self) -> bool:
-        return not self.scheduler.seqs
-
-    def metrics(self) -> dict[str, int | float]:
-        """What is in the engine now: requests, free blocks, steps."""
-        return self.manager.ask("metrics")
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence; ValueError if it can never run."""
-        self.scheduler.check(seq)
-        self.manager.check_alive()
-        prompt = Array.pack(np.array(seq.token_ids, np.int32))
-        message = Add(seq.id, prompt, wishes(seq.sampling_params))
-        self.scheduler.seqs[seq.id] = seq
-        self.manager.tell(message)
-
-    def abort(self, request_id: int) -> Sequence | None:
-        """Take a request back; None if it is not in the engine."""
-        if seq := self.scheduler.seqs.get(request_id):
-            self.manager.tell(Abort(request_id))
-            seq.leave_reason = "abort"
-            self.scheduler.finish(seq)
-        return seq
-
-    def _use(self, output: Output) -> StepOutput | None:
-        """Hand out a step's tokens. A request whose text has ended is taken back."""
+    def _use(self, engine: CoreManager, output: Any) -> StepOutput:
+        """Hand out a step's tokens."""
         seqs, finished, new = [], [], {}
         for row in output.rows:
-            if (seq := self.scheduler.seqs.get(row.id)) is None:
-                continue  # taken back meanwhile
-            new[row.id] = self.scheduler.take(seq, row)
-            seqs.append(seq)
-            if seq.leave_reason is not None:
-                if row.reason is None:
-                    self.manager.tell(Abort(row.id))
-                self.scheduler.finish(seq)
-                finished.append(seq)
-        kind = SequenceType[output.kind]
-        batch: Any = FarBatch(kind, output.num_tokens, [*new])
-        return StepOutput(batch, seqs, ScheduledBatchOutput(new), finished, output.seconds)
+            if seq := engine.seqs.get(row.id):  # else it was taken back meanwhile
+                new[row.id] = self.take(seq, row)
+                seqs.append(seq)
+                if seq.leave_reason is not None:
+                    self._finish(seq, time.perf_counter())
+                    finished.append(seq)
+        return StepOutput(output, seqs, ScheduledBatchOutput(new), finished, output.seconds)
 
-    def _refuse(self, message: Refused) -> None:
-        """A request that the engine will not have ends."""
-        what = f"the engine refused message {message.id}: {message.why}"
-        warnings.warn(what, stacklevel=4)
-        seq = self.scheduler.seqs.get(message.id)
-        if seq is not None and not message.is_running:
-            seq.leave_reason = "abort"
-            self.scheduler.finish(seq)
-
-    def use_next(self) -> StepOutput | None:
-        """Use the next message; what it tells, if that is a step. It leaves the queue
+    def use_next(self, engine: CoreManager) -> StepOutput | None:
+        """Use an engine's next message; what it tells, if that is a step. It leaves the queue
         afterwards, so an interrupt loses none."""
-        message, done = self.manager.messages[0], None
-        if isinstance(message, Refused):
-            self._refuse(message)
+        message, done = engine.messages[0], None
+        if isinstance(message, Output):
+            done = self._use(engine, message)
+            if message.id >= engine.taken + AHEAD // 4:
+                engine.tell(Taken(message.id))
+                engine.taken = message.id
         else:
-            done = self._use(message)
-            if message.id >= self.taken + AHEAD // 4:
-                self.manager.tell(Taken(message.id))
-                self.taken = message.id
-        self.manager.messages.popleft()
+            warnings.warn(f"refused message {message.id}: {message.why}", stacklevel=3)
+            if message.id in engine.seqs and not message.is_running:
+                self.abort(message.id)
+        engine.messages.popleft()
         return done
 
-    def step(self, stream: bool = True) -> StepOutput | None:
+    def wake(self) -> None:
+        """Before it waits: an engine alone needs no waking."""
+
+    def step(self) -> StepOutput | None:
         """Wait for a step's results; None if there is nothing to wait for."""
-        while self.manager.messages or self.scheduler.seqs:
-            self.manager.check_alive()
-            if not self.manager.messages:
-                self.manager.wait(self.manager.bell)
-            elif done := self.use_next():
-                return done if stream else done._replace(seqs=[])
+        while self.seqs or any(engine.messages for engine in self.engines):
+            self.check_alive()
+            engine = max(self.engines, key=lambda engine: len(engine.messages))
+            if not engine.messages:
+                self.wake()
+                self.wait()
+            elif done := self.use_next(engine):
+                return done
         return None

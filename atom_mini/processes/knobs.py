@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,13 +23,11 @@ def as_order(
 ) -> dict[str, Any]:
     """Model and options for another process; ValueError for what is not JSON, and `off`
     is what to set then."""
-    options = {name: getattr(config, name) for name in sorted(given)}
-    value: Any
-    for name, value in options.items():
-        if is_dataclass(value) and not isinstance(value, type):
-            value = options[name] = asdict(value)
+    options = {}
+    for name in sorted(given):
+        value = getattr(config, name)
         try:
-            json.dumps(options[name])
+            options[name] = json.loads(json.dumps(value, default=asdict))
         except TypeError:
             what = f"{name}={value!r} cannot be sent to another process"
             raise ValueError(f"{what}: set {off}") from None
@@ -37,9 +36,8 @@ def as_order(
 # %% ../../nbs/71c_deaths.ipynb #91ca8531
 def make_far(config: Config) -> Any:
     """The core of `ProcessKnobs`."""
-    from atom_mini.processes.far_core import FarCore
-
-    return config.pick("make_front", FarCore)(config)
+    far = import_module("atom_mini.processes.far_core")
+    return config.pick("make_front", far.FarCore)(config)
 
 # %% ../../nbs/71c_deaths.ipynb #60ababcd
 @dataclass
@@ -67,10 +65,9 @@ class ProcessKnobs(Variant):
             return
         count = getattr(config, "data_parallel_size", 1)
         asked = f"data_parallel_size={count}" if count > 1 else "engine_process=True"
-        lacking = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
-        needs = f"{asked} needs {' and '.join(lacking)}"
-        require(not lacking, f"{needs}: install atom_mini[serve]")
-        wrong = f"{asked}: what trace=True records does not come back"
-        require(not getattr(config, "trace", False), f"{wrong}: drop one of them")
+        lacking = " and ".join(n for n in ("zmq", "msgspec") if find_spec(n) is None)
+        require(not lacking, f"{asked} needs {lacking}: install atom_mini[serve]")
+        wrong = f"{asked}: what trace=True records does not come back: drop one of them"
+        require(not getattr(config, "trace", False), wrong)
         own = {"engine_process", *limits.split()}
         vars(config)["engine_order"] = as_order(config, given - own)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,25 +20,13 @@ from ..checkpoint import require
 from ..config import Config
 from ..engine_core import EngineCore
 from ..graphs import first_decodes
+from .engine_process import EngineLoop
 from .group import Group, open_group
-from .messages import Wave
-from .replicas import ReportingLoop
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Turn', 'Agreement', 'dummy_batch', 'with_spare_block', 'LockstepLoop', 'make_rank']
-
-# %% ../../nbs/73b_lockstep.ipynb #23fb389b
-class Turn(NamedTuple):
-    """What all ranks know of a turn: the largest of what each has said."""
-
-    has_work: int  # whether somebody runs a batch
-    is_prefill: int
-    num_rows: int  # tokens of the largest batch
-    wave: int  # the last that somebody has heard of
-    minus_wave: int  # minus the last that all have heard of
-    is_open: int  # whether somebody has not been told to end
+__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepLoop', 'make_rank']
 
 # %% ../../nbs/73b_lockstep.ipynb #b690bcb5
 class Agreement:
@@ -50,14 +38,13 @@ class Agreement:
     def __init__(self, group: Group, layers: Group | None = None) -> None:
         self.group, self.layers = group, layers or group
         self.rank, self.size = group.rank, group.size
-        self.num_rows = 0
-        self.num_calls = 0  # of collectives
+        self.num_rows = self.num_calls = 0  # of collectives
 
-    def agree(self, *mine: int) -> Turn:
+    def agree(self, *mine: int) -> list[int]:
         """The largest of each number, over all ranks."""
         self.num_calls += 1
         said = torch.tensor(mine, dtype=torch.int64)
-        return Turn(*self.group.all_reduce(said, dist.ReduceOp.MAX).tolist())
+        return self.group.all_reduce(said, dist.ReduceOp.MAX).tolist()
 
     def gather(self, x: Tensor, fill: int = 0) -> Tensor:
         """`x` [T, n] of all ranks, each filled up to the turn's rows: [size * rows, n]."""
@@ -75,8 +62,7 @@ class Agreement:
 # %% ../../nbs/73b_lockstep.ipynb #089284ed
 def dummy_batch(spare: int) -> ScheduledBatch:
     """A decode of one token, in the block `spare`."""
-    table = np.array([[spare]], np.int32)
-    return replace(first_decodes(1), block_tables=table)
+    return replace(first_decodes(1), block_tables=np.array([[spare]], np.int32))
 
 
 def with_spare_block(runner: Any) -> Any:
@@ -87,7 +73,7 @@ def with_spare_block(runner: Any) -> Any:
     return runner
 
 # %% ../../nbs/73b_lockstep.ipynb #506efe0a
-class LockstepLoop(ReportingLoop):
+class LockstepLoop(EngineLoop):
     """An `EngineLoop` that takes its turns together with those of all other ranks."""
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
@@ -97,53 +83,33 @@ class LockstepLoop(ReportingLoop):
         self.ranks: Agreement = core.config.ranks
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
         self.graphs = getattr(self.runner, "graphs", {})
-        self.wave = self.slept = 0  # the last heard of; the last that is over
-        self.num_dummies, self.is_done = 0, False
+        self.slept = self.num_dummies = 0  # the last wave that is over; steps
 
-    def _agree(self, batch: ScheduledBatch | None) -> Turn:
-        """What happens in this turn, and with how many rows."""
-        is_prefill = batch is not None and batch.type is SequenceType.PREFILL
-        rows = 0 if batch is None else batch.total_tokens_num
-        mine = batch is not None, is_prefill, rows, self.wave, -self.wave, self.is_open
-        turn = self.ranks.agree(*mine)
-        fits = [] if turn.is_prefill else [n for n in self.graphs if n >= turn.num_rows]
-        self.ranks.num_rows = min(fits, default=turn.num_rows)
+    def _agree(self, rows: int = 0, is_prefill: bool = False) -> bool:
+        """What happens in this turn, and with how many rows; whether somebody has any."""
+        mine = rows, is_prefill, self.wave, -self.wave, self.is_open
+        rows, prefills, newest, oldest, is_open = self.ranks.agree(*mine)
+        fits = [] if prefills else [n for n in self.graphs if n >= rows]
+        self.ranks.num_rows = min(fits, default=rows)
         self.runner.graphs = {n: self.graphs[n] for n in sorted(fits)[:1]}
-        return turn
+        self.slept = self.wave if not rows and newest == -oldest else self.slept
+        self.is_done = not is_open
+        return rows > 0
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """A turn with a batch of one's own."""
-        self._agree(batch)
+        self._agree(batch.total_tokens_num, batch.type is SequenceType.PREFILL)
         return self.runner.forward(batch)
 
-    def _idle(self) -> None:
+    def idle(self) -> None:
         """A turn without a batch: a dummy step, if others have work."""
-        turn = self._agree(None)
-        self.is_done = not turn.is_open
-        if turn.has_work:
+        if self._agree():
             self.runner.launch(self.dummy)  # what it returns is nobody's
             self.num_dummies += 1
-        elif turn.wave == -turn.minus_wave:
-            self.slept = self.wave
 
-    def _obey(self, message: Any) -> None:
-        if isinstance(message, Wave):
-            self.wave = message.id
-        else:
-            super()._obey(message)
-
-    def run(self) -> None:
-        """Until all are told to end. Between two turns it hears all that has come."""
-        while not self.is_done:
-            is_asleep = self.is_open and self.slept == self.wave
-            if self.inbox.poll(None if is_asleep else 0):
-                self.hear(self.inbox.recv())
-            elif self.is_open and self.may_step():
-                if step := self.core.step():
-                    self.steps += 1
-                    self._tell(step)
-            else:
-                self._idle()
+    def is_asleep(self) -> bool:
+        """Until the next wave."""
+        return self.is_open and self.slept == self.wave
 
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now, and of what it did with the others."""
@@ -156,17 +122,16 @@ def make_rank(config: Config) -> EngineCore:
     rank, folder, limit = config.data_parallel_place
     size, wants_experts = config.data_parallel_size, config.enable_expert_parallel
     group, layers = open_group(folder, rank, size, limit), None
-    device = config.device or "cpu"
-    if device != "cpu" and wants_experts:
+    if wants_experts and config.device and config.device != "cpu":
         os.makedirs(place := f"{folder}-layers", 0o700, exist_ok=True)
-        layers = open_group(place, rank, size, limit, device)
+        layers = open_group(place, rank, size, limit, config.device)
     ranks = vars(config)["ranks"] = Agreement(group, layers)
     if wants_experts:
         config.hf_config.ranks = ranks
     core = make_engine_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))
-    most, fewest, *_ = ranks.agree(count, -count, 0, 0, 0, 0)
+    most, fewest = ranks.agree(count, -count)
     wrong = f"the ranks recorded {-fewest} to {most} graphs: set num_kvcache_blocks"
     require(most == -fewest, wrong)
     return core

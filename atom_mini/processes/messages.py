@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, Literal, get_args
 
@@ -14,18 +15,19 @@ import numpy as np
 
 from ..checkpoint import require
 from ..config import SamplingParams
+from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'Wishes', 'ToEngine', 'FromEngine', 'reader', 'Record', 'Message',
-           'Array', 'Add', 'Abort', 'Utility', 'Taken', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready',
-           'Answer', 'Refused', 'Dead', 'Blocks', 'sized', 'encode', 'decode', 'read_id']
+__all__ = ['MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'ToEngine', 'FromEngine', 'reader', 'Record', 'Message', 'Array',
+           'Add', 'Abort', 'Utility', 'Taken', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready', 'Answer',
+           'Refused', 'Dead', 'sized', 'encode', 'decode', 'read_id']
 
 # %% ../../nbs/70_messages.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Typed fields, which travel without their names."""
 
 
-class Message(Record, tag=str.upper):
+class Message(Record, tag_field="tag", tag=str.upper):
     """What crosses: [tag, id, field, field ...]. `id`: of the request; of the question,
     of the step, or 0. The tags are ATOM's words."""
 
@@ -51,8 +53,7 @@ class Array(Record):
         """ValueError for a dtype that is not in `DTYPES`, or more than `MAX_ARRAY`."""
         name, size = array.dtype.name, array.nbytes
         require(name in DTYPES, f"an array of {name} does not cross, only {DTYPES}")
-        limit = f"more than MAX_ARRAY={MAX_ARRAY}: send it in pieces"
-        require(size <= MAX_ARRAY, f"an array of {size} bytes, {limit}")
+        require(size <= MAX_ARRAY, f"{size} bytes are over MAX_ARRAY={MAX_ARRAY}: cut it")
         return cls(name, [*array.shape], array.tobytes())
 
     def unpack(self) -> np.ndarray:
@@ -63,14 +64,11 @@ class Array(Record):
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 # %% ../../nbs/70_messages.ipynb #e6b1864c
-Wishes = dict[str, bool | int | float | list[int] | None]
-
-
 class Add(Message):
     """A new request: its prompt [T] int32, and fields of `SamplingParams`."""
 
     token_ids: Array
-    params: Wishes
+    params: dict[str, bool | int | float | list[int] | None]
 
 
 class Abort(Message):
@@ -98,13 +96,12 @@ class Wave(Message, tag="START_DP_WAVE"):
 ToEngine = Add | Abort | Utility | Taken | Wave | Shutdown
 
 # %% ../../nbs/70_messages.ipynb #f665954b
-def wishes(params: SamplingParams) -> Wishes:
+def wishes(params: SamplingParams) -> dict[str, Any]:
     """What the engine must know of a request's parameters."""
-    said = {name: value for name, value in vars(params).items() if value is not None}
-    del said["stop"]
+    said = {name: value for name, value in vars(params).items() if name != "stop"}
     if params.seed is not None:
         said["seed"] = params.seed & (2**64 - 1)
-    return said | {"stop_token_ids": [*params.stop_token_ids]}
+    return said
 
 # %% ../../nbs/70_messages.ipynb #494ea0a7
 class Row(Record):
@@ -120,12 +117,15 @@ class Row(Record):
 
 
 class Output(Message):
-    """What step number `id` did; times in seconds."""
+    """What step number `id` did; times in seconds. `blocks`: hash -> whether such a full
+    block can be found now; `is_new`: what was said of others before is void."""
 
-    kind: Literal["PREFILL", "DECODE"]
-    num_tokens: Size  # that were computed
+    type: SequenceType
+    total_tokens_num: Size  # that were computed
     seconds: float
     rows: list[Row]
+    blocks: dict[Size, bool] = {}
+    is_new: bool = False
 
 # %% ../../nbs/70_messages.ipynb #29a0ed61
 class Ready(Message):
@@ -157,17 +157,8 @@ class Dead(Message, tag="ENGINE_DEAD"):
     why: str = ""
     is_refusal: bool = False
 
-# %% ../../nbs/70_messages.ipynb #fd097afa
-class Blocks(Message):
-    """Hashes of full blocks that can be found from step `id` on, or no longer can;
-    `is_new`: what was said before is void."""
 
-    is_new: bool
-    published: list[Size]
-    dropped: list[Size]
-
-
-FromEngine = Ready | Output | Blocks | Answer | Refused | Dead
+FromEngine = Ready | Output | Answer | Refused | Dead
 
 # %% ../../nbs/70_messages.ipynb #3326c7ba
 reader = lru_cache(msgspec.msgpack.Decoder)  # of a union of messages
@@ -195,10 +186,8 @@ def decode(frame: bytes, kind: Any) -> Any:
 # %% ../../nbs/70_messages.ipynb #48f605e5
 def read_id(frame: bytes) -> int:
     """The id of a frame that is no message; 0 if it cannot be read."""
-    try:
-        match msgspec.msgpack.decode(frame[:MAX_FRAME]):
+    with suppress(ValueError):
+        match decode(frame, Any):
             case [str(), int(id), *_]:
                 return id
-    except (msgspec.MsgspecError, RecursionError, UnicodeError):
-        pass
     return 0

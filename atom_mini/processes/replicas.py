@@ -6,58 +6,42 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections import ChainMap
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from itertools import takewhile
 from typing import Any
 
-from ..block_manager import NO_HASH, Block, PrefixIndex, compute_hash, tokens_of
-from ..config import Config
+from ..block_manager import NO_HASH, Block, PrefixIndex
 from ..engine_core import EngineCore, StepOutput
-from .engine_process import EngineLoop
-from .far_core import CoreManager, EngineDead, FarCore, FarScheduler
-from .messages import Blocks, Output, Wave
+from .far_core import CoreManager, EngineDead, FarCore
+from .messages import Output, Wave
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['FEW', 'TENTH', 'HALF', 'ROUTES', 'Replica', 'least_loaded', 'ReportingIndex', 'ReportingLoop', 'chain',
-           'longest_match', 'close_all', 'Replicas']
+__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'report_blocks', 'chain', 'longest_match',
+           'Replicas']
 
 # %% ../../nbs/73a_replicas.ipynb #ea211763
-class Replica(FarCore):
-    """A `FarCore` beside others. `hashes`: of the blocks that can be found there."""
+class Replica(CoreManager):
+    """A `CoreManager` beside others. `hashes`: of the blocks that can be found there."""
 
-    def __init__(self, config: Config, manager: CoreManager, rank: int) -> None:
-        super().__init__(config, manager)
-        self.rank, self.hashes = rank, set[int]()
-        self.num_given = 0  # requests
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.hashes, self.num_given = set[int](), 0
 
     @property
     def load(self) -> tuple[int, int]:
         """Requests that are unfinished; all that there were."""
-        return len(self.scheduler.seqs), self.num_given
+        return len(self.seqs), self.num_given
 
-    @property
-    def cause(self) -> str:
-        """Of its death, and the end of its log."""
-        return f"replica {self.rank}: {self.manager.dead}\n{self.manager.log}".rstrip()
-
-    def _use(self, message: Any) -> StepOutput | None:
-        """Hand out a step's tokens, or note what its cache holds."""
-        if isinstance(message, Output):
-            return super()._use(message)
-        if message.is_new:
+    def note(self, output: Output) -> None:
+        """What its cache holds after a step."""
+        if output.is_new:
             self.hashes.clear()
-        self.hashes.difference_update(message.dropped)
-        self.hashes.update(message.published)
-        return None
+        self.hashes.difference_update(output.blocks)
+        self.hashes.update(hash for hash, is_there in output.blocks.items() if is_there)
 
     def match(self, hashes: list[int]) -> int:
         """How many leading blocks of a prompt it has."""
-        found = (i for i, hash in enumerate(hashes) if hash not in self.hashes)
-        return next(found, len(hashes))
+        return len([*takewhile(self.hashes.__contains__, hashes)])
 
 # %% ../../nbs/73a_replicas.ipynb #84758817
 def least_loaded(replicas: list[Replica], seq: Sequence) -> Replica:
@@ -84,43 +68,25 @@ class ReportingIndex(PrefixIndex):
             self.news[block.hash] = False
         super().forget(block)
 
-    def report(self, step: int) -> Blocks | None:
-        """What has changed since the last time; None if nothing has."""
-        if not self.news and not self.is_new:
-            return None
-        there = [hash for hash, is_there in self.news.items() if is_there]
-        gone = [hash for hash, is_there in self.news.items() if not is_there]
-        message = Blocks(step, self.is_new, there, gone)
+    def report(self) -> tuple[dict[int, bool], bool]:
+        """What has changed since the last time, and whether this is a new index."""
+        told = self.news, self.is_new
         self.news, self.is_new = {}, False
-        return message
+        return told
 
 # %% ../../nbs/73a_replicas.ipynb #db2cae9a
-class ReportingLoop(EngineLoop):
-    """Tells the front which blocks can be found, if it asked for that."""
-
-    def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
-        super().__init__(core, inbox, outbox)
-        self.reports = core.config.routing == "prefix"
-        if self.reports:
-            manager = core.scheduler.block_manager
-            manager.index_type = ReportingIndex
-            manager.reset()  # nothing is in it yet
-
-    def _tell(self, step: StepOutput) -> None:
-        """Send what a step did."""
-        index: Any = self.core.scheduler.block_manager.index
-        if self.reports and (message := index.report(self.steps)):
-            self.send(message)
-        super()._tell(step)
+def report_blocks(core: EngineCore) -> None:
+    """Have it note which blocks can be found; as long as nothing is in it."""
+    manager = core.scheduler.block_manager
+    manager.index_type = ReportingIndex
+    manager.reset()
 
 # %% ../../nbs/73a_replicas.ipynb #664daca4
-def chain(seq: Sequence) -> Iterator[int]:
+def chain(seq: Sequence) -> list[int]:
     """The hashes of its full blocks, as the engine's index computes them; without the
     last token, which is always computed."""
-    hash = NO_HASH
-    for i in range((seq.num_tokens - 1) // seq.block_size):
-        hash = compute_hash(tokens_of(seq, i), hash)
-        yield hash
+    index = PrefixIndex([], seq.block_size)
+    return [index._hash(seq, i) for i in range((seq.num_tokens - 1) // seq.block_size)]
 
 # %% ../../nbs/73a_replicas.ipynb #1480ce15
 FEW, TENTH, HALF = 32, 1.1, 0.5  # requests; of the smallest load; of the prompt
@@ -132,123 +98,52 @@ def longest_match(replicas: list[Replica], seq: Sequence) -> Replica:
     low, high = emptiest.load[0], max(replica.load[0] for replica in replicas)
     if high - low > FEW and high > TENTH * low:
         return emptiest
-    hashes = [*chain(seq)]
+    hashes = chain(seq)
     best = max(replicas, key=lambda r: (r.match(hashes), -r.load[0], -r.load[1]))
     known = best.match(hashes) * seq.block_size
     return best if known > HALF * seq.num_prompt_tokens else emptiest
 
-# %% ../../nbs/73a_replicas.ipynb #9877b1e1
-ROUTES: dict[str, Callable[[list[Replica], Sequence], Replica]] = {
-    "load": least_loaded,
-    "prefix": longest_match,
-}
-
 # %% ../../nbs/73a_replicas.ipynb #9243e1f3
-def close_all(managers: list[CoreManager]) -> None:
-    """Have them all end, then wait for each."""
-    for manager in managers:
-        manager.end()
-    for manager in managers:
-        manager.close()
-
-
-class Replicas:
+class Replicas(FarCore):
     """Several engines, each in a process of its own, with the face of one core.
 
-    `orders`: model and options of each. If one dies, its requests end with "abort" and
-    the others run on; EngineDead when nobody is left, or in lockstep with the first.
+    If one dies, its requests end with "abort" and the others run on; EngineDead when
+    nobody is left, or in lockstep with the first.
     """
 
-    trace = None  # is written where the schedulers are
+    manager_type = Replica
+    causes: tuple[str, ...] = ()  # of the deaths
+    num_waves = 0
 
-    def __init__(self, config: Config, orders: list[dict[str, Any]]) -> None:
-        limits = config.ready_timeout, config.ping_timeout
-        self.bell = SimpleQueue[None]()
-        managers = [CoreManager(order, *limits, self.bell) for order in orders]
-        self.close = weakref.finalize(self, close_all, managers)
-        try:
-            for manager in managers:
-                manager.start()
-            self.replicas = [Replica(config, m, i) for i, m in enumerate(managers)]
-        except BaseException:
-            self.close()
-            raise
-        self.config, self.choose = config, ROUTES[config.routing]
-        self.causes: list[str] = []  # of the deaths
-        self.num_waves = 0
-        shortest = min(replica.scheduler.max_len for replica in self.replicas)
-        self.scheduler = FarScheduler(config, shortest)
-        seqs: Any = ChainMap(*(replica.scheduler.seqs for replica in self.replicas))
-        self.scheduler.seqs = seqs
+    def choose(self, seq: Sequence) -> Replica:
+        """By load or by prefix."""
+        rule = longest_match if self.config.routing == "prefix" else least_loaded
+        replica = rule(self.engines, seq)
+        replica.num_given += 1
+        return replica
 
-    def _bury(self, replica: Replica) -> None:
-        """Its requests end, and it gets nothing more."""
-        seqs = [*replica.scheduler.seqs.values()]
-        for seq in seqs:
-            seq.leave_reason = "abort"
-            replica.scheduler.finish(seq)
-        self.replicas.remove(replica)
-        self.causes.append(replica.cause)
-        warnings.warn(f"{len(seqs)} requests end with {replica.cause}", stacklevel=5)
+    def _use(self, engine: Any, output: Any) -> StepOutput:
+        """Hand out a step's tokens, after a note of what its cache holds."""
+        engine.note(output)
+        return super()._use(engine, output)
 
     def check_alive(self) -> None:
         """Bury the dead. EngineDead if nobody is left, or in lockstep if one has died."""
-        dead = [r for r in self.replicas if r.manager.dead is not None]
-        if dead and (self.config.lockstep or len(dead) == len(self.replicas)):
-            for replica in self.replicas:
-                replica.manager.end(grace=0.5)
+        dead = [engine for engine in self.engines if engine.dead is not None]
+        if dead and (self.config.lockstep or len(dead) == len(self.engines)):
+            for engine in self.engines:
+                engine.end(grace=0.5)
             self.close()  # then each has said why
-            causes = self.causes + [replica.cause for replica in self.replicas]
-            raise EngineDead("the engines' processes are dead: " + "\n".join(causes))
-        for replica in dead:
-            self._bury(replica)
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence with one of them; ValueError if it can never run."""
-        self.scheduler.check(seq)
-        while seq.id not in self.scheduler.seqs:
-            self.check_alive()
-            replica = self.choose(self.replicas, seq)
-            with suppress(EngineDead):
-                replica.add(seq)
-                replica.num_given += 1
-        self.wake()
+            raise EngineDead("\n".join([*self.causes, *(str(e.dead) for e in self.engines)]))
+        for engine in dead:
+            lost = [self.abort(request_id) for request_id in [*engine.seqs]]
+            self.engines.remove(engine)
+            self.causes += (str(engine.dead),)
+            warnings.warn(f"{len(lost)} requests end: {engine.dead}", stacklevel=4)
 
     def wake(self) -> None:
-        """In lockstep, wake them all: somebody may have something to do."""
+        """In lockstep, before it waits, wake them all: somebody may have something to do."""
         if self.config.lockstep:
             self.num_waves += 1
-            for replica in self.replicas:
-                replica.manager.tell(Wave(self.num_waves))
-
-    def abort(self, request_id: int) -> Sequence | None:
-        """Take a request back; None if it is in no engine."""
-        found = (replica.abort(request_id) for replica in self.replicas)
-        return next((seq for seq in found if seq is not None), None)
-
-    def is_finished(self) -> bool:
-        return not self.scheduler.seqs
-
-    def step(self, stream: bool = True) -> StepOutput | None:
-        """Wait for the results of a step of any of them; None if there is nothing to wait
-        for."""
-        while self.scheduler.seqs or any(r.manager.messages for r in self.replicas):
-            self.check_alive()
-            replica = max(self.replicas, key=lambda r: len(r.manager.messages))
-            if not replica.manager.messages:
-                try:
-                    self.bell.get(timeout=1)
-                except Empty:
-                    self.wake()
-                continue
-            taken, done = replica.taken, replica.use_next()
-            if replica.taken != taken:
-                self.wake()  # it may have been too far ahead
-            if done:
-                return done if stream else done._replace(seqs=[])
-        return None
-
-    def metrics(self) -> dict[str, int | float]:
-        """What is in all of them: requests, free blocks, steps."""
-        found = [replica.metrics() for replica in self.replicas]
-        return {name: sum(values[name] for values in found) for name in found[0]}
+            for engine in self.engines:
+                engine.tell(Wave(self.num_waves))

@@ -24,10 +24,10 @@ from typing import Any
 
 from report import OtherLoad, machine, print_table, write_json
 
-from atom_mini import LLM, Config, SamplingParams
-from atom_mini.processes.far_core import EngineDead, FarScheduler
+from atom_mini import LLM, SamplingParams
+from atom_mini.processes.far_core import EngineDead, FarCore
 from atom_mini.processes.messages import FromEngine, Output, Row, decode, encode
-from atom_mini.sequence import Sequence
+from atom_mini.sequence import Sequence, SequenceType
 
 BATCHES = (1, 64, 256)
 LENGTH = 48  # tokens
@@ -36,7 +36,7 @@ import time
 from atom_mini import Config
 from atom_mini.processes.far_core import FarCore
 core = FarCore(Config("tiny", engine_process=True, device="cpu", num_kvcache_blocks=8))
-print(core.manager.process.pid, flush=True)
+print(core.engines[0].process.pid, flush=True)
 time.sleep(60)
 """
 
@@ -61,12 +61,12 @@ def step_ms(llm: LLM, count: int) -> float:
 
 def message_ms(count: int) -> float:
     """Median milliseconds for a step's results: there, and into their sequences."""
-    books, times = FarScheduler(Config("tiny"), 2048), []
+    books, times = FarCore.__new__(FarCore), []  # without an engine
     seqs = [Sequence([1, 2, 3], 16) for _ in range(count)]
     for place in range(LENGTH):
         start = time.perf_counter()
         rows = [Row(seq.id, place, [5], 0, None) for seq in seqs]
-        output = decode(encode(Output(place, "DECODE", count, 0.0, rows)), FromEngine)
+        output = decode(encode(Output(place, SequenceType.DECODE, count, 0.0, rows)), FromEngine)
         for seq, row in zip(seqs, output.rows, strict=True):
             books.take(seq, row)
         times.append(1e3 * (time.perf_counter() - start))
@@ -80,7 +80,7 @@ def blow_seconds(blow: Callable[[int], object], **more: Any) -> float:
         llm.add_request("Once", SamplingParams(max_tokens=90, ignore_eos=True))
         llm.step()
         start = time.perf_counter()
-        blow(core.manager.process.pid)
+        blow(core.engines[0].process.pid)
         try:
             while llm.step():
                 pass
