@@ -36,9 +36,7 @@ class Argument(Bytes):
 
     def __init__(self, name: str, address: int, size: int) -> None:
         self.name, self.first, self.end = name, address, address + size
-        self.origin = address & ~3
-        aligned = (self.end - self.origin + 3) & ~3
-        super().__init__(np.ctypeslib.as_array((ctypes.c_uint8 * aligned).from_address(self.origin)))
+        super().__init__(np.ctypeslib.as_array((ctypes.c_uint8 * (size + 3 & ~3)).from_address(address)))
 
 
 class Arguments:
@@ -52,9 +50,9 @@ class Arguments:
         low, high = int(addresses.min()), int(addresses.max()) + size
         for found in self.arguments:
             if found.first <= low and high <= found.end:
-                return found, (addresses - np.uint64(found.origin)).astype(np.int64)
+                return found, addresses - found.first
         near = min(self.arguments, key=lambda a: max(a.first - low, low - a.end))
-        outside = (addresses < np.uint64(near.first)) | (addresses > np.uint64(near.end - size))
+        outside = (addresses < near.first) | (addresses > near.end - size)
         raise Fault(f"bounds: {outside.sum()} lanes reach {size} bytes at {int(addresses[outside][0]) - near.first:+d} "
                     f"from the start of {near.name}, whose storage has {near.end - near.first}")  # fmt: skip
 
@@ -111,10 +109,8 @@ class Lds(Bytes):
             others = (others | readers) & changed
             self.written[byte[changed]], self.writer[byte[changed]] = self.period, wave
         if others.any():
-            self.complain(int(byte[others][0]), words is not None)
-
-    def complain(self, byte: int, writes: bool) -> None:
-        wrote = self.written[byte] == self.period and self.writer[byte] not in (self.wave, -1)
-        other = f"wave {self.writer[byte]} wrote" if wrote else "another wave read"
-        raise Fault(f"race: wave {self.wave} {'writes' if writes else 'reads'} byte {byte} of LDS, "
-                    f"which {other} since the last barrier")  # fmt: skip
+            first = int(byte[others][0])
+            wrote = self.written[first] == self.period and self.writer[first] not in (wave, -1)
+            other = f"wave {self.writer[first]} wrote" if wrote else "another wave read"
+            raise Fault(f"race: wave {wave} {'reads' if words is None else 'writes'} byte {first} of LDS, "
+                        f"which {other} since the last barrier")  # fmt: skip

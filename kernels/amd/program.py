@@ -6,13 +6,13 @@ import copy
 import functools
 from collections.abc import Callable
 
-from . import crosslane, loads, matrix, packed, scalar, vector
+from . import crosslane, loads, matrix, scalar, vector
 from .machine import BARRIER, SCALARS, Fault, Step, Wave
 from .operands import used
 from .text import Assembly, Instruction, Unknown, read_assembly
 
 Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
-ROOMS = (matrix.build, packed.build, crosslane.build, loads.build, vector.build)
+ROOMS = (matrix.build, crosslane.build, loads.build, vector.build)
 KINDS = ("matrix", "memory", "LDS", "scalar", "vector")
 MAX_JUMPS = 100_000  # of one wave, before it is called endless
 
@@ -47,7 +47,8 @@ class Program:
             step = step or room(i)
         if step is None:
             raise Unknown(i.name)
-        i.done()
+        if i.modifiers:
+            raise Unknown(f"modifier {' '.join(i.modifiers)}")
         return step
 
     @staticmethod
