@@ -23,7 +23,7 @@ sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no in
 
 from amd.group import run_group  # noqa: E402
 from amd.machine import TARGETS, UNSET, Fault, Wave  # noqa: E402
-from amd.memory import Argument, Arguments, Lds, Scratch  # noqa: E402
+from amd.memory import Argument, Arguments, Bytes, Lds, unset  # noqa: E402
 from amd.program import Program  # noqa: E402
 from amd.text import Assembly, read_assembly  # noqa: E402
 
@@ -58,7 +58,7 @@ def execute(
     """A wave after these lines; `v` and `s` are its registers before, `memory` is at the address in s[0:1]."""
     lanes, code = TARGETS[target].lanes, program(target, *lines)
     known = [] if memory is None else [Argument("x_ptr", memory.ctypes.data, memory.nbytes)]
-    wave = Wave(0, lanes, Arguments(known), Lds(2048, 1), Scratch(16, lanes))
+    wave = Wave(0, lanes, Arguments(known), Lds(2048, 1), Bytes(unset(16 * lanes)))
     for n, value in (v or {}).items():
         wave.v[n] = [bits(x) for x in value] if isinstance(value, (list, tuple)) else np.asarray(
             bits(value) if isinstance(value, (int, float)) else value

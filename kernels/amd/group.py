@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .machine import ALL, UNSET, Wave
-from .memory import Argument, Arguments, Lds, Scratch
+from .memory import Argument, Arguments, Bytes, Lds, unset
 from .program import Program, Watch, program_of
 from .text import Assembly
 
@@ -34,8 +34,8 @@ def run_group(
 ) -> np.ndarray:  # fmt: skip
     """How often the waves of a workgroup executed each instruction."""
     counts, lanes, directives = [0] * len(program.steps), program.target.lanes, program.assembly.directives
-    shared, private = Lds(lds, threads // lanes), directives["private_segment_fixed_size"]
-    waves = [Wave(n, lanes, memory, shared, Scratch(private, lanes)) for n in range(threads // lanes)]
+    shared, private = Lds(lds, threads // lanes), directives["private_segment_fixed_size"] * lanes
+    waves = [Wave(n, lanes, memory, shared, Bytes(unset(private))) for n in range(threads // lanes)]
     for wave in waves:
         start(wave, directives, group, kernarg)
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Instructions on memory: LDS, global (an address in each lane), buffer (an offset into a range), scratch."""
+"""Instructions on memory: for all lanes, LDS, global (an address in each), buffer (an offset into a range), scratch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .machine import M0, UNSET, Step, Wave
+from .machine import M0, SCALARS, UNSET, Step, Wave
 from .operands import read, register, scalar, to_register
 from .text import Instruction, Unknown
 
-SIZES = {"dword": 4, "dwordx2": 8, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
-         "ushort": 2, "short": 2, "u16": 2, "b16": 2, "ubyte": 1, "u8": 1, "b8": 1}  # fmt: skip
+SIZES = {"dword": 4, "dwordx2": 8, "dwordx4": 16, "dwordx8": 32, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
+         "b256": 32, "ushort": 2, "short": 2, "u16": 2, "b16": 2, "ubyte": 1, "u8": 1, "b8": 1}  # fmt: skip
 # CDNA's names and RDNA's: ds_read2st64_b32 is ds_load_2addr_stride64_b32, global_load_short_d16 global_load_d16_b16.
 FORM = re.compile(rf"([a-z]+)_(load|store|read|write)(2|_2addr)?(st64|_stride64)?_({'|'.join(SIZES)})")
 MORE = re.compile("_d16|_hi|_lds|_tr_b16")
@@ -27,6 +27,8 @@ def build(i: Instruction) -> Step | None:
         return None
     (space, access, paired, apart, name), more = found.groups(), MORE.findall(i.name)
     is_load, size, to_lds = access in ("load", "read"), SIZES[name], "_lds" in more or i.take("lds", False)
+    if space == "s":
+        return build_scalar(i, size // 4)
     step = size * (64 if apart else 1)
     offsets = [i.take("offset0") * step, i.take("offset1") * step] if paired else [i.take("offset")]
     operands = [""] * to_lds + i.operands
@@ -43,6 +45,19 @@ def build(i: Instruction) -> Step | None:
         return build_load(places, size, data, counter, f"b16.{half}" if "_d16" in more else "b32", "_tr_b16" in more)
     sources = [register(text).first for text in [data, *others[: len(places) - 1]]]
     return build_store(places, size, sources, counter if i.target.is_cdna or space == "ds" else "", 16 * (half == "h"))
+
+
+def build_scalar(i: Instruction, words: int) -> Step:
+    """For all lanes. They come in any order, so only a wait for all of them helps."""
+    n, base, offset = register(i.operands[0], False).first, scalar(i.operands[1], "i64"), scalar(i.operands[2])
+
+    def load(w: Wave) -> None:
+        values = w.memory.read(np.array([base(w) + offset(w)]), 4 * words)[:, 0].tolist()
+        w.s[n : n + words] = [UNSET] * words
+        numbers = frozenset(range(SCALARS + n, SCALARS + n + words))
+        w.late("lgkmcnt", numbers, lambda: w.s.__setitem__(slice(n, n + words), values), "scalar")
+
+    return load
 
 
 def build_load(places: list[Place], size: int, to: str, counter: str, kind: str, transposed: bool) -> Step:
@@ -136,7 +151,7 @@ def buffer_place(at: str, others: list[str], offset: int, size: int) -> Place:
 def scratch_place(at: str, others: list[str], offset: int, size: int) -> Place:
     if {at, *others} != {"off"}:
         raise Unknown("an offset into scratch")
-    return lambda w: (w.scratch, np.arange(w.lanes) * w.scratch.size + offset, w.active)
+    return lambda w: (w.scratch, np.arange(w.lanes) * (len(w.scratch.u8) // w.lanes) + offset, w.active)
 
 
 PLACES = {"ds": lds_place, "global": global_place, "buffer": buffer_place, "scratch": scratch_place}

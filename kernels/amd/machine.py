@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from .memory import Arguments, Lds, Scratch
+    from .memory import Arguments, Bytes, Lds
 
 KINDS = {f"{kind}{bits}": np.dtype(f"{'u' if kind == 'b' else kind}{bits // 8}").type
          for kind in "fuib" for bits in (16, 32, 64)}  # fmt: skip
@@ -51,7 +51,7 @@ class Wave:
     s: scalar registers as whole numbers; exec, one bit a lane, says which lanes an instruction writes.
     """
 
-    def __init__(self, number: int, lanes: int, memory: Arguments, lds: Lds, scratch: Scratch) -> None:
+    def __init__(self, number: int, lanes: int, memory: Arguments, lds: Lds, scratch: Bytes) -> None:
         self.number, self.lanes, self.memory, self.lds, self.scratch = number, lanes, memory, lds, scratch
         self.v = np.full((512, lanes), UNSET, np.uint32)
         self.v[0] = number * lanes + np.arange(lanes)

@@ -9,6 +9,10 @@ import numpy as np
 from .machine import UNSET, Fault
 
 
+def unset(size: int) -> np.ndarray:
+    return np.full((size + 3) // 4, UNSET, np.uint32).view(np.uint8)
+
+
 class Bytes:
     """Memory that is read and written at a byte offset in each lane."""
 
@@ -66,24 +70,19 @@ class Arguments:
         argument.write(at, words, size)
 
 
-class Scratch(Bytes):
-    """A wave's own memory, `size` bytes for each lane: where registers are spilled."""
-
-    def __init__(self, size: int, lanes: int) -> None:
-        super().__init__(np.full(size * lanes // 4, UNSET, np.uint32).view(np.uint8))
-        self.size = size
-
-
 class Lds(Bytes):
     """What the waves of a workgroup share. The check `race`: a byte that a wave changes is no other wave's before the
     next barrier. (Threads that hold copies may all write the same.)"""
 
     def __init__(self, size: int, waves: int) -> None:
-        super().__init__(np.full((size + 3) // 4, UNSET, np.uint32).view(np.uint8))
+        super().__init__(unset(size))
         self.size, self.is_shared = size, waves > 1
         self.wave, self.period = 0, 1  # which one runs; between which two barriers
-        self.written, self.seen = np.zeros((2, len(self.u8)), np.int32)  # the period in which a byte was last
-        self.writer, self.reader = np.full((2, len(self.u8)), -1, np.int16)  # and by which wave; reader -1: several
+        self.written, self.seen = np.zeros((2, len(self.u8)), np.int64)  # when and by whom a byte last was: `stamp`
+
+    def stamp(self, wave: int) -> int:
+        """A wave in this period; wave 255: several."""
+        return self.period << 8 | wave
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:
         self.check(at, size, None)
@@ -99,18 +98,17 @@ class Lds(Bytes):
             raise Fault(f"bounds: {size} bytes at {int(at.max())} of {self.size} bytes of LDS")
         if not self.is_shared:
             return
-        byte, wave = at[:, None] + np.arange(size), self.wave
-        others = (self.written[byte] == self.period) & (self.writer[byte] != wave)
-        readers = (self.seen[byte] == self.period) & (self.reader[byte] != wave)
+        byte, mine = at[:, None] + np.arange(size), self.stamp(self.wave)
+        written, seen = self.written[byte], self.seen[byte]
+        others, readers = ((last >= self.stamp(0)) & (last != mine) for last in (written, seen))
         if words is None:
-            self.seen[byte], self.reader[byte] = self.period, np.where(readers, -1, wave)
+            self.seen[byte] = np.where(readers, self.stamp(255), mine)
         else:
             changed = self.u8[byte] != np.ascontiguousarray(words.T).view(np.uint8)[:, :size]
             others = (others | readers) & changed
-            self.written[byte[changed]], self.writer[byte[changed]] = self.period, wave
+            self.written[byte[changed]] = mine
         if others.any():
-            first = int(byte[others][0])
-            wrote = self.written[first] == self.period and self.writer[first] not in (wave, -1)
-            other = f"wave {self.writer[first]} wrote" if wrote else "another wave read"
-            raise Fault(f"race: wave {wave} {'reads' if words is None else 'writes'} byte {first} of LDS, "
-                        f"which {other} since the last barrier")  # fmt: skip
+            last, verb = int(written[others][0]), "reads" if words is None else "writes"
+            other = "another wave read" if last < self.stamp(0) or last == mine else f"wave {last & 255} wrote"
+            where = f"byte {byte[others][0]} of LDS"
+            raise Fault(f"race: wave {self.wave} {verb} {where}, which {other} since the last barrier")

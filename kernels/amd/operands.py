@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,11 +58,9 @@ def constant(text: str, kind: str) -> int:
     try:
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
             return int(text, 0) & (1 << int(kind[1:])) - 1
-        value = float(text)
+        return int(np.array(float(text), KINDS["f" + kind[1:]]).view(KINDS["u" + kind[1:]]))
     except ValueError:
         raise Unknown(f"operand {text}") from None
-    number, bits = {"16": "eH", "32": "fI", "64": "dQ"}[kind[1:]]
-    return struct.unpack("<" + bits, struct.pack("<" + number, value))[0]
 
 
 def read(text: str, kind: str, part: str = "DWORD") -> Read:
@@ -108,16 +105,15 @@ def write(text: str, kind: str, is_cdna: bool, part: str = "DWORD") -> Write:
     if kind == "mask":
         put = set_scalar(text)
         unset = UNSET << 32 | UNSET
-        return lambda w, x: put(w, unset if x is None else to_mask(np.broadcast_to(x, w.lanes) & w.active))
+        return lambda w, x: put(w, unset if x is None else to_mask(x & w.active))
     (_, n, _, half), dtype, (at, bits) = register(text), KINDS[kind], PARTS[part]
     if part != "DWORD" and (bits != 16 or not kind.endswith("16")):
         raise Unknown(f"{part} of the result")
-    if kind.endswith("32"):
-        return lambda w, x: w.put(kind, n, x)
-    if kind.endswith("16") and (half or not is_cdna):
-        return lambda w, x: w.put(f"{kind}.{half or 'l'}", n, x)
-    if kind.endswith("16"):
+    if kind.endswith("16") and is_cdna and not half:
         return lambda w, x: w.put("u32", n, np.asarray(x, dtype).view(np.uint16).astype(np.uint32) << at)
+    if not kind.endswith("64"):
+        row = kind if kind.endswith("32") else f"{kind}.{half or 'l'}"
+        return lambda w, x: w.put(row, n, x)
 
     def pair(w: Wave, x: Any) -> None:
         low = np.asarray(x, dtype).view(np.uint64)

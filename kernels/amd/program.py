@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 
 from . import crosslane, loads, matrix, scalar, vector
@@ -13,16 +14,13 @@ from .text import Assembly, Instruction, Unknown, read_assembly
 
 Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
 ROOMS = (matrix.build, crosslane.build, loads.build, vector.build)
-KINDS = ("matrix", "memory", "LDS", "scalar", "vector")
+KINDS = {"matrix": "v_mfma|v_wmma", "memory": "s_load|global|buffer|scratch", "LDS": "ds", "scalar": "s", "vector": "v"}
 MAX_JUMPS = 100_000  # of one wave, before it is called endless
 
 
 def kind_of(text: str) -> str:
     """What an instruction has to do with: one of `KINDS`."""
-    if text.startswith(("v_mfma", "v_wmma")):
-        return "matrix"
-    first = "" if text.startswith("s_load") else text.split("_")[0]
-    return {"ds": "LDS", "s": "scalar", "v": "vector"}.get(first, "memory")
+    return next((kind for kind, names in KINDS.items() if re.match(names, text)), "")
 
 
 class Program:

@@ -1,21 +1,17 @@
-"""One value for all lanes: whole numbers, branches, waits, barriers, constants from memory."""
+"""One value for all lanes: whole numbers, branches, waits, barriers."""
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from .machine import BARRIER, END, SCALARS, UNSET, VCC, Fault, Step, Wave
-from .operands import scalar, set_scalar, signed, to_register
+from .machine import BARRIER, END, VCC, Fault, Step, Wave
+from .operands import scalar, set_scalar, signed
 from .text import Instruction, Unknown
 
 # What changes times, caches or what a debugger sees, but no result.
 WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg)|buffer_gl0_inv")
-WORDS = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "b32": 1, "b64": 2, "b128": 4, "b256": 8}
 
 
 def extract(x: int, field: int) -> int:
@@ -41,11 +37,13 @@ OTHERS: dict[str, Operation] = {  # scc stays
     "mov": lambda x, y, c, n: y, "cselect": lambda x, y, c, n: x if c else y,
     "mul": lambda x, y, c, n: x * y, "mul_hi": lambda x, y, c, n: x * y >> 32,
 }  # fmt: skip
-OPERATIONS = BITS | SUMS | OTHERS
-TESTS: dict[str, Callable[[int, int], Any]] = {  # the result goes to scc; min and max also choose
-    "cmp_eq": operator.eq, "cmp_lg": operator.ne, "cmp_gt": operator.gt, "cmp_ge": operator.ge, "cmp_lt": operator.lt,
-    "bitcmp0": lambda x, n: not x >> (n & 31) & 1, "min": operator.lt, "max": operator.ge,
+TESTS: dict[str, Operation] = {  # scc: what they say; the result is x or y, if there is one
+    "cmp_eq": lambda x, y, c, n: x == y, "cmp_lg": lambda x, y, c, n: x != y, "cmp_lt": lambda x, y, c, n: x < y,
+    "cmp_gt": lambda x, y, c, n: x > y, "cmp_ge": lambda x, y, c, n: x >= y,
+    "bitcmp0": lambda x, y, c, n: not x >> (y & 31) & 1,
+    "min": lambda x, y, c, n: x < y, "max": lambda x, y, c, n: x >= y,
 }  # fmt: skip
+OPERATIONS = BITS | SUMS | OTHERS | TESTS
 BRANCHES: dict[str, Callable[[Wave], Any]] = {
     "branch": lambda w: True, "cbranch_scc0": lambda w: not w.scc, "cbranch_scc1": lambda w: w.scc,
     "cbranch_vccz": lambda w: not vcc(w), "cbranch_vccnz": lambda w: vcc(w),
@@ -75,36 +73,25 @@ def build(i: Instruction, labels: dict[str, int]) -> Step | None:
         number, name = int(operands[1], 0) & 0xFFFF, short[1] + short[2]
         operands[1] = str(signed(number, 16) if name.endswith("i32") else number)
     operation, _, kind = name.rpartition("_")
-    if operation == "load":
-        return build_load(i, kind)
     if found := re.fullmatch(r"(\w+)_(save|wr)exec", operation):
         return build_mask(BITS[found[1]], found[2], operands)
     operation = name if name in BITS else operation
-    x, y = (scalar(text, kind) for text in operands[-2:])
-    if operation in TESTS:
-        return build_test(TESTS[operation], x, y, set_scalar(operands[0]) if len(operands) > 2 else None)
-    return build_operation(operation, kind, x, y, set_scalar(operands[0])) if operation in OPERATIONS else None
+    return build_operation(operation, kind, operands) if operation in OPERATIONS else None
 
 
-def build_operation(name: str, kind: str, x: Callable, y: Callable, to: Callable) -> Step:
-    f, bits = OPERATIONS[name], int(kind[1:])
+def build_operation(name: str, kind: str, operands: list[str]) -> Step:
+    f, bits, (x, y) = OPERATIONS[name], int(kind[1:]), (scalar(text, kind) for text in operands[-2:])
     full, low = (1 << bits) - 1, -(1 << bits - 1) if kind[0] == "i" else 0
+    to = set_scalar("null" if "cmp" in name else operands[0])
 
-    def run(w: Wave) -> None:
-        value = f(x(w), y(w), w.scc, bits)
-        to(w, value & full)
-        if name not in OTHERS:
-            w.scc = int(value & full != 0 if name in BITS else not low <= value <= low + full)
-
-    return run
-
-
-def build_test(f: Callable, x: Callable, y: Callable, to: Callable | None) -> Step:
     def run(w: Wave) -> None:
         first, second = x(w), y(w)
-        w.scc = int(f(first, second))
-        if to:
-            to(w, first if w.scc else second)
+        value = f(first, second, w.scc, bits)
+        if name in TESTS:
+            w.scc, value = int(value), first if value else second
+        elif name not in OTHERS:
+            w.scc = int(value & full != 0 if name in BITS else not low <= value <= low + full)
+        to(w, value & full)
 
     return run
 
@@ -139,17 +126,3 @@ def barrier(w: Wave) -> int:
     if any(late.kind == "store" for late in w.under_way["lgkmcnt"]):
         raise Fault("late: this wave still writes to LDS, and nothing waited for it before the barrier")
     return BARRIER
-
-
-def build_load(i: Instruction, kind: str) -> Step:
-    """Scalar loads come in any order, so only a wait for all of them helps."""
-    words, n = WORDS[kind], to_register(i.operands[0]).first
-    base, offset, more = scalar(i.operands[1], "i64"), scalar(i.operands[2]), i.take("offset")
-
-    def run(w: Wave) -> None:
-        values = w.memory.read(np.array([base(w) + offset(w) + more]), 4 * words)[:, 0].tolist()
-        w.s[n : n + words] = [UNSET] * words
-        numbers = frozenset(range(SCALARS + n, SCALARS + n + words))
-        w.late("lgkmcnt", numbers, lambda: w.s.__setitem__(slice(n, n + words), values), "scalar")
-
-    return run

@@ -20,7 +20,7 @@ F32, F64, I64, U32, U64 = np.float32, np.float64, np.int64, np.uint32, np.uint64
 
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Rounded once, when it is written."""
-    return F64(a) * b + c
+    return a.astype(F64) * b + c
 
 
 def to_f16(x: Any) -> Any:
