@@ -104,8 +104,7 @@ def write(text: str, kind: str, is_cdna: bool, part: str = "DWORD") -> Write:
     computed). CDNA clears the other half of a register, RDNA leaves it."""
     if kind == "mask":
         put = set_scalar(text)
-        unset = UNSET << 32 | UNSET
-        return lambda w, x: put(w, unset if x is None else to_mask(x & w.active))
+        return lambda w, x: put(w, UNSET << 32 | UNSET if x is None else to_mask(x & w.active))
     (_, n, _, half), dtype, (at, bits) = register(text), KINDS[kind], PARTS[part]
     if part != "DWORD" and (bits != 16 or not kind.endswith("16")):
         raise Unknown(f"{part} of the result")

@@ -43,10 +43,8 @@ class Program:
         step = scalar.build(i, self.assembly.labels)
         for room in ROOMS:
             step = step or room(i)
-        if step is None:
-            raise Unknown(i.name)
-        if i.modifiers:
-            raise Unknown(f"modifier {' '.join(i.modifiers)}")
+        if step is None or i.modifiers:
+            raise Unknown(" ".join([i.name, *i.modifiers]))
         return step
 
     @staticmethod

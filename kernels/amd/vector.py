@@ -42,11 +42,11 @@ def extract(x: Any, at: Any, size: Any) -> Any:
 
 def choose_bytes(high: Any, low: Any, selector: Any) -> Any:
     """v_perm: each byte of the selector names a byte of the eight, a byte full of a sign, 0 or 255."""
-    high, low, selector = (np.array(x)[..., None] for x in np.broadcast_arrays(high, low, selector))
-    data = np.concatenate([low, high], -1).view(np.uint8)
-    ends = np.zeros_like(data[..., :2]) + np.array([0, 255], np.uint8)
-    table = np.concatenate([data, (data[..., 1::2] >> 7) * np.uint8(255), ends], -1)
-    return np.take_along_axis(table, np.minimum(selector.view(np.uint8), 13), -1).view(U32)[..., 0]
+    data = np.atleast_1d(U64(low) | U64(high) << U64(32))[:, None].view(np.uint8)
+    ends = np.zeros_like(data[:, :2]) + np.array([0, 255], np.uint8)
+    table = np.concatenate([data, (data[:, 1::2] >> 7) * np.uint8(255), ends], 1)
+    chosen = np.minimum(np.atleast_1d(selector)[:, None].view(np.uint8), 13)
+    return table[np.arange(len(table))[:, None], chosen].view(U32)[:, 0]
 
 
 def fix_quotient(quotient: Any, below: Any, above: Any) -> Any:
@@ -67,7 +67,7 @@ def unscale(a: Any, b: Any, c: Any, scaled: Any) -> Any:
 
 def scale(x: Any, below: Any, above: Any) -> tuple[Any, Any]:
     """v_div_scale: a factor of 2**64 or 2**-64 for a division whose steps would leave the range of float32."""
-    x, below, above = np.broadcast_arrays(F64(x), F64(below), F64(above))
+    x, below, above = F64(x), F64(below), F64(above)
     larger, smaller = np.ldexp(x, 64), np.ldexp(x, -64)
     up_below, up_above = np.where(x == below, larger, x), np.where(x == above, larger, x)
     tiny, inverse = (np.abs(above / below) < 2.0**-126) & (above != 0), np.abs(1 / below) < 2.0**-126
