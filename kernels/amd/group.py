@@ -41,7 +41,7 @@ def run_group(
     with np.errstate(all="ignore"):
         while waves:
             waves = [wave for wave in waves if program.run(wave, counts, watch, strict)]
-            shared.period += 1
+            shared.barrier()
     return np.array(counts)
 
 

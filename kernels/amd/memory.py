@@ -77,12 +77,12 @@ class Lds(Bytes):
     def __init__(self, size: int, waves: int) -> None:
         super().__init__(unset(size))
         self.size, self.is_shared = size, waves > 1
-        self.wave, self.period = 0, 1  # which one runs; between which two barriers
-        self.written, self.seen = np.zeros((2, len(self.u8)), np.int64)  # when and by whom a byte last was: `stamp`
+        self.wave = 0  # which one runs
+        # By which one a byte was since the last barrier, from 1 on; 0: by none, 255: by several.
+        self.written, self.seen = np.zeros((2, len(self.u8)), np.uint8)
 
-    def stamp(self, wave: int) -> int:
-        """A wave in this period; wave 255: several."""
-        return self.period << 8 | wave
+    def barrier(self) -> None:
+        self.written[:] = self.seen[:] = 0
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:
         self.check(at, size, None)
@@ -98,17 +98,17 @@ class Lds(Bytes):
             raise Fault(f"bounds: {size} bytes at {int(at.max())} of {self.size} bytes of LDS")
         if not self.is_shared:
             return
-        byte, mine = at[:, None] + np.arange(size), self.stamp(self.wave)
+        byte, mine = at[:, None] + np.arange(size), self.wave + 1
         written, seen = self.written[byte], self.seen[byte]
-        others, readers = ((last >= self.stamp(0)) & (last != mine) for last in (written, seen))
+        others, readers = (written != 0) & (written != mine), (seen != 0) & (seen != mine)
         if words is None:
-            self.seen[byte] = np.where(readers, self.stamp(255), mine)
+            self.seen[byte] = np.where(readers, 255, mine)
         else:
             changed = self.u8[byte] != np.ascontiguousarray(words.T).view(np.uint8)[:, :size]
             others = (others | readers) & changed
             self.written[byte[changed]] = mine
         if others.any():
-            last, verb = int(written[others][0]), "reads" if words is None else "writes"
-            other = "another wave read" if last < self.stamp(0) or last == mine else f"wave {last & 255} wrote"
+            last, verb = written[others][0], "reads" if words is None else "writes"
+            other = "another wave read" if last in (0, mine) else f"wave {last - 1} wrote"
             where = f"byte {byte[others][0]} of LDS"
             raise Fault(f"race: wave {self.wave} {verb} {where}, which {other} since the last barrier")
