@@ -8,10 +8,10 @@ Read it as the description of a machine, a room after the other:
     operands    how an instruction reads and writes: registers, constants, halves, signs
     scalar      one value for all lanes; branches, waits, barriers
     vector      one value for each lane: the table of arithmetic, comparisons, carries, division
-    packed      two values in each lane
+    packed      two instructions in one
     crosslane   values that move between lanes
     matrix      tiles spread over the lanes
-    loads       instructions on memory
+    loads       instructions on memory: constants, LDS, global, buffer, scratch
     program     an instruction finds its room; a program runs from barrier to barrier
     group       the waves of a workgroup; a launch
     launch      in place of a GPU: Triton's launches on CPU tensors

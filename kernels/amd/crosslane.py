@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from .machine import Step, Wave
-from .operands import read, scalar, set_scalar, vector
+from .operands import Read, Write, read, register, scalar, set_scalar
 from .text import Instruction, Unknown
 
 # DPP: (lane, the number given) -> the lane that it reads, and whether there is one. Rows have 16 lanes.
@@ -21,37 +22,43 @@ PATTERNS: dict[str, Callable] = {
 }
 
 
-def dpp_lanes(i: Instruction) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """[lanes]: which lane each reads, whether there is one, whether the lane may be written."""
-    names = [name for name in PATTERNS if name in i.modifiers]
-    if not names:
-        return None
-    lane = np.arange(i.target.lanes)
-    source, exists = PATTERNS[names[0]](lane, i.take(names[0]))
-    exists = np.broadcast_to(exists, lane.shape)
-    written = i.take("row_mask", 15) >> (lane >> 4) & i.take("bank_mask", 15) >> (lane >> 2 & 3) & 1
-    return np.where(exists, source, 0), exists, written.astype(bool)
+def dpp(i: Instruction, pattern: str, get: Read, kind: str) -> tuple[Read, Write]:
+    """The first source comes from another lane; where there is none, it is 0 or the lane is not written."""
+    lane, zero, n = np.arange(i.target.lanes), bool(i.take("bound_ctrl")), register(i.operands[0]).first
+    source, exists = PATTERNS[pattern](lane, i.take(pattern))
+    source = np.where(exists, source, 0)
+    written = (i.take("row_mask", 15) >> (lane >> 4) & i.take("bank_mask", 15) >> (lane >> 2 & 3) & 1).astype(bool)
+    if not kind.endswith("32"):
+        raise Unknown("DPP on halves")
+
+    def moved(w: Wave) -> Any:
+        x = get(w)[source]
+        return np.where(exists & w.active[source], x, x.dtype.type(0))
+
+    return moved, lambda w, x: w.put(kind, n, x, w.active & written & (zero | exists & w.active[source]))
 
 
 def build(i: Instruction) -> Step | None:
     name = i.name.removeprefix("v_").removesuffix("_e32").removesuffix("_e64")
-    if name == "readfirstlane_b32":
-        to, n = set_scalar(i.operands[0]), vector(i.operands[1]).first
-        return lambda w: to(w, int(w.v[n, (w.exec & -w.exec).bit_length() - 1 if w.exec else 0]))
-    if name == "readlane_b32":
-        to, n, at = set_scalar(i.operands[0]), vector(i.operands[1]).first, scalar(i.operands[2])
+    if name in ("readlane_b32", "readfirstlane_b32"):
+        to, n = set_scalar(i.operands[0]), register(i.operands[1]).first
+        at = scalar(i.operands[2]) if len(i.operands) > 2 else first_lane
         return lambda w: to(w, int(w.v[n, at(w) % w.lanes]))
     if name == "writelane_b32":
-        n, value, at = vector(i.operands[0]).first, scalar(i.operands[1]), scalar(i.operands[2])
+        n, value, at = register(i.operands[0]).first, scalar(i.operands[1]), scalar(i.operands[2])
         return lambda w: w.v[n].__setitem__(at(w) % w.lanes, value(w))
     if name in ("permlane16_swap_b32", "permlane32_swap_b32"):
         return build_swap(i, int(name[8:10]))
     return build_permute(i) if name == "permlanex16_b32" else None
 
 
+def first_lane(w: Wave) -> int:
+    return (w.exec & -w.exec).bit_length() - 1 if w.exec else 0
+
+
 def build_swap(i: Instruction, size: int) -> Step:
     """The odd rows of one register change places with the even rows of the other."""
-    first, second = (vector(x).first for x in i.operands)
+    first, second = (register(x).first for x in i.operands)
 
     def swap(w: Wave) -> None:
         if not w.full:
@@ -63,15 +70,14 @@ def build_swap(i: Instruction, size: int) -> Step:
 
 
 def build_permute(i: Instruction) -> Step:
-    """Each lane reads, from the other row of a pair, the lane that 4 bits of two scalars name."""
-    n, value, low, high = vector(i.operands[0]).first, read(i.operands[1], "u32"), *map(scalar, i.operands[2:])
-    inactive, zero = i.halves("op_sel", 0, 2)
-    lane = np.arange(i.target.lanes)
+    """Each lane reads, from the other row of a pair, the lane that 4 bits of two scalars name; be it active or not."""
+    n, value, low, high = register(i.operands[0]).first, read(i.operands[1], "u32"), *map(scalar, i.operands[2:])
+    row, shift = np.arange(i.target.lanes) & ~15 ^ 16, 4 * np.arange(16, dtype=np.uint64)
+    if i.take("op_sel") != [1, 0]:
+        raise Unknown("a permutation of some lanes")
 
     def permute(w: Wave) -> None:
-        choice = high(w) << 32 | low(w)
-        source = (lane & ~15 ^ 16) + np.array([choice >> 4 * k & 15 for k in range(16)])[lane & 15]
-        valid = w.active[source] | bool(inactive)
-        w.put("u32", n, np.where(valid, value(w)[source], 0 if zero else w.v[n]))
+        choice = np.uint64(high(w) << 32 | low(w)) >> shift & np.uint64(15)
+        w.put("u32", n, value(w)[row + np.tile(choice.astype(int), 2)])
 
     return permute

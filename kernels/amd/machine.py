@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from .memory import Arguments, Lds, Scratch
+    from .memory import Arguments, Bytes, Lds
 
-KINDS = {
-    "f16": np.float16, "u16": np.uint16, "i16": np.int16, "b16": np.uint16,
-    "f32": np.float32, "u32": np.uint32, "i32": np.int32, "b32": np.uint32,
-    "f64": np.float64, "u64": np.uint64, "i64": np.int64, "b64": np.uint64,
-}  # fmt: skip
+KINDS = {f"{kind}{bits}": np.dtype(f"{'u' if kind == 'b' else kind}{bits // 8}").type
+         for kind in "fuib" for bits in (16, 32, 64)}  # fmt: skip
 UNSET = 0xFFADFFAD  # NaN as a float32, as two float16, as two bfloat16: what nobody wrote, or has not come yet
 VCC, M0, NULL, EXEC = 106, 124, 125, 126  # scalar registers with a purpose
 ACCUMULATORS, SCALARS = 256, 512  # where the numbers of a0 and of s0 begin, in sets of registers
@@ -32,14 +29,11 @@ class Target(NamedTuple):
 
     name: str
     lanes: int
-
-    @property
-    def is_cdna(self) -> bool:
-        """gfx9: 16-bit results clear the upper half, stores count among the loads in vmcnt."""
-        return self.name.startswith("gfx9")
+    is_cdna: bool  # gfx9: 16-bit results clear the upper half, stores count among the loads in vmcnt
 
 
-TARGETS = {name: Target(name, 64) for name in ("gfx90a", "gfx942", "gfx950")} | {"gfx1100": Target("gfx1100", 32)}
+TARGETS = {name: Target(name, 64, True) for name in ("gfx90a", "gfx942", "gfx950")}
+TARGETS["gfx1100"] = Target("gfx1100", 32, False)
 
 
 class Late(NamedTuple):
@@ -57,7 +51,7 @@ class Wave:
     s: scalar registers as whole numbers; exec, one bit a lane, says which lanes an instruction writes.
     """
 
-    def __init__(self, number: int, lanes: int, memory: Arguments, lds: Lds, scratch: Scratch) -> None:
+    def __init__(self, number: int, lanes: int, memory: Arguments, lds: Lds, scratch: Bytes) -> None:
         self.number, self.lanes, self.memory, self.lds, self.scratch = number, lanes, memory, lds, scratch
         self.v = np.full((512, lanes), UNSET, np.uint32)
         self.v[0] = number * lanes + np.arange(lanes)
@@ -102,14 +96,14 @@ class Wave:
         self.under_way[counter].append(Late(registers, finish, kind))
         self.busy |= registers
 
-    def load(self, counter: str, n: int, rows: list[np.ndarray], keep: list[str] | None = None) -> None:
-        """`rows` for registers from n on (each for the kind of row in `keep`), when they are waited for."""
-        kinds, active = keep or ["b32"] * len(rows), self.active
-        for i, kind in enumerate(kinds):
-            self.put(kind, n + i, UNSET & 0xFFFF if "16" in kind else UNSET)
+    def load(self, counter: str, n: int, rows: list[np.ndarray], kind: str = "b32") -> None:
+        """`rows` for registers from n on, or for halves of them, when they are waited for."""
+        active = self.active
+        for i in range(len(rows)):
+            self.put(kind, n + i, UNSET >> 16 if "16" in kind else UNSET)
 
         def finish() -> None:
-            for i, (kind, row) in enumerate(zip(kinds, rows, strict=True)):
+            for i, row in enumerate(rows):
                 self.put(kind, n + i, row, where=active)
 
         self.late(counter, frozenset(range(n, n + len(rows))), finish)

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import numpy as np
 
 from .machine import Step, Wave
-from .operands import read, to_register, vector
+from .operands import read, register, to_register
 from .text import Instruction, Unknown
 
 
-class Layout(NamedTuple):
-    """Which number of a tile each lane holds: the i-th one of lane l is A[row[i, l], k[i, l]] or D[y[i, l], x[i, l]].
+def layout(is_wmma: bool, depth: int) -> tuple[np.ndarray, ...]:
+    """(row, k, y, x): the i-th number that lane l holds is A[row[l], k[i, l]], or D[y[i, l], x[l]].
 
-    B lies as A's mirror image does: a column where A has a row.
+    Groups of 16 lanes share a tile. MFMA's four groups hold neighbours of a row of A, and four rows of D each; WMMA's
+    two hold A twice, and D's even and odd rows. B lies as A's mirror image does: a column where A has a row.
     """
-
-    row: np.ndarray
-    k: np.ndarray
-    y: np.ndarray
-    x: np.ndarray
-
-
-def mfma_layout(size: int, depth: int) -> Layout:
-    """64 lanes; each holds a row's `depth / groups` neighbours, and four rows of a column at a time."""
-    lane, groups = np.arange(64), 64 // size
-    held, out = np.arange(depth // groups)[:, None], np.arange(size * size // 64)[:, None]
-    row, k = np.broadcast_arrays(lane % size, lane // size * (depth // groups) + held)
-    y, x = np.broadcast_arrays(out // 4 * 4 * groups + lane // size * 4 + out % 4, lane % size)
-    return Layout(row, k, y, x)
-
-
-def wmma_layout(size: int, depth: int) -> Layout:
-    """32 lanes; the second 16 hold A and B once more, and the odd rows of D."""
-    lane = np.arange(32)
-    row, k = np.broadcast_arrays(lane % 16, np.arange(depth)[:, None])
-    y, x = np.broadcast_arrays(2 * np.arange(8)[:, None] + lane // 16, lane % 16)
-    return Layout(row, k, y, x)
+    group, x = np.divmod(np.arange(32 if is_wmma else 64), 16)
+    if is_wmma:
+        return x, np.arange(depth)[:, None] + 0 * group, 2 * np.arange(8)[:, None] + group, x
+    return x, np.arange(depth // 4)[:, None] + group * (depth // 4), np.arange(4)[:, None] + 4 * group, x
 
 
 def numbers(v: np.ndarray, kind: str, flush: bool) -> np.ndarray:
@@ -54,18 +36,18 @@ def numbers(v: np.ndarray, kind: str, flush: bool) -> np.ndarray:
 
 
 def build(i: Instruction) -> Step | None:
-    found = re.fullmatch(r"v_(mfma|wmma)_f32_(16|32)x\2x(\d+)_?(bf16|f16|f32)(?:_1k)?(?:_e64)?", i.name)
+    found = re.fullmatch(r"v_(mfma|wmma)_f32_16x16x(\d+)_?(bf16|f16|f32)(?:_1k)?", i.name)
     if not found:
         return None
-    is_wmma, size, depth, kind = found[1] == "wmma", int(found[2]), int(found[3]), found[4]
-    layout = (wmma_layout if is_wmma else mfma_layout)(size, depth)
-    d, a, b = (vector(text) for text in i.operands[:3])
+    is_wmma, depth, kind = found[1] == "wmma", int(found[2]), found[3]
+    row, k, y, x = layout(is_wmma, depth)
+    d, a, b = (register(text) for text in i.operands[:3])
     c, constant = to_register(i.operands[3]), read(i.operands[3], "f32")
     flush = i.target.name == "gfx90a" and kind != "f32"
 
     def tile(w: Wave, n: int, count: int) -> np.ndarray:
-        held, out = numbers(w.v[n : n + count], kind, flush), np.empty((size, depth))
-        out[layout.row, layout.k] = held
+        held, out = numbers(w.v[n : n + count], kind, flush), np.empty((16, depth))
+        out[row, k] = held
         if is_wmma and (held[:, :16].view(np.uint32) != held[:, 16:].view(np.uint32)).any():
             raise Unknown("halves of a wave that hold different tiles")
         return out
@@ -73,6 +55,6 @@ def build(i: Instruction) -> Step | None:
     def run(w: Wave) -> None:
         product = tile(w, a.first, a.count) @ tile(w, b.first, b.count).T
         before = w.rows["f32"][c.first : c.first + c.count] if c else constant(w)
-        w.rows["f32"][d.first : d.first + d.count] = product[layout.y, layout.x] + before
+        w.rows["f32"][d.first : d.first + d.count] = product[y, x] + before
 
     return run

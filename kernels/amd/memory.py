@@ -9,6 +9,10 @@ import numpy as np
 from .machine import UNSET, Fault
 
 
+def unset(size: int) -> np.ndarray:
+    return np.full((size + 3) // 4, UNSET, np.uint32).view(np.uint8)
+
+
 class Bytes:
     """Memory that is read and written at a byte offset in each lane."""
 
@@ -36,9 +40,7 @@ class Argument(Bytes):
 
     def __init__(self, name: str, address: int, size: int) -> None:
         self.name, self.first, self.end = name, address, address + size
-        self.origin = address & ~3
-        aligned = (self.end - self.origin + 3) & ~3
-        super().__init__(np.ctypeslib.as_array((ctypes.c_uint8 * aligned).from_address(self.origin)))
+        super().__init__(np.ctypeslib.as_array((ctypes.c_uint8 * (size + 3 & ~3)).from_address(address)))
 
 
 class Arguments:
@@ -52,9 +54,9 @@ class Arguments:
         low, high = int(addresses.min()), int(addresses.max()) + size
         for found in self.arguments:
             if found.first <= low and high <= found.end:
-                return found, (addresses - np.uint64(found.origin)).astype(np.int64)
+                return found, addresses - found.first
         near = min(self.arguments, key=lambda a: max(a.first - low, low - a.end))
-        outside = (addresses < np.uint64(near.first)) | (addresses > np.uint64(near.end - size))
+        outside = (addresses < near.first) | (addresses > near.end - size)
         raise Fault(f"bounds: {outside.sum()} lanes reach {size} bytes at {int(addresses[outside][0]) - near.first:+d} "
                     f"from the start of {near.name}, whose storage has {near.end - near.first}")  # fmt: skip
 
@@ -68,24 +70,19 @@ class Arguments:
         argument.write(at, words, size)
 
 
-class Scratch(Bytes):
-    """A wave's own memory, `size` bytes for each lane: where registers are spilled."""
-
-    def __init__(self, size: int, lanes: int) -> None:
-        super().__init__(np.full(size * lanes // 4, UNSET, np.uint32).view(np.uint8))
-        self.size = size
-
-
 class Lds(Bytes):
     """What the waves of a workgroup share. The check `race`: a byte that a wave changes is no other wave's before the
     next barrier. (Threads that hold copies may all write the same.)"""
 
     def __init__(self, size: int, waves: int) -> None:
-        super().__init__(np.full((size + 3) // 4, UNSET, np.uint32).view(np.uint8))
+        super().__init__(unset(size))
         self.size, self.is_shared = size, waves > 1
-        self.wave, self.period = 0, 1  # which one runs; between which two barriers
-        self.written, self.seen = np.zeros((2, len(self.u8)), np.int32)  # the period in which a byte was last
-        self.writer, self.reader = np.full((2, len(self.u8)), -1, np.int16)  # and by which wave; reader -1: several
+        self.wave = 0  # which one runs
+        # By which one a byte was since the last barrier, from 1 on; 0: by none, 255: by several.
+        self.written, self.seen = np.zeros((2, len(self.u8)), np.uint8)
+
+    def barrier(self) -> None:
+        self.written[:] = self.seen[:] = 0
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:
         self.check(at, size, None)
@@ -101,20 +98,17 @@ class Lds(Bytes):
             raise Fault(f"bounds: {size} bytes at {int(at.max())} of {self.size} bytes of LDS")
         if not self.is_shared:
             return
-        byte, wave = at[:, None] + np.arange(size), self.wave
-        others = (self.written[byte] == self.period) & (self.writer[byte] != wave)
-        readers = (self.seen[byte] == self.period) & (self.reader[byte] != wave)
+        byte, mine = at[:, None] + np.arange(size), self.wave + 1
+        written, seen = self.written[byte], self.seen[byte]
+        others, readers = (written != 0) & (written != mine), (seen != 0) & (seen != mine)
         if words is None:
-            self.seen[byte], self.reader[byte] = self.period, np.where(readers, -1, wave)
+            self.seen[byte] = np.where(readers, 255, mine)
         else:
             changed = self.u8[byte] != np.ascontiguousarray(words.T).view(np.uint8)[:, :size]
             others = (others | readers) & changed
-            self.written[byte[changed]], self.writer[byte[changed]] = self.period, wave
+            self.written[byte[changed]] = mine
         if others.any():
-            self.complain(int(byte[others][0]), words is not None)
-
-    def complain(self, byte: int, writes: bool) -> None:
-        wrote = self.written[byte] == self.period and self.writer[byte] not in (self.wave, -1)
-        other = f"wave {self.writer[byte]} wrote" if wrote else "another wave read"
-        raise Fault(f"race: wave {self.wave} {'writes' if writes else 'reads'} byte {byte} of LDS, "
-                    f"which {other} since the last barrier")  # fmt: skip
+            last, verb = written[others][0], "reads" if words is None else "writes"
+            other = "another wave read" if last in (0, mine) else f"wave {last - 1} wrote"
+            where = f"byte {byte[others][0]} of LDS"
+            raise Fault(f"race: wave {self.wave} {verb} {where}, which {other} since the last barrier")

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 
-from . import crosslane, loads, matrix, packed, scalar, vector
+from . import crosslane, loads, matrix, scalar, vector
 from .machine import BARRIER, SCALARS, Fault, Step, Wave
 from .operands import used
 from .text import Assembly, Instruction, Unknown, read_assembly
 
 Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
-ROOMS = (matrix.build, packed.build, crosslane.build, loads.build, vector.build)
-KINDS = ("matrix", "memory", "LDS", "scalar", "vector")
+ROOMS = (matrix.build, crosslane.build, loads.build, vector.build)
+KINDS = {"matrix": "v_mfma|v_wmma", "memory": "s_load|global|buffer|scratch", "LDS": "ds", "scalar": "s", "vector": "v"}
 MAX_JUMPS = 100_000  # of one wave, before it is called endless
 
 
 def kind_of(text: str) -> str:
     """What an instruction has to do with: one of `KINDS`."""
-    if text.startswith(("v_mfma", "v_wmma")):
-        return "matrix"
-    first = "" if text.startswith("s_load") else text.split("_")[0]
-    return {"ds": "LDS", "s": "scalar", "v": "vector"}.get(first, "memory")
+    return next((kind for kind, names in KINDS.items() if re.match(names, text)), "")
 
 
 class Program:
@@ -45,9 +43,8 @@ class Program:
         step = scalar.build(i, self.assembly.labels)
         for room in ROOMS:
             step = step or room(i)
-        if step is None:
-            raise Unknown(i.name)
-        i.done()
+        if step is None or i.modifiers:
+            raise Unknown(" ".join([i.name, *i.modifiers]))
         return step
 
     @staticmethod

@@ -1,64 +1,49 @@
-"""One value for all lanes: whole numbers, branches, waits, barriers, constants from memory."""
+"""One value for all lanes: whole numbers, branches, waits, barriers."""
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from .machine import ALL, BARRIER, END, SCALARS, UNSET, VCC, Fault, Step, Wave
-from .operands import scalar, set_scalar, to_register
+from .machine import BARRIER, END, VCC, Fault, Step, Wave
+from .operands import scalar, set_scalar, signed
 from .text import Instruction, Unknown
 
 # What changes times, caches or what a debugger sees, but no result.
-WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|sleep|setprio"
-                            r"|sched_barrier|icache_inv|(set_)?inst_prefetch\w*)"
-                            r"|buffer_(gl[01]_inv|wbl2|inv|wbinvl1)")  # fmt: skip
-WORDS = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16,
-         "b32": 1, "b64": 2, "b128": 4, "b256": 8, "b512": 16}  # fmt: skip
+WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg)|buffer_gl0_inv")
 
 
-def signed(x: int, bits: int = 32) -> int:
-    return (x ^ 1 << bits - 1) - (1 << bits - 1)
-
-
-def overflow(x: int) -> tuple[int, int]:
-    """With scc where it does not fit."""
-    return x, int(not -(2**31) <= x < 2**31)
-
-
-def extract(x: int, field: int, kind: str) -> int:
+def extract(x: int, field: int) -> int:
     """The bits that `field` names: where they start, and from bit 16 on how many."""
-    size = field >> 16 & 127
-    part = x >> (field & 63) & (1 << size) - 1
-    return signed(part, size) if kind[0] == "i" and size else part
+    return x >> (field & 31) & (1 << (field >> 16)) - 1
 
 
-# (x, y, scc, bits) -> a value, of which scc then says whether it is not zero, or (value, scc; None: as it was).
-OPERATIONS: dict[str, Callable[[int, int, int, int], Any]] = {
+# Of two sources x and y (a single one is y), scc, and how many bits they have. The suffix says whether they have signs.
+Operation = Callable[[int, int, int, int], int]
+BITS: dict[str, Operation] = {  # scc: the result is not zero
     "and": lambda x, y, c, n: x & y, "or": lambda x, y, c, n: x | y, "xor": lambda x, y, c, n: x ^ y,
-    "andn2": lambda x, y, c, n: x & ~y, "and_not1": lambda x, y, c, n: x & ~y, "not": lambda x, y, c, n: ~x,
+    "andn2": lambda x, y, c, n: x & ~y, "and_not1": lambda x, y, c, n: x & ~y, "abs": lambda x, y, c, n: abs(y),
     "lshl": lambda x, y, c, n: x << (y & n - 1), "lshr": lambda x, y, c, n: x >> (y & n - 1),
-    "ashr": lambda x, y, c, n: signed(x, n) >> (y & n - 1), "abs_i32": lambda x, y, c, n: abs(signed(x)),
-    "bfe_u32": lambda x, y, c, n: extract(x, y, "u"), "bfe_i32": lambda x, y, c, n: extract(x, y, "i"),
-    "cselect": lambda x, y, c, n: (x if c else y, None), "mov": lambda x, y, c, n: (x, None),
-    "add_u32": lambda x, y, c, n: (x + y, x + y >> 32), "addc_u32": lambda x, y, c, n: (x + y + c, x + y + c >> 32),
-    "sub_u32": lambda x, y, c, n: (x - y, int(x < y)), "subb_u32": lambda x, y, c, n: (x - y - c, int(x < y + c)),
-    "add_i32": lambda x, y, c, n: overflow(signed(x) + signed(y)),
-    "sub_i32": lambda x, y, c, n: overflow(signed(x) - signed(y)),
-    "mul_i32": lambda x, y, c, n: (x * y, None), "mul_hi_u32": lambda x, y, c, n: (x * y >> 32, None),
-    "mul_hi_i32": lambda x, y, c, n: (signed(x) * signed(y) >> 32, None),
-    "min_i32": lambda x, y, c, n: (min(signed(x), signed(y)), int(signed(x) < signed(y))),
-    "max_i32": lambda x, y, c, n: (max(signed(x), signed(y)), int(signed(x) >= signed(y))),
-    **{f"lshl{k}_add_u32": lambda x, y, c, n, k=k: ((x << k) + y, int((x << k) + y > ALL)) for k in (1, 2, 3, 4)},
+    "ashr": lambda x, y, c, n: x >> (y & n - 1), "bfe_u32": lambda x, y, c, n: extract(x, y),
+    "bfe_i32": lambda x, y, c, n: signed(extract(x, y), y >> 16),
 }  # fmt: skip
-COMPARE: dict[str, Callable[[int, int], Any]] = {
-    "eq": operator.eq, "lg": operator.ne, "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le,
-    "bitcmp0": lambda x, n: not x >> (n & 31) & 1, "bitcmp1": lambda x, n: x >> (n & 31) & 1,
+SUMS: dict[str, Operation] = {  # scc: the result does not fit
+    "add": lambda x, y, c, n: x + y, "addc": lambda x, y, c, n: x + y + c,
+    "sub": lambda x, y, c, n: x - y, "subb": lambda x, y, c, n: x - y - c,
+    **{f"lshl{k}_add": lambda x, y, c, n, k=k: (x << k) + y for k in (1, 2, 3, 4)},
 }  # fmt: skip
+OTHERS: dict[str, Operation] = {  # scc stays
+    "mov": lambda x, y, c, n: y, "cselect": lambda x, y, c, n: x if c else y,
+    "mul": lambda x, y, c, n: x * y, "mul_hi": lambda x, y, c, n: x * y >> 32,
+}  # fmt: skip
+TESTS: dict[str, Operation] = {  # scc: what they say; the result is x or y, if there is one
+    "cmp_eq": lambda x, y, c, n: x == y, "cmp_lg": lambda x, y, c, n: x != y, "cmp_lt": lambda x, y, c, n: x < y,
+    "cmp_gt": lambda x, y, c, n: x > y, "cmp_ge": lambda x, y, c, n: x >= y,
+    "bitcmp0": lambda x, y, c, n: not x >> (y & 31) & 1,
+    "min": lambda x, y, c, n: x < y, "max": lambda x, y, c, n: x >= y,
+}  # fmt: skip
+OPERATIONS = BITS | SUMS | OTHERS | TESTS
 BRANCHES: dict[str, Callable[[Wave], Any]] = {
     "branch": lambda w: True, "cbranch_scc0": lambda w: not w.scc, "cbranch_scc1": lambda w: w.scc,
     "cbranch_vccz": lambda w: not vcc(w), "cbranch_vccnz": lambda w: vcc(w),
@@ -76,49 +61,44 @@ def build(i: Instruction, labels: dict[str, int]) -> Step | None:
         return lambda w: None
     if not i.name.startswith("s_"):
         return None
-    name, operands, wide = i.name[2:], i.operands, i.name.endswith("64")
-    if short := re.fullmatch(r"(add|cmp|mov|mul)k(_\w+)", name):  # a constant of 16 bits; the result is a source, too
-        number, name = int(operands[1], 0) & 0xFFFF, short[1] + short[2]
-        number = signed(number, 16) if "_i32" in name else number
-        operands = [operands[0]] * (1 + (short[1] in ("add", "mul"))) + [str(number)]
-    operation, _, kind = name.rpartition("_")
+    name, operands = i.name[2:], i.operands
     if name in BRANCHES:
-        if operands[0] not in labels:
-            raise Unknown(f"no label {operands[0]}")
         to, test = labels[operands[0]], BRANCHES[name]
         return lambda w: to if test(w) else None
     if simple := {"endpgm": lambda w: END, "barrier": barrier}.get(name):
         return simple
     if name == "waitcnt":
         return build_wait(i)
-    if operation == "load":
-        return build_load(i, kind)
-    if (test_name := operation.removeprefix("cmp_")) in COMPARE:
-        return build_compare(COMPARE[test_name], signed if kind == "i32" else int, *(scalar(x, wide) for x in operands))
+    if short := re.fullmatch(r"(add|cmp|mov|mul)k(_\w+)", name):  # a constant of 16 bits
+        number, name = int(operands[1], 0) & 0xFFFF, short[1] + short[2]
+        operands[1] = str(signed(number, 16) if name.endswith("i32") else number)
+    operation, _, kind = name.rpartition("_")
     if found := re.fullmatch(r"(\w+)_(save|wr)exec", operation):
-        return build_mask(OPERATIONS[found[1]], scalar(operands[1], wide), set_scalar(operands[0], wide), found[2])
-    operation = operation if operation in OPERATIONS else name
-    if operation not in OPERATIONS:
-        return None
-    narrow = operation in ("lshl", "lshr", "ashr") or operation.startswith("bfe")  # how far is a single register
-    x, y = scalar(operands[1], wide), scalar(operands[2] if len(operands) > 2 else "0", wide and not narrow)
-    return build_operation(OPERATIONS[operation], x, y, set_scalar(operands[0], wide), wide)
+        return build_mask(BITS[found[1]], found[2], operands)
+    operation = name if name in BITS else operation
+    return build_operation(operation, kind, operands) if operation in OPERATIONS else None
 
 
-def build_operation(f: Callable, x: Callable, y: Callable, to: Callable, wide: bool) -> Step:
-    bits, full = (64, 2**64 - 1) if wide else (32, ALL)
+def build_operation(name: str, kind: str, operands: list[str]) -> Step:
+    f, bits, (x, y) = OPERATIONS[name], int(kind[1:]), (scalar(text, kind) for text in operands[-2:])
+    full, low = (1 << bits) - 1, -(1 << bits - 1) if kind[0] == "i" else 0
+    to = set_scalar("null" if "cmp" in name else operands[0])
 
     def run(w: Wave) -> None:
-        value = f(x(w), y(w), w.scc, bits)
-        value, scc = value if isinstance(value, tuple) else (value, int(value & full != 0))
+        first, second = x(w), y(w)
+        value = f(first, second, w.scc, bits)
+        if name in TESTS:
+            w.scc, value = int(value), first if value else second
+        elif name not in OTHERS:
+            w.scc = int(value & full != 0 if name in BITS else not low <= value <= low + full)
         to(w, value & full)
-        w.scc = w.scc if scc is None else scc
 
     return run
 
 
-def build_mask(f: Callable, x: Callable, to: Callable, form: str) -> Step:
+def build_mask(f: Operation, form: str, operands: list[str]) -> Step:
     """The mask is combined with a register; another one then holds the old mask (save) or the new one (wr)."""
+    to, x = set_scalar(operands[0]), scalar(operands[1], "u64")
 
     def run(w: Wave) -> None:
         before, after = w.exec, f(x(w), w.exec, 0, 0) & (1 << w.lanes) - 1
@@ -129,22 +109,14 @@ def build_mask(f: Callable, x: Callable, to: Callable, form: str) -> Step:
     return run
 
 
-def build_compare(f: Callable, number: Callable[[int], int], x: Callable, y: Callable) -> Step:
-    def run(w: Wave) -> None:
-        w.scc = int(f(number(x(w)), number(y(w))))
-
-    return run
-
-
 def build_wait(i: Instruction) -> Step:
     counts = [(counter, int(left)) for counter, left in re.findall(r"(\w+)\((\d+)\)", i.text)]
-    if not counts or not {counter for counter, _ in counts} <= {"vmcnt", "lgkmcnt", "expcnt"}:
+    if not counts or not {counter for counter, _ in counts} <= {"vmcnt", "lgkmcnt"}:
         raise Unknown(i.text)
 
     def wait(w: Wave) -> None:
         for counter, left in counts:
-            if counter != "expcnt":
-                w.wait(counter, left)
+            w.wait(counter, left)
 
     return wait
 
@@ -154,18 +126,3 @@ def barrier(w: Wave) -> int:
     if any(late.kind == "store" for late in w.under_way["lgkmcnt"]):
         raise Fault("late: this wave still writes to LDS, and nothing waited for it before the barrier")
     return BARRIER
-
-
-def build_load(i: Instruction, kind: str) -> Step:
-    """Scalar loads come in any order, so only a wait for all of them helps."""
-    words, n = WORDS[kind], to_register(i.operands[0]).first
-    base, offset, more = scalar(i.operands[1], True), scalar(i.operands[2]), i.take("offset")
-
-    def run(w: Wave) -> None:
-        address = np.array([base(w) + offset(w) + more & 2**64 - 1], np.uint64)
-        values = w.memory.read(address, 4 * words)[:, 0].tolist()
-        w.s[n : n + words] = [UNSET] * words
-        numbers = frozenset(range(SCALARS + n, SCALARS + n + words))
-        w.late("lgkmcnt", numbers, lambda: w.s.__setitem__(slice(n, n + words), values), "scalar")
-
-    return run

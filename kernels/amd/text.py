@@ -8,8 +8,6 @@ from typing import Any
 
 from .machine import TARGETS, Fault, Target
 
-HINTS = {"glc", "slc", "dlc", "sc0", "sc1", "nt", "scc"}  # about caches, which this machine has not
-
 
 class Unknown(Exception):
     """This machine has no such instruction, or not in this form."""
@@ -39,29 +37,15 @@ class Instruction:
         """The value of a modifier; what is never taken is not known."""
         return self.modifiers.pop(modifier, default)
 
-    def halves(self, modifier: str, default: int, count: int = 3) -> list[int]:
-        """A modifier with a number for each source."""
-        given = self.take(modifier, [])
-        return [*given, *[default] * (count - len(given))]
-
-    def halved(self) -> list[Instruction]:
-        """Itself, or the two halves of a dual instruction."""
-        if " :: " not in self.text:
-            return [self]
-        self.modifiers.clear()
-        return [Instruction(half.replace("v_dual_", "v_"), self.target) for half in self.text.split(" :: ")]
-
-    def done(self) -> None:
-        """Nothing of the instruction was overlooked."""
-        if left := set(self.modifiers) - HINTS:
-            raise Unknown(f"modifier {' '.join(sorted(left))}")
+    def halves(self, modifier: str, default: int) -> list[int]:
+        """A modifier with a number for each of up to three sources."""
+        return [*self.take(modifier, []), *[default] * 3][:3]
 
 
 @dataclass
 class Assembly:
     """One kernel's text, taken apart."""
 
-    name: str
     target: Target
     lines: list[tuple[str, str]]  # (instruction, file:line of Python)
     labels: dict[str, int]  # instruction that a label stands before
@@ -89,7 +73,7 @@ def read_assembly(text: str) -> Assembly:
     fields = r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\w+)"
     arguments = [(int(at), int(size), kind) for at, size, kind in re.findall(fields, metadata)]
     lines, labels = read_lines(between(text, f"\n{name}:", ".amdhsa_kernel"))
-    return Assembly(name, TARGETS[found[1]], lines, labels, {key: int(n) for key, n in settings}, arguments)
+    return Assembly(TARGETS[found[1]], lines, labels, {key: int(n) for key, n in settings}, arguments)
 
 
 def read_lines(body: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
