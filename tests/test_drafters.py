@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from scipy.stats import chi2_contingency
 from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
 
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.sequence import Sequence
+from atom_mini.block_manager import BlockManager
+from atom_mini.sampler import on_cpu
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens
+from atom_mini.speculation.verify import accept, spread
 
 TINY = Path(DraftModel.__init__.__code__.co_filename).parent.parent / "tiny"
 LONG = [*PROMPTS, "Once upon a time there was a boy", "25 + 31 ="]
@@ -270,6 +275,53 @@ def test_a_model_keeps_all_that_it_draws_itself() -> None:
     wishes = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(3)]
     with drawing("tiny") as llm:
         assert acceptance(llm, PROMPTS[:3], wishes) > 0.99  # the two runs round differently
+
+
+class Given:
+    """A runner whose step has the logits that it is given."""
+
+    upload = staticmethod(on_cpu)
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def prepare_model(self, rows: Any) -> tuple[()]:
+        return ()
+
+    def run_model(self) -> torch.Tensor:
+        return self.logits
+
+
+def test_a_step_is_judged_sequence_by_sequence() -> None:
+    """Ragged drafts, one wish each, one with a history: what each keeps is what it keeps alone; rows know their drafts."""
+    generator, lists = torch.Generator().manual_seed(10), [[3, 1], [], [2], [0, 0, 0]]
+    wishes = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.9, 1.2, 0.0))]
+    wishes.append(SamplingParams(temperature=1.0, seed=9, repetition_penalty=1.8))
+    seqs = [Sequence([1, 2] * (i + 2), 4, wish, id=i) for i, wish in enumerate(wishes)]
+    manager, drafter = BlockManager(40, 4), DraftModel.__new__(DraftModel)
+    drafter.draws, drafter.vocab_size = True, 5
+    drafter.probs = {i: [*torch.randn(4, 5, generator=generator).softmax(-1)] for i in range(4)}  # one too many
+    for seq, drafts in zip(seqs, lists, strict=True):
+        manager.allocate(seq, [])
+        manager.may_append(seq, 4)
+        seq.num_computed_tokens, seq.num_scheduled_tokens = len(seq) - 1, 1 + len(drafts)
+    logits = torch.randn(sum(map(len, lists)) + 4, 5, generator=generator)
+
+    def kept(some: list[int], rows: torch.Tensor) -> dict[int, tuple[int, ...]]:
+        batch = ScheduledBatch.pack(SequenceType.DECODE, [seqs[i] for i in some], manager)
+        tokens = [t for i in some for t in (seqs[i].last_token, *lists[i])]
+        batch = replace(batch, scheduled_tokens=np.array(tokens), is_sampled=np.ones(len(some), bool))
+        return accept(batch, drafter.judge(Given(rows), spread(batch))).token_ids
+
+    ends = np.cumsum([len(drafts) + 1 for drafts in lists])
+    alone = [kept([i], logits[ends[i] - len(lists[i]) - 1 : ends[i]])[i] for i in range(4)]
+    assert kept([0, 1, 2, 3], logits) == dict(enumerate(alone))
+    assert alone[2][0] == logits[ends[2] - 2].argmax()  # greedy
+    seen: set[tuple[int, ...]] = set()
+    for seed in range(40):
+        seqs[3].sampling_params = replace(wishes[3], seed=seed)
+        seen.add(kept([3], logits[ends[2] :])[3])
+    assert len({len(tokens) for tokens in seen}) > 1  # each seed has its own numbers
 
 
 @pytest.mark.parametrize("method", ["ngram"])
