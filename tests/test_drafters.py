@@ -8,6 +8,7 @@ import random
 import shutil
 import weakref
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
 
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.block_manager import BlockManager
+from atom_mini.graphs import GraphRunner
 from atom_mini.sampler import on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens
+from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens, read_draft_config
 from atom_mini.speculation.verify import accept, spread
 
 TINY = Path(DraftModel.__init__.__code__.co_filename).parent.parent / "tiny"
@@ -389,3 +391,29 @@ def test_lookup_finds_what_a_search_finds() -> None:
                 found = next((i + n for i in range(end - n) if text[i : i + n] == text[end - n :]), found)
             for _ in range(rng.choice([0, 1, 1, 2])):
                 assert lookup.propose([seq], [5]) == [text[found : found + 5]], (text, knobs)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+def test_replayed_passes_guess_the_same() -> None:
+    """Guesses that stay on the device reach the inputs of a recording, and logits are logits there, too."""
+    from recording import load_recorded_graph
+
+    wanted = {"method": "draft_model", "model": "tiny", "draft_sampling": True}
+    room = {"num_kvcache_blocks": 8, "max_num_seqs": 2, "max_model_len": 64, "attention": "triton"}
+    found = []
+    for graphs in (False, True):
+        config = Config("tiny", device="cpu", speculative_config=wanted, **room)
+        drafter, manager = DraftModel(config, None), BlockManager(8, 16)
+        if graphs:
+            drafter.runner = GraphRunner(read_draft_config(config), load_recorded_graph())
+        wish = SamplingParams(temperature=0.9, seed=3)
+        seqs = [Sequence([*range(30, 37 + n)], 16, wish, id=n) for n in range(2)]
+        for seq in seqs:
+            manager.allocate(seq, [])
+            seq.num_scheduled_tokens = len(seq)
+            drafter.observe([seq], ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager), {})
+            seq.append_token(50)
+            manager.may_append(seq, 4)
+        found.append((drafter.propose(seqs, [1, 3]), len(drafter.probs[1])))
+    assert found[0] == found[1] and [*map(len, found[0][0])] == [1, 3] and found[0][1] == 3

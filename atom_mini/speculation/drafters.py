@@ -212,10 +212,11 @@ class DraftModel(ModelDrafter):
 
 # %% ../../nbs/52_drafters.ipynb #e1e7b07f
 def read_draft_config(config: Config) -> Config:
-    """The draft model's own: what the target has, and another model."""
-    model, knobs = config.speculative_config.model, (*fields(Config), *fields(Machine))
+    """The draft model's own: what was set for the target, and another model."""
+    model = config.speculative_config.model
     require(model is not None, "method='draft_model' needs a checkpoint: set model")
-    same = {f.name: getattr(config, f.name) for f in knobs if f.init}
+    knobs = {f.name: f.default for f in (*fields(Config), *fields(Machine)) if f.init}
+    same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
     own = Config(**same | {"model": model})
     kinds = getattr(own.hf_config, "layer_types", None) or ()
     wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
