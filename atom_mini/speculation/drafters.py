@@ -30,7 +30,7 @@ from .verify import Drafter, Drafts, Rows, Seqs, Tokens, spread
 from ..text import load_tokenizer
 
 # %% auto #0
-__all__ = ['NgramDrafter', 'check_same_tokens', 'ModelDrafter', 'extend', 'DraftModel', 'read_draft_config']
+__all__ = ['NgramDrafter', 'check_same_tokens', 'ModelDrafter', 'extend', 'read_draft_config', 'DraftModel']
 
 # %% ../../nbs/52_drafters.ipynb #4d930054
 class NgramDrafter(Drafter):
@@ -133,6 +133,19 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, wish: SamplingParams) -> Rows:
         lens, np.array(tables, np.int32), counts > 0, [wish] * len(seqs),
     ))  # fmt: skip
 
+# %% ../../nbs/52_drafters.ipynb #e1e7b07f
+def read_draft_config(config: Config) -> Config:
+    """The draft model's own: what was set for the target, and another model."""
+    model = config.speculative_config.model
+    require(model is not None, "method='draft_model' needs a checkpoint: set model")
+    knobs = {f.name: f.default for f in (*fields(Config), *fields(Machine)) if f.init}
+    same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
+    own = Config(**same | {"model": model})
+    kinds = getattr(own.hf_config, "layer_types", None) or ()
+    wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
+    require("linear_attention" not in kinds, wrong)
+    return own
+
 # %% ../../nbs/52_drafters.ipynb #67e7692e
 class DraftModel(ModelDrafter):
     """A second checkpoint, which drafts what it finds likeliest, or draws its drafts.
@@ -200,25 +213,12 @@ class DraftModel(ModelDrafter):
         if not self.draws:
             return super().judge(runner, rows)
         logits, size = runner.run_model(*runner.prepare_model(rows)), self.vocab_size
-        (counts, *_), wishes, lens = rows.queries, rows.sampling_params, rows.context_lens
+        wishes, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
         meta = SamplingMetaData.pack(wishes, lens, rows.histories, size, runner.upload)
         drafts, none = np.append(rows.scheduled_tokens[1:], -1), logits.new_zeros(size)
-        drafts[counts.cumsum() - 1] = -1
+        drafts[counts.cumsum() - 1] = -1  # of each sequence's last row
         known = zip(rows.whole.req_ids, counts.tolist(), strict=True)
         q = torch.stack([x for id, n in known for x in (*self.probs[id][: n - 1], none)])
         x, seeds = torch.from_numpy(drafts).to(q.device), [w.seed or 0 for w in wishes]
         kept = RejectionSampler()(final_probs(logits, meta), q, x, seeds, lens)
         return pack_output(rows, logits, kept.tolist())
-
-# %% ../../nbs/52_drafters.ipynb #e1e7b07f
-def read_draft_config(config: Config) -> Config:
-    """The draft model's own: what was set for the target, and another model."""
-    model = config.speculative_config.model
-    require(model is not None, "method='draft_model' needs a checkpoint: set model")
-    knobs = {f.name: f.default for f in (*fields(Config), *fields(Machine)) if f.init}
-    same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
-    own = Config(**same | {"model": model})
-    kinds = getattr(own.hf_config, "layer_types", None) or ()
-    wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
-    require("linear_attention" not in kinds, wrong)
-    return own

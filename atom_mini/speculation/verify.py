@@ -162,7 +162,8 @@ class SpecScheduler(TurnScheduler):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.num_drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
+        wanted = config.speculative_config
+        self.num_drafts = getattr(wanted, "num_speculative_tokens", 0)
         self.drafter, self.spec_stats = Drafter(), SpecStats()
         self.drafts: dict[int, list[int]] = {}  # in a decode: of each request
         self.batch: Any = None  # what was scheduled last
