@@ -7,6 +7,8 @@ import json
 import random
 import shutil
 import weakref
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,13 @@ from scipy.stats import chi2_contingency
 from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
 
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.sequence import Sequence
-from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens
+from atom_mini.block_manager import BlockManager
+from atom_mini.graphs import GraphRunner
+from atom_mini.sampler import on_cpu
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens, read_draft_config
+from atom_mini.speculation.verify import accept, spread
 
 TINY = Path(DraftModel.__init__.__code__.co_filename).parent.parent / "tiny"
 LONG = [*PROMPTS, "Once upon a time there was a boy", "25 + 31 ="]
@@ -121,7 +128,7 @@ def test_a_draft_model_changes_no_text(room: str, wish: str, short: str) -> None
         assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
         scheduler: Any = llm.engine_core.scheduler
         assert scheduler.spec_stats.accepted.total() > 0
-        assert not scheduler.drafter.known and not scheduler.drafter.guessed
+        assert not scheduler.drafter.known
 
 
 @pytest.mark.parametrize("room", ["plain", "chunks", "tight", "radix"])
@@ -272,6 +279,53 @@ def test_a_model_keeps_all_that_it_draws_itself() -> None:
         assert acceptance(llm, PROMPTS[:3], wishes) > 0.99  # the two runs round differently
 
 
+class Given:
+    """A runner whose step has the logits that it is given."""
+
+    upload = staticmethod(on_cpu)
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def prepare_model(self, rows: Any) -> tuple[()]:
+        return ()
+
+    def run_model(self) -> torch.Tensor:
+        return self.logits
+
+
+def test_a_step_is_judged_sequence_by_sequence() -> None:
+    """Ragged drafts, one wish each, one with a history: what each keeps is what it keeps alone; rows know their drafts."""
+    generator, lists = torch.Generator().manual_seed(10), [[3, 1], [], [2], [0, 0, 0]]
+    wishes = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.9, 1.2, 0.0))]
+    wishes.append(SamplingParams(temperature=1.0, seed=9, repetition_penalty=1.8))
+    seqs = [Sequence([1, 2] * (i + 2), 4, wish, id=i) for i, wish in enumerate(wishes)]
+    manager, drafter = BlockManager(40, 4), DraftModel.__new__(DraftModel)
+    drafter.draws, drafter.vocab_size = True, 5
+    drafter.probs = {i: [*torch.randn(4, 5, generator=generator).softmax(-1)] for i in range(4)}  # one too many
+    for seq, drafts in zip(seqs, lists, strict=True):
+        manager.allocate(seq, [])
+        manager.may_append(seq, 4)
+        seq.num_computed_tokens, seq.num_scheduled_tokens = len(seq) - 1, 1 + len(drafts)
+    logits = torch.randn(sum(map(len, lists)) + 4, 5, generator=generator)
+
+    def kept(some: list[int], rows: torch.Tensor) -> dict[int, tuple[int, ...]]:
+        batch = ScheduledBatch.pack(SequenceType.DECODE, [seqs[i] for i in some], manager)
+        tokens = [t for i in some for t in (seqs[i].last_token, *lists[i])]
+        batch = replace(batch, scheduled_tokens=np.array(tokens), is_sampled=np.ones(len(some), bool))
+        return accept(batch, drafter.judge(Given(rows), spread(batch))).token_ids
+
+    ends = np.cumsum([len(drafts) + 1 for drafts in lists])
+    alone = [kept([i], logits[ends[i] - len(lists[i]) - 1 : ends[i]])[i] for i in range(4)]
+    assert kept([0, 1, 2, 3], logits) == dict(enumerate(alone))
+    assert alone[2][0] == logits[ends[2] - 2].argmax()  # greedy
+    seen: set[tuple[int, ...]] = set()
+    for seed in range(40):
+        seqs[3].sampling_params = replace(wishes[3], seed=seed)
+        seen.add(kept([3], logits[ends[2] :])[3])
+    assert len({len(tokens) for tokens in seen}) > 1  # each seed has its own numbers
+
+
 @pytest.mark.parametrize("method", ["ngram"])
 def test_nothing_to_draw_from_is_refused(method: str) -> None:
     with pytest.raises(ValueError, match=r"draft_sampling=True.*draft_model"):
@@ -337,3 +391,29 @@ def test_lookup_finds_what_a_search_finds() -> None:
                 found = next((i + n for i in range(end - n) if text[i : i + n] == text[end - n :]), found)
             for _ in range(rng.choice([0, 1, 1, 2])):
                 assert lookup.propose([seq], [5]) == [text[found : found + 5]], (text, knobs)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+def test_replayed_passes_guess_the_same() -> None:
+    """Guesses that stay on the device reach the inputs of a recording, and logits are logits there, too."""
+    from recording import load_recorded_graph
+
+    wanted = {"method": "draft_model", "model": "tiny", "draft_sampling": True}
+    room = {"num_kvcache_blocks": 8, "max_num_seqs": 2, "max_model_len": 64, "attention": "triton"}
+    found = []
+    for graphs in (False, True):
+        config = Config("tiny", device="cpu", speculative_config=wanted, **room)
+        drafter, manager = DraftModel(config, None), BlockManager(8, 16)
+        if graphs:
+            drafter.runner = GraphRunner(read_draft_config(config), load_recorded_graph())
+        wish = SamplingParams(temperature=0.9, seed=3)
+        seqs = [Sequence([*range(30, 37 + n)], 16, wish, id=n) for n in range(2)]
+        for seq in seqs:
+            manager.allocate(seq, [])
+            seq.num_scheduled_tokens = len(seq)
+            drafter.observe([seq], ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager), {})
+            seq.append_token(50)
+            manager.may_append(seq, 4)
+        found.append((drafter.propose(seqs, [1, 3]), len(drafter.probs[1])))
+    assert found[0] == found[1] and [*map(len, found[0][0])] == [1, 3] and found[0][1] == 3

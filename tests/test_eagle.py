@@ -110,9 +110,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_drafter(target: Path, head: Path, **options: Any) -> tuple[Any, EagleDrafter]:
     """(the runner of `target`, a drafter for it)."""
-    config = Config(str(target), device="cpu", kv_cache_block_size=4, num_kvcache_blocks=40, **options)
+    wanted = {"method": "eagle3", "model": str(head)}
+    room = {"kv_cache_block_size": 4, "num_kvcache_blocks": 40}
+    config = Config(str(target), device="cpu", speculative_config=wanted, **room, **options)
     runner = make_runner(config)
-    return runner, EagleDrafter(config, runner, head)
+    return runner, EagleDrafter(config, runner)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -200,9 +202,9 @@ def test_tensors_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> No
     save_head(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    d2t, names = tensors["d2t"], {"fc.weight": "is missing", "norm.weight": "is missing"}
-    cases: list[tuple[dict[str, Any], str]] = [({name: None}, f"{name} {how}") for name, how in names.items()]
-    cases += [({"score.weight": torch.ones(2)}, "no place for the weights score.weight")]
+    d2t, missing = tensors["d2t"], ("fc.weight", "norm.weight")
+    cases: list[tuple[dict[str, Any], str]] = [({name: None}, rf"lacks 1 weight.s.: {name}") for name in missing]
+    cases += [({"score.weight": torch.ones(2)}, r"1 weight.s. that the model has no place for: score.weight")]
     cases += [
         ({"d2t": d2t[:-1]}, "must lead draft_vocab_size=70 tokens"),
         ({"d2t": d2t + 300}, "must lead .* to 0..299"),
@@ -250,7 +252,7 @@ def run(prompts: list[Any], wishes: Any, k: int = 3, **options: Any) -> tuple[li
         outs = llm.generate(prompts, wishes, use_tqdm=False)
         scheduler: Any = llm.engine_core.scheduler
         if k:
-            assert not scheduler.drafter.next, "somebody left and was not forgotten"
+            assert not scheduler.drafter.known, "somebody left and was not forgotten"
         return [out.token_ids for out in outs], (getattr(scheduler, "spec_stats", None), scheduler)
 
 
@@ -278,8 +280,7 @@ def post_norm(drafter: Any, target: Any) -> None:
 
 def norm_order(drafter: Any, target: Any) -> None:
     """The residual path begins behind the norm, or before it, as in the other style."""
-    layer = drafter.model.midlayer
-    layer.norm_before_residual = not layer.norm_before_residual
+    drafter.model.norm_before_residual = not drafter.model.norm_before_residual
 
 
 def shifted_layers(drafter: Any, target: Any) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from atom_mini.config import SamplingParams
 from atom_mini.sampler import NEUTRAL, Sampler, SamplingMetaData, draw, soften
 from atom_mini.speculation import rejection
-from atom_mini.speculation.rejection import RejectionSampler, draft_tokens, final_probs, numbers, one_hot
+from atom_mini.speculation.rejection import RejectionSampler, draft_tokens, final_probs, numbers
 
 V, LENGTH, N = 5, 3, 200_000
 FEW = N // 4  # enough to see a mistake
@@ -80,12 +81,27 @@ Drafter = Callable[
 ]  # q -> (tokens, the q they are said to be from)
 
 
+def keep(
+    p: Tensor, q: Tensor, drafts: Tensor, seeds: list[int], positions: np.ndarray, sampler: RejectionSampler | None = None
+) -> list[list[int]]:
+    """What chapter 50's rule keeps of B sequences at `positions` [B] with up to k drafts each, -1 for none: p [B, k + 1, V],
+    q [B, k, V], drafts [B, k]."""
+    rows = p.shape[1]
+    drafts = pad(drafts, (0, 1), value=-1)
+    q = pad(q, (0, 0, 0, 1)).masked_fill((drafts < 0)[..., None], 0)
+    at = (positions[:, None] + np.arange(rows)).ravel()
+    flat = p.flatten(0, 1), q.flatten(0, 1), drafts.flatten()
+    said = (sampler or RejectionSampler())(*flat, [s for s in seeds for _ in range(rows)], at).view(-1, rows)
+    counts = ((said == drafts).int().cumprod(-1).sum(-1) + 1).tolist()
+    return [tokens[:n] for tokens, n in zip(said.tolist(), counts, strict=True)]
+
+
 def by_drawing(q: Tensor, seeds: list[int], positions: np.ndarray) -> tuple[Tensor, Tensor]:
     return draft_tokens(q, seeds, positions), q
 
 
 def by_argmax(q: Tensor, seeds: list[int], positions: np.ndarray) -> tuple[Tensor, Tensor]:
-    return q.argmax(-1), one_hot(q.argmax(-1), V)
+    return q.argmax(-1), one_hot(q.argmax(-1), V).float()
 
 
 def generate(
@@ -93,7 +109,6 @@ def generate(
     penalise_drafts: bool = True, n: int = N,
 ) -> np.ndarray:  # fmt: skip
     """Counts [V, V, V] of texts made step by step: ragged drafts, and drafts again where some were rejected."""
-    sampler = sampler or RejectionSampler()
     texts = torch.zeros(n, LENGTH + 1, dtype=torch.long)
     known = torch.ones(n, dtype=torch.long)
     step = 0
@@ -115,7 +130,7 @@ def generate(
                 drafts[has, j] = last[has] = tokens
                 seen[rows[has], tokens] = True
                 target_seen = seen if penalise_drafts else target_seen
-        kept = sampler(p, q, drafts, seeds, start.numpy())
+        kept = keep(p, q, drafts, seeds, start.numpy(), sampler)
         assert all(0 < len(new) <= most + 1 for new, most in zip(kept, counts.tolist(), strict=True))
         filled = torch.tensor([(new + [-1] * k)[: k + 1] for new in kept])
         for j in range(k + 1):
@@ -179,18 +194,16 @@ class Swapped(RejectionSampler):
 class WrongBonus(RejectionSampler):
     """Draws the bonus from the row of the last draft."""
 
-    def __call__(self, p: Tensor, q: Tensor, drafts: Tensor, *rest: Any) -> list[list[int]]:
-        rows, n = torch.arange(len(p)), (drafts >= 0).sum(-1)
-        p = p.clone()
-        p[rows, n] = p[rows, (n - 1).clamp(min=0)]
-        return super().__call__(p, q, drafts, *rest)
+    def __call__(self, p: Tensor, q: Tensor, drafts: Tensor, *rest: Any) -> Tensor:
+        bonus = (drafts < 0) & (drafts.roll(1) >= 0)
+        return super().__call__(torch.where(bonus[:, None], p.roll(1, 0), p), q, drafts, *rest)
 
 
 class OneForAll(RejectionSampler):
     """Decides all drafts of a step with the number of the first."""
 
     def accepts(self, p: Tensor, q: Tensor, x: Tensor, u: Tensor) -> Tensor:
-        return super().accepts(p, q, x, u[:, :1].expand_as(u))
+        return super().accepts(p, q, x, u.view(-1, 3)[:, :1].expand(-1, 3).flatten())  # two drafts and the bonus
 
 
 @pytest.mark.parametrize("kind", [Unclamped, Absolute, FromTarget, Swapped, WrongBonus, OneForAll])
@@ -248,7 +261,7 @@ def one_step(
     B, k, _ = q.shape
     seeds, at = list(range(first, first + B)), np.full(B, 9)
     drafts = torch.stack([draft_tokens(q[:, j], seeds, at + j) for j in range(k)], 1)
-    return drafts, (sampler or RejectionSampler())(p, q, drafts, seeds, at)
+    return drafts, keep(p, q, drafts, seeds, at, sampler)
 
 
 def test_acceptance_is_what_both_share() -> None:
@@ -288,8 +301,8 @@ def test_greedy_is_exact_for_any_drafts() -> None:
         torch.rand(500, 4, generator=generator) < 0.7, best[:, :4], torch.randint(7, (500, 4), generator=generator)
     )
     p = final_probs(logits.flatten(0, 1), SamplingMetaData()).view(500, 5, 7)
-    for q in (one_hot(drafts, 7), random_probs(500, 4, 7, scale=5.0)):
-        kept = RejectionSampler()(p, q, drafts, list(range(500)), np.full(500, 3))
+    for q in (one_hot(drafts, 7).float(), random_probs(500, 4, 7, scale=5.0)):
+        kept = keep(p, q, drafts, list(range(500)), np.full(500, 3))
         for row, draft, right in zip(kept, drafts.tolist(), best.tolist(), strict=True):
             n = next((j for j in range(4) if draft[j] != right[j]), 4)
             assert row == right[: n + 1]
@@ -306,15 +319,15 @@ def test_greedy_drafts_are_the_argmax() -> None:
 
 def test_a_draft_of_probability_zero_is_never_accepted() -> None:
     """SGLang 35771: a random number of exactly 0 let it pass."""
-    p, q = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[0.5, 0.5]]])
+    p, q = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]])
     accepts = RejectionSampler().accepts
-    assert not accepts(p, q, torch.tensor([[1]]), torch.zeros(1, 1)).item()
-    assert accepts(p, q, torch.tensor([[0]]), torch.full((1, 1), 1 - 2**-24)).item()
+    assert not accepts(p, q, torch.tensor([1]), torch.zeros(1)).item()
+    assert accepts(p, q, torch.tensor([0]), torch.tensor([1 - 2**-24])).item()
 
 
 def test_a_residual_that_rounding_has_emptied_is_the_target() -> None:
     p, q = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([[[1.0, 1e-9]]])
-    assert RejectionSampler()(p, q, torch.tensor([[1]]), [3], np.array([4])) == [[0]]
+    assert keep(p, q, torch.tensor([[1]]), [3], np.array([4])) == [[0]]
 
 
 def test_a_tiny_rest_is_drawn_from_where_it_is() -> None:
@@ -327,7 +340,7 @@ def test_a_tiny_rest_is_drawn_from_where_it_is() -> None:
 def test_without_drafts_it_is_a_draw_from_the_target(k: int) -> None:
     p = random_probs(V, seed=6)
     drafts = torch.full((50_000, k), -1)
-    kept = RejectionSampler()(
+    kept = keep(
         p.expand(50_000, k + 1, V), torch.zeros(50_000, k, V), drafts, list(range(50_000)), np.full(50_000, 2)
     )
     counts = np.bincount([token for (token,) in kept], minlength=V)
@@ -338,25 +351,23 @@ def test_without_drafts_it_is_a_draw_from_the_target(k: int) -> None:
 
 
 def test_a_sequence_keeps_the_same_tokens_in_any_batch() -> None:
-    """Alone, in any row, and padded to any width; padding may hold anything."""
+    """Alone, in any row, and among rows of others that hold anything."""
     rng, B, k = np.random.default_rng(0), 40, 4
     p, q = random_probs(B, k + 1, 11, seed=7), random_probs(B, k, 11, seed=8)
     seeds, at, counts = rng.integers(0, 9, B).tolist(), rng.integers(1, 99, B), rng.integers(0, k + 1, B)
     drafts = torch.stack([draft_tokens(q[:, j], seeds, at + j) for j in range(k)], 1)
     drafts[torch.arange(k) >= torch.from_numpy(counts)[:, None]] = -1
-    sampler = RejectionSampler()
 
     def alone(i: int) -> list[int]:
         n = counts[i]
-        return sampler(p[i : i + 1, : n + 1], q[i : i + 1, :n], drafts[i : i + 1, :n], [seeds[i]], at[i : i + 1])[0]
+        return keep(p[i : i + 1, : n + 1], q[i : i + 1, :n], drafts[i : i + 1, :n], [seeds[i]], at[i : i + 1])[0]
 
     expected = [alone(i) for i in range(B)]
     p[torch.arange(k + 1) > torch.from_numpy(counts)[:, None]] = torch.nan
-    q[drafts < 0] = torch.nan
     before = drafts.clone()
     for _ in range(10):
         rows = rng.permutation(B)[: rng.integers(1, B + 1)]
-        kept = sampler(p[rows], q[rows], drafts[rows], [seeds[i] for i in rows], at[rows])
+        kept = keep(p[rows], q[rows], drafts[rows], [seeds[i] for i in rows], at[rows])
         assert kept == [expected[i] for i in rows]
     assert torch.equal(drafts, before)  # the caller's own
     assert any(len(tokens) > 1 for tokens in expected)
@@ -413,22 +424,3 @@ def test_all_greedy_with_a_penalty() -> None:
     logits = torch.tensor([[2.0, 1.9, 0.0]])
     meta = pack([{"repetition_penalty": 2.0}], [4], {0: [0]}, 3)
     assert final_probs(logits, meta).tolist() == [[0, 1, 0]]
-
-
-def test_verify_takes_a_step_as_the_runner_has_it() -> None:
-    """Flat logits, a wish for each row, lists of drafts: what `__call__` makes of the padded ones."""
-    lists, seeds, at = [[3, 1], [], [2], [0, 0, 0]], [5, 6, 7, 8], np.array([9, 4, 6, 2])
-    owner = [i for i, drafts in enumerate(lists) for _ in range(len(drafts) + 1)]
-    rows = [[{}, WISHES[1], WISHES[2], WISHES[3]][i] for i in owner]
-    logits = torch.randn(len(owner), V, generator=torch.Generator().manual_seed(10))
-    meta = pack(rows, [9] * len(owner), {3: [1, 2]}, V)
-    q = [random_probs(len(drafts), V, seed=i) for i, drafts in enumerate(lists)]
-    kept = RejectionSampler().verify(logits, meta, lists, q, seeds, at)
-    p, start = final_probs(logits, meta), 0
-    for i, drafts in enumerate(lists):
-        own = p[None, start : start + len(drafts) + 1]
-        tokens = torch.tensor(drafts, dtype=torch.long)[None]
-        assert RejectionSampler()(own, q[i][None], tokens, [seeds[i]], at[i : i + 1]) == [kept[i]]
-        start += len(drafts) + 1
-    none = RejectionSampler().verify(logits[:2], SamplingMetaData(), [[], []], [q[1], q[1]], [1, 2], at[:2])
-    assert none == [[t] for t in logits[:2].argmax(-1).tolist()]

@@ -123,8 +123,8 @@ def publishes_drafts(patch: Patch) -> None:
 
 def takes_the_bonus_from_the_next_row(patch: Patch) -> None:
     """The row after the first rejected draft saw a past that never was."""
-    new = "tuple(said[: kept - 1] + (said[kept : kept + 1] or said[kept - 1 : kept]))"
-    mutate(patch, verify, "accept", "tuple(said[:kept])", new)
+    new = "tuple(said[:good] + (said[good + 1 : good + 2] or said[good : good + 1]))"
+    mutate(patch, verify, "accept", "tuple(said[: good + 1])", new)
 
 
 def accepts_after_a_rejection(patch: Patch) -> None:
@@ -153,7 +153,8 @@ def takes_blocks_that_are_not_there(patch: Patch) -> None:
 
 def keeps_the_drafts_blocks(patch: Patch) -> None:
     """Found by the count of preemptions alone, see above; here it is that a block is given back twice."""
-    plant(patch, "_give_back", "    del seq.block_table[kept:]\n", "")
+    old = "self.block_manager.pool.release(seq.block_table.pop())"
+    plant(patch, "_give_back", old, f"{old.replace('pop()', 'copy().pop()')}; {old}")
 
 
 def reads_one_context_for_all_rows(patch: Patch) -> None:

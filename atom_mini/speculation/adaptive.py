@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from timeit import repeat
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import numpy as np
 from ..config import Config
 from ..graphs import first_decodes, graph_sizes
 from ..sequence import Sequence
-from .verify import SpecScheduler
+from .verify import Seqs, SpecScheduler
 
 # %% auto #0
 __all__ = ['FIRST_SHARE', 'MEMORY', 'best_drafts', 'AdaptiveScheduler']
@@ -31,12 +33,10 @@ def best_drafts(
     batch, found = len(most), [0] * len(most)
     rate = batch / seconds(batch)
     for passes in range(1, max(most) + 1):
-        place = np.arange(1, passes + 1)
-        worth = np.where(place <= np.array(most)[:, None], shares[:, None] ** place, 0)
-        order = np.argsort(-worth, axis=None, kind="stable")
-        order = order[: np.minimum(most, passes).sum()]
-        tokens = batch + worth.ravel()[order].cumsum()
-        rows = batch + np.arange(1, len(order) + 1)
+        place, few = np.arange(1, passes + 1), np.minimum(most, passes)
+        worth = np.where(place <= few[:, None], shares[:, None] ** place, 0).ravel()
+        order = np.argsort(-worth, kind="stable")[: few.sum()]
+        tokens, rows = batch + worth[order].cumsum(), batch + 1 + np.arange(len(order))
         rates = tokens / (seconds(rows) + per_pass * passes)
         if rates.max() > rate:
             rate, owners = rates.max(), order[: rates.argmax() + 1] // passes
@@ -76,7 +76,7 @@ class AdaptiveScheduler(SpecScheduler):
         super()._finish(seq, now)
         self.shares.pop(seq.id, None)
 
-    def _most_drafts(self, seqs: list[Sequence]) -> list[int]:
+    def _most_drafts(self, seqs: Seqs) -> list[int]:
         most = super()._most_drafts(seqs)
         if not any(most):
             return most
@@ -88,9 +88,7 @@ class AdaptiveScheduler(SpecScheduler):
         within = np.interp(rows, self.sizes, self.seconds)
         return within * np.maximum(1, rows / self.sizes[-1])
 
-    def _schedule_decode(
-        self, decodable: list[Sequence]
-    ) -> list[Sequence]:
+    def _schedule_decode(self, decodable: Seqs) -> Seqs:
         start = time.perf_counter()
         seqs = super()._schedule_decode(decodable)
         if passes := max(map(len, self.drafts.values()), default=0):
@@ -100,15 +98,10 @@ class AdaptiveScheduler(SpecScheduler):
 
     def attach(self, drafter: Any, runner: Any) -> None:
         super().attach(drafter, runner)
-        if runner is None:
-            return
         most = self.config.max_num_seqs * (1 + self.num_drafts)
         most = min(most, self.config.num_kvcache_blocks or 1)  # a block for each
         self.sizes, self.seconds = graph_sizes(min(most, 256)), []
         for rows in self.sizes:
-            batch, times = first_decodes(rows), []
-            for _ in range(4):  # the first compiles and allocates
-                start = time.perf_counter()
-                runner.forward(batch)
-                times.append(time.perf_counter() - start)
+            step = partial(runner.forward, first_decodes(rows))
+            times = repeat(step, number=1, repeat=4)  # the first compiles and allocates
             self.seconds.append(min(times[1:]))

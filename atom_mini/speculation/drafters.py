@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import fields
 from itertools import chain, takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..assemble import Machine, make_runner
 from ..checkpoint import require
 from ..config import Config, SamplingParams
-from ..engine_core import Runner
 from ..loading import checkpoint_files, open_file
 from ..memory import kvcache_block_bytes
 from ..model_runner import pack_output
@@ -27,20 +26,13 @@ from ..sampler import SamplingMetaData
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
 from .rejection import RejectionSampler, draft_tokens, final_probs
-from .verify import Drafter, Verifier, accept, spread
+from .verify import Drafter, Drafts, Rows, Seqs, Tokens, spread
+from ..text import load_tokenizer
 
 # %% auto #0
-__all__ = ['SHARED', 'NgramDrafter', 'check_same_tokens', 'count_numbers', 'DraftModel', 'read_draft_config', 'LawfulVerifier']
+__all__ = ['NgramDrafter', 'check_same_tokens', 'ModelDrafter', 'extend', 'read_draft_config', 'DraftModel']
 
 # %% ../../nbs/52_drafters.ipynb #4d930054
-@dataclass
-class _Seen:
-    """The runs of tokens in one request's text."""
-
-    after: dict[tuple[int, ...], int] = field(default_factory=dict)  # run -> next place
-    num_tokens: int = 0  # that are in it
-
-
 class NgramDrafter(Drafter):
     """Copies what followed the longest run of last tokens where it first occurred.
 
@@ -49,16 +41,15 @@ class NgramDrafter(Drafter):
 
     def __init__(self, config: Config, runner: Any = None) -> None:
         wanted = config.speculative_config
-        least, longest = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-        self.sizes = range(least, longest + 1)
-        self.seen: dict[int, _Seen] = defaultdict(_Seen)
+        self.sizes = range(wanted.prompt_lookup_min, wanted.prompt_lookup_max + 1)
+        # request -> run -> the place behind its first occurrence
+        self.seen: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
 
     def _follow(self, seq: Sequence) -> int:
         """Enter the runs up to the newest token of `seq`; the place of what first followed
         the longest of the last runs, or the end if all are new."""
-        seen, tokens, end = self.seen[seq.id], seq.token_ids, seq.num_tokens
-        after, found = seen.after, end
-        for place in range(min(seen.num_tokens, end - 1) + 1, end + 1):
+        after, tokens, end = self.seen[seq.id], seq.token_ids, seq.num_tokens
+        for place in range(min(after.get((), 0), end - 1) + 1, end + 1):
             first, found = 0, end
             for n in takewhile(place.__ge__, self.sizes):
                 if n <= first:  # where the shorter run came first, now that it is back
@@ -67,12 +58,10 @@ class NgramDrafter(Drafter):
                 if first == place:
                     break
                 found = first
-        seen.num_tokens = end
+        after[()] = end
         return found
 
-    def propose(
-        self, seqs: list[Sequence], most: list[int]
-    ) -> list[list[int]]:
+    def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
         places = [self._follow(seq) for seq in seqs]
         found = zip(seqs, places, most, strict=True)
         return [seq.token_ids[place : place + n] for seq, place, n in found]
@@ -87,187 +76,149 @@ def check_same_tokens(target: Any, draft: Any) -> None:
         return
     here, there = target.get_vocab(), draft.get_vocab()
     differ = {word for word, _ in here.items() ^ there.items()}
-    for word in sorted(differ)[:1]:
-        first = f"{word!r} is {here.get(word)} here and {there.get(word)} there"
-        wrong = f"the draft model's tokenizer differs in {len(differ)} tokens: {first}"
-        raise ValueError(f"{wrong}: set model to one of the same family")
+    word = min(differ, default="")
+    first = f"{word!r} is {here.get(word)} here and {there.get(word)} there"
+    wrong = f"the draft model's tokenizer differs in {len(differ)} tokens: {first}"
+    require(not differ, f"{wrong}: set model to one of the same family")
 
 # %% ../../nbs/52_drafters.ipynb #e59810da
-def count_numbers(folder: Path) -> int:
-    """How many numbers the checkpoint in `folder` holds; no weight is read."""
-    total = 0
-    for name, file in checkpoint_files(folder).items():
-        with open_file(file) as tensors:
-            total += math.prod(tensors.get_slice(name).get_shape())
-    return total
+class ModelDrafter(Drafter):
+    """A drafter that is a model, of the checkpoint `source(config)`: (folder, config).
 
-# %% ../../nbs/52_drafters.ipynb #67e7692e
-class DraftModel(Drafter):
-    """A second checkpoint, greedy, with a pool of its own under the target's block ids.
-
-    Raises ValueError if its vocabulary, its positions or its tokenizer do not fit.
-    Source: Leviathan et al. 2023; Chen et al. 2023.
+    Its K/V is in a pool of its own, under the target's block ids.
     """
 
     has_cache = True
+    source: Any
+    known: dict[int, Any]  # request -> what is kept of it
 
-    def __init__(self, config: Config, runner: Any) -> None:
-        from atom_mini.assemble import make_runner
-        from atom_mini.text import load_tokenizer
-
-        self.config = read_draft_config(config)
-        check_same_tokens(load_tokenizer(config), load_tokenizer(self.config))
-        self.vocab_size = config.hf_config.vocab_size
-        self.runner = make_runner(self.config)
-        self.runner.kv_cache.zero_()  # what was never written is read after some hits
-        self.known: dict[int, int] = {}  # request -> its tokens with K/V here
-        self.guessed: dict[int, list[int]] = {}  # and after those, of these drafts
-        self.is_random = config.speculative_config.draft_sampling
-        self.probs: dict[int, list[Tensor]] = {}  # what its drafts were drawn from
-
-    @classmethod
-    def memory(
-        cls, config: Config, dtype: torch.dtype
-    ) -> tuple[int, int]:
-        """Its weights, and its K/V of a block."""
-        own = read_draft_config(config)
-        block = kvcache_block_bytes(own.hf_config, own.kv_cache_block_size, dtype)
-        return count_numbers(Path(own.folder or "")) * dtype.itemsize, block
-
-    def observe(
-        self, seqs: list[Sequence], batch: ScheduledBatch,
-        output: ScheduledBatchOutput,
-    ) -> None:
-        if batch.type is SequenceType.PREFILL:
-            inputs = self.runner.prepare_model(self._readable(batch))
-            self.runner.compute_hidden(*inputs[:3])
-            for id, end in zip(batch.req_ids, batch.context_lens.tolist(), strict=True):
-                self.known[id], self.guessed[id] = end, []
-
-    def _readable(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """With tokens that the draft model has: the vocabularies of a family differ by what
-        pads them, and a wrong guess does no harm."""
-        last = self.config.hf_config.vocab_size - 1
-        return replace(batch, scheduled_tokens=np.minimum(batch.scheduled_tokens, last))
-
-    def _unread(self, seq: Sequence) -> list[int]:
-        """The newest tokens of `seq`, without K/V here; at least one."""
-        known = self.known.get(seq.id, 0)
-        for token in self.guessed.pop(seq.id, []):
-            if known >= seq.num_tokens - 1 or seq.token_ids[known] != token:
-                break
-            known += 1
-        self.known[seq.id] = min(known, seq.num_tokens - 1)
-        return seq.token_ids[self.known[seq.id] :]
-
-    def _pass(
-        self, seqs: list[Sequence], rows: list[list[int]], lens: list[int]
-    ) -> list[int]:
-        """The likeliest next token of each, behind `rows`, which end at length `lens`."""
-        counts = np.array([*map(len, rows)], np.int32)
-        tokens = np.array([*chain(*rows)], np.int64)
-        tables = np.zeros((len(seqs), max(len(s.block_table) for s in seqs)), np.int32)
-        for i, seq in enumerate(seqs):
-            tables[i, : len(seq.block_table)] = seq.block_table
-        batch = ScheduledBatch(
-            type=SequenceType.DECODE, req_ids=[s.id for s in seqs], block_tables=tables,
-            num_scheduled_tokens=counts, scheduled_tokens=tokens,
-            context_lens=np.array(lens, np.int32), is_sampled=counts > 0,
-            sampling_params=[SamplingParams(temperature=0)] * len(seqs), rows=lens,
-        )  # fmt: skip
-        passed, last = spread(self._readable(batch)), counts.cumsum() - 1
-        if self.is_random:
-            return self._draw(seqs, passed, last)
-        said = self.runner.forward(passed).token_ids
-        return [said[row][0] for row in last.tolist()]
-
-    def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in seqs]
-        self.probs = {}
-        for place in range(max(most)):
-            active = [i for i, n in enumerate(most) if n > place]
-            asked = [seqs[i] for i in active]
-            rows = [drafts[i][-1:] or self._unread(seqs[i]) for i in active]
-            said = self._pass(asked, rows, [s.num_tokens + place for s in asked])
-            for i, token in zip(active, said, strict=True):
-                drafts[i].append(token)
-        for seq, draft in zip(seqs, drafts, strict=True):
-            if draft:  # all but the last were fed back
-                self.known[seq.id], self.guessed[seq.id] = seq.num_tokens, draft[:-1]
-        return [[*takewhile(self.vocab_size.__gt__, draft)] for draft in drafts]
+    def guess(self, seqs: Seqs, place: int) -> Tensor:
+        """Of each the draft in this place, after those before it: int64 [B]."""
+        raise NotImplementedError
 
     def forget(self, request_id: int) -> None:
         self.known.pop(request_id, None)
-        self.guessed.pop(request_id, None)
-        self.probs.pop(request_id, None)
 
-    def _draw(
-        self, seqs: list[Sequence], rows: ScheduledBatch, last: np.ndarray
-    ) -> list[int]:
-        """A token of each, drawn from what `probs` keeps; `last`: their last rows."""
-        logits = self.runner.run_model(*self.runner.prepare_model(rows))[last]
-        missing = self.vocab_size - logits.shape[1]  # below 0: it has too many
-        logits = pad(logits, (0, missing), value=float("-inf"))
-        wishes = [replace(s.sampling_params, repetition_penalty=1.0) for s in seqs]
-        lens = rows.context_lens[last]
-        meta = SamplingMetaData.pack(wishes, lens, {}, self.vocab_size, self.runner.upload)
-        q = final_probs(logits, meta)
-        for seq, probs in zip(seqs, q, strict=True):
-            self.probs.setdefault(seq.id, []).append(probs)
-        return draft_tokens(q, [w.seed or 0 for w in wishes], lens).tolist()
+    @torch.inference_mode()
+    def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
+        """Up to `most[i]` guesses after `seqs[i]`; the device is waited for at the end."""
+        drafts: Drafts = [[] for _ in seqs]
+        most = [n * (s.id in self.known) for s, n in zip(seqs, most, strict=True)]
+        order = sorted(range(len(seqs)), key=lambda i: -most[i])  # who drops out is last
+        asked = ([seqs[i] for i in order if most[i] > place] for place in range(max(most)))
+        for tokens in [self.guess(going, place) for place, going in enumerate(asked)]:
+            for i, token in zip(order, tokens.tolist(), strict=False):
+                drafts[i].append(token)
+        return drafts
 
-    def make_verifier(self, runner: Runner) -> Verifier:
-        return LawfulVerifier(runner, self) if self.is_random else Verifier(runner)
+    @classmethod
+    def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
+        """Its weights, and its K/V of a block."""
+        (folder, cfg), numbers = cls.source(config), 0
+        for name, file in checkpoint_files(folder).items():
+            with open_file(file) as tensors:
+                numbers += math.prod(tensors.get_slice(name).get_shape())
+        block = kvcache_block_bytes(cfg, config.kv_cache_block_size, dtype)
+        return numbers * dtype.itemsize, block
+
+# %% ../../nbs/52_drafters.ipynb #c99c7064
+def extend(seqs: Seqs, new: Drafts, ahead: int, wish: SamplingParams) -> Rows:
+    """A decode of the tokens `new` of each of `seqs`, which end `ahead` places behind
+    its newest, row by row; sampled as `wish` says."""
+    counts, width = np.array([*map(len, new)]), max(len(s.block_table) for s in seqs)
+    tables = [(s.block_table + [0] * width)[:width] for s in seqs]
+    lens = np.array([s.num_tokens + ahead for s in seqs], np.int32)
+    return spread(ScheduledBatch(
+        SequenceType.DECODE, [s.id for s in seqs], np.array([*chain(*new)]), counts,
+        lens, np.array(tables, np.int32), counts > 0, [wish] * len(seqs),
+    ))  # fmt: skip
 
 # %% ../../nbs/52_drafters.ipynb #e1e7b07f
-SHARED = ["device", "dtype", "attention", "enforce_eager", "gpu_memory_utilization"]
-SHARED += ["kv_cache_block_size", "num_kvcache_blocks"]
-SHARED += ["max_num_seqs", "max_num_batched_tokens", "max_model_len"]
-
-
 def read_draft_config(config: Config) -> Config:
-    """The draft model's own: what the target has, and another model."""
+    """The draft model's own: what was set for the target, and another model."""
     model = config.speculative_config.model
     require(model is not None, "method='draft_model' needs a checkpoint: set model")
-    own = Config(model, **{name: getattr(config, name) for name in SHARED})
+    knobs = {f.name: f.default for f in (*fields(Config), *fields(Machine)) if f.init}
+    same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
+    own = Config(**same | {"model": model})
     kinds = getattr(own.hf_config, "layer_types", None) or ()
     wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
     require("linear_attention" not in kinds, wrong)
     return own
 
-# %% ../../nbs/52_drafters.ipynb #edc5564e
-class LawfulVerifier(Verifier):
-    """Verifies drafts that `drafter` has drawn, by the law of acceptance."""
+# %% ../../nbs/52_drafters.ipynb #67e7692e
+class DraftModel(ModelDrafter):
+    """A second checkpoint, which drafts what it finds likeliest, or draws its drafts.
 
-    def __init__(self, runner: Runner, drafter: DraftModel) -> None:
-        super().__init__(runner)
-        self.drafter, self.law = drafter, RejectionSampler()
+    Raises ValueError if its vocabulary, its positions or its tokenizer do not fit.
+    Source: Leviathan et al. 2023; Chen et al. 2023.
+    """
 
-    def _judge(
-        self, batch: ScheduledBatch, rows: ScheduledBatch, logits: Tensor
-    ) -> list[list[int]]:
-        """The tokens that each sequence keeps."""
-        ends = batch.num_scheduled_tokens.cumsum()[:-1]
-        drafts = [x[1:].tolist() for x in np.split(batch.scheduled_tokens, ends)]
-        none = logits.new_zeros(0, logits.shape[1])
-        probs = [self.drafter.probs.get(id, []) for id in batch.req_ids]
-        known = zip(probs, drafts, strict=True)
-        q = [torch.stack(p[: len(d)]) if d else none for p, d in known]
-        wishes, size = rows.sampling_params, logits.shape[1]
-        args = wishes, rows.context_lens, rows.histories, size, self.upload
-        seeds = [w.seed or 0 for w in batch.sampling_params]
-        lens = batch.context_lens - batch.num_scheduled_tokens + 1
-        return self.law.verify(logits, SamplingMetaData.pack(*args), drafts, q, seeds, lens)
+    def __init__(self, config: Config, runner: Any) -> None:
+        own, self.vocab_size = read_draft_config(config), config.hf_config.vocab_size
+        check_same_tokens(load_tokenizer(config), load_tokenizer(own))
+        self.runner, self.known = make_runner(own), {}  # here: how many have K/V
+        self.runner.kv_cache.zero_()  # what was never written is read after some hits
+        self.top = min(self.vocab_size, own.hf_config.vocab_size) - 1  # both have it
+        self.draws = config.speculative_config.draft_sampling
+        # who wants log probabilities gets logits from the runner
+        self.wish = SamplingParams(temperature=0, logprobs=0 if self.draws else None)
+        self.probs: dict[int, list[Tensor]] = defaultdict(list)  # what drafts are from
 
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        runner: Any = self.runner
-        has_drafts = len(batch.scheduled_tokens) > len(batch.req_ids)
-        if batch.type is SequenceType.PREFILL or not has_drafts:
-            return runner.forward(batch)
-        rows = spread(batch)
-        logits = runner.run_model(*runner.prepare_model(rows))
-        kept = self._judge(batch, rows, logits)
-        counts = batch.num_scheduled_tokens.tolist()
-        said = [t + [0] * (n - len(t)) for t, n in zip(kept, counts, strict=True)]
-        output = pack_output(rows, logits, [*chain(*said)])
-        return accept(batch, output, [*map(len, kept)])
+    @classmethod
+    def source(cls, config: Config) -> tuple[Any, Any]:
+        own = read_draft_config(config)
+        return own.folder, own.hf_config
+
+    def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
+        is_prompt = batch.type is SequenceType.PREFILL
+        if is_prompt:
+            ids, positions, meta, _ = self.runner.prepare_model(batch)
+            self.runner.compute_hidden(ids.clamp(max=self.top), positions, meta)
+        for seq in seqs:
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            self.known[seq.id] = end if is_prompt else min(self.known[seq.id], end)
+
+    def guess(self, seqs: Seqs, place: int) -> Tensor:
+        if place == 0:
+            self.probs.clear()
+        unread = [[0] if place else s.token_ids[self.known[s.id] :] for s in seqs]
+        readable = [[min(token, self.top) for token in tokens] for tokens in unread]
+        rows = extend(seqs, readable, place, self.wish)
+
+        def fill_in(batch: ScheduledBatch, ids: Tensor) -> None:
+            if place:
+                ids[: len(seqs)] = self.guessed[: len(seqs)]
+
+        (logits, ids), whole = self.runner.launch(rows, fill_in), rows.whole
+        lens, last = whole.context_lens, whole.num_scheduled_tokens.cumsum() - 1
+        self.known |= zip(whole.req_ids, lens.tolist(), strict=True)
+        ids = self._draw(seqs, logits[last], lens) if self.draws else ids[last]
+        self.guessed = ids.clamp(max=self.top)
+        return self.guessed
+
+    def _draw(self, seqs: Seqs, logits: Tensor, lens: np.ndarray) -> Tensor:
+        """A token of each, drawn from what `probs` keeps: int64 [B]."""
+        size, wishes = self.vocab_size, [s.sampling_params for s in seqs]
+        # below 0: it has too many
+        logits = pad(logits, (0, size - logits.shape[1]), value=float("-inf"))
+        meta = SamplingMetaData.pack(wishes, lens, {}, size, self.runner.upload)
+        q = final_probs(logits, meta)  # without histories there are no penalties
+        for seq, probs in zip(seqs, q, strict=True):
+            self.probs[seq.id].append(probs)
+        return draft_tokens(q, [w.seed or 0 for w in wishes], lens)
+
+    def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
+        """Drafts that were drawn are judged by the law of acceptance."""
+        if not self.draws:
+            return super().judge(runner, rows)
+        logits, size = runner.run_model(*runner.prepare_model(rows)), self.vocab_size
+        wishes, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
+        meta = SamplingMetaData.pack(wishes, lens, rows.histories, size, runner.upload)
+        drafts, none = np.append(rows.scheduled_tokens[1:], -1), logits.new_zeros(size)
+        drafts[counts.cumsum() - 1] = -1  # of each sequence's last row
+        known = zip(rows.whole.req_ids, counts.tolist(), strict=True)
+        q = torch.stack([x for id, n in known for x in (*self.probs[id][: n - 1], none)])
+        x, seeds = torch.from_numpy(drafts).to(q.device), [w.seed or 0 for w in wishes]
+        kept = RejectionSampler()(final_probs(logits, meta), q, x, seeds, lens)
+        return pack_output(rows, logits, kept.tolist())

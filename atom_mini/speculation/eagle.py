@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..attention import reset_forward_context, set_forward_context
 from ..checkpoint import read_json, require, resolve_model
-from ..config import Config
-from ..loading import checkpoint_files, open_file, weight_targets
-from ..memory import kvcache_block_bytes
+from ..config import Config, SamplingParams
+from ..loading import checkpoint_files, load_weights, read_tensor
 from ..model_runner import ModelRunner
-from atom_mini.models import (
-    CausalLM, DecoderLayer, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps,
-    check_supported, head_dim,
-)  # fmt: skip
-from ..scheduler import ScheduledBatch, ScheduledBatchOutput
-from ..sequence import Sequence, SequenceType
-from .drafters import count_numbers
-from .verify import Drafter, spread
+from ..models import CausalLM, DecoderLayer, Linear, Readers, RMSNorm, TorchOps
+from ..models import check_supported, family_of
+from ..scheduler import ScheduledBatch
+from ..sequence import SequenceType
+from .drafters import ModelDrafter, extend
+from .verify import Seqs, Tokens, spread
 
 # %% auto #0
-__all__ = ['STYLES', 'NESTED', 'UNSUPPORTED', 'stream', 'Taps', 'WideAttention', 'Eagle3Layer', 'Eagle3Head', 'find_taps',
-           'read_head_json', 'read_head_config', 'read_tensors', 'fill_head', 'map_drafts', 'load_head', 'follow',
-           'one_row_each', 'EagleDrafter', 'find_head']
-
-# %% ../../nbs/53_eagle.ipynb #5496f0d7
-def stream(args: tuple[Any, ...]) -> Tensor:
-    """The residual stream [T, hidden] among the arguments of a layer or a norm."""
-    x, residual, *_ = args
-    return x if residual is None else x + residual
+__all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_config', 'rename',
+           'map_drafts', 'load_head', 'follow', 'EagleDrafter']
 
 # %% ../../nbs/53_eagle.ipynb #b4d14104
 class Taps:
@@ -52,76 +42,52 @@ class Taps:
         self.fixed = {i: like.new_zeros(max_rows, like.shape[1]) for i in ids}
         for i, place in enumerate([*model.model.layers, model.model.norm]):
             if i in ids:
-                place.register_forward_pre_hook(
-                    lambda _, args, i=i: self.note(i, stream(args))
-                )
+                place.register_forward_pre_hook(partial(self.note, i))
 
-    def note(self, place: int, x: Tensor) -> None:
-        """Keep the stream `x` [T, hidden] that enters `place`."""
+    def note(self, i: int, place: nn.Module, args: tuple[Any, ...]) -> None:
+        """Keep the stream [T, hidden] that enters `place`: the sum of two arguments."""
+        x, residual, *_ = args
+        x = x if residual is None else x + residual
         few = len(x) <= self.max_rows
-        self.found[place] = self.fixed[place][: len(x)].copy_(x) if few else x
+        self.found[i] = self.fixed[i][: len(x)].copy_(x) if few else x
 
     def states(self, num_rows: int) -> Tensor:
         """Side by side, of the newest pass, which had so many rows: [T, taps * hidden]."""
         kept = self.fixed if num_rows <= self.max_rows else self.found
         return torch.cat([kept[i][:num_rows] for i in self.ids], -1)
 
-# %% ../../nbs/53_eagle.ipynb #176f3949
-class WideAttention(SelfAttention):
-    """`SelfAttention` that reads [T, 2 hidden]: a token and a state side by side."""
-
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
-        super().__init__(cfg, ops)
-        bias = self.qkv.bias is not None
-        self.qkv = Linear(2 * cfg.hidden_size, self.qkv.parts, bias)
-
-# %% ../../nbs/53_eagle.ipynb #1ed217c2
-class Eagle3Layer(DecoderLayer):
-    """A `DecoderLayer` of embeddings and states, both [T, hidden]."""
-
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
-        super().__init__(cfg, ops)
-        self.self_attn = WideAttention(cfg, ops)
-        self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, ops)
-        self.norm_before_residual = cfg.norm_before_residual
-
-    def forward(
-        self, embeds: Tensor, hidden: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(what the MLP gives, what it is added to), both [T, hidden]."""
-        assert hidden is not None
-        normed, residual = self.hidden_norm(hidden, None)
-        if self.norm_before_residual:
-            residual = normed
-        x = torch.cat([self.input_layernorm(embeds, None)[0], normed], -1)
-        x = self.self_attn(x, cos, sin)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
-
 # %% ../../nbs/53_eagle.ipynb #5c96c297
 class Eagle3Head(nn.Module):
     """A head with the config `cfg` (`read_head_config`). Source: arXiv 2503.01840."""
 
     embed_tokens: nn.Module  # the target's, mostly
+    midlayer: Any  # a `DecoderLayer`
 
     def __init__(self, cfg: Any, max_position: int, ops: TorchOps) -> None:
         super().__init__()
         check_supported(cfg)
-        size, num_ids = cfg.hidden_size, cfg.draft_vocab_size
+        size, self.midlayer = cfg.hidden_size, DecoderLayer(cfg, ops)
+        self.midlayer.hidden_norm = RMSNorm(size, cfg.rms_norm_eps, ops)
+        attn = self.midlayer.self_attn
+        attn.qkv = Linear(2 * size, attn.qkv.parts, attn.qkv.bias is not None)
+        self.norm_before_residual = cfg.norm_before_residual
         self.fc = Linear(len(cfg.taps) * size, {"fc": size})
-        self.midlayer = Eagle3Layer(cfg, ops)
         self.norm = RMSNorm(size, cfg.rms_norm_eps, ops)
-        self.lm_head = Linear(size, {"lm_head": num_ids})
-        self.rotary = RotaryEmbedding(cfg, head_dim(cfg), max_position)
-        self.target_ids = torch.arange(num_ids)  # of the head's ids
+        self.lm_head = Linear(size, {"lm_head": cfg.draft_vocab_size})
+        self.rotary = family_of(cfg).rotary(max_position)
+        self.target_ids = torch.arange(cfg.draft_vocab_size)  # of the head's ids
 
-    def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The next states [T, hidden], before the norm, of `ids` [T] after states `hidden`
-        [T, hidden]; their K/V is stored."""
-        embeds = self.embed_tokens(ids)
-        cos, sin = self.rotary(positions, embeds.dtype)
-        x, residual = self.midlayer(embeds, hidden, cos, sin)
-        return x + residual
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """The next states [T, hidden], before the norm, after `x` [T, 2 hidden]: a token's
+        embedding and the state before it. Their K/V is stored."""
+        embeds, hidden = (half.contiguous() for half in x.chunk(2, -1))
+        layer, table = self.midlayer, self.rotary(positions, x.dtype)
+        normed, _ = layer.hidden_norm(hidden, None)
+        wide = torch.cat([layer.input_layernorm(embeds, None)[0], normed], -1)
+        residual = normed if self.norm_before_residual else hidden
+        x = layer.self_attn(wide, *table)
+        x, residual = layer.post_attention_layernorm(x, residual)
+        return residual + layer.mlp(x)
 
     def compute_logits(self, states: Tensor) -> Tensor:
         """states [R, hidden] -> [R, draft vocabulary]."""
@@ -146,23 +112,27 @@ def find_taps(raw: dict[str, Any], num_layers: int) -> list[int]:
     return taps
 
 # %% ../../nbs/53_eagle.ipynb #8cc424ee
-STYLES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")  # EAGLE's, vLLM's
-NESTED = ("Eagle3DraftModel", "Eagle3Speculator")  # speculators'
+STYLES: dict[str, bool | None]  # name -> norm_before_residual, if it need not be told
+STYLES = {"LlamaForCausalLMEagle3": False, "Eagle3LlamaForCausalLM": False}
+STYLES |= {"Eagle3DraftModel": None, "Eagle3Speculator": None}  # speculators'
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # EAGLE-3.1's
 
 # %% ../../nbs/53_eagle.ipynb #1a421d05
 def read_head_json(folder: Path) -> dict[str, Any]:
-    """`config.json` of an EAGLE-3 head; ValueError if it is none."""
-    file, known = folder / "config.json", STYLES + NESTED
+    """`config.json` of an EAGLE-3 head; ValueError if it is none that can be read."""
+    file = folder / "config.json"
     what = f"{folder} has no config.json, so it is no EAGLE-3 head"
     require(file.is_file(), f"{what}: set model to the folder of one")
     raw = read_json(file)
     name, *_ = raw.get("architectures") or ["no architecture"]
-    require(name in known, f"{folder} holds {name}: supported are {', '.join(known)}")
-    is_told = name in STYLES or "norm_before_residual" in raw
+    require(name in STYLES, f"{folder} holds {name}: supported are {', '.join(STYLES)}")
+    is_told = STYLES[name] is not None or "norm_before_residual" in raw
     require(is_told, f"{file} does not say norm_before_residual: true or false")
     for key in UNSUPPORTED:
         require(not raw.get(key), f"{file} sets {key}: only false is supported")
+    how = "torch.load(file, weights_only=True), then safetensors.torch.save_file"
+    what = f"{folder} has no safetensors, and a pickle (pytorch_model.bin) is not read"
+    require(any(folder.glob("*.safetensors")), f"{what}: convert it once with {how}")
     return raw
 
 # %% ../../nbs/53_eagle.ipynb #3b269e83
@@ -171,49 +141,30 @@ def read_head_config(folder: Path, target: Any) -> Any:
     `taps`; ValueError unless it fits the model whose config is `target`."""
     from transformers import AutoConfig
 
-    raw = read_head_json(folder)
+    raw, fits = read_head_json(folder), {"num_hidden_layers": 1}
     layer = {"model_type": "llama"} | (raw.get("transformer_layer_config") or raw)
     cfg = AutoConfig.for_model(**layer)
     cfg.draft_vocab_size = raw.get("draft_vocab_size") or cfg.vocab_size
     cfg.norm_before_residual = raw.get("norm_before_residual", False)
     cfg.taps = find_taps(raw, target.num_hidden_layers)
-    fits = {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
-    for name, wanted in (fits | {"num_hidden_layers": 1}).items():
-        given, right = getattr(cfg, name), "a head that was trained for this target"
-        what = f"{folder}: {name} of the head is {given}, it must be {wanted}"
-        require(given == wanted, f"{what}: set model to {right}")
+    fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
+    for name, right in fits.items():
+        what = f"{folder}: {name} of the head is {getattr(cfg, name)}, it must be "
+        how = f"{what}{right}: set model to a head that was trained for this target"
+        require(getattr(cfg, name) == right, how)
     return cfg
 
-# %% ../../nbs/53_eagle.ipynb #4b970eb7
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """A head's tensors under EAGLE's names; ValueError if there are no safetensors."""
-    how = "torch.load(file, weights_only=True), then safetensors.torch.save_file"
-    what = f"{folder} has no safetensors, and a pickle (pytorch_model.bin) is not read"
-    require(any(folder.glob("*.safetensors")), f"{what}: convert it once with {how}")
-    tensors = {}
-    for name, file in checkpoint_files(folder).items():
-        with open_file(file) as stored:
-            tensors[name.replace("layers.0.", "midlayer.")] = stored.get_tensor(name)
-    return tensors
-
 # %% ../../nbs/53_eagle.ipynb #25fd1d69
-def fill_head(head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
-    """Fill every weight of `head` once; ValueError names what does not fit."""
-    left = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
-    for name, place in weight_targets(head).items():
-        theirs = [*left[name].shape] if name in left else "missing"
-        ours = [*place.shape]
-        what = f"weight {name} is {theirs} in the file, {ours} in the head"
-        require(ours == theirs, what)
-        place.copy_(left.pop(name))
-    require(not left, f"the head has no place for the weights {', '.join(left)}")
+def rename(readers: Readers) -> Readers:
+    """The weights by EAGLE's names, in both styles; without the two tables of ids."""
+    kept = {name: readers[name] for name in readers if name not in ("d2t", "t2d")}
+    return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
 
 # %% ../../nbs/53_eagle.ipynb #14ec24e9
-def map_drafts(tensors: dict[str, Tensor], cfg: Any) -> Tensor:
+def map_drafts(offsets: Tensor, cfg: Any) -> Tensor:
     """The target's id of each of the head's [draft vocabulary], from the offsets `d2t`;
     ValueError if they lead elsewhere."""
     size, limit = cfg.draft_vocab_size, cfg.vocab_size
-    offsets = tensors.get("d2t", torch.zeros(limit, dtype=torch.int64))
     ids = torch.arange(len(offsets)) + offsets
     low, high = int(ids.min()), int(ids.max())
     what = f"d2t leads {len(ids)} tokens to {low}..{high}, it must lead "
@@ -229,101 +180,64 @@ def load_head(
 
     Its table of positions has `longest` rows, whatever length it was trained for.
     """
-    tensors, like = read_tensors(folder), embed.weight
+    files, like = checkpoint_files(folder), embed.weight
     with torch.device(like.device):
         head = Eagle3Head(cfg, longest, ops)
-        if brings_own := "embed_tokens.weight" in tensors:
-            head.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
-    fill_head(head.to(like.dtype).requires_grad_(False), tensors)
-    head.target_ids = map_drafts(tensors, cfg).to(like.device)
+        if "embed_tokens.weight" in files:
+            head.embed_tokens = embed = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+    load_weights(head.to(like.dtype).requires_grad_(False), folder, rename)
+    none = torch.zeros(cfg.vocab_size, dtype=torch.int64)
+    offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
+    head.target_ids = map_drafts(offsets, cfg).to(like.device)
     for module in head.modules():
         if isinstance(module, Linear):
             module.pack()
-    head.embed_tokens = head.embed_tokens if brings_own else embed
+    head.embed_tokens = embed
     return head
 
 # %% ../../nbs/53_eagle.ipynb #6fc7e8b2
-def follow(
-    seqs: list[Sequence], batch: ScheduledBatch, output: ScheduledBatchOutput
-) -> ScheduledBatch:
+def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
     """The step that has run, with the token *after* each in its place (0 after a wrong
     draft). A decode is spread, and asks for the last right row of each sequence."""
-    tokens, is_last = np.zeros_like(batch.scheduled_tokens), batch.is_sampled
-    counts = batch.num_scheduled_tokens
-    starts = (counts.cumsum() - counts).tolist()
+    tokens, is_last = list[int](), list[bool]()
+    for seq, n in zip(seqs, batch.num_scheduled_tokens.tolist(), strict=True):
+        known = seq.token_ids[seq.num_computed_tokens + 1 :][:n]
+        tokens += [*known, *new.get(seq.id, ()), *[0] * n][:n]
+        is_last += [row == seq.num_scheduled_tokens - 1 for row in range(n)]
     if batch.type is SequenceType.DECODE:
-        batch, is_last = spread(batch), np.zeros(len(tokens), bool)
-    for seq, start in zip(seqs, starts, strict=True):
-        n, end = seq.num_scheduled_tokens, seq.num_computed_tokens + 1
-        known = seq.token_ids[end : end + n]
-        tokens[start : start + n] = [*known, *output.token_ids.get(seq.id, ())][:n]
-        if batch.type is SequenceType.DECODE:
-            is_last[start + n - 1] = True
-    return replace(batch, scheduled_tokens=tokens, is_sampled=is_last)
-
-# %% ../../nbs/53_eagle.ipynb #26b9fc72
-def one_row_each(seqs: list[Sequence], ahead: int) -> ScheduledBatch:
-    """A step of one token each, `ahead` places after the newest with K/V in the target.
-
-    Its token ids are still to come.
-    """
-    size, ones = seqs[0].block_size, np.ones(len(seqs), np.int32)
-    lens = np.array([s.num_tokens - 1 + ahead for s in seqs], np.int32)
-    width = -(-int(lens.max()) // size)
-    tables = [(s.block_table + [0] * width)[:width] for s in seqs]
-    return ScheduledBatch(
-        type=SequenceType.DECODE, req_ids=[s.id for s in seqs], sampling_params=[],
-        scheduled_tokens=np.zeros(len(seqs), np.int64), num_scheduled_tokens=ones,
-        context_lens=lens, block_tables=np.array(tables, np.int32), is_sampled=ones > 0,
-    )  # fmt: skip
+        batch = replace(spread(batch), is_sampled=np.array(is_last))
+    return replace(batch, scheduled_tokens=np.array(tokens))
 
 # %% ../../nbs/53_eagle.ipynb #58addfbe
-class EagleDrafter(Drafter, ModelRunner):
-    """Drafts with an EAGLE-3 head, greedily; its K/V is in blocks of its own, with the
-    same ids as the target's.
+class EagleDrafter(ModelDrafter, ModelRunner):
+    """Drafts greedily with an EAGLE-3 head: `speculative_config.model`, or else the one
+    beside the target. It prepares its steps as its target's `runner` does.
 
-    It prepares its steps as its target's `runner` does. `head_folder`: None for
-    `speculative_config.model`, or else for the one beside the target. ValueError if the
-    head does not fit.
+    ValueError if the head does not fit.
     """
 
-    has_cache = True
     model: Any  # the head
+    last: Any  # (states, drafts) of its newest pass
 
     @classmethod
-    def memory(
-        cls, config: Config, dtype: torch.dtype
-    ) -> tuple[int, int]:
-        """Its weights, and the K/V of its one layer in a block."""
-        cfg = read_head_config(folder := find_head(config), config.hf_config)
-        block = kvcache_block_bytes(cfg, config.kv_cache_block_size, dtype)
-        return count_numbers(folder) * dtype.itemsize, block
+    def source(cls, config: Config) -> tuple[Path, Any]:
+        wanted, beside = config.speculative_config.model, config.folder
+        folder = resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
+        return folder, read_head_config(folder, config.hf_config)
 
-    def _set_kv_cache(self, num_blocks: int) -> None:
-        """Allocate its pool [2, N, K, S, D] of zeros: some hits read what is unwritten."""
-        layer, size = self.model.midlayer.self_attn, self.config.kv_cache_block_size
-        shape = 2, num_blocks, layer.num_kv_heads, size, layer.head_dim
-        self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        layer.attn.kv_cache = self.kv_cache
-
-    def __init__(
-        self, config: Config, runner: ModelRunner,
-        head_folder: Path | None = None,
-    ) -> None:  # fmt: skip
-        graphs: Any = getattr(runner, "graphs", {})  # by size
-        folder = head_folder or find_head(config)
-        target, cfg = runner.model, read_head_config(folder, config.hf_config)
+    def __init__(self, config: Config, runner: Any) -> None:
+        graphs, (folder, cfg) = getattr(runner, "graphs", {}), self.source(config)
         self.config, self.upload = copy(config), runner.upload
-        self.config.hf_config = cfg
+        self.config.hf_config, self.known = cfg, {}  # here: the last state, the next draft
         self.device, self.dtype = runner.device, runner.dtype
         self.ops, _ = self._choose_ops()  # for the head's shape, which may be another
-        embed, longest = target.model.embed_tokens, config.max_model_len or 0
+        embed, longest = runner.model.model.embed_tokens, config.max_model_len or 0
         self.model = load_head(folder, cfg, embed, longest, self.ops)
         self._set_kv_cache(runner.kv_cache.shape[2])
-        self.taps = Taps(target, cfg.taps, max(graphs, default=0))
+        self.kv_cache.zero_()  # some hits read what is unwritten
+        self.taps = Taps(runner.model, cfg.taps, max(graphs, default=0))
         if graphs:  # once more: now with the hooks
-            runner._capture(sorted(graphs))  # type: ignore[attr-defined]
-        self.next: dict[int, tuple[Tensor, Tensor]] = {}  # request -> state, draft
+            runner._capture(sorted(graphs))
 
     @torch.inference_mode()
     def run(
@@ -332,55 +246,24 @@ class EagleDrafter(Drafter, ModelRunner):
         """(states [R, hidden], drafts [R]) of the last rows of `step`, after the states
         `hidden` [T, hidden]. `ids` [T] on the device take the place of the step's."""
         given, positions, meta, last = self.prepare_model(step)
-        set_forward_context(meta)
-        try:
-            states = self.model(given if ids is None else ids, hidden, positions)[last]
-        finally:
-            reset_forward_context()
+        embeds = self.model.embed_tokens(given if ids is None else ids)
+        states = self.compute_hidden(torch.cat([embeds, hidden], -1), positions, meta)[last]
         return states, self.model.choose(states) if len(last) else last
 
     @torch.inference_mode()
-    def observe(
-        self, seqs: list[Sequence], batch: ScheduledBatch,
-        output: ScheduledBatchOutput,
-    ) -> None:  # fmt: skip
+    def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
         """A step has run: the head follows, and has one draft for whoever got a token."""
-        step = follow(seqs, batch, output)
-        found = self.run(step, self.model.fc(self.taps.states(batch.total_tokens_num)))
-        asked = [s for s, is_asked in zip(seqs, batch.is_sampled, strict=True) if is_asked]
-        for seq, state, draft in zip(asked, *found, strict=True):
-            self.next[seq.id] = state, draft
+        states = self.model.fc(self.taps.states(batch.total_tokens_num))
+        found = self.run(follow(seqs, batch, new), states)
+        asked = [seq.id for seq in seqs if seq.id in new]
+        for id, state, draft in zip(asked, *found, strict=True):
+            self.known[id] = state, draft
 
-    @torch.inference_mode()
-    def propose(
-        self, seqs: list[Sequence], most: list[int]
-    ) -> list[list[int]]:
-        """Up to `most[i]` tokens after those of `seqs[i]`: one is known, each other takes
-        a pass of the head. The device is waited for once."""
-        drafts: list[list[int]] = [[] for _ in seqs]
-        asked = [i for i, seq in enumerate(seqs) if most[i] > 0 and seq.id in self.next]
-        asked.sort(key=lambda i: -most[i])  # those who drop out stand last
-        if not asked:
-            return drafts
-        known = [self.next[seqs[i].id] for i in asked]
-        states, ids = map(torch.stack, zip(*known, strict=True))
-        found = [ids]
-        for ahead in range(1, most[asked[0]]):
-            going = [seqs[i] for i in asked if most[i] > ahead]
-            n = len(going)
-            states, ids = self.run(one_row_each(going, ahead), states[:n], ids[:n])
-            found.append(ids)
-        for ids in found:
-            for i, token in zip(asked, ids.tolist(), strict=False):  # some dropped out
-                drafts[i].append(token)
-        return drafts
-
-    def forget(self, request_id: int) -> None:
-        """The request has left, or lost its blocks."""
-        self.next.pop(request_id, None)
-
-# %% ../../nbs/53_eagle.ipynb #fa8a1493
-def find_head(config: Config) -> Path:
-    """The folder of the head that is asked for, or the one beside the target."""
-    wanted, beside = config.speculative_config.model, config.folder
-    return resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
+    def guess(self, seqs: Seqs, place: int) -> Tensor:
+        if place:
+            step = extend(seqs, [[0]] * len(seqs), place - 1, SamplingParams())
+            self.last = self.run(step, *(x[: len(seqs)] for x in self.last))
+        else:
+            known = [self.known[seq.id] for seq in seqs]
+            self.last = [*map(torch.stack, zip(*known, strict=True))]
+        return self.last[1]

@@ -8,13 +8,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import one_hot
 
 from ..sampler import Sampler, SamplingMetaData, draw, soften, uniforms
 
 # %% auto #0
-__all__ = ['DRAFT', 'ACCEPT', 'RESIDUAL', 'numbers', 'draft_tokens', 'RejectionSampler', 'one_hot', 'final_probs']
+__all__ = ['DRAFT', 'ACCEPT', 'RESIDUAL', 'numbers', 'draft_tokens', 'RejectionSampler', 'final_probs']
 
 # %% ../../nbs/51_acceptance.ipynb #9db09804
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # 0 is the stream of plain sampling
@@ -36,63 +35,36 @@ def draft_tokens(probs: Tensor, seeds: list[int], positions: np.ndarray) -> Tens
 class RejectionSampler:
     """Keeps of random drafts what makes the text the target's, in distribution.
 
-    p [B, k+1, V] are the target's probabilities in each row, q [B, k, V] those that
-    `drafts` [B, k] were drawn from: both final, float32. -1 is no draft.
+    p [R, V] are the target's probabilities in each row of a step, q [R, V] those that
+    its draft was drawn from: both final, float32. No draft is -1, and its q is 0.
     Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318).
     """
 
     def accepts(
-        self, p: Tensor, q: Tensor, x: Tensor, u: Tensor
+        self, p: Tensor, q: Tensor, drafts: Tensor, u: Tensor
     ) -> Tensor:
-        """Whether u < min(1, p(x) / q(x)), of drafts x and numbers u [B, k]: bool."""
-        at = x.clamp(min=0)[..., None]
-        p, q = p.gather(-1, at)[..., 0], q.gather(-1, at)[..., 0]
-        return (x >= 0) & (u * q < p)  # always if p >= q, for u < 1; never if p is 0
+        """Whether u < min(1, p(x) / q(x)), of drafts x and numbers u [R]: bool [R]."""
+        at = drafts.clamp(min=0)[:, None]
+        p, q = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0]
+        return (drafts >= 0) & (u * q < p)  # always if p >= q, for u < 1; never if p is 0
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
-        """max(p - q, 0), not scaled; p where rounding leaves nothing: [B, V]."""
+        """max(p - q, 0), not scaled; p where rounding leaves nothing: [R, V]."""
         rest = (p - q).clamp(min=0)
         return torch.where(rest.any(-1, keepdim=True), rest, p)
 
     def __call__(
         self, p: Tensor, q: Tensor, drafts: Tensor,
         seeds: list[int], positions: np.ndarray,
-    ) -> list[list[int]]:
-        """Of each sequence the accepted drafts, and one token from residual or bonus.
+    ) -> Tensor:
+        """Each row's draft, if it is accepted, or a token from the residual: int64 [R].
 
-        `positions` [B]: how many tokens it has, which is where its first draft is.
+        `positions` [R]: the places of the drafts in their texts.
         """
-        drafts, q = pad(drafts, (0, 1), value=-1), pad(q, (0, 0, 0, 1))  # the bonus's row
-        places = positions + np.arange(drafts.shape[1])[:, None]
-        u = numbers(ACCEPT, seeds, places).T.to(p.device)
-        n = self.accepts(p, q, drafts, u).int().cumprod(-1).sum(-1)
-        rows = torch.arange(len(n), device=p.device)
-        none = (drafts[rows, n] < 0)[:, None]  # 0 is q there, whatever it is padded with
-        rest = self.residual(p[rows, n], q[rows, n].masked_fill(none, 0))
-        u = numbers(RESIDUAL, seeds, positions + n.cpu().numpy()).to(p.device)
-        drafts[rows, n] = draw(rest, u)
-        return [row[: m + 1] for row, m in zip(drafts.tolist(), n.tolist(), strict=True)]
-
-    def verify(
-        self, logits: Tensor, meta: SamplingMetaData,
-        drafts: list[list[int]], q: list[Tensor], seeds: list[int], positions: np.ndarray,
-    ) -> list[list[int]]:
-        """As `__call__`, of the logits [R, V] of a step: 1 + n rows for n `drafts`.
-
-        `q`: of each sequence [n, V]; `one_hot` of its drafts if they are not random.
-        """
-        rows = final_probs(logits, meta).split([1 + len(tokens) for tokens in drafts])
-        lists = [torch.tensor(x, dtype=torch.long, device=logits.device) for x in drafts]
-        filled = pad_sequence(lists, batch_first=True, padding_value=-1)
-        p, padded = (pad_sequence([*x], batch_first=True) for x in (rows, q))
-        return self(p, padded, filled, seeds, positions)
-
-# %% ../../nbs/51_acceptance.ipynb #4df97f1b
-def one_hot(tokens: Tensor, vocab_size: int) -> Tensor:
-    """The q of drafts that are not random, 0 where a draft is -1: float32 [..., V]."""
-    places = tokens.clamp(min=0)[..., None]
-    hot = torch.zeros(*tokens.shape, vocab_size, device=tokens.device)
-    return hot.scatter_(-1, places, (tokens >= 0)[..., None].float())
+        streams = (numbers(stream, seeds, positions) for stream in (ACCEPT, RESIDUAL))
+        to_accept, to_draw = (u.to(p.device) for u in streams)
+        drawn = draw(self.residual(p, q), to_draw)
+        return torch.where(self.accepts(p, q, drafts, to_accept), drafts, drawn)
 
 # %% ../../nbs/51_acceptance.ipynb #76adfffa
 def final_probs(logits: Tensor, meta: SamplingMetaData) -> Tensor:
@@ -101,7 +73,7 @@ def final_probs(logits: Tensor, meta: SamplingMetaData) -> Tensor:
     sampler, heat, logits = Sampler(), meta.temperature, logits.float()
     if meta.penalty is not None:
         logits = sampler._penalise(logits, meta.penalty, meta.seen)
-    greedy = one_hot(logits.argmax(-1), logits.shape[-1])
+    greedy = one_hot(logits.argmax(-1), logits.shape[-1]).float()
     if heat is None:
         return greedy
     probs = sampler.filtered(soften(logits, heat), meta)

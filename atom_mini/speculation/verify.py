@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,14 @@ from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, Variant, check_options, check_rules
 from ..config import is_bool, is_count, is_whole
-from ..engine_core import EngineCore, Runner
+from ..engine_core import EngineCore
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import RequestOutput, Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['METHODS', 'KNOBS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Verifier', 'Drafter', 'SpecStats',
-           'SpecScheduler', 'SpeculativeConfig', 'read_speculative', 'refuse_foreign', 'find', 'make_scheduler',
+__all__ = ['Seqs', 'Drafts', 'Tokens', 'METHODS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Drafter', 'Verifier',
+           'SpecStats', 'SpecScheduler', 'SpeculativeConfig', 'read_speculative', 'find', 'make_scheduler',
            'count_rows', 'count_bytes', 'SpecCore', 'make_speculating', 'Speculation']
 
 # %% ../../nbs/50_verify.ipynb #55c9d3e7
@@ -47,61 +47,38 @@ def spread(batch: ScheduledBatch) -> Rows:
     """
     counts, known = batch.num_scheduled_tokens, batch.histories
     owners, ends = np.repeat(np.arange(len(counts)), counts), counts.cumsum()
-    first, tokens = (ends - counts)[owners], batch.scheduled_tokens.tolist()
+    first, tokens = (ends - counts)[owners], batch.scheduled_tokens
     lens = (batch.context_lens - ends)[owners] + np.arange(1, len(owners) + 1)
-    ones, owner = np.ones(len(owners), np.int32), owners.tolist()
-    past = {
-        r: known[i] + tokens[first[r] + 1 : r + 1]
-        for r, i in enumerate(owner) if i in known
-    }  # fmt: skip
+    ones, whose = np.ones(len(owners), np.int32), owners.tolist()
+    penalised = [(r, i) for r, i in enumerate(whose) if i in known]
+    past = {r: known[i] + tokens[first[r] + 1 : r + 1].tolist() for r, i in penalised}
     return Rows(
-        batch.type, req_ids=list(range(len(owner))), num_scheduled_tokens=ones,
-        scheduled_tokens=batch.scheduled_tokens, context_lens=lens.astype(np.int32),
-        block_tables=batch.block_tables[owners], is_sampled=ones.astype(bool),
-        sampling_params=[batch.sampling_params[i] for i in owner], histories=past,
-        rows=[batch.rows[i] for i in owner], whole=batch,
+        batch.type, [*range(len(whose))], tokens, ones, lens.astype(np.int32),
+        batch.block_tables[owners], ones > 0, [batch.sampling_params[i] for i in whose],
+        past, whole=batch,
     )
 
 # %% ../../nbs/50_verify.ipynb #7f4224c1
-def accept(
-    batch: ScheduledBatch, output: ScheduledBatchOutput, keep: list[int] | None = None
-) -> ScheduledBatchOutput:
+def accept(batch: ScheduledBatch, output: ScheduledBatchOutput) -> ScheduledBatchOutput:
     """`output`, by row of `spread(batch)`, by request: the accepted drafts of each and
-    the token after them, or as many as `keep` says; log probabilities of as many."""
-    tokens, start = batch.scheduled_tokens.tolist(), 0
-    new: dict[int, tuple[int, ...]] = {}
-    logprobs: dict[int, list[dict[int, float]]] = {}
-    counts = batch.num_scheduled_tokens.tolist()
-    for i, (id, n) in enumerate(zip(batch.req_ids, counts, strict=True)):
-        said = [output.token_ids[row][0] for row in range(start, start + n)]
-        drafts = tokens[start + 1 : start + n]
+    the token after them; log probabilities of as many."""
+    tokens, start, kept = batch.scheduled_tokens.tolist(), 0, ScheduledBatchOutput({})
+    for id, n in zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True):
+        rows, drafts = range(start, start + n), tokens[start + 1 : start + n]
+        said = [output.token_ids[row][0] for row in rows]
         good = next((j for j, d in enumerate(drafts) if d != said[j]), n - 1)
-        kept = good + 1 if keep is None else keep[i]
-        new[id] = tuple(said[:kept])
+        kept.token_ids[id] = tuple(said[: good + 1])
         if start in output.logprobs:
-            logprobs[id] = [output.logprobs[start + j][0] for j in range(kept)]
+            kept.logprobs[id] = [output.logprobs[row][0] for row in rows[: good + 1]]
         start += n
-    return ScheduledBatchOutput(new, logprobs)
-
-# %% ../../nbs/50_verify.ipynb #ce0a6b30
-class Verifier:
-    """A runner whose decodes may bring drafts; `runner` does the work."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the runner's own."""
-        return getattr(self.runner, name)
-
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        """The new tokens of each request: one or, in a decode with drafts, more."""
-        has_drafts = len(batch.scheduled_tokens) > len(batch.req_ids)
-        if batch.type is SequenceType.PREFILL or not has_drafts:
-            return self.runner.forward(batch)
-        return accept(batch, self.runner.forward(spread(batch)))
+    return kept
 
 # %% ../../nbs/50_verify.ipynb #be6e4ae1
+Seqs = list[Sequence]
+Drafts = list[list[int]]  # of each sequence
+Tokens = dict[int, tuple[int, ...]]  # request -> what a step has brought it
+
+
 class Drafter:
     """Proposes what may come next; drafts nothing. `has_cache`: it computes K/V of its
     own under the same block ids, and needs the drafts' blocks before it proposes."""
@@ -113,22 +90,39 @@ class Drafter:
         """Bytes that it needs of the target's device: in all, and with each block."""
         return 0, 0
 
-    def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
+    def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
         """At most `most[i]` token ids that may follow those of `seqs[i]`."""
         return [[] for _ in seqs]
 
-    def observe(
-        self, seqs: list[Sequence], batch: ScheduledBatch, output: ScheduledBatchOutput
-    ) -> None:
+    def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
+        """A token for each row of a verify step; drafts are accepted while they equal
+        it."""
+        return runner.forward(rows)
+
+    def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
         """A step has run, and its tokens are not yet appended. Of a sequence's rows the
         first `num_scheduled_tokens` saw the right past."""
 
     def forget(self, request_id: int) -> None:
         """The request has left."""
 
-    def make_verifier(self, runner: Runner) -> Verifier:
-        """What its drafts are verified by."""
-        return Verifier(runner)
+# %% ../../nbs/50_verify.ipynb #39367f56
+class Verifier:
+    """A runner whose decodes may bring drafts of `drafter`; `runner` does the work."""
+
+    def __init__(self, runner: Any, drafter: Drafter | None = None) -> None:
+        self.runner, self.drafter = runner, drafter or Drafter()
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the runner's own."""
+        return getattr(self.runner, name)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """The new tokens of each request: one or, in a decode with drafts, more."""
+        has_drafts = batch.total_tokens_num > batch.total_seqs_num
+        if batch.type is SequenceType.PREFILL or not has_drafts:
+            return self.runner.forward(batch)
+        return accept(batch, self.drafter.judge(self.runner, spread(batch)))
 
 # %% ../../nbs/50_verify.ipynb #6a60b852
 @dataclass
@@ -146,9 +140,8 @@ class SpecStats:
         self.num_steps += 1
         self.num_tokens += num_tokens
         self.histogram[accepted] += 1
-        if drafted:
-            self.proposed.update(range(drafted))
-            self.accepted.update(range(accepted))
+        self.proposed.update(range(drafted))
+        self.accepted.update(range(accepted))
 
     @property
     def tokens_per_step(self) -> float:
@@ -170,7 +163,7 @@ class SpecScheduler(TurnScheduler):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         wanted = config.speculative_config
-        self.num_drafts = wanted.num_speculative_tokens if wanted else 0
+        self.num_drafts = getattr(wanted, "num_speculative_tokens", 0)
         self.drafter, self.spec_stats = Drafter(), SpecStats()
         self.drafts: dict[int, list[int]] = {}  # in a decode: of each request
         self.batch: Any = None  # what was scheduled last
@@ -198,18 +191,15 @@ class SpecScheduler(TurnScheduler):
 
     def _give_back(self, seq: Sequence) -> int:
         """Return the blocks that hold nothing that was computed; how many they were."""
-        kept = -(-seq.num_computed_tokens // seq.block_size)
-        spare = seq.block_table[kept:]
-        del seq.block_table[kept:]
-        for block_id in reversed(spare):
-            self.block_manager.pool.release(block_id)
-        return len(spare)
+        before, kept = len(seq.block_table), -(-seq.num_computed_tokens // seq.block_size)
+        while len(seq.block_table) > kept:
+            self.block_manager.pool.release(seq.block_table.pop())
+        return before - kept
 
     def _schedule_decode(self, decodable: list[Sequence]) -> list[Sequence]:
         seqs = super()._schedule_decode(decodable)
         for seq in seqs:
-            if seq.num_known_tokens // seq.block_size > seq.num_published_blocks:
-                self.block_manager.stage(seq, seq.num_known_tokens)
+            self.block_manager.stage(seq, seq.num_known_tokens)
         most = self._most_drafts(seqs)
         if self.drafter.has_cache:
             most = [self._reserve(seq, n) for seq, n in zip(seqs, most, strict=True)]
@@ -249,14 +239,13 @@ class SpecScheduler(TurnScheduler):
         self, seqs: list[Sequence], output: ScheduledBatchOutput,
         stream_outputs: list[RequestOutput] | None = None,
     ) -> list[Sequence]:
-        for seq in seqs:
-            if seq.id in self.drafts:
-                seq.num_scheduled_tokens = len(output.token_ids[seq.id])
-        self.drafter.observe(seqs, self.batch, output)
+        verified = [seq for seq in seqs if seq.id in self.drafts]
+        for seq in verified:
+            seq.num_scheduled_tokens = len(output.token_ids[seq.id])
+        self.drafter.observe(seqs, self.batch, output.token_ids)
         finished = super().postprocess(seqs, output, stream_outputs)
-        for seq in seqs:
-            if seq.id in self.drafts:
-                self._settle(seq, len(output.token_ids[seq.id]))
+        for seq in verified:
+            self._settle(seq, len(output.token_ids[seq.id]))
         return finished
 
     def _finish(self, seq: Sequence, now: float) -> None:
@@ -280,16 +269,24 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4  # ngram: tokens that must match, at most
     prompt_lookup_min: int = 2  # and at least
 
+    def __post_init__(self) -> None:
+        """ValueError for a value out of range, or a knob that the method does not have."""
+        check_rules(self, LEAST)
+        for f in fields(self):
+            owners = [m for m, (_, own) in METHODS.items() if f.name in own] or METHODS
+            value, is_usual = getattr(self, f.name), getattr(self, f.name) == f.default
+            wrong = f"{f.name}={value!r} is for {' and '.join(owners)}, not for method="
+            what = f"{wrong}{self.method!r}: leave it out"
+            require(is_usual or self.method in owners, what)
+        least, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        wrong = f"prompt_lookup_min={least} is above prompt_lookup_max={longest}: lower it"
+        require(least <= longest, wrong)
+
 # %% ../../nbs/50_verify.ipynb #31e388f3
-METHODS = {  # what makes drafters: (config, runner)
-    "ngram": "drafters.NgramDrafter",
-    "draft_model": "drafters.DraftModel",
-    "eagle3": "eagle.EagleDrafter",
-}
-KNOBS = {  # whose they are; the others are everybody's
-    "ngram": {"prompt_lookup_max", "prompt_lookup_min"},
-    "draft_model": {"model", "draft_sampling"},
-    "eagle3": {"model"},
+METHODS = {  # what makes its drafter, of (config, runner); the knobs of its own
+    "ngram": ("drafters:NgramDrafter", ["prompt_lookup_max", "prompt_lookup_min"]),
+    "draft_model": ("drafters:DraftModel", ["model", "draft_sampling"]),
+    "eagle3": ("eagle:EagleDrafter", ["model"]),
 }
 LEAST: list[Any] = [
     ("method", lambda v: v in [*METHODS], f"one of {', '.join(METHODS)}"),
@@ -298,7 +295,7 @@ LEAST: list[Any] = [
     ("draft_sampling adaptive", is_bool, "True or False"),
 ]
 
-# %% ../../nbs/50_verify.ipynb #72a068b4
+# %% ../../nbs/50_verify.ipynb #fe499c03
 def read_speculative(given: Any) -> SpeculativeConfig:
     """The class from itself, a dictionary, or JSON; ValueError names what is wrong."""
     if isinstance(given, str):
@@ -307,36 +304,24 @@ def read_speculative(given: Any) -> SpeculativeConfig:
         except ValueError as error:
             wrong = f"speculative_config={given!r} is no JSON: {error}"
             raise ValueError(wrong) from None
-    if not isinstance(given, SpeculativeConfig):
-        wrong = f"speculative_config={given!r}: give a dict, JSON or SpeculativeConfig"
-        require(isinstance(given, dict), wrong)
+    if isinstance(given, dict):
         known = [f.name for f in fields(SpeculativeConfig)]
         check_options("speculative_config", given, known)
         given = SpeculativeConfig(**given)
-    check_rules(given, LEAST)
-    refuse_foreign(given)
+    wrong = f"speculative_config={given!r}: give a dict, JSON or SpeculativeConfig"
+    require(isinstance(given, SpeculativeConfig), wrong)
     return given
-
-# %% ../../nbs/50_verify.ipynb #fe499c03
-def refuse_foreign(wanted: SpeculativeConfig) -> None:
-    """ValueError for a knob that the method does not have."""
-    for f in fields(wanted):
-        owners = [method for method in KNOBS if f.name in KNOBS[method]]
-        value, fits = getattr(wanted, f.name), not owners or wanted.method in owners
-        wrong = f"{f.name}={value!r} is for {' and '.join(owners)}, not for method="
-        require(fits or value == f.default, f"{wrong}{wanted.method!r}: leave it out")
 
 # %% ../../nbs/50_verify.ipynb #c8dfba3c
 def find(name: str) -> Any:
-    """What is called `module.Name` in this part; the module is imported now."""
-    module, _, name = name.partition(".")
-    return getattr(import_module(f"atom_mini.speculation.{module}"), name)
+    """What is called `module:Name` in this part; the module is imported now."""
+    return resolve_name(f"atom_mini.speculation.{name}")
 
 
 def make_scheduler(config: Config) -> SpecScheduler:
     """The scheduler of `Speculation`."""
     if config.speculative_config.adaptive:
-        return find("adaptive.AdaptiveScheduler")(config)
+        return find("adaptive:AdaptiveScheduler")(config)
     return SpecScheduler(config)
 
 # %% ../../nbs/50_verify.ipynb #e9ffb131
@@ -351,27 +336,28 @@ def count_rows(config: Config) -> int:
 # %% ../../nbs/50_verify.ipynb #e3e89133
 def count_bytes(config: Config, dtype: Any) -> tuple[int, int]:
     """Of the drafter that `config` asks for, `Drafter.memory`."""
-    return find(METHODS[config.speculative_config.method]).memory(config, dtype)
+    name, _ = METHODS[config.speculative_config.method]
+    return find(name).memory(config, dtype)
 
 # %% ../../nbs/50_verify.ipynb #3f50795a
 class SpecCore(EngineCore):
     """An engine core whose drafter may hold memory of its own."""
 
-    scheduler: SpecScheduler | Any
+    scheduler: Any  # a `SpecScheduler`
 
     def close(self) -> None:
         """Let go of the runner and of the drafter."""
         super().close()
-        self.scheduler.attach(Drafter(), None)
+        self.scheduler.drafter = Drafter()
 
 # %% ../../nbs/50_verify.ipynb #fd755155
 def make_speculating(config: Config) -> EngineCore:
     """The engine core of `Speculation`: any runner, with the drafter asked for."""
-    runner = make_runner(config)
-    scheduler = config.pick("make_scheduler", SpecScheduler)(config)
-    drafter = find(METHODS[config.speculative_config.method])(config, runner)
-    scheduler.attach(drafter, runner)
-    return SpecCore(config, drafter.make_verifier(runner), scheduler)
+    runner, (name, _) = make_runner(config), METHODS[config.speculative_config.method]
+    drafter = find(name)(config, runner)
+    core = SpecCore(config, Verifier(runner, drafter))
+    core.scheduler.attach(drafter, runner)
+    return core
 
 # %% ../../nbs/50_verify.ipynb #7cae9feb
 @dataclass
@@ -387,8 +373,7 @@ class Speculation(Variant):
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        wanted: Any = config.speculative_config
-        return wanted is not None and wanted.num_speculative_tokens > 0
+        return getattr(config.speculative_config, "num_speculative_tokens", 0) > 0
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
@@ -399,11 +384,7 @@ class Speculation(Variant):
         k, most = wanted.num_speculative_tokens, config.max_num_batched_tokens
         wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
         require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
-        least, longest = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-        wrong = f"prompt_lookup_min={least} is above prompt_lookup_max={longest}: lower it"
-        require(least <= longest, wrong)
-        is_off = not cls.is_chosen(config)
         for knob, usual in (("scheduler", "atom"), ("overlap", False)):
             value = getattr(config, knob, usual)
             wrong = f"{knob}={value!r} does not take drafts: set it to {usual!r}, or k to 0"
-            require(is_off or value == usual, wrong)
+            require(k == 0 or value == usual, wrong)
