@@ -30,6 +30,7 @@ class Tripwire:
     def __init__(self, at: int) -> None:
         self.left = at
         self.where = ""
+        self.files: list[str] = []  # of the lines that ran
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
@@ -37,6 +38,7 @@ class Tripwire:
             return None
         if event == "line":
             self.left -= 1
+            self.files.append(Path(name).name)
             if self.left == 0:
                 self.where = f"{Path(name).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
