@@ -35,8 +35,8 @@ def rotary_frequencies(cfg: Any, dim: int) -> tuple[Tensor, float]:
 
     ValueError names a rope type that is not in `ROPE_TYPES`.
     """
-    p: dict[str, Any] = {"original_max_position_embeddings": cfg.max_position_embeddings}
-    p |= {"rope_theta": 10000.0, "rope_type": "default"}
+    p: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
+    p |= {"original_max_position_embeddings": cfg.max_position_embeddings}
     p |= getattr(cfg, "rope_parameters", None) or {}
     kind = p["rope_type"]
     part = p.get("partial_rotary_factor", 1)

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..assemble import make_engine_core
 from ..checkpoint import require
-from ..config import COUNT, Config, Variant, check_rules, is_bool, is_count, one_of
+from ..config import COUNT, Config, Variant, check_rules
+from ..config import is_bool, is_count, one_of
 
 # %% auto #0
 __all__ = ['devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'check_together', 'DataParallel']
@@ -23,7 +24,7 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
     size, asked = config.data_parallel_size, config.device
     if asked == "cpu" or (asked is None and num_gpus == 0):
         return [asked] * size
-    require(asked in (None, "cuda"), f"device={asked!r} is one device: set device='cuda'")
+    require(asked in (None, "cuda"), f"device={asked!r} is one device: set 'cuda'")
     many = f"data_parallel_size={size} needs as many GPUs, and here are {num_gpus}"
     require(size <= num_gpus, f"{many}: lower it, or set device='cpu'")
     return [f"cuda:{i}" for i in range(size)]
@@ -53,9 +54,10 @@ def make_loop(core: Any, *sockets: Any) -> Any:
     """Its loop. It tells what is in its cache, if that is asked for."""
     if core.config.routing == "prefix":
         import_module("atom_mini.processes.replicas").report_blocks(core)
-    if core.config.lockstep:
-        return import_module("atom_mini.processes.lockstep").LockstepLoop(core, *sockets)
-    return import_module("atom_mini.processes.engine_process").EngineLoop(core, *sockets)
+    if not core.config.lockstep:
+        plain = import_module("atom_mini.processes.engine_process")
+        return plain.EngineLoop(core, *sockets)
+    return import_module("atom_mini.processes.lockstep").LockstepLoop(core, *sockets)
 
 # %% ../../nbs/73c_data_parallel.ipynb #36f865e9
 def check_experts(config: Config) -> None:
@@ -64,7 +66,7 @@ def check_experts(config: Config) -> None:
     asked = f"enable_expert_parallel=True with data_parallel_size={size}"
     experts = import_module("atom_mini.families.records").read_experts(cfg)
     count = experts.count if experts else 0
-    wrong = f"{asked}: this model has {count} experts, which it must divide: change either"
+    wrong = f"{asked}: {count} experts are no multiple of it: change either"
     require(count > 0 and count % size == 0, wrong)
     how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
     require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
@@ -73,9 +75,10 @@ def check_experts(config: Config) -> None:
 def check_together(config: Config, given: set[str]) -> None:
     """Set what others need and nobody gave; ValueError for what was given otherwise."""
     size, is_front = config.data_parallel_size, config.data_parallel_place is None
+    alone = {"tensor_parallel_size": 1, "engine_process": is_front}
     plain = {"overlap": False, "speculative_config": None, "scheduler": "atom"}
     needs: list[tuple[str, Any, dict[str, Any]]] = [
-        ("data_parallel_size", size, {"tensor_parallel_size": 1, "engine_process": is_front}),
+        ("data_parallel_size", size, alone),
         ("routing", "prefix", {"enable_prefix_caching": True, "prefix_cache": "hash"}),
         ("enable_expert_parallel", True, {"lockstep": True}),
         ("lockstep", True, plain),
@@ -83,7 +86,7 @@ def check_together(config: Config, given: set[str]) -> None:
     for knob, value, others in needs:
         for name, only in others.items() if getattr(config, knob) == value else ():
             found = getattr(config, name) if name in given else only
-            wrong = f"{knob}={value!r} needs {name}={only!r}, not {found!r}: change either"
+            wrong = f"{knob}={value!r} needs {name}={only!r}, not {found!r}: change one"
             require(found == only, wrong)
             vars(config)[name] = only
 
@@ -108,7 +111,7 @@ class DataParallel(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        rules = [("data_parallel_size", is_count, COUNT), ("lockstep", is_bool, "a bool")]
+        rules = [("data_parallel_size", is_count, COUNT), ("lockstep", is_bool, "bool")]
         check_rules(config, [*rules, one_of("routing", "load", "prefix")])
         alone = ", ".join(sorted({"routing", "lockstep"} & given))
         if not cls.is_chosen(config):

@@ -157,8 +157,9 @@ def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> int:
     try:
         config = Config(order["model"], **order["options"])
         core: EngineCore = config.pick("make_engine", plain_engine)(config)
-        sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len, config.max_model_len
-        ready = Ready(0, *sizes, config.hf_config.vocab_size)  # type: ignore[call-arg]
+        sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len
+        sizes += config.max_model_len, config.hf_config.vocab_size
+        ready = Ready(0, *sizes)
         outbox.send(encode(ready))
         config.pick("make_loop", EngineLoop)(core, inbox, outbox).run()
         return 0

@@ -77,9 +77,10 @@ class CoreManager(Thread):
         """The process. It is killed when this thread ends."""
         order = json.dumps(self.order | {"folder": folder, "parent": os.getpid()})
         command = [sys.executable, "-m", "atom_mini.processes.engine_process", order]
+        pipe = subprocess.PIPE
         return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            bufsize=0, env=environment(), start_new_session=True,
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0,
+            env=environment(), start_new_session=True,
         )  # fmt: skip
 
     def _read_log(self) -> bool:
@@ -191,7 +192,8 @@ class CoreManager(Thread):
 def environment(share: int = 1) -> dict[str, str]:
     """For a process whose modules are ours, and whose number of threads is ours divided
     by `share`: as many threads make the same sums."""
-    own = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    own = os.environ | {"PYTHONPATH": path}
     if torch := sys.modules.get("torch"):
         own["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // share))
     return own
@@ -212,17 +214,17 @@ class FarCore(BaseScheduler):
     """An `EngineCore` whose scheduler and runner are in a process of their own, or in
     several. It is the requests' scheduler, too, as far as the caller asks for one.
 
-    `orders`: model and options of each process. Raises ValueError as an engine does when
-    it is made, and EngineDead once a process is gone.
+    `orders`: model and options of each process. Raises ValueError as an engine does
+    when it is made, and EngineDead once a process is gone.
     """
 
     trace = None  # is written where the scheduler is
     manager_type: Any = CoreManager
 
     def __init__(self, config: Config, orders: list[Any] | None = None) -> None:
-        make, self.bell = self.manager_type, SimpleQueue[None]()
-        many = enumerate(orders or [config.engine_order])
-        self.config, self.engines = config, [make(*one, config, self.bell) for one in many]
+        self.config, self.bell = config, SimpleQueue[None]()
+        many, make = enumerate(orders or [config.engine_order]), self.manager_type
+        self.engines = [make(*one, config, self.bell) for one in many]
         self.scheduler: Any = weakref.proxy(self)  # has `seqs` and `check_prompt`
         self.seqs: Any = ChainMap(*(engine.seqs for engine in self.engines))
         self.close = weakref.finalize(self, close_all, self.engines, os.getpid())
@@ -235,8 +237,9 @@ class FarCore(BaseScheduler):
         except BaseException:
             self.close()
             raise
-        ready = min((e.ready for e in self.engines), key=lambda ready: ready.max_len)
-        config.num_kvcache_blocks, self.max_len = ready.num_kvcache_blocks, ready.max_len
+        least = min((e.ready for e in self.engines), key=lambda ready: ready.max_len)
+        config.num_kvcache_blocks = least.num_kvcache_blocks
+        self.max_len = least.max_len
 
     def check_alive(self) -> None:
         """EngineDead, or ValueError if what was asked for cannot be."""
@@ -305,8 +308,8 @@ class FarCore(BaseScheduler):
         return StepOutput(output, seqs, ScheduledBatchOutput(new), finished, output.seconds)
 
     def use_next(self, engine: CoreManager) -> StepOutput | None:
-        """Use an engine's next message; what it tells, if that is a step. It leaves the queue
-        afterwards, so an interrupt loses none."""
+        """Use an engine's next message; what it tells, if that is a step. It leaves the
+        queue afterwards, so an interrupt loses none."""
         message, done = engine.messages[0], None
         if isinstance(message, Output):
             done = self._use(engine, message)

@@ -53,7 +53,7 @@ class Array(Record):
         """ValueError for a dtype that is not in `DTYPES`, or more than `MAX_ARRAY`."""
         name, size = array.dtype.name, array.nbytes
         require(name in DTYPES, f"an array of {name} does not cross, only {DTYPES}")
-        require(size <= MAX_ARRAY, f"{size} bytes are over MAX_ARRAY={MAX_ARRAY}: cut it")
+        require(size <= MAX_ARRAY, f"{size} bytes are over {MAX_ARRAY=}: cut it")
         return cls(name, [*array.shape], array.tobytes())
 
     def unpack(self) -> np.ndarray:
@@ -117,7 +117,7 @@ class Row(Record):
 
 
 class Output(Message):
-    """What step number `id` did; times in seconds. `blocks`: hash -> whether such a full
+    """What step number `id` did; times in seconds. `blocks`: hash -> whether such a
     block can be found now; `is_new`: what was said of others before is void."""
 
     type: SequenceType

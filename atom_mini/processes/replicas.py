@@ -21,7 +21,7 @@ __all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 
 
 # %% ../../nbs/73a_replicas.ipynb #ea211763
 class Replica(CoreManager):
-    """A `CoreManager` beside others. `hashes`: of the blocks that can be found there."""
+    """A `CoreManager` beside others. `hashes`: of the blocks that are found there."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -134,7 +134,8 @@ class Replicas(FarCore):
             for engine in self.engines:
                 engine.end(grace=0.5)
             self.close()  # then each has said why
-            raise EngineDead("\n".join([*self.causes, *(str(e.dead) for e in self.engines)]))
+            whys = [*self.causes, *(str(engine.dead) for engine in self.engines)]
+            raise EngineDead("\n".join(whys))
         for engine in dead:
             lost = [self.abort(request_id) for request_id in [*engine.seqs]]
             self.engines.remove(engine)
@@ -142,7 +143,7 @@ class Replicas(FarCore):
             warnings.warn(f"{len(lost)} requests end: {engine.dead}", stacklevel=4)
 
     def wake(self) -> None:
-        """In lockstep, before it waits, wake them all: somebody may have something to do."""
+        """In lockstep, before it waits, wake them all: one may have something to do."""
         if self.config.lockstep:
             self.num_waves += 1
             for engine in self.engines:
