@@ -122,11 +122,13 @@ def build_permute(i: Instruction) -> Step:
 
 
 def lds_place(at: str, others: list[str], offset: int, size: int) -> Place:
+    """A byte of LDS in each lane."""
     own = read(at, "u32")
     return lambda w: (w.lds, own(w).astype(np.int64) + offset, w.active)
 
 
 def global_place(at: str, others: list[str], offset: int, size: int) -> Place:
+    """64 bits in each lane, or 32 bits in each lane behind 64 for all."""
     if others[0] == "off":
         address = read(at, "i64")
         return lambda w: (w.memory, address(w) + offset, w.active)
@@ -149,6 +151,7 @@ def buffer_place(at: str, others: list[str], offset: int, size: int) -> Place:
 
 
 def scratch_place(at: str, others: list[str], offset: int, size: int) -> Place:
+    """The same place in each lane's own memory."""
     if {at, *others} != {"off"}:
         raise Unknown("an offset into scratch")
     return lambda w: (w.scratch, np.arange(w.lanes) * (len(w.scratch.u8) // w.lanes) + offset, w.active)
