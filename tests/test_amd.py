@@ -360,7 +360,8 @@ def test_unset() -> None:
                                   "s_frobnicate_b32 s0, s1", "ds_add_u32 v0, v1", "global_atomic_add v0, v1, s[0:1]",
                                   "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], a[0:3]", "v_add_f32 v0, v1, frob",
                                   "s_cbranch_scc0 .LBB0_9", "export mrt0, v0",
-                                  "v_add_u16_sdwa v0, v1, v2 dst_sel:BYTE_1"])  # fmt: skip
+                                  "v_add_u16_sdwa v0, v1, v2 dst_sel:BYTE_1",
+                                  "v_pk_mov_b32 v[0:1], v[2:3], v[4:5] op_sel_hi:[0,1]"])  # fmt: skip
 def test_unknown(line: str) -> None:
     """What the machine does not know is named with target and line, before anything runs; a modifier, too."""
     with pytest.raises(Fault, match=rf"gfx942, kernel.py:7: not known: {re.escape(line)}"):
