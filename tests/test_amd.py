@@ -249,7 +249,7 @@ def test_memory() -> None:
     own = ["s_mov_b32 s3, 0x800000", "buffer_store_dword v1, off, s[0:3], 0 offset:4",  # gfx90a's scratch
            "buffer_load_dword v2, off, s[0:3], 0 offset:4", "s_waitcnt vmcnt(0)"]  # fmt: skip
     assert (execute("gfx90a", *own, v={1: lane}).v[2] == lane).all()
-    own = ["scratch_store_dword off, v1, off offset:4", "scratch_load_dword v2, off, off offset:4", "s_waitcnt vmcnt(0)"]
+    own = ["scratch_store_dword off, v1, off", "scratch_load_dword v2, off, off", "s_waitcnt vmcnt(0)"]
     assert (execute("gfx942", *own, v={1: lane}).v[2] == lane).all()
     rows = lane % 16 // 4 * 16 + lane % 4 * 4 + lane // 16 * 64  # lane: the row's quarter that it holds
     wave = execute(
