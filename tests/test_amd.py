@@ -231,7 +231,7 @@ def test_other_lanes() -> None:
 
 
 def test_memory() -> None:
-    """Bytes to 16 bytes, halves, ranges that a buffer ends, LDS with two offsets and transposed."""
+    """Bytes to 16 bytes, halves, ranges that a buffer ends, scratch, LDS with two offsets and transposed."""
     memory, lane = np.arange(1024, dtype=np.uint16), np.arange(64)
     wave = execute("gfx942", "global_load_dwordx2 v[2:3], v1, s[0:1] offset:8", "global_load_ushort v4, v1, s[0:1]",
                    "s_waitcnt vmcnt(0)", "global_load_short_d16_hi v4, v1, s[0:1] offset:2", "s_waitcnt vmcnt(0)",
@@ -246,6 +246,11 @@ def test_memory() -> None:
                    "ds_read2st64_b32 v[4:5], v1 offset1:1", "s_waitcnt lgkmcnt(0)",
                    v={1: 4 * lane, 2: lane, 3: lane + 100})  # fmt: skip
     assert (wave.v[4] == lane).all() and (wave.v[5] == lane + 100).all()
+    own = ["s_mov_b32 s3, 0x800000", "buffer_store_dword v1, off, s[0:3], 0 offset:4",  # gfx90a's scratch
+           "buffer_load_dword v2, off, s[0:3], 0 offset:4", "s_waitcnt vmcnt(0)"]  # fmt: skip
+    assert (execute("gfx90a", *own, v={1: lane}).v[2] == lane).all()
+    own = ["scratch_store_dword off, v1, off", "scratch_load_dword v2, off, off", "s_waitcnt vmcnt(0)"]
+    assert (execute("gfx942", *own, v={1: lane}).v[2] == lane).all()
     rows = lane % 16 // 4 * 16 + lane % 4 * 4 + lane // 16 * 64  # lane: the row's quarter that it holds
     wave = execute(
         "gfx950",
@@ -360,7 +365,8 @@ def test_unset() -> None:
                                   "s_frobnicate_b32 s0, s1", "ds_add_u32 v0, v1", "global_atomic_add v0, v1, s[0:1]",
                                   "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], a[0:3]", "v_add_f32 v0, v1, frob",
                                   "s_cbranch_scc0 .LBB0_9", "export mrt0, v0",
-                                  "v_add_u16_sdwa v0, v1, v2 dst_sel:BYTE_1"])  # fmt: skip
+                                  "v_add_u16_sdwa v0, v1, v2 dst_sel:BYTE_1",
+                                  "v_pk_mov_b32 v[0:1], v[2:3], v[4:5] op_sel_hi:[0,1]"])  # fmt: skip
 def test_unknown(line: str) -> None:
     """What the machine does not know is named with target and line, before anything runs; a modifier, too."""
     with pytest.raises(Fault, match=rf"gfx942, kernel.py:7: not known: {re.escape(line)}"):

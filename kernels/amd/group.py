@@ -15,17 +15,18 @@ from .memory import Argument, Arguments, Bytes, Lds, unset
 from .program import Program, Watch, program_of
 from .text import Assembly
 
-# Scalar registers that a directive may ask for, and that lie before the address of the arguments: name -> how many.
-BEFORE = {"private_segment_buffer": 4, "dispatch_ptr": 2, "queue_ptr": 2}
+Change = Callable[[Program], Program]
+# Scalar registers that a directive may ask for, and that lie before the address of the arguments: name -> what they hold.
+BEFORE = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "dispatch_ptr": [UNSET] * 2, "queue_ptr": [UNSET] * 2}
 
 
 def start(w: Wave, directives: dict[str, int], group: tuple[int, ...], kernarg: int) -> None:
     """Scalar registers say where the arguments are, and which workgroup this is; the others are not set."""
-    n = sum(BEFORE[name] * directives.get(f"user_sgpr_{name}", 0) for name in BEFORE)
-    first = directives["user_sgpr_count"]
+    given = [n for name, values in BEFORE.items() if directives.get(f"user_sgpr_{name}") for n in values]
+    given, first = [*given, kernarg & ALL, kernarg >> 32], directives["user_sgpr_count"]
     numbers = [n for axis, n in zip("xyz", group, strict=True) if directives[f"system_sgpr_workgroup_id_{axis}"]]
-    w.s[n : n + 2] = kernarg & ALL, kernarg >> 32
-    w.s[first : first + len(numbers)] = numbers
+    w.s[: len(given)] = given
+    w.s[first : first + len(numbers) + 1] = [*numbers, 0]  # at last where a wave's scratch begins: it has its own
 
 
 def run_group(
@@ -79,17 +80,14 @@ class Launch:
         pairs = zip(self.program.kinds, self.counts, strict=False)  # no counts if it has not run
         return sum((Counter({kind: int(n)}) for kind, n in pairs), Counter())
 
-    def run(
-        self, change: Callable[[Program], Program] | None = None, watch: Watch | None = None, strict: bool = True
-    ) -> Launch:
+    def run(self, change: Change | None = None, watch: Watch | None = None, strict: bool = True) -> Launch:
         """On the tensors' own memory. `change` may spoil the program, `watch` sees each instruction,
         `strict=False` lets registers pass that have not come."""
         program = change(self.program) if change else self.program
         packed = pack(program.assembly, [*self.values.values()], self.grid)
         known = [Argument("the arguments", packed.ctypes.data, packed.nbytes)]
-        for name, value in self.values.items():
-            if hasattr(value, "data_ptr"):
-                known.append(Argument(name, value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()))
+        storages = {name: x.untyped_storage() for name, x in self.values.items() if hasattr(x, "data_ptr")}
+        known += [Argument(name, storage.data_ptr(), storage.nbytes()) for name, storage in storages.items()]
         memory = Arguments(known)
         self.counts = sum(
             run_group(program, (x, y, z), self.threads, memory, packed.ctypes.data, self.lds, watch, strict)

@@ -35,8 +35,7 @@ def build(i: Instruction) -> Step | None:
     if space != "buffer" and not is_load:
         operands[:2] = operands[1::-1]  # the address stands before the data
     data, at, *others = operands
-    if space == "buffer" and not i.take("offen", False):
-        raise Unknown("a buffer without offsets")
+    i.take("offen")  # if not, the address is `off`
     places = [PLACES[space](at, others, offset, size) for offset in offsets]
     counter, half = "lgkmcnt" if space == "ds" else "vmcnt", "h" if "_hi" in more else "l"
     if to_lds:
@@ -103,7 +102,7 @@ def build_to_lds(place: Place, size: int, offset: int) -> Step:
 
     def load(w: Wave) -> None:
         words = read_some(w, *place(w), size)[:, w.active]
-        to = ((w.s[M0] & 0xFFFFF) + offset + np.arange(w.lanes) * size)[w.active]
+        to = ((w.s[M0] & 0xFFFFF) + offset + w.lane * size)[w.active]
         w.lds.write(to, np.full_like(words, UNSET), size)
         w.late("vmcnt", frozenset(), lambda: w.lds.write(to, words, size))
 
@@ -122,11 +121,13 @@ def build_permute(i: Instruction) -> Step:
 
 
 def lds_place(at: str, others: list[str], offset: int, size: int) -> Place:
+    """A byte of LDS in each lane."""
     own = read(at, "u32")
     return lambda w: (w.lds, own(w).astype(np.int64) + offset, w.active)
 
 
 def global_place(at: str, others: list[str], offset: int, size: int) -> Place:
+    """64 bits in each lane, or 32 bits in each lane behind 64 for all."""
     if others[0] == "off":
         address = read(at, "i64")
         return lambda w: (w.memory, address(w) + offset, w.active)
@@ -134,24 +135,28 @@ def global_place(at: str, others: list[str], offset: int, size: int) -> Place:
     return lambda w: (w.memory, own(w).astype(np.int64) + (start(w) + offset), w.active)
 
 
+def scratch_place(at: str, others: list[str], offset: int, size: int) -> Place:
+    """The same place in each lane's own memory."""
+    own, start = read(at.replace("off", "0"), "u32"), scalar(others[0].replace("off", "0"))
+    return lambda w: (w.scratch, w.lane * (len(w.scratch.u8) // w.lanes) + own(w) + (start(w) + offset), w.active)
+
+
 def buffer_place(at: str, others: list[str], offset: int, size: int) -> Place:
-    """Four scalar registers hold 48 bits of address, and the size of the range: what lies beyond is not touched."""
-    own, resource, start = read(at, "u32"), to_register(others[0]).first, scalar(others[1])
+    """Four scalar registers: 48 bits of address, the size of the range (what lies beyond is not touched), and in the
+    last one, whether each lane has a range of its own: that is how gfx90a spills."""
+    own, resource, start = read(at.replace("off", "0"), "u32"), to_register(others[0]).first, scalar(others[1])
+    spilled = scratch_place(at, others[1:], offset, size)
 
     def place(w: Wave) -> tuple[Any, np.ndarray, np.ndarray]:
         low, high, count, form = w.s[resource : resource + 4]
-        if high >> 16 & 0x3FFF or form >> 23 & 1:
-            raise Unknown("a buffer with a stride, or with a range for each lane")
+        if form >> 23 & 1:
+            return spilled(w)
+        if high >> 16 & 0x3FFF:
+            raise Unknown("a buffer with a stride")
         at = own(w).astype(np.int64) + offset
         return w.memory, at + ((low | (high & 0xFFFF) << 32) + start(w)), (at + size <= count) & w.active
 
     return place
-
-
-def scratch_place(at: str, others: list[str], offset: int, size: int) -> Place:
-    if {at, *others} != {"off"}:
-        raise Unknown("an offset into scratch")
-    return lambda w: (w.scratch, np.arange(w.lanes) * (len(w.scratch.u8) // w.lanes) + offset, w.active)
 
 
 PLACES = {"ds": lds_place, "global": global_place, "buffer": buffer_place, "scratch": scratch_place}

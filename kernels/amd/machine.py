@@ -54,7 +54,8 @@ class Wave:
     def __init__(self, number: int, lanes: int, memory: Arguments, lds: Lds, scratch: Bytes) -> None:
         self.number, self.lanes, self.memory, self.lds, self.scratch = number, lanes, memory, lds, scratch
         self.v = np.full((512, lanes), UNSET, np.uint32)
-        self.v[0] = number * lanes + np.arange(lanes)
+        self.lane = np.arange(lanes)
+        self.v[0] = number * lanes + self.lane
         self.rows: dict[str, np.ndarray] = {}
         for kind, dtype in KINDS.items():
             if kind.endswith("32"):

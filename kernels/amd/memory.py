@@ -10,6 +10,7 @@ from .machine import UNSET, Fault
 
 
 def unset(size: int) -> np.ndarray:
+    """Bytes that nobody has written."""
     return np.full((size + 3) // 4, UNSET, np.uint32).view(np.uint8)
 
 
@@ -82,6 +83,7 @@ class Lds(Bytes):
         self.written, self.seen = np.zeros((2, len(self.u8)), np.uint8)
 
     def barrier(self) -> None:
+        """All waves have come: what they did is over."""
         self.written[:] = self.seen[:] = 0
 
     def read(self, at: np.ndarray, size: int) -> np.ndarray:

@@ -30,6 +30,7 @@ class Register(NamedTuple):
 
 
 def to_register(text: str) -> Register | None:
+    """None if it is a constant."""
     if text in NAMES:
         return Register(False, *NAMES[text])
     if not (found := REGISTER.fullmatch(text)):
@@ -79,6 +80,7 @@ def read(text: str, kind: str, part: str = "DWORD") -> Read:
 
 
 def read_plain(text: str, kind: str) -> Read:
+    """A constant, a row of vector registers or halves, a pair of them, or a scalar register."""
     named, dtype, size = to_register(text), KINDS[kind], int(kind[1:])
     if named is None:
         value = np.array(constant(text, kind), KINDS[f"u{size}"]).view(dtype)[()]
@@ -94,6 +96,7 @@ def read_plain(text: str, kind: str) -> Read:
 
 
 def read_part(text: str, kind: str, part: str) -> Read:
+    """One of `PARTS` of a register."""
     at, bits = PARTS[part]
     get, mask, small = read_plain(text, "u32"), np.uint32((1 << bits) - 1), KINDS["u" + kind[1:]]
     return lambda w: (get(w) >> np.uint32(at) & mask).astype(small).view(KINDS[kind])
@@ -123,6 +126,7 @@ def write(text: str, kind: str, is_cdna: bool, part: str = "DWORD") -> Write:
 
 
 def signed(x: int, bits: int = 32) -> int:
+    """The number that these bits are in two's complement."""
     return (x ^ 1 << bits - 1) - (1 << bits - 1)
 
 
@@ -139,5 +143,6 @@ def scalar(text: str, kind: str = "u32") -> Callable[[Wave], int]:
 
 
 def set_scalar(text: str) -> Write:
+    """Where a whole number goes: a scalar register or a pair."""
     _, n, count, _ = register(text, is_vector=False)
     return lambda w, value: w.set_scalar(n, value, count == 2)

@@ -14,11 +14,12 @@ def halved(i: Instruction) -> list[Instruction]:
     if not i.name.startswith("v_pk_"):
         return [i]
     (to, *sources), halves, is_move = i.operands, [], i.name == "v_pk_mov_b32"  # it has a source for each result
-    second = i.halves("op_sel", 0), i.halves("op_sel_hi", 1)
+    low = i.halves("op_sel", 0)
+    second = low, low if is_move else i.halves("op_sel_hi", 1)
     negative = i.halves("neg_lo", 0), i.halves("neg_hi", 0)
     for n in (0, 1):
-        texts = [pick(text, i.name, second[n][k], negative[n][k]) for k, text in enumerate(sources)]
-        texts = [pick(sources[n], i.name, second[0][n])] if is_move else texts
+        chosen = [n] if is_move else range(len(sources))
+        texts = [pick(sources[k], i.name, second[n][k], negative[n][k]) for k in chosen]
         halves.append(Instruction(f"v_{i.name[5:]} {', '.join([pick(to, i.name, n), *texts])}", i.target))
     return halves
 

@@ -87,6 +87,7 @@ def bitop3(table: int, a: Any, b: Any, c: Any) -> Any:
 
 
 def carry(total: Any) -> tuple[Any, Any]:
+    """A sum, and where it does not fit."""
     return total, (total > ALL) | (total < 0)
 
 
@@ -211,6 +212,7 @@ def build(i: Instruction) -> Step | None:
     (first, put_first), (second, put_second) = halves
 
     def both(w: Wave) -> None:
+        """They read before one of them writes."""
         a, b = first(w), second(w)
         put_first(w, a)
         put_second(w, b)
