@@ -155,7 +155,7 @@ class DraftModel(ModelDrafter):
     """
 
     def __init__(self, config: Config, runner: Any) -> None:
-        own, self.vocab_size = read_draft_config(config), config.hf_config.vocab_size
+        self.vocab_size, own = config.hf_config.vocab_size, read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))
         self.runner, self.known = make_runner(own), {}  # here: how many have K/V
         self.runner.kv_cache.zero_()  # what was never written is read after some hits
