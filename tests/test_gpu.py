@@ -12,12 +12,10 @@ import torch
 from checkpoints import save_checkpoint, save_family
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.graphs import GraphRunner, first_decodes
 from atom_mini.sequence import PLACEHOLDER
 
 pytestmark = pytest.mark.gpu
-attach(WITH_TORCH)
 PROMPTS = ["Once upon a time", "12 + 7 =", "Ada lives in Rome. Ben lives in Oslo. Where does Ada live?", "Mia has a red cat. " * 20]
 WISHES = [SamplingParams(max_tokens=40, temperature=t, seed=5) for t in (0.0, 0.0, 0.8, 1.0)]
 SMALL: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_seqs": 20}

@@ -47,7 +47,7 @@ rows = st.builds(
     st.lists(st.dictionaries(counts, floats, max_size=3), max_size=3),
 )  # fmt: skip
 FIELDS: dict[Any, Any] = {
-    "token_ids": arrays, "params": st.dictionaries(texts, st.none() | st.booleans() | counts | floats | st.lists(counts)),
+    "token_ids": arrays, "params": st.dictionaries(texts, st.booleans() | counts | floats | st.lists(counts)),
     "method": st.sampled_from(["ping", "metrics"]), "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
     "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
     "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),

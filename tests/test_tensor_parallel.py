@@ -45,7 +45,7 @@ from test_windows import MODELS as WINDOWS
 from test_windows import save as save_windowed
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-import atom_mini.processes.cuts as cuts
+import atom_mini.processes.knobs as knobs
 import atom_mini.processes.ranks as ranks
 import atom_mini.processes.shards as shards
 from atom_mini import LLM, Config, SamplingParams, loading
@@ -728,7 +728,7 @@ def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "find_spec", lambda name: None if name == "zmq" else object())
+    monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "zmq" else object())
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs zmq: install atom_mini\[serve\]"):
         Config("tiny", tensor_parallel_size=2)
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from ..checkpoint import require
 from ..config import Config, Variant, check_rules, is_bool, is_count, is_number
-from .knobs import as_order
+from .knobs import as_order, require_extra
 
 # %% auto #0
 __all__ = ['EXPERTS', 'WIDTHS', 'FITTING', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
@@ -103,9 +102,7 @@ class TensorParallel(Variant):
             what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
             require(has_ranks or not is_dealt, what)
             return
-        lacking = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
-        needs = f"{knob} needs {' and '.join(lacking)}: install atom_mini[serve]"
-        require(not lacking, needs)
+        require_extra(knob)
         refuse_others(config, knob)
         if config.hf_config is not None:
             cut_config(config.hf_config, n, is_dealt)

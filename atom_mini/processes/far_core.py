@@ -35,11 +35,16 @@ from ..scheduler import BaseScheduler, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceStatus
 
 # %% auto #0
-__all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'CoreManager', 'environment', 'close_all', 'FarCore']
+__all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'describe_end', 'CoreManager', 'environment', 'close_all', 'FarCore']
 
 # %% ../../nbs/71b_far_core.ipynb #c2a1773d
 class EngineDead(RuntimeError):
     """The engine's process is gone: why, and what it said last. Make a new `LLM`."""
+
+# %% ../../nbs/71b_far_core.ipynb #d354d6d7
+def describe_end(code: int) -> str:
+    """How a process ended, by its return code."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 # %% ../../nbs/71b_far_core.ipynb #535c77b2
 LOG = 4000  # characters of it, kept
@@ -141,13 +146,13 @@ class CoreManager(Thread):
             elif (code := self.process.poll()) is None:
                 why = self._check_clock(now)
             elif not inbox.poll(100):  # no last words
-                killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-                why = killed or f"exit code {code}"
+                why = describe_end(code)
         return why
 
     def run(self) -> None:
         """The thread. By the time somebody hears of the death, all is tidy."""
-        folder, context = tempfile.TemporaryDirectory(prefix="atom_mini-"), zmq.Context()
+        make, context = tempfile.TemporaryDirectory, zmq.Context()
+        folder = make(prefix="atom_mini-", ignore_cleanup_errors=True)
         try:
             inbox, self.outbox = open_sockets(context, folder.name, is_engine=False)
             with self._launch(folder.name) as self.process:

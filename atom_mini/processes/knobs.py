@@ -15,7 +15,7 @@ from ..checkpoint import require
 from ..config import Config, Variant, check_rules, is_bool, is_number
 
 # %% auto #0
-__all__ = ['as_order', 'make_far', 'ProcessKnobs']
+__all__ = ['as_order', 'require_extra', 'make_far', 'ProcessKnobs']
 
 # %% ../../nbs/71c_deaths.ipynb #156b7f45
 def as_order(
@@ -32,6 +32,12 @@ def as_order(
             what = f"{name}={value!r} cannot be sent to another process"
             raise ValueError(f"{what}: set {off}") from None
     return {"model": str(config.model), "options": options}
+
+# %% ../../nbs/71c_deaths.ipynb #ec2a7e7a
+def require_extra(asked: str) -> None:
+    """ValueError if there is no library for messages between processes."""
+    lacking = " and ".join(n for n in ("zmq", "msgspec") if find_spec(n) is None)
+    require(not lacking, f"{asked} needs {lacking}: install atom_mini[serve]")
 
 # %% ../../nbs/71c_deaths.ipynb #91ca8531
 def make_far(config: Config) -> Any:
@@ -65,8 +71,7 @@ class ProcessKnobs(Variant):
             return
         count = getattr(config, "data_parallel_size", 1)
         asked = f"data_parallel_size={count}" if count > 1 else "engine_process=True"
-        lacking = " and ".join(n for n in ("zmq", "msgspec") if find_spec(n) is None)
-        require(not lacking, f"{asked} needs {lacking}: install atom_mini[serve]")
+        require_extra(asked)
         wrong = f"{asked}: what trace=True records does not come back: drop one of them"
         require(not getattr(config, "trace", False), wrong)
         own = {"engine_process", *limits.split()}

@@ -68,7 +68,7 @@ class Add(Message):
     """A new request: its prompt [T] int32, and fields of `SamplingParams`."""
 
     token_ids: Array
-    params: dict[str, bool | int | float | list[int] | None]
+    params: dict[str, bool | int | float | list[int]]
 
 
 class Abort(Message):
@@ -98,7 +98,8 @@ ToEngine = Add | Abort | Utility | Taken | Wave | Shutdown
 # %% ../../nbs/70_messages.ipynb #f665954b
 def wishes(params: SamplingParams) -> dict[str, Any]:
     """What the engine must know of a request's parameters."""
-    said = {name: value for name, value in vars(params).items() if name != "stop"}
+    said = {name: v for name, v in vars(params).items() if v is not None}
+    del said["stop"]
     if params.seed is not None:
         said["seed"] = params.seed & (2**64 - 1)
     return said

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import torch
 from ..checkpoint import require
 from ..config import Config
 from ..model_runner import choose_device
-from .far_core import GRACE, LOG, EngineDead, environment
+from .far_core import GRACE, LOG, EngineDead, describe_end, environment
 from .group import Group, open_group
 from .messages import MAX_FRAME
 from .rank_process import pack_batch, send_frame
@@ -55,10 +54,9 @@ class Rank(subprocess.Popen[bytes]):
         """How it ended, and the end of its log; empty if it runs."""
         if (code := self.poll()) is None:
             return ""
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         self.log.seek(0)
         text = self.log.read().decode(errors="replace")
-        return f"rank {self.number}: {how}\n{text[-LOG:]}"
+        return f"rank {self.number}: {describe_end(code)}\n{text[-LOG:]}"
 
 # %% ../../nbs/72e_ranks.ipynb #f08c990f
 class Ranks:

@@ -90,11 +90,8 @@ class ModelDrafter(Drafter):
 
     has_cache = True
     source: Any
+    guess: Any  # (seqs, place) -> of each the draft in this place: int64 [B]
     known: dict[int, Any]  # request -> what is kept of it
-
-    def guess(self, seqs: Seqs, place: int) -> Tensor:
-        """Of each the draft in this place, after those before it: int64 [B]."""
-        raise NotImplementedError
 
     def forget(self, request_id: int) -> None:
         self.known.pop(request_id, None)
