@@ -109,8 +109,8 @@ def rolls_back_one_too_few(patch: Patch) -> None:
 
 def publishes_drafts(patch: Patch) -> None:
     """nano-vLLM's PR 147, vLLM 41838: blocks enter the index before their tokens are known."""
-    old = "        self.drafts[seq.id] = draft[:n]"
-    new = old + "\n        self._publish_drafts(seq, draft[:n])"
+    old = "            self.drafts[seq.id] = draft[:n]"
+    new = old + "\n            self._publish_drafts(seq, draft[:n])"
 
     def publish(self: SpecScheduler, seq: Sequence, draft: list[int]) -> None:
         seq.token_ids += draft

@@ -5,8 +5,8 @@
 # %% ../../nbs/54_when_it_pays.ipynb #bd4c3e39
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
 from functools import partial
 from timeit import repeat
 from typing import Any
@@ -19,32 +19,31 @@ from ..sequence import Sequence
 from .verify import Seqs, SpecScheduler
 
 # %% auto #0
-__all__ = ['FIRST_SHARE', 'MEMORY', 'best_drafts', 'AdaptiveScheduler']
+__all__ = ['FIRST_SHARE', 'TRIES', 'FADE', 'best_drafts', 'AdaptiveScheduler']
 
 # %% ../../nbs/54_when_it_pays.ipynb #faa1ca4a
 def best_drafts(
-    shares: np.ndarray, most: list[int], seconds: Callable[[Any], Any], per_pass: float
+    shares: np.ndarray, most: list[int], seconds: np.ndarray, per_pass: float
 ) -> list[int]:
     """How many drafts of each of B requests make the most tokens per second.
 
-    `shares` [B]: of the drafts of each that are right; `most`: what each may have;
-    `seconds`: of a step, by its rows; `per_pass`: of the drafter's one pass for all.
+    `shares` [B]: of the drafts of each that are right; `most`: what each may have, not
+    0 for all; `seconds`: of a step, by its rows; `per_pass`: of the drafter's one pass.
     """
-    batch, found = len(most), [0] * len(most)
-    rate = batch / seconds(batch)
-    for passes in range(1, max(most) + 1):
-        place, few = np.arange(1, passes + 1), np.minimum(most, passes)
-        worth = np.where(place <= few[:, None], shares[:, None] ** place, 0).ravel()
-        order = np.argsort(-worth, kind="stable")[: few.sum()]
-        tokens, rows = batch + worth[order].cumsum(), batch + 1 + np.arange(len(order))
-        rates = tokens / (seconds(rows) + per_pass * passes)
-        if rates.max() > rate:
-            rate, owners = rates.max(), order[: rates.argmax() + 1] // passes
-            found = np.bincount(owners, minlength=batch).tolist()
-    return found
+    batch, passes = len(most), np.arange(max(most) + 1)[:, None]
+    place = passes[1:].ravel()
+    worth = (shares[:, None] ** place * (place <= np.array(most)[:, None])).ravel()
+    order = np.argsort(-worth, kind="stable")[: sum(most)]  # the best first
+    owners, before = np.divmod(order, len(place))
+    is_taken = before < passes  # [passes, order]
+    tokens = batch + (is_taken * worth[order]).cumsum(1)
+    times = seconds[batch + is_taken.cumsum(1)] + per_pass * passes
+    last, end = np.unravel_index((tokens / times).argmax(), times.shape)
+    taken = owners[: end + 1][is_taken[last, : end + 1]]
+    return np.bincount(taken, minlength=batch).tolist()
 
 # %% ../../nbs/54_when_it_pays.ipynb #bb4255a9
-FIRST_SHARE, MEMORY = 0.7, 1 - 1 / 16  # of an unknown request; kept of it per step
+FIRST_SHARE, TRIES, FADE = 0.7, 16, 32  # of a new engine; looked back at; steps
 
 
 class AdaptiveScheduler(SpecScheduler):
@@ -55,41 +54,45 @@ class AdaptiveScheduler(SpecScheduler):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.shares: dict[int, tuple[float, float]] = {}  # request -> right, tried
+        # request (None: all together) -> right, tried, and in which decode step
+        self.tries: dict[int | None, tuple[float, float, int]] = {}
+        self.clock = 0  # decode steps
         self.per_pass = 0.0  # seconds of the drafter's pass
-        self.sizes, self.seconds = [1, 2], [1.0, 1.0]  # rows are free until measured
+        self.seconds = np.ones(1 + config.max_num_batched_tokens)  # of a step, by rows
 
-    def share(self, seq: Sequence) -> float:
-        """Of its drafts, how many were right lately."""
-        right, tried = self.shares.get(seq.id, (0.0, 0.0))
-        return (right + 2 * FIRST_SHARE) / (tried + 2)
+    def _recall(self, key: int | None) -> tuple[float, float]:
+        """Drafts of late: (right, tried)."""
+        right, tried, then = self.tries.get(key, (0.0, 0.0, 0))
+        kept = min(math.exp((then - self.clock) / FADE), TRIES / (tried or 1))
+        return right * kept, tried * kept
+
+    def share(self, key: int | None, prior: float) -> float:
+        """Of its drafts, how many were right lately; `prior`, as far as nothing is known."""
+        right, tried = self._recall(key)
+        return (right + 2 * prior) / (tried + 2)
 
     def _settle(self, seq: Sequence, num_kept: int) -> None:
-        right, tried = (MEMORY * x for x in self.shares.get(seq.id, (0.0, 0.0)))
         good = seq.num_scheduled_tokens - 1
         wrong = good < len(self.drafts[seq.id])  # those behind it were not looked at
-        if not seq.is_finished:
-            self.shares[seq.id] = right + good, tried + good + wrong
+        for key in [None] if seq.is_finished else [None, seq.id]:
+            right, tried = self._recall(key)
+            self.tries[key] = right + good, tried + good + wrong, self.clock
         super()._settle(seq, num_kept)
 
     def _finish(self, seq: Sequence, now: float) -> None:
         super()._finish(seq, now)
-        self.shares.pop(seq.id, None)
+        self.tries.pop(seq.id, None)
 
     def _most_drafts(self, seqs: Seqs) -> list[int]:
         most = super()._most_drafts(seqs)
         if not any(most):
             return most
-        shares = np.array([self.share(seq) for seq in seqs])
-        return best_drafts(shares, most, self._seconds, self.per_pass)
-
-    def _seconds(self, rows: np.ndarray) -> np.ndarray:
-        """Of steps of so many rows; beyond the largest measured, in proportion."""
-        within = np.interp(rows, self.sizes, self.seconds)
-        return within * np.maximum(1, rows / self.sizes[-1])
+        common = self.share(None, FIRST_SHARE)
+        shares = np.array([self.share(seq.id, common) for seq in seqs])
+        return best_drafts(shares, most, self.seconds, self.per_pass)
 
     def _schedule_decode(self, decodable: Seqs) -> Seqs:
-        start = time.perf_counter()
+        start, self.clock = time.perf_counter(), self.clock + 1
         seqs = super()._schedule_decode(decodable)
         if passes := max(map(len, self.drafts.values()), default=0):
             each = (time.perf_counter() - start) / passes
@@ -99,9 +102,12 @@ class AdaptiveScheduler(SpecScheduler):
     def attach(self, drafter: Any, runner: Any) -> None:
         super().attach(drafter, runner)
         most = self.config.max_num_seqs * (1 + self.num_drafts)
-        most = min(most, self.config.num_kvcache_blocks or 1)  # a block for each
-        self.sizes, self.seconds = graph_sizes(min(most, 256)), []
-        for rows in self.sizes:
-            step = partial(runner.forward, first_decodes(rows))
+        most = min(most, self.config.num_kvcache_blocks or 1, 256)  # a block for each
+        sizes, found = graph_sizes(most), []
+        for size in sizes:
+            step = partial(runner.forward, first_decodes(size))
             times = repeat(step, number=1, repeat=4)  # the first compiles and allocates
-            self.seconds.append(min(times[1:]))
+            found.append(min(times[1:]))
+        least = np.minimum.accumulate(found[::-1])[::-1]  # fewer rows fit in as long
+        rows = np.arange(len(self.seconds))
+        self.seconds = np.interp(rows, sizes, least) * np.maximum(1, rows / sizes[-1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pkgutil import resolve_name
 from typing import Any
 
@@ -135,13 +136,16 @@ class SpecStats:
     accepted: Counter[int] = field(default_factory=Counter)
     histogram: Counter[int] = field(default_factory=Counter)  # accepted -> steps
 
-    def record(self, drafted: int, accepted: int, num_tokens: int) -> None:
-        """One sequence's part in a step."""
-        self.num_steps += 1
-        self.num_tokens += num_tokens
-        self.histogram[accepted] += 1
-        self.proposed.update(range(drafted))
-        self.accepted.update(range(accepted))
+    def record(
+        self, drafted: int, accepted: int, num_tokens: int, times: int = 1
+    ) -> None:
+        """One sequence's part in a step; of `times` sequences the same."""
+        self.num_steps += times
+        self.num_tokens += num_tokens * times
+        self.histogram[accepted] += times
+        for i in range(drafted):
+            self.proposed[i] += times
+            self.accepted[i] += times * (i < accepted)
 
     @property
     def tokens_per_step(self) -> float:
@@ -165,7 +169,7 @@ class SpecScheduler(TurnScheduler):
         wanted = config.speculative_config
         self.num_drafts = getattr(wanted, "num_speculative_tokens", 0)
         self.drafter, self.spec_stats = Drafter(), SpecStats()
-        self.drafts: dict[int, list[int]] = {}  # in a decode: of each request
+        self.drafts: dict[int, list[int]] = {}  # request -> those of this step
         self.batch: Any = None  # what was scheduled last
 
     def attach(self, drafter: Drafter, runner: Any) -> None:
@@ -206,8 +210,9 @@ class SpecScheduler(TurnScheduler):
         drafts = self.drafter.propose(seqs, most) if any(most) else [[] for _ in seqs]
         for seq, draft in zip(seqs, drafts, strict=True):
             n = self._reserve(seq, len(draft)) if draft else 0
-            self.drafts[seq.id] = draft[:n]
-            seq.num_scheduled_tokens = 1 + n
+            if draft or self.drafter.has_cache:
+                self.drafts[seq.id] = draft[:n]
+                seq.num_scheduled_tokens = 1 + n
         return seqs
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
@@ -217,8 +222,8 @@ class SpecScheduler(TurnScheduler):
             return None
         self.batch, seqs = scheduled
         if any(self.drafts.values()):
-            tokens = [t for s in seqs.values() for t in (s.last_token, *self.drafts[s.id])]
-            ids, all_of_them = np.array(tokens, np.int64), np.ones(len(seqs), bool)
+            runs = [(s.last_token, *self.drafts.get(s.id, ())) for s in seqs.values()]
+            ids, all_of_them = np.array([*chain(*runs)], np.int64), np.ones(len(seqs), bool)
             self.batch = replace(self.batch, scheduled_tokens=ids, is_sampled=all_of_them)
         return self.batch, seqs
 
@@ -227,8 +232,6 @@ class SpecScheduler(TurnScheduler):
         drafted, good = len(self.drafts[seq.id]), seq.num_scheduled_tokens - 1
         kept = min(good, num_kept)
         self.spec_stats.record(drafted, kept, num_kept)
-        if not drafted and not self.drafter.has_cache:
-            return  # it has taken nothing
         seq.metrics.update(num_draft_tokens=drafted, num_accepted_tokens=kept)
         spare = 0 if seq.is_finished else self._give_back(seq)
         if drafted or spare:
@@ -246,6 +249,8 @@ class SpecScheduler(TurnScheduler):
         finished = super().postprocess(seqs, output, stream_outputs)
         for seq in verified:
             self._settle(seq, len(output.token_ids[seq.id]))
+        if self.batch.type is SequenceType.DECODE:
+            self.spec_stats.record(0, 0, 1, times=len(seqs) - len(verified))
         return finished
 
     def _finish(self, seq: Sequence, now: float) -> None:
