@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 MODEL  ?= tiny
 PROMPT ?=
+JOBS   ?= 2
 
 VENV := .venv
 PY   := $(VENV)/bin/python
@@ -37,10 +38,12 @@ $(VENV)/lab: $(VENV)/dev
 run: $(VENV)/run
 	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
 
+# Tests run side by side, JOBS at a time; then, one by one, those that look at a clock or at other processes.
 test: $(VENV)/dev
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py
 	$(PY) -m mypy atom_mini
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not alone"
+	$(PY) -m pytest -m "alone and not slow"
 
 bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py

@@ -66,6 +66,7 @@ from atom_mini.processes.replicas import Replica, Replicas, chain, longest_match
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
+pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
 PAIR: dict[str, Any] = {"data_parallel_size": 2, **SMALL}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True}
 

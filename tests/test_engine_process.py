@@ -32,6 +32,7 @@ from atom_mini.processes.far_core import EngineDead, FarCore
 from atom_mini.processes.messages import Abort, Add, Array, Refused, Utility, encode
 from atom_mini.sequence import Sequence
 
+pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
 PROMPTS = ["Once upon a time", "12 + 7 =", "Once upon a day", "Mia has a red cat."]
 SOON = 2.0  # seconds: everybody knows by then

@@ -18,6 +18,7 @@ from fastcore.xtras import working_directory
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if "#| exercise" in p.read_text()]
+CASES = [pytest.param(p, id=p.stem, marks=[pytest.mark.alone] * (p.stem[0] == "7")) for p in CHAPTERS]  # 7: processes
 LIMIT = 120  # seconds for a check
 CHAPTER_LIMIT = 900  # and for a chapter with all of its own
 UNSOLVED = ("AssertionError", "NotImplementedError")
@@ -76,7 +77,7 @@ def study(path: Path) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", CASES)
 def test_exercises(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a chapter's, in a copy of this process: a chapter may change the package's own tables."""
     monkeypatch.setenv("IN_TEST", "1")

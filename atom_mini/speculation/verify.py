@@ -232,7 +232,8 @@ class SpecScheduler(TurnScheduler):
         drafted, good = len(self.drafts[seq.id]), seq.num_scheduled_tokens - 1
         kept = min(good, num_kept)
         self.spec_stats.record(drafted, kept, num_kept)
-        seq.metrics.update(num_draft_tokens=drafted, num_accepted_tokens=kept)
+        seq.metrics["num_draft_tokens"] += drafted
+        seq.metrics["num_accepted_tokens"] += kept
         spare = 0 if seq.is_finished else self._give_back(seq)
         if drafted or spare:
             facts = {"accepted": good, "rejected": drafted - good, "returned": spare}
