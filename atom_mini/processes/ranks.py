@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from threading import Lock, Thread
 from typing import Any
 
@@ -26,7 +25,8 @@ import torch
 from ..checkpoint import require
 from ..config import Config
 from ..model_runner import choose_device
-from .far_core import GRACE, LOG, EngineDead, describe_end, environment
+from .far_core import GRACE, LOG, TICK, EngineDead
+from .far_core import describe_end, environment
 from .group import Group, open_group
 from .messages import MAX_FRAME
 from .rank_process import pack_batch, send_frame
@@ -78,7 +78,7 @@ class Ranks:
             for rank in range(1, 0 if self.death.done() else size):
                 place = {"rank": rank, "folder": self.folder}
                 self.processes.append(Rank(order | place, size))
-                args, name = [self.processes[-1].pid], f"rank {rank}"
+                args, name = self.processes[-1:], f"rank {rank}"
                 Thread(target=self._watch, args=args, name=name, daemon=True).start()
 
     def meet(self, device: torch.device) -> Group:
@@ -91,10 +91,10 @@ class Ranks:
         self.group = open_group(self.folder, 0, size, limit, device)
         return self.group
 
-    def _watch(self, pid: int) -> None:
-        """Wait for the end of a process, and then end all."""
-        with suppress(ChildProcessError):  # it was ended by us
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    def _watch(self, rank: Rank) -> None:
+        """Wait for the end of a rank, and then end all."""
+        while rank.poll() is None:
+            time.sleep(TICK)
         self.fail()
 
     def fail(self, why: str = "") -> None:
