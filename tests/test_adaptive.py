@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.sequence import Sequence
-from atom_mini.speculation.adaptive import AdaptiveScheduler, best_drafts
-from atom_mini.speculation.verify import Verifier
+from atom_mini.speculation import adaptive
+from atom_mini.speculation.adaptive import FAR, AdaptiveScheduler, best_drafts
+from atom_mini.speculation.verify import Drafter, Verifier
 
 
 def test_the_choice_is_the_best_of_all() -> None:
@@ -91,6 +93,26 @@ def test_a_new_request_is_judged_by_the_others() -> None:
             scheduler._settle(old, old.num_scheduled_tokens)
         scheduler.seconds = 1 + 0.4 * np.arange(20)
         assert scheduler._most_drafts([new]) == [wanted]
+
+
+@pytest.mark.parametrize("reads_once", [True, False])
+def test_what_a_context_costs(monkeypatch: pytest.MonkeyPatch, reads_once: bool) -> None:
+    """Steps by a clock of our own: rows that read their sequence's keys together stay cheap at long contexts."""
+
+    def cost(batch: Any) -> float:
+        _, contexts, _ = batch.queries
+        return 8 + batch.total_tokens_num + 0.1 * (contexts if reads_once else batch.context_lens).sum()
+
+    options: Any = {"num_kvcache_blocks": 99, "max_num_seqs": 8, "speculative_config": {"num_speculative_tokens": 3}}
+    scheduler = AdaptiveScheduler(Config(**options))
+    monkeypatch.setattr(adaptive, "timeit", lambda step, number: step())
+    scheduler.attach(Drafter(), SimpleNamespace(forward=cost))
+    assert scheduler.seconds[[1, 4, 20, 60]] == pytest.approx([9.1, 12.4, 30, 66 + 8], rel=0.1)
+    assert scheduler.per_key == pytest.approx(0.1, rel=0.02)
+    assert scheduler.per_draft_key == pytest.approx(0 if reads_once else 0.1, rel=0.02, abs=0.001)
+    short, long = Sequence([1] * 8, 16), Sequence([1] * 4 * FAR, 16)
+    assert scheduler._most_drafts([short]) == [3]
+    assert scheduler._most_drafts([long]) == ([3] if reads_once else [0])
 
 
 @pytest.mark.parametrize("wish", ["greedy", "all of it"])

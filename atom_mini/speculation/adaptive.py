@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
-from timeit import repeat
+from timeit import timeit
 from typing import Any
 
 import numpy as np
 
 from ..config import Config
-from ..graphs import first_decodes, graph_sizes
+from ..graphs import first_decodes
 from ..sequence import Sequence
-from .verify import Seqs, SpecScheduler
+from .verify import Rows, Seqs, SpecScheduler, spread
 
 # %% auto #0
-__all__ = ['FIRST_SHARE', 'TRIES', 'FADE', 'best_drafts', 'AdaptiveScheduler']
+__all__ = ['FIRST_SHARE', 'TRIES', 'FADE', 'MOST', 'FAR', 'best_drafts', 'AdaptiveScheduler', 'probe']
 
 # %% ../../nbs/54_when_it_pays.ipynb #faa1ca4a
 def best_drafts(
@@ -44,6 +45,7 @@ def best_drafts(
 
 # %% ../../nbs/54_when_it_pays.ipynb #bb4255a9
 FIRST_SHARE, TRIES, FADE = 0.7, 16, 32  # of a new engine; looked back at; steps
+MOST, FAR = 256, 256  # rows, tokens of context: of the steps that are timed
 
 
 class AdaptiveScheduler(SpecScheduler):
@@ -59,6 +61,7 @@ class AdaptiveScheduler(SpecScheduler):
         self.clock = 0  # decode steps
         self.per_pass = 0.0  # seconds of the drafter's pass
         self.seconds = np.ones(1 + config.max_num_batched_tokens)  # of a step, by rows
+        self.per_key = self.per_draft_key = 0.0  # seconds
 
     def _recall(self, key: int | None) -> tuple[float, float]:
         """Drafts of late: (right, tried)."""
@@ -84,12 +87,15 @@ class AdaptiveScheduler(SpecScheduler):
         self.tries.pop(seq.id, None)
 
     def _most_drafts(self, seqs: Seqs) -> list[int]:
-        most = super()._most_drafts(seqs)
+        most, batch = super()._most_drafts(seqs), len(seqs)
         if not any(most):
             return most
         common = self.share(None, FIRST_SHARE)
         shares = np.array([self.share(seq.id, common) for seq in seqs])
-        return best_drafts(shares, most, self.seconds, self.per_pass)
+        drafts, context = np.arange(1 + sum(most)), sum(s.num_tokens for s in seqs) / batch
+        seconds = self.seconds[: batch + len(drafts)].copy()
+        seconds[batch:] += context * (self.per_key * batch + self.per_draft_key * drafts)
+        return best_drafts(shares, most, seconds, self.per_pass)
 
     def _schedule_decode(self, decodable: Seqs) -> Seqs:
         start, self.clock = time.perf_counter(), self.clock + 1
@@ -101,13 +107,29 @@ class AdaptiveScheduler(SpecScheduler):
 
     def attach(self, drafter: Any, runner: Any) -> None:
         super().attach(drafter, runner)
-        most = self.config.max_num_seqs * (1 + self.num_drafts)
-        most = min(most, self.config.num_kvcache_blocks or 1, 256)  # a block for each
-        sizes, found = graph_sizes(most), []
-        for size in sizes:
-            step = partial(runner.forward, first_decodes(size))
-            times = repeat(step, number=1, repeat=4)  # the first compiles and allocates
-            found.append(min(times[1:]))
-        least = np.minimum.accumulate(found[::-1])[::-1]  # fewer rows fit in as long
-        rows = np.arange(len(self.seconds))
-        self.seconds = np.interp(rows, sizes, least) * np.maximum(1, rows / sizes[-1])
+        far = min(FAR, self.max_len - 1)
+        k, rows = min(self.num_drafts, far - 1), np.arange(len(self.seconds))
+        most = min(self.config.max_num_seqs * (1 + k), MOST, len(rows) - 1)
+        sizes = sorted({*(2**i for i in range(most.bit_length())), most})
+        n = max(1, most // (1 + k))
+        kinds = [*((size, 0, 1) for size in sizes), (n, 0, far), (n, k, far)]
+        steps = [partial(runner.forward, probe(*kind, self.config)) for kind in kinds]
+        times = [[timeit(step, number=1) for step in steps] for _ in range(4)]
+        *near, plain, drafted = np.min(times[1:], axis=0)  # the first compile and allocate
+        least = np.minimum.accumulate(near[::-1])[::-1]  # fewer rows fit in as long
+        self.seconds = np.interp(rows, sizes, least) * np.maximum(1, rows / most)
+        plain = max(0, plain - self.seconds[n])
+        drafted = max(0, drafted - self.seconds[n * (1 + k)] - plain)
+        self.per_key, self.per_draft_key = plain / (n * far), drafted / (n * k * far or 1)
+
+# %% ../../nbs/54_when_it_pays.ipynb #684aad27
+def probe(count: int, num_drafts: int, context: int, config: Config) -> Rows:
+    """A decode of `count` sequences, each with so many drafts, at this context."""
+    width, each = -(-context // config.kv_cache_block_size), 1 + num_drafts
+    tables = np.arange(count * width, dtype=np.int32) % (config.num_kvcache_blocks or 1)
+    return spread(replace(
+        first_decodes(count), scheduled_tokens=np.zeros(count * each, np.int64),
+        num_scheduled_tokens=np.full(count, each, np.int32),
+        context_lens=np.full(count, context, np.int32),
+        block_tables=tables.reshape(count, width),
+    ))  # fmt: skip
