@@ -364,6 +364,10 @@ def test_metrics_count_tokens_that_came() -> None:
         ({"speculative_config": "{'method': 1}"}, ["no JSON"]),
         ({"speculative_config": 4}, ["=4", "dict"]),
         ({"speculative_config": {"method": ["ngram"]}}, ["['ngram']", "one of"]),
+        ({"speculative_config": {"num_speculative_tokens": True}}, ["num_speculative_tokens=True", "whole"]),
+        ({"speculative_config": {"method": "eagle3", "model": 123}}, ["model=123", "a folder or a hub id"]),
+        ({"speculative_config": {"method": "eagle3", "model": ""}}, ["model=''", "a folder or a hub id"]),
+        ({"speculative_config": {"method": "draft_model"}}, ["draft_model", "needs a checkpoint", "set model"]),
         ({"speculative_config": {"model": "tiny"}}, ["model='tiny'", "draft_model and eagle3", "'ngram'"]),
         (
             {"speculative_config": {"method": "eagle3", "prompt_lookup_min": 1}},
@@ -382,7 +386,9 @@ def test_refused(options: dict[str, Any], words: list[str]) -> None:
 def test_zero_drafts_is_off() -> None:
     """And then nothing is refused that goes without drafts."""
     config = Config("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
-    assert not verify.Speculation.is_chosen(config)
+    assert not verify.Speculation.is_chosen(config) and config.speculative_config is None
+    for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}):
+        Config("tiny", **options, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
     with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 0}) as llm:
         assert not isinstance(llm.engine_core.scheduler, SpecScheduler)
 

@@ -96,6 +96,11 @@ class State:
         for number, block in self.blocks.items():
             self.blocks[number] = block._replace(owners=frozenset(), hash=None)
 
+    def _enter(self, hashes: dict[int, str]) -> None:
+        """From now on these blocks can be found."""
+        for block, hash in hashes.items():
+            self.blocks[block] = self.blocks[block]._replace(hash=hash)
+
     def apply(self, event: Event) -> None:
         """Let it happen."""
         name, id = event["event"], event["id"]
@@ -110,6 +115,8 @@ class State:
         elif name == "verified":  # some of what was computed were guesses, and wrong
             self.computed[id] -= event["rejected"]
             self._take(id, event["returned"])
+        elif name == "published":
+            self._enter(event["hashes"])
         self._give(id, event.get("blocks", []), event.get("cached", 0))
         if name in ("preempted", "finished"):
             (self.running if id in self.running else self.waiting).remove(id)
@@ -174,8 +181,7 @@ class Trace:
             yield state
             for id, n in state.step.tokens.items():
                 state.computed[id] += n
-            for block, hash in state.step.published.items():
-                state.blocks[block] = state.blocks[block]._replace(hash=hash)
+            state._enter(state.step.published)
             for event in state.step.after:
                 state.apply(event)
 
@@ -344,6 +350,8 @@ class Recorder(Listener):
         elif event == "admitted":
             facts["cached"] = seq.num_published_blocks
             facts["computed"] = seq.num_computed_tokens
+        elif event == "published":  # after the step: chapter 50
+            facts["hashes"] = self._pending()
         elif event == "refused" and (why := facts["why"]) in REASONS:
             facts["free"] = self.manager.num_free_blocks
             facts["running"] = len(self.scheduler.running)
@@ -358,11 +366,10 @@ class Recorder(Listener):
                 self.note("grown", seq)
         kind, counts = batch.type.name.lower(), batch.num_scheduled_tokens.tolist()
         tokens = dict(zip(batch.req_ids, counts, strict=True))
-        pending = self.manager.index.pending.items()
-        published = {block: f"{hash:016x}"[:8] for hash, block in pending}
         when, lead = round(1e3 * (start - self.zero), 3), _ms_since(start)
         events = self.trace.tail
-        step = Step(kind, tokens, events, published, self._count(), when, lead)
+        news, counted = self._pending(), self._count()
+        step = Step(kind, tokens, events, news, counted, when, lead)
         if kind == "decode":  # a token of each, and perhaps drafts: chapter 50
             step.drafts = {id: n - 1 for id, n in tokens.items() if n > 1}
         self.under_way.append((step, time.perf_counter()))
@@ -374,6 +381,11 @@ class Recorder(Listener):
         queues = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
         used = self.trace.num_blocks - manager.num_free_blocks
         return queues | {"used": used, "indexed": len(manager.index)}
+
+    def _pending(self) -> dict[int, str]:
+        """Block -> hash, of those that are about to enter the prefix index."""
+        pending = self.manager.index.pending.items()
+        return {block: f"{hash:016x}"[:8] for hash, block in pending}
 
     def ran(self) -> None:
         step, called = self.under_way[0]

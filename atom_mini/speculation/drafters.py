@@ -93,6 +93,10 @@ class ModelDrafter(Drafter):
     guess: Any  # (seqs, place) -> of each the draft in this place: int64 [B]
     known: dict[int, Any]  # request -> what is kept of it
 
+    def lags(self, seq: Sequence) -> bool:
+        """Whether it must make a pass now, even if no guess is wanted."""
+        return False
+
     def forget(self, request_id: int) -> None:
         self.known.pop(request_id, None)
 
@@ -100,13 +104,15 @@ class ModelDrafter(Drafter):
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
         """Up to `most[i]` guesses after `seqs[i]`; the device is waited for at the end."""
         drafts: Drafts = [[] for _ in seqs]
-        most = [n * (s.id in self.known) for s, n in zip(seqs, most, strict=True)]
-        order = sorted(range(len(seqs)), key=lambda i: -most[i])  # who drops out is last
-        asked = ([seqs[i] for i in order if most[i] > place] for place in range(max(most)))
+        known = [(i, s) for i, s in enumerate(seqs) if s.id in self.known]
+        passes = {i: max(most[i], self.lags(seq)) for i, seq in known}
+        order = sorted(passes, key=lambda i: -passes[i])  # who drops out is last
+        places = range(max(passes.values(), default=0))
+        asked = ([seqs[i] for i in order if passes[i] > place] for place in places)
         for tokens in [self.guess(going, place) for place, going in enumerate(asked)]:
             for i, token in zip(order, tokens.tolist(), strict=False):
                 drafts[i].append(token)
-        return drafts
+        return [draft[:n] for draft, n in zip(drafts, most, strict=True)]
 
     @classmethod
     def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
@@ -134,10 +140,12 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, wish: SamplingParams) -> Rows:
 def read_draft_config(config: Config) -> Config:
     """The draft model's own: what was set for the target, and another model."""
     model = config.speculative_config.model
-    require(model is not None, "method='draft_model' needs a checkpoint: set model")
     knobs = {f.name: f.default for f in (*fields(Config), *fields(Machine)) if f.init}
     same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
-    own = Config(**same | {"model": model})
+    try:
+        own = Config(**same | {"model": model})
+    except ValueError as error:
+        raise ValueError(f"the draft model {model}: {error}") from None
     kinds = getattr(own.hf_config, "layer_types", None) or ()
     wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
     require("linear_attention" not in kinds, wrong)
@@ -155,7 +163,6 @@ class DraftModel(ModelDrafter):
         self.vocab_size, own = config.hf_config.vocab_size, read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))
         self.runner, self.known = make_runner(own), {}  # here: how many have K/V
-        self.runner.kv_cache.zero_()  # what was never written is read after some hits
         self.top = min(self.vocab_size, own.hf_config.vocab_size) - 1  # both have it
         self.draws = config.speculative_config.draft_sampling
         # who wants log probabilities gets logits from the runner
@@ -175,6 +182,13 @@ class DraftModel(ModelDrafter):
         for seq in seqs:
             end = seq.num_computed_tokens + seq.num_scheduled_tokens
             self.known[seq.id] = end if is_prompt else min(self.known[seq.id], end)
+
+    def lags(self, seq: Sequence) -> bool:
+        """Whether this step fills a block of which something is unread."""
+        return self.known[seq.id] // seq.block_size < seq.num_tokens // seq.block_size
+
+    def num_read(self, seq: Sequence) -> int:
+        return self.known.get(seq.id, 0)
 
     def guess(self, seqs: Seqs, place: int) -> Tensor:
         if place == 0:

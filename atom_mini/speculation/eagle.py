@@ -165,7 +165,7 @@ def map_drafts(offsets: Tensor, cfg: Any) -> Tensor:
     """The target's id of each of the head's [draft vocabulary], from the offsets `d2t`;
     ValueError if they lead elsewhere."""
     size, limit = cfg.draft_vocab_size, cfg.vocab_size
-    ids = torch.arange(len(offsets)) + offsets
+    ids = torch.arange(len(offsets)) + offsets.long()
     low, high = int(ids.min()), int(ids.max())
     what = f"d2t leads {len(ids)} tokens to {low}..{high}, it must lead "
     right = f"draft_vocab_size={size} tokens to 0..{limit - 1}"

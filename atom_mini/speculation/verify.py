@@ -104,6 +104,10 @@ class Drafter:
         """A step has run, and its tokens are not yet appended. Of a sequence's rows the
         first `num_scheduled_tokens` saw the right past."""
 
+    def num_read(self, seq: Sequence) -> int:
+        """How many tokens of `seq` it has read: blocks behind these are not shared."""
+        return seq.num_computed_tokens
+
     def forget(self, request_id: int) -> None:
         """The request has left."""
 
@@ -202,12 +206,11 @@ class SpecScheduler(TurnScheduler):
 
     def _schedule_decode(self, decodable: list[Sequence]) -> list[Sequence]:
         seqs = super()._schedule_decode(decodable)
-        for seq in seqs:
-            self.block_manager.stage(seq, seq.num_known_tokens)
         most = self._most_drafts(seqs)
         if self.drafter.has_cache:
             most = [self._reserve(seq, n) for seq, n in zip(seqs, most, strict=True)]
-        drafts = self.drafter.propose(seqs, most) if any(most) else [[] for _ in seqs]
+        is_asked = any(most) or self.drafter.has_cache
+        drafts = self.drafter.propose(seqs, most) if is_asked else [[] for _ in seqs]
         for seq, draft in zip(seqs, drafts, strict=True):
             n = self._reserve(seq, len(draft)) if draft else 0
             if draft or self.drafter.has_cache:
@@ -227,16 +230,28 @@ class SpecScheduler(TurnScheduler):
             self.batch = replace(self.batch, scheduled_tokens=ids, is_sampled=all_of_them)
         return self.batch, seqs
 
+    def _publish(self, seq: Sequence) -> None:
+        """The blocks that its steps have filled may be found."""
+        num_read = min(self.drafter.num_read(seq), seq.num_tokens - 1)
+        self.block_manager.stage(seq, num_read)
+        if self.block_manager.index.pending:
+            self.note("published", seq)
+            self.block_manager.index.publish()
+
     def _settle(self, seq: Sequence, num_kept: int) -> None:
         """Count what became of its drafts, and give back what they do not need."""
         drafted, good = len(self.drafts[seq.id]), seq.num_scheduled_tokens - 1
         kept = min(good, num_kept)
+        drafted = kept if kept == num_kept else drafted  # it ended with a draft
         self.spec_stats.record(drafted, kept, num_kept)
         seq.metrics["num_draft_tokens"] += drafted
         seq.metrics["num_accepted_tokens"] += kept
-        spare = 0 if seq.is_finished else self._give_back(seq)
+        spare = 0
+        if not seq.is_finished:
+            self._publish(seq)
+            spare = self._give_back(seq)
         if drafted or spare:
-            facts = {"accepted": good, "rejected": drafted - good, "returned": spare}
+            facts = {"accepted": kept, "rejected": drafted - kept, "returned": spare}
             self.note("verified", seq, **facts)
 
     def postprocess(
@@ -255,6 +270,8 @@ class SpecScheduler(TurnScheduler):
         return finished
 
     def _finish(self, seq: Sequence, now: float) -> None:
+        if seq.block_table:
+            self._publish(seq)
         super()._finish(seq, now)
         self.drafter.forget(seq.id)
 
@@ -278,6 +295,8 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         """ValueError for a value out of range, or a knob that the method does not have."""
         check_rules(self, LEAST)
+        no_model = self.method == "draft_model" and self.model is None
+        require(not no_model, "method='draft_model' needs a checkpoint: set model")
         for f in fields(self):
             owners = [m for m, (_, own) in METHODS.items() if f.name in own] or METHODS
             value, is_usual = getattr(self, f.name), getattr(self, f.name) == f.default
@@ -296,7 +315,8 @@ METHODS = {  # what makes its drafter, of (config, runner); the knobs of its own
 }
 LEAST: list[Any] = [
     ("method", lambda v: v in [*METHODS], f"one of {', '.join(METHODS)}"),
-    ("num_speculative_tokens", lambda v: is_whole(v) and v >= 0, "from 0 (off)"),
+    ("model", lambda v: isinstance(v, str) and v != "", "a folder or a hub id"),
+    ("num_speculative_tokens", lambda v: is_whole(v) and v >= 0, "whole, from 0 (off)"),
     ("prompt_lookup_max prompt_lookup_min", is_count, "a whole number from 1"),
     ("draft_sampling adaptive", is_bool, "True or False"),
 ]
@@ -386,8 +406,8 @@ class Speculation(Variant):
         if config.speculative_config is None:
             return
         wanted = read_speculative(config.speculative_config)
-        vars(config).update(speculative_config=wanted)
         k, most = wanted.num_speculative_tokens, config.max_num_batched_tokens
+        vars(config).update(speculative_config=wanted if k else None)
         wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
         require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
         for knob, usual in (("scheduler", "atom"), ("overlap", False)):
