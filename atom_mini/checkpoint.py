@@ -55,7 +55,7 @@ def resolve_model(model: str) -> Path:
 
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
 SUPPORTED_ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-NEEDS: dict[str, str] = {}  # name -> what this engine lacks for it
+NEEDS: dict[str, str] = {}  # how a name begins -> what this engine lacks
 UNWRAP: dict[str, Callable[[Any], Any]] = {}  # model type -> config of its decoder
 
 
@@ -65,7 +65,8 @@ def read_config(folder: Path) -> Any:
     require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
     raw = read_json(file)
     name, *_ = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
-    named = f"{name} (it needs {NEEDS[name]})" if name in NEEDS else name
+    lacks = [what for begin, what in NEEDS.items() if str(name).startswith(begin)]
+    named = f"{name} (it needs {lacks[0]})" if lacks else name
     require(name in known, f"{folder} holds {named}: supported are {', '.join(known)}")
     from transformers import AutoConfig
 
@@ -74,6 +75,7 @@ def read_config(folder: Path) -> Any:
     except Exception as error:  # contradicts itself; transformers has many names for it
         why = " ".join(str(error).split())
         raise ValueError(f"{file} is refused by transformers: {why}") from None
+    config.in_file = [*raw]  # names: transformers has defaults for the others
     return UNWRAP.get(config.model_type, lambda whole: whole)(config)
 
 # %% ../nbs/01a_checkpoint.ipynb #38bf8d2c

@@ -18,7 +18,7 @@ from .checkpoint import read_json, require
 from .models import CausalLM, Linear, Readers, TorchOps, family_of
 
 # %% auto #0
-__all__ = ['weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'load_weights', 'load_model']
+__all__ = ['weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'load_weights', 'blank_model', 'load_model']
 
 # %% ../nbs/06b_loading.ipynb #680c3671
 def weight_targets(model: nn.Module) -> dict[str, Tensor]:
@@ -94,19 +94,26 @@ def load_weights(
         require(theirs == ours, what)
         target.copy_(tensor)
 
+# %% ../nbs/06b_loading.ipynb #23bef2f8
+def blank_model(
+    cfg: Any, max_position: int, device: torch.device, dtype: torch.dtype, ops: TorchOps
+) -> CausalLM:
+    """A `CausalLM` of this type on this device, its weights not yet filled."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return CausalLM(cfg, max_position, ops)
+    finally:
+        torch.set_default_dtype(default)
+
 # %% ../nbs/06b_loading.ipynb #1014d3f8
 def load_model(
     cfg: Any, folder: Path, max_position: int, device: torch.device, dtype: torch.dtype,
     ops: TorchOps | None = None,
 ) -> CausalLM:  # fmt: skip
     """A `CausalLM` with the checkpoint's weights. `ops`: `TorchOps` unless given."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = CausalLM(cfg, max_position, ops or TorchOps())
-    finally:
-        torch.set_default_dtype(default)
+    model = blank_model(cfg, max_position, device, dtype, ops or TorchOps())
     load_weights(model, folder, family_of(cfg).adapt)
     for module in model.modules():
         if isinstance(module, Linear):

@@ -20,9 +20,9 @@ from atom_mini.attention import (
 from .checkpoint import require
 
 # %% auto #0
-__all__ = ['Scale', 'ROPE_TYPES', 'Readers', 'FAMILIES', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'uses_onednn',
-           'linear', 'unfilled', 'Linear', 'TorchOps', 'head_dim', 'Heads', 'dense_heads', 'RMSNorm', 'SelfAttention',
-           'MLP', 'Dense', 'family_of', 'DecoderLayer', 'Decoder', 'check_supported', 'CausalLM']
+__all__ = ['Scale', 'ROPE_TYPES', 'Readers', 'FAMILIES', 'BEFORE', 'rotary_frequencies', 'RotaryEmbedding', 'rotate',
+           'uses_onednn', 'linear', 'unfilled', 'Linear', 'TorchOps', 'head_dim', 'Heads', 'dense_heads', 'RMSNorm',
+           'SelfAttention', 'MLP', 'Dense', 'family_of', 'DecoderLayer', 'Decoder', 'check_supported', 'CausalLM']
 
 # %% ../nbs/06a_models.ipynb #0322c49c
 # (frequencies [dim / 2], the checkpoint's parameters, dim) -> (frequencies, factor)
@@ -260,10 +260,12 @@ class Dense:
 
 # %% ../nbs/06a_models.ipynb #9aba7419
 FAMILIES: dict[str, type[Dense]] = {}  # model type -> what it is made of, if not Dense
+BEFORE: list[type[Dense]] = []  # what stands before all of these, the outermost first
 
 
 def family_of(cfg: Any) -> Dense:
-    return FAMILIES.get(getattr(cfg, "model_type", ""), Dense)(cfg)
+    kind = FAMILIES.get(getattr(cfg, "model_type", ""), Dense)
+    return type(kind.__name__, (*BEFORE, kind), {})(cfg)
 
 # %% ../nbs/06a_models.ipynb #e49a3646
 class DecoderLayer(nn.Module):
@@ -308,9 +310,11 @@ class Decoder(nn.Module):
 def check_supported(cfg: Any) -> None:
     """ValueError for a feature of the config that this decoder does not compute."""
     act, layers = cfg.hidden_act, getattr(cfg, "layer_types", None) or []
-    slides = "sliding_attention" in layers or getattr(cfg, "use_sliding_window", False)
+    others = sorted({*layers} - {"full_attention"})
+    slides = getattr(cfg, "use_sliding_window", False)
     is_quantised = getattr(cfg, "quantization_config", None) is not None
     require(act == "silu", f"hidden_act={act!r} is not supported: 'silu' is")
+    require(not others, f"layer_types={others} are not supported: full_attention is")
     require(not slides, "sliding-window attention is not supported: full attention is")
     require(not is_quantised, "quantised weights are not supported: float ones are")
 

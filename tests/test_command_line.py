@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import is_empty, save_checkpoint
+from checkpoints import is_empty, save_checkpoint, save_family
 from safetensors import safe_open
 
 from atom_mini import LLM, SamplingParams
@@ -185,6 +185,19 @@ def test_info(capsys: Capture, monkeypatch: Patch) -> None:
     assert run_json(capsys, "info", "--device", "cpu")["fitting_tokens"] == 0
     assert main(["info", "--device", "cpu"]) == 0
     assert f"{counted:,}" in capsys.readouterr().out
+
+
+def test_info_of_a_mixture(capsys: Capture, tmp_path: Path) -> None:
+    """A token reads 2 of 8 experts, and of the table one row."""
+    options = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    model = save_family("qwen2_moe", tmp_path, **options)
+    report = run_json(capsys, "info", str(tmp_path), "--device", "cpu")
+    counts = {name: weight.numel() for name, weight in model.named_parameters()}
+    experts = sum(n for name, n in counts.items() if ".experts." in name)
+    read = sum(counts.values()) - counts["model.embed_tokens.weight"] - experts * 6 / 8
+    assert experts > 0 and report["parameters"] == sum(counts.values())
+    seconds = 1 / report["ideal_decode_tokens_per_second"]
+    assert seconds * report["memory_bytes_per_second"] == pytest.approx(4 * read, rel=1e-4)
 
 
 def test_info_on_a_gpu(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:

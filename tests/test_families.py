@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from atom_mini.checkpoint import NEEDS, read_config
 from atom_mini.families import mixture
 from atom_mini.families.records import LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
+from atom_mini.models import family_of
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
@@ -39,6 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", {"num_experts": 8, "norm_topk_prob": True, "head_dim": 32, **NARROW}),
     "Qwen3-MoE, dense layers": ("qwen3_moe", {"num_experts": 8, "mlp_only_layers": [1], **NARROW}),
     "Qwen3-MoE, every second": ("qwen3_moe", {"num_experts": 5, "decoder_sparse_step": 2, **NARROW}),
+    "Qwen3-MoE, keys of others": ("qwen3_moe", {"num_experts": 8, "routed_scaling_factor": 2.0, "n_group": 4,
+                                                "topk_group": 1, **NARROW}),
     "GLM-4.5": ("glm4_moe", {"routed_scaling_factor": 1.5, "n_shared_experts": 2, **GLM}),
     "GLM-4.5, no q/k norm": ("glm4_moe", GLM | {"use_qk_norm": False, "first_k_dense_replace": 2}),
     "GLM-4.5, groups": ("glm4_moe", GLM | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}),
@@ -245,6 +249,10 @@ def test_layers_for_mtp_only_if_announced(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", num_nextn_predict_layers=0, num_mtp_layers=0)
     with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj"):
         load(tmp_path)
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=None, num_mtp_layers=None)  # transformers says 1
+    assert read_config(tmp_path).num_mtp_layers == 1
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj"):
+        load(tmp_path)
 
 
 def test_every_weight_is_read_once(tmp_path: Path) -> None:
@@ -286,11 +294,67 @@ def test_what_is_not_computed_is_refused(kind: str, options: dict[str, Any], wor
 
 
 def test_refused_architectures_say_what_they_need(tmp_path: Path) -> None:
-    for name, needed in LACKING.items():
+    names = {f"{name}ForCausalLM": needed for name, needed in LACKING.items()}
+    names |= {f"Gemma4{name}": LACKING["Gemma4"] for name in (
+        "ForConditionalGeneration", "UnifiedForConditionalGeneration", "UnifiedForCausalLM")}  # fmt: skip
+    names |= {f"MiniMaxM3{name}": LACKING["MiniMaxM3"] for name in ("SparseForConditionalGeneration", "VLForCausalLM")}
+    for name, needed in names.items():
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
         with pytest.raises(ValueError) as error:
             read_config(tmp_path)
-        assert name in str(error.value) and needed in str(error.value) and NEEDS[name] == needed
+        assert name in str(error.value) and needed in str(error.value)
+    assert LACKING.items() <= NEEDS.items()
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported: 1.702 is"),
+    *[(kind, {"layer_types": ["chunked_attention"] * 4}, "chunked_attention") for kind in (
+        "gpt_oss", "smollm3", "qwen2_moe", "llama", "qwen3", "qwen3_5_text")],
+    *[(kind, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary")
+      for kind in ("mistral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")],
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported"),
+    ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "9 of 8 experts"),
+    ("glm4_moe", {"n_routed_experts": 8, "n_group": 8, "num_experts_per_tok": 1}, "n_group"),  # of one expert, and two count
+    ("glm4_moe", {"n_routed_experts": 8, "n_group": 3, "num_experts_per_tok": 1}, "n_group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), WRONG, ids=lambda value: str(value)[:40])
+def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words: str) -> None:
+    from transformers import AutoConfig
+
+    usual = {"num_hidden_layers": 4, "num_experts_per_tok": 2}
+    family_of(AutoConfig.for_model(kind, **usual)).check()
+    with pytest.raises(ValueError, match=words):
+        family_of(AutoConfig.for_model(kind, **usual | options)).check()
+
+
+LOOK = """
+import importlib, sys, types
+importlib.import_module("atom_mini." + sys.argv[1])
+from atom_mini.assemble import WITH_TORCH, attach
+attach(WITH_TORCH)
+if len(sys.argv) > 2:
+    import atom_mini.processes.shards
+from atom_mini.models import FAMILIES, family_of
+for kind in ["llama", *FAMILIES]:
+    family = type(family_of(types.SimpleNamespace(model_type=kind)))
+    print(kind, *[base.__name__ for base in family.__mro__[1:-1] if base.__name__ != "Mixture"])
+"""
+MODULES = ["mixture", "windows", "quantised", "latent", "state", "slots", "spread"]
+
+
+@pytest.mark.parametrize("module", [*[f"families.{name}" for name in MODULES], "processes.shards"])
+def test_the_order_of_imports_changes_nothing(module: str) -> None:
+    """Whatever comes first: what is dealt stands before what unpacks, before each kind of model."""
+    ranks = ["with ranks"] if module == "processes.shards" and find_spec("msgspec") else []
+    done = subprocess.run([sys.executable, "-c", LOOK, module, *ranks], capture_output=True, text=True, check=True)
+    found = {kind: names for kind, *names in map(str.split, done.stdout.splitlines())}
+    before = ["Sharded"] * ("shards" in module) + ["Spread", "Stored"]
+    own = {"llama": [], "qwen3": ["WholeHeads", "Windowed"], "deepseek_v3": ["Latent"], "qwen3_5_text": ["Hybrid"],
+           "gpt_oss": ["GptOss", "Windowed"], "qwen3_moe": ["Windowed"]}  # fmt: skip
+    assert all(names[: len(before)] == before for names in found.values()), found
+    assert {kind: found[kind] for kind in own} == {kind: [*before, *names, "Dense"] for kind, names in own.items()}
 
 
 # On the kernels, in the interpreter

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "V2-Lite": ("deepseek_v2", V2 | {"q_lora_rank": None}),
     "V2, groups, biases": ("deepseek_v2", V2 | GROUPS | LIMITED | {"q_lora_rank": 24, "attention_bias": True}),
     "V3": ("deepseek_v3", V3 | GROUPS),
+    "V3, groups although greedy": ("deepseek_v3", V3 | GROUPS | {"topk_method": "greedy"}),
     "V3, halves, no groups": ("deepseek_v3", V3 | {"n_group": 1, "topk_group": 1, "rope_interleave": False}),
     "V3, dense, no query rank": ("deepseek_v3", V3 | {"first_k_dense_replace": 3, "q_lora_rank": None}),
     "GLM-4.7-Flash": ("glm4_moe_lite", GLM | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -212,7 +213,7 @@ def test_mistakes_show(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 PUBLISHED: dict[str, tuple[Any, int]] = {
-    "DeepSeek-V2-Lite": (transformers.DeepseekV2Config(num_hidden_layers=27, num_attention_heads=16), 31104),
+    "DeepSeek-V2-Lite": (transformers.DeepseekV2Config(num_hidden_layers=27, num_attention_heads=16, num_experts_per_tok=6), 31104),
     "GLM-4.7-Flash": (transformers.Glm4MoeLiteConfig(), 54144),
     "DeepSeek-V3": (transformers.DeepseekV3Config(), 70272),
     "Kimi-K2": (transformers.DeepseekV3Config(num_attention_heads=64), 70272),
@@ -235,7 +236,7 @@ def test_scale_of_published_models(factor: float, all_dim: float, wanted: float)
 
 
 def test_bias_beside_none_is_refused() -> None:
-    cfg = transformers.DeepseekV2Config(q_lora_rank=None, attention_bias=True)
+    cfg = transformers.DeepseekV2Config(q_lora_rank=None, attention_bias=True, num_experts_per_tok=6)
     with pytest.raises(ValueError, match="attention_bias=True needs q_lora_rank"):
         family_of(cfg).check()
 

@@ -30,8 +30,9 @@ import atom_mini.loading
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.families.quantised import adapt_quantised, dequantise_fp8, dequantise_mxfp4
+from atom_mini.instruments.command_line import describe
 from atom_mini.loading import load_model, read_tensor
-from atom_mini.models import FAMILIES
+from atom_mini.models import family_of
 
 attach(WITH_TORCH)
 # As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.
@@ -175,6 +176,13 @@ def test_planted_errors_of_fp8() -> None:
         dequantise_fp8(packed, grid.T)
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8_e5m2"])
+def test_weights_of_other_types_are_refused(kind: str) -> None:
+    weight = torch.ones(128, 128).to(getattr(torch, kind))
+    with pytest.raises(ValueError, match=f"weights in torch.{kind} are not supported"):
+        dequantise_fp8(weight, torch.ones(1, 1))
+
+
 @pytest.mark.parametrize("kind", ["uint8", "float8_e8m0fnu"])
 def test_e8m0_scales_are_refused(kind: str) -> None:
     packed, grid = to_fp8(torch.randn(128, 128))
@@ -291,6 +299,8 @@ REFUSED = {
     "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},
     "None": {"bits": 8},
     "weight_block_size=None": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "weight_block_size=[64, 0]": FP8 | {"weight_block_size": [64, 0]},
+    "weight_block_size=64": FP8 | {"weight_block_size": "64"},
     "activation_scheme=static": FP8 | {"activation_scheme": "static"},
 }
 
@@ -319,7 +329,7 @@ def test_the_rest_of_the_config_is_still_checked(changes: dict[str, Any], tmp_pa
 def test_checking_changes_no_config(tmp_path: Path) -> None:
     packed, _, _ = quantise(tmp_path)
     cfg = Config(str(packed)).hf_config
-    FAMILIES["qwen3"](cfg).check()
+    family_of(cfg).check()
     assert cfg.quantization_config == FP8
 
 
@@ -476,6 +486,10 @@ def test_gpt_oss_stays_packed(tmp_path: Path) -> None:
     assert spread > 0.5 and (torch.stack(whole) - torch.stack(packed)).abs().max() < 0.02 * spread
     sizes = [sum(w.nbytes for w in m.model.layers[0].mlp.gate_up.parameters() if w.dim() > 1) for m in (plain, small)]
     assert sizes[1] == sizes[0] * 4.25 / 16
+    for folder, model in zip(("whole", "mxfp4"), (plain, small), strict=True):  # as `info` says it
+        report = describe(Config(str(tmp_path / folder), **rooms))  # type: ignore[arg-type]
+        assert report["weight_bytes"] == sum(w.nbytes for w in model.parameters())
+        assert report["parameters"] == sum(w.numel() for w in plain.parameters())
     again = {n: w for n, w in small.named_parameters() if n.endswith("mlp.down.weight")}
     stored = load_file(tmp_path / "mxfp4" / "model.safetensors")
     for name, weight in again.items():

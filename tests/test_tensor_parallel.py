@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint, save_family
+from checkpoints import edit_json, save_checkpoint, save_family
 from recording import load_recorded_graph
 from safetensors.torch import load_file, save_file
 
@@ -719,6 +719,25 @@ def test_sizes_that_cannot_be_cut(changes: dict[str, Any], n: int, is_dealt: boo
     cfg = SimpleNamespace(model_type="x", hidden_size=64, **usual | changes)
     with pytest.raises(ValueError, match=words):
         cut_config(cfg, n, is_dealt)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method=awq is not supported"),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, "activation_scheme=static"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_what_is_not_computed_starts_no_rank(
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank's config does not say is refused by whoever would start the ranks."""
+    save_family("qwen3_moe", tmp_path, **MIXTURES["Qwen3-MoE"][1])
+    edit_json(tmp_path / "config.json", **changes)
+    monkeypatch.setattr(ranks, "Leader", None)
+    with pytest.raises(ValueError, match=words):
+        LLM(str(tmp_path), device="cpu", tensor_parallel_size=2)
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from ..attention import Attention, get_forward_context
 from ..checkpoint import require
 from ..config import Config, Variant
 from .mixture import Mixture
+from .records import said
 from ..models import FAMILIES, Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
@@ -40,6 +41,9 @@ class Latent(Mixture):
         super().check()
         what = "attention_bias=True needs q_lora_rank: without it, q_proj has no bias"
         require(self.cfg.q_lora_rank or not self.cfg.attention_bias, what)
+        method, known = said(self.cfg, "topk_method"), ("greedy", "group_limited_greedy")
+        is_known = self.cfg.model_type != "deepseek_v2" or method in known
+        require(is_known, f"topk_method={method!r} is not supported: {known} are")
 
     def orders(self) -> dict[str, Tensor]:
         """Rows that are rotated, sorted as `rotate` wants them."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..attention import get_forward_context
 from ..checkpoint import require
 from atom_mini.families.records import (
-    Routing, is_sparse, read_experts, read_routing, said,
+    Routing, check_experts, is_sparse, read_experts, read_routing, said,
 )  # fmt: skip
 from atom_mini.models import (
     FAMILIES, MLP, Dense, Heads, Linear, Readers, RMSNorm, RotaryEmbedding,
@@ -30,9 +30,9 @@ from atom_mini.models import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['RENAMED', 'FUSED', 'PARTS', 'TYPES', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate',
-           'MixtureMLP', 'VariedHeads', 'read_heads', 'VariedAttention', 'turned_dim', 'rotary_order', 'PartialRotary',
-           'in_halves', 'Mixture', 'rename', 'is_announced', 'read_expert', 'split_experts', 'reorder']
+__all__ = ['PARTIAL', 'ONLY', 'RENAMED', 'FUSED', 'PARTS', 'TYPES', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts',
+           'activate', 'MixtureMLP', 'VariedHeads', 'read_heads', 'VariedAttention', 'turned_dim', 'rotary_order',
+           'PartialRotary', 'in_halves', 'Mixture', 'rename', 'is_announced', 'read_expert', 'split_experts', 'reorder']
 
 # %% ../../nbs/61_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -252,6 +252,7 @@ def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
 class Mixture(Dense):
     """Decoders with experts or with a varied attention."""
 
+    kinds: tuple[str, ...] = ()  # of attention, beside the full one
     take = staticmethod(in_halves)  # how gate and up lie in a tensor of all experts
 
     def attention(self, layer: int, ops: TorchOps) -> nn.Module:
@@ -266,9 +267,19 @@ class Mixture(Dense):
 
     def check(self) -> None:
         """ValueError for what the config asks for and this does not compute."""
-        check_supported(self.cfg)
-        clip = getattr(self.cfg, "clip_qkv", None)
-        require(clip is None, f"clip_qkv={clip} is not supported: none is")
+        plain, ours = copy(self.cfg), self.kinds  # as if our kinds of layers were full ones
+        layers = [kind for kind in said(plain, "layer_types") or () if kind not in ours]
+        slides = "sliding_attention" not in ours and said(plain, "use_sliding_window")
+        vars(plain).update(layer_types=layers, use_sliding_window=slides)
+        check_supported(plain)
+        if any(is_sparse(plain, layer) for layer in range(plain.num_hidden_layers)):
+            check_experts(plain)
+        for name, only in ONLY.items():
+            value = getattr(plain, name, only)
+            require(value == only, f"{name}={value} is not supported: {only} is")
+        dim, turned, kind = head_dim(plain), turned_dim(plain), plain.model_type
+        what = f"partial_rotary_factor: {turned} of {dim} numbers turn, all do in {kind}"
+        require(kind in PARTIAL or turned == dim, what)
 
     def orders(self) -> dict[str, Tensor]:
         """Of some matrices and norms the order in which the rows of each head come here."""
@@ -286,6 +297,10 @@ class Mixture(Dense):
             if (order := orders.get(name.split(".")[-2:][0])) is not None:
                 ours[name] = partial(reorder, ours[name], order)
         return ours
+
+# %% ../../nbs/61_mixture.ipynb #da473e86
+PARTIAL = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")  # their heads may turn in part
+ONLY = {"clip_qkv": None, "swiglu_alpha": 1.702}  # option -> what is computed
 
 # %% ../../nbs/61_mixture.ipynb #37ae337c
 RENAMED = {
@@ -305,7 +320,8 @@ def rename(name: str) -> str:
 def is_announced(name: str, cfg: Any) -> bool:
     """Whether a weight belongs to a layer for MTP of which the config speaks."""
     found, last = re.match(r"model\.layers\.(\d+)\.", name), cfg.num_hidden_layers
-    more = said(cfg, "num_nextn_predict_layers")
+    names = {"num_nextn_predict_layers", "num_mtp_layers"}  # 1 if the file is silent
+    more = said(cfg, *names & {*getattr(cfg, "in_file", names)})
     return found is not None and last <= int(found[1]) < last + more
 
 # %% ../../nbs/61_mixture.ipynb #1d3df701

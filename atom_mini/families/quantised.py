@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import require
-from ..config import Variant
+from ..config import Variant, is_count
 from .mixture import ExpertLinear, MixtureMLP
-from .windows import GptOss  # and its kinds are entered before ours
-from ..models import FAMILIES, Dense, Readers, TorchOps
+from .windows import GptOss
+from ..models import BEFORE, Dense, Readers, TorchOps
 
 # %% auto #0
 __all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
@@ -58,6 +58,8 @@ def dequantise_fp8(weight: Tensor, scales: Tensor, block: Any = (128, 128)) -> T
     ours = [-(-n // size) for n, size in zip(weight.shape, block, strict=False)]
     what = f"scales {[*scales.shape]} for a weight {[*weight.shape]} in blocks {block}"
     require([*scales.shape] == ours, f"{what}: they must be {ours}")
+    is_e4m3 = weight.dtype == torch.float8_e4m3fn
+    require(is_e4m3, f"weights in {weight.dtype} are not supported: float8_e4m3fn are")
     require(scales.dtype.itemsize > 1, f"scales in {scales.dtype} are not supported")
     out = weight.to(torch.float32, copy=True)
     for band, row in zip(out.split(block[0]), scales.float(), strict=True):
@@ -87,7 +89,8 @@ def check_quantised(cfg: Any) -> None:
     """ValueError for a `quantization_config` that is not read here; opens no file."""
     keys = ("quant_method", "weight_block_size", "activation_scheme")
     method, size, scheme = (cfg.quantization_config.get(key) for key in keys)
-    if method == "fp8" and (size is None or scheme != "dynamic"):
+    is_pair = isinstance(size, list | tuple) and [*map(is_count, size)] == [True, True]
+    if method == "fp8" and (not is_pair or scheme != "dynamic"):
         method = f"fp8, weight_block_size={size}, activation_scheme={scheme}"
     what = f"quant_method={method} is not supported, {[*METHODS]} are (fp8 in blocks)"
     require(method in METHODS, f"{what}: take the checkpoint in 16 bits")
@@ -154,8 +157,7 @@ class Quantised(Variant):
     """Has no knobs: the checkpoint's config says how it is stored."""
 
 
-for kind in {"llama", "qwen2", "qwen3", *FAMILIES}:
-    FAMILIES[kind] = type("Stored", (Stored, FAMILIES.get(kind, Dense)), {})
+BEFORE.append(Stored)
 
 # %% ../../nbs/64_quantised_files.ipynb #b237560b
 class PackedExperts(ExpertLinear):

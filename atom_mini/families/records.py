@@ -14,7 +14,7 @@ from ..config import Config, Variant
 
 # %% auto #0
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'NAMES', 'ADDED', 'LACKING', 'WITH_STATE', 'Routing', 'said', 'read_routing', 'Experts',
-           'read_experts', 'is_sparse', 'decoder_of', 'has_state', 'FamilyNames']
+           'read_experts', 'check_experts', 'is_sparse', 'decoder_of', 'has_state', 'FamilyNames']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -50,12 +50,14 @@ RULES: dict[str, dict[str, Any]] = {  # what model types do and their configs do
 # %% ../../nbs/60_experts.ipynb #f41e4a9f
 def read_routing(cfg: Any) -> Routing:
     """The routing of a config with experts."""
-    names = {"renormalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
-    names |= {"groups": "n_group", "top_groups": "topk_group"}
+    names, kind = {"renormalize": "norm_topk_prob"}, cfg.model_type
+    if kind.startswith(("deepseek", "glm4")):  # in others' configs these do nothing
+        names |= {"scale": "routed_scaling_factor"}
+        names |= {"groups": "n_group", "top_groups": "topk_group"}
     found = {field: value for field, n in names.items() if (value := said(cfg, n))}
-    if said(cfg, "topk_method") == "greedy":  # DeepSeek-V2-Lite: no groups
+    if kind == "deepseek_v2" and cfg.topk_method == "greedy":  # V2-Lite: no groups
         found["groups"] = 1
-    return Routing(cfg.num_experts_per_tok, **found | RULES.get(cfg.model_type, {}))
+    return Routing(cfg.num_experts_per_tok, **found | RULES.get(kind, {}))
 
 # %% ../../nbs/60_experts.ipynb #f807951f
 @dataclass(frozen=True)
@@ -82,6 +84,18 @@ def read_experts(cfg: Any) -> Experts | None:
     limit = said(cfg, "swiglu_limit") or 7.0 * is_oss  # its config may leave it out
     return Experts(count, width, shared, gated > 0, is_oss, limit) if count else None
 
+# %% ../../nbs/60_experts.ipynb #bb047015
+def check_experts(cfg: Any) -> None:
+    """ValueError if a token does not find as many experts as it must have."""
+    if (experts := read_experts(cfg)) is not None:
+        r = read_routing(cfg)
+        size, rest = divmod(experts.count, r.groups)
+        is_whole = r.groups == 1 or (not rest and size >= r.group_best)
+        top, count = min(r.top_groups, r.groups), experts.count
+        what = f"{r.top_k} of {count} experts, {r.groups} groups, the best {r.top_groups}: "
+        what += "num_experts_per_tok, n_group or topk_group is wrong"
+        require(is_whole and 0 < (r.top_k or 0) <= top * size, what)
+
 # %% ../../nbs/60_experts.ipynb #5397db08
 def is_sparse(cfg: Any, layer: int) -> bool:
     """Whether this layer has experts."""
@@ -97,13 +111,16 @@ NAMES = ["Mistral", "SmolLM3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4
 NAMES += ["GptOss", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Qwen3_5", "Qwen3_5Moe"]
 ADDED = [f"{name}ForCausalLM" for name in NAMES]
 ADDED += [f"{name}ForConditionalGeneration" for name in NAMES[-2:]]  # with images
-LACKING = {
-    "DeepseekV32ForCausalLM": "sparse attention, whose indexer chooses the keys",
-    "DeepseekV4ForCausalLM": "compressed attention and its indexer",
-    "Gemma4ForConditionalGeneration": "norms after each half, shared K/V",
-    "KimiK3ForConditionalGeneration": "Kimi Delta Attention, residuals of whole blocks",
-    "MiniMaxM2ForCausalLM": "partly rotated heads with a whole norm",
-    "Qwen3NextForCausalLM": "rows of in_proj_qkvz taken apart by heads",
+LACKING = {  # how their names begin
+    "DeepseekV32": "sparse attention, whose indexer chooses the keys",
+    "DeepseekV4": "compressed attention and its indexer",
+    "Gemma4": "norms after each half, shared K/V",
+    "KimiK3": "Kimi Delta Attention, residuals of whole blocks",
+    "KimiLinear": "Kimi Delta Attention beside MLA",
+    "MiniMaxM2": "partly rotated heads with a whole norm",
+    "MiniMaxM3": "sparse attention, whose indexer chooses blocks of keys",
+    "MiniMax": "lightning attention, which keeps a state",
+    "Qwen3Next": "rows of in_proj_qkvz taken apart by heads",
 }
 
 # %% ../../nbs/60_experts.ipynb #b8d932b2

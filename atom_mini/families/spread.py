@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..config import Variant
 from .mixture import ExpertLinear, MixtureMLP
+from .quantised import Stored
 from .records import is_sparse, read_experts
-from ..models import FAMILIES, Dense, Readers, TorchOps
+from ..models import BEFORE, Dense, Readers, TorchOps
 
 # %% auto #0
 __all__ = ['EXPERT', 'SpreadMLP', 'own_experts', 'Spread', 'SpreadExperts']
@@ -68,8 +69,8 @@ class Spread(Dense):
 
     def adapt(self, readers: Readers) -> Readers:
         """The checkpoint's weights, without the others' experts."""
-        ours, experts = super().adapt(readers), read_experts(self.cfg)
-        if experts is None or (ranks := getattr(self.cfg, "ranks", None)) is None:
+        ours, ranks = super().adapt(readers), getattr(self.cfg, "ranks", None)
+        if ranks is None or (experts := read_experts(self.cfg)) is None:
             return ours
         return own_experts(ours, ranks.rank, ranks.size, experts.count // ranks.size)
 
@@ -79,5 +80,4 @@ class SpreadExperts(Variant):
     """Has no knobs of its own: see `DataParallel`."""
 
 
-for kind in FAMILIES:
-    FAMILIES[kind] = type("Spread", (Spread, FAMILIES[kind]), {})
+BEFORE.insert(BEFORE.index(Stored), Spread)

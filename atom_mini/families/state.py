@@ -178,6 +178,8 @@ class GatedAttention(VariedAttention):
 class Hybrid(Mixture):
     """Qwen3.5, dense or a mixture: of four layers three keep a state, one attends."""
 
+    kinds = ("linear_attention",)
+
     def attention(self, layer: int, ops: TorchOps) -> nn.Module:
         if self.cfg.layer_types[layer] == "full_attention":
             return GatedAttention(self.cfg, ops)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -74,6 +73,8 @@ class Windowed(Mixture):
     """Decoders of chapter 61 with windows, or with a logit per head, `sinks` [H], that
     takes weight and gives nothing."""
 
+    kinds = ("sliding_attention",)
+
     def attention(self, layer: int, ops: TorchOps) -> torch.nn.Module:
         """ValueError for `ops` that pad their rows: their metadata is another."""
         found: Any = super().attention(layer, ops)
@@ -85,12 +86,6 @@ class Windowed(Mixture):
             attend: Any = ops.attend if callable(ops) else windowed_attention
             found.attn.attend = partial(attend, window=window, sinks=found.sinks)
         return found
-
-    def check(self) -> None:
-        """ValueError for what the config asks for and this does not compute."""
-        plain = copy(self.cfg)  # as if no layer had a window
-        vars(plain).update(layer_types=None, use_sliding_window=False)
-        Mixture(plain).check()
 
 # %% ../../nbs/63_sinks_windows.ipynb #05286c97
 def in_turns(read: Callable[[], Tensor], i: int, n: int) -> Tensor:

@@ -32,9 +32,10 @@ from ..text import CompletionOutput
 
 # %% auto #0
 __all__ = ['SPINS', 'EXAMPLES', 'COMMANDS', 'DEFAULTS', 'knobs', 'add_fields', 'given', 'mean_times', 'summary', 'save_trace',
-           'stream_one', 'run_generate', 'print_report', 'drafted', 'speeds', 'measure', 'run_bench', 'weight_sizes',
-           'free_bytes', 'memory_bandwidth', 'needs', 'describe_drafts', 'describe_state', 'describe', 'run_info',
-           'answer', 'respond', 'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse', 'main']
+           'stream_one', 'run_generate', 'print_report', 'drafted', 'speeds', 'measure', 'run_bench', 'shape_model',
+           'weight_bytes', 'read_bytes', 'free_bytes', 'memory_bandwidth', 'needs', 'describe_drafts', 'describe_state',
+           'describe', 'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse',
+           'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -172,15 +173,32 @@ def run_bench(args: Namespace) -> None:
         print_report({"model": args.model} | report, args.json)
 
 # %% ../../nbs/31_command_line.ipynb #ec6fd32a
-def weight_sizes(config: Config, itemsize: int) -> dict[str, int]:
-    """Weight -> its bytes in the model of `config`, of which no number is made."""
+def shape_model(config: Config, device: str, dtype: Any) -> Any:
+    """The model of `config` on such a device, of which no number is made."""
     import torch
 
-    from atom_mini.models import CausalLM, TorchOps
+    from atom_mini.loading import blank_model
+    from atom_mini.models import TorchOps
 
-    with torch.device("meta"):
-        model = CausalLM(config.hf_config, 1, TorchOps())
-    return {name: p.numel() * itemsize for name, p in model.named_parameters()}
+    is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
+    kernels = type("Kernels", (TorchOps,), {"__call__": print})  # read packed weights
+    ops = kernels() if is_triton else TorchOps()
+    return blank_model(config.hf_config, 1, torch.device("meta"), dtype, ops)
+
+
+def weight_bytes(model: Any) -> int:
+    return sum(weight.nbytes for weight in model.parameters())
+
+# %% ../../nbs/31_command_line.ipynb #86769d1a
+def read_bytes(model: Any) -> float:
+    """Of a model's weights what one token reads."""
+    read = float(weight_bytes(model))
+    if model.head is not None:
+        read -= model.model.embed_tokens.weight.nbytes
+    for mlp in [m for m in model.modules() if hasattr(m, "routing")]:
+        idle = 1 - mlp.routing.top_k / mlp.gate_up.count
+        read -= idle * (weight_bytes(mlp.gate_up) + weight_bytes(mlp.down))
+    return read
 
 # %% ../../nbs/31_command_line.ipynb #3214ced6
 def free_bytes(config: Config, device: Any, weights: int) -> int:
@@ -204,8 +222,8 @@ def memory_bandwidth(device: Any) -> float:
     return numbers.nbytes / min(runs)
 
 # %% ../../nbs/31_command_line.ipynb #4d05287e
-def needs(config: Config, device: str) -> tuple[Any, dict[str, int], int]:
-    """The checkpoint's dtype on such a device, the bytes of each weight, and those of a
+def needs(config: Config, device: str) -> tuple[Any, Any, int]:
+    """The checkpoint's dtype on such a device, its `shape_model`, and the bytes of a
     token's K/V."""
     import torch
 
@@ -215,8 +233,8 @@ def needs(config: Config, device: str) -> tuple[Any, dict[str, int], int]:
     attach(WITH_TORCH)  # they say what a token keeps in other kinds of models
     own = "float32" if device == "cpu" else str(config.hf_config.dtype or "float32")
     dtype: torch.dtype = getattr(torch, config.dtype or own.removeprefix("torch."))
-    sizes = weight_sizes(config, dtype.itemsize)
-    return dtype, sizes, kvcache_block_bytes(config.hf_config, 1, dtype)
+    model = shape_model(config, device, dtype)
+    return dtype, model, kvcache_block_bytes(config.hf_config, 1, dtype)
 
 # %% ../../nbs/31_command_line.ipynb #8ea70770
 def describe_drafts(config: Config, device: str) -> dict[str, Any]:
@@ -228,8 +246,8 @@ def describe_drafts(config: Config, device: str) -> dict[str, Any]:
     report = {"speculative_method": wanted.method, "num_speculative_tokens": k}
     if wanted.method != "draft_model" or not wanted.model:
         return report
-    _, sizes, per_token = needs(Config(wanted.model, dtype=config.dtype), device)
-    report["draft_weight_bytes"] = sum(sizes.values())
+    _, model, per_token = needs(Config(wanted.model, dtype=config.dtype), device)
+    report["draft_weight_bytes"] = weight_bytes(model)
     return report | {"draft_kvcache_bytes_per_token": per_token}
 
 # %% ../../nbs/31_command_line.ipynb #0172c07b
@@ -244,26 +262,27 @@ def describe_state(config: Config, dtype: Any) -> dict[str, int]:
 def describe(config: Config) -> dict[str, Any]:
     """What the checkpoint of `config` needs, how many tokens fit, and the speed that
     memory allows one sequence."""
+    import torch
+
     from atom_mini.model_runner import choose_device
 
-    cfg, device = config.hf_config, choose_device(config.device)
-    dtype, sizes, per_token = needs(config, device.type)
-    weights, bandwidth = sum(sizes.values()), memory_bandwidth(device)
+    device = choose_device(config.device)
+    dtype, model, per_token = needs(config, device.type)
+    weights, bandwidth = weight_bytes(model), memory_bandwidth(device)
+    unpacked = weight_bytes(shape_model(config, device.type, torch.float32))
     state = describe_state(config, dtype)
     held = weights + config.max_num_seqs * sum(state.values())
     fitting = max(0, free_bytes(config, device, held)) // per_token
-    # a table beside the head is looked up, not read
-    looked_up = 0 if cfg.tie_word_embeddings else sizes["model.embed_tokens.weight"]
     return {
         "model": config.model,
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "parameters": weights // dtype.itemsize,
+        "parameters": unpacked // 4,
         "weight_bytes": weights,
         "kvcache_bytes_per_token": per_token,
         "fitting_tokens": fitting,
         "memory_bytes_per_second": int(bandwidth),
-        "ideal_decode_tokens_per_second": bandwidth / (weights - looked_up),
+        "ideal_decode_tokens_per_second": bandwidth / read_bytes(model),
     } | state | describe_drafts(config, device.type)
 
 # %% ../../nbs/31_command_line.ipynb #5c7a0076

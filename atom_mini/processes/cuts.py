@@ -71,7 +71,9 @@ def refuse_others(config: Config, knob: str) -> None:
 
 # %% ../../nbs/72b_cuts.ipynb #0b5c7872
 def make_leader(config: Config) -> Any:
-    """The runner of `TensorParallel`."""
+    """The runner of `TensorParallel`. ValueError before there are other ranks if the
+    whole model is not computed: a rank's config says less."""
+    import_module("atom_mini.models").family_of(config.hf_config).check()
     return import_module("atom_mini.processes.ranks").Leader(config)
 
 # %% ../../nbs/72b_cuts.ipynb #8cd21d2c

@@ -21,7 +21,7 @@ from ..config import Config
 from ..loading import read_tensor, weight_targets
 from ..model_runner import choose_device
 from atom_mini.models import (
-    FAMILIES, MLP, CausalLM, Dense, Readers, RMSNorm, TorchOps, family_of,
+    BEFORE, MLP, CausalLM, Dense, Readers, RMSNorm, TorchOps, family_of,
 )  # fmt: skip
 from .cuts import cut_config
 
@@ -42,15 +42,13 @@ class Shard:
     group: Any = None  # a `Group`, once all have loaded
 
     def config(self) -> Any:
-        """The config of what this rank has. Its family is one that knows of shards."""
+        """The config of what this rank has, by which its family knows of the shard."""
         attach(WITH_TORCH)
         if self.is_dealt:
             self.whole = copy(self.whole)
             self.whole.ranks = copy(self)
         mine = cut_config(self.whole, self.size, self.is_dealt)
-        mine.shard, kind = self, mine.model_type
-        if not issubclass(family := FAMILIES.get(kind, Dense), Sharded):
-            FAMILIES[kind] = type("Sharded", (Sharded, family), {})
+        mine.shard = self
         return mine
 
     def gather(self, x: Tensor, fill: int = 0) -> Tensor:
@@ -132,6 +130,9 @@ class Sharded(Dense):
         if shard is not None and shard.is_dealt and shared is not None:
             mlp.shared = MLP(self.cfg, ops, shared.down.weight.shape[1] // shard.size)
         return mlp
+
+
+BEFORE.insert(0, Sharded)
 
 # %% ../../nbs/72c_shards.ipynb #db0c792c
 class SharedTable(nn.Embedding):
