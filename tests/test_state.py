@@ -488,7 +488,7 @@ def test_info_says_both_prices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("knobs", [
     {"enable_prefix_caching": True}, {"prefix_cache": "radix"}, {"prefix_cache": "hash"}, {"attention": "triton"},
-    {"scheduler": "spyre"}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    {"scheduler": "spyre"}, {"tensor_parallel_size": 2}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
 ], ids=str)  # fmt: skip
 def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
     """Before a weight is read: there are none here."""

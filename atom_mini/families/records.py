@@ -146,6 +146,7 @@ WITH_STATE: dict[str, tuple[Any, str]] = {  # knob -> what it must be, and why
     "prefix_cache": ("none", "cached blocks hold keys and values, no state"),
     "speculative_config": (None, "a state cannot forget the drafts that are rejected"),
     "scheduler": ("atom", "a padded step would write its padding into the state"),
+    "tensor_parallel_size": (1, "a rank would need its own part of each state"),
     "attention": ("torch", "there is no kernel for states, none tuned for 256 a head"),
 }
 
