@@ -105,7 +105,7 @@ def serve_steps(order: dict[str, Any]) -> None:
 # %% ../../nbs/72d_rank_process.ipynb #f6b75619
 def main() -> None:
     """The process: `python -m atom_mini.processes.rank_process ORDER`."""
-    order, code = json.loads(sys.argv[1]), 0
+    order, code = json.loads(sys.argv[-1]), 0
     end_with_parent(order["parent"])
     try:
         serve_steps(order)
