@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -641,6 +640,18 @@ def test_death_of_the_front(how: str, fake: Callable[..., FarCore]) -> None:
         process.stdout.close()
 
 
+@pytest.mark.parametrize("when", ["as it starts", "while it loads"])
+def test_death_of_the_front_before_ready(when: str, fake: Callable[..., FarCore], tidy: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading="time.sleep(60)"))
+    env, before = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, processes().keys()
+    process = subprocess.Popen([sys.executable, "-c", FRONT.format(then=""), json.dumps(SMALL)], env=env)
+    wait_for(lambda: [p for p in processes().keys() - before - {process.pid} if str(tidy) in environment(p)])
+    if when == "while it loads":
+        wait_for(lambda: not [*tidy.iterdir()])
+    process.kill()
+    process.wait()
+
+
 def test_an_engine_outlives_the_thread_that_made_it(fake: Callable[..., FarCore]) -> None:
     """The kernel's signal is tied to a thread, which must not be the caller's."""
     made: list[FarCore] = []
@@ -664,10 +675,9 @@ def test_interrupted_while_it_starts(fake: Callable[..., FarCore]) -> None:
 
 def test_closed_where_warnings_are_errors(fake: Callable[..., FarCore]) -> None:
     """No socket is left to the garbage collector, which would complain and not close it."""
-    core = fake()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        core.close()
+    process, _ = front("import warnings\nwarnings.simplefilter('error')\ncore.close()")
+    assert process.wait(10) == 0 and process.stdout
+    process.stdout.close()
 
 
 def test_a_fork_has_no_engine(fake: Callable[..., FarCore]) -> None:
@@ -704,7 +714,7 @@ def test_a_long_place_for_temporary_files(fake: Callable[..., FarCore], tidy: Pa
 
 def test_nothing_is_imported_from_the_current_folder(fake: Callable[..., FarCore], tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "random.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "here" / "zmq.py").write_text("raise RuntimeError('not this one')")
     (tmp_path / "script.py").write_text(FRONT.format(then="core.close()"))
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     command = [sys.executable, str(tmp_path / "script.py"), json.dumps(SMALL)]

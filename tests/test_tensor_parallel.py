@@ -688,14 +688,18 @@ print("ready", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "kill the front of an engine process"])
+@pytest.mark.parametrize("how", ["kill", "exit", "kill while it loads", "kill the front of an engine process"])
 def test_no_rank_stays_behind(how: str, tidy: Path) -> None:
     then = "" if how == "exit" else "time.sleep(60)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     options = SMALL | ({"engine_process": True} if "front" in how else {})
     command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(options)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    if how == "kill while it loads":
+        wait_for(lambda: ranks_alive(str(tidy)), 30)
+    else:
+        assert process.stdout.readline() == "ready\n"
     if how == "exit":
         assert process.wait(20) == 0
     else:

@@ -149,11 +149,13 @@ def end_with_front(folder: str) -> None:
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+def end_with_parent(parent: int, folder: str = "") -> None:
+    """Have the kernel kill this process when the thread that started it ends. If it has
+    ended already, nobody else cleans up."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
@@ -183,9 +185,10 @@ def main() -> None:
     order = json.loads(sys.argv[-1])
     folder, context = order["folder"], zmq.Context()
     threading.Thread(target=end_with_front, args=[folder], daemon=True).start()
-    end_with_parent(order["parent"])
-    sockets = open_sockets(context, folder, is_engine=True)  # kept for `destroy`
-    code = serve(order, *sockets)
+    inbox, outbox = open_sockets(context, folder, is_engine=True)
+    outbox.send(encode(Answer(0)))  # a greeting: the folder can go
+    end_with_parent(order["parent"], folder)
+    code = serve(order, inbox, outbox)
     context.destroy(linger=1000)
     sys.stdout.flush()
     os._exit(code)  # threads of others may hang

@@ -111,10 +111,11 @@ class CoreManager(Thread):
         message = decode(frame, FromEngine)
         self.heard, self.asked = time.monotonic(), math.inf
         match message:
-            case Ready():
+            case Answer() if not self.ready:  # its greeting
                 with self.sending:
                     self.outbox.poll(1000, zmq.POLLOUT)  # the other way is open, too
                 folder.cleanup()
+            case Ready():
                 self.ready, self.begun = message, math.inf
             case Answer():
                 self.answers.pop(message.id, SimpleQueue()).put(message.values)
@@ -130,7 +131,7 @@ class CoreManager(Thread):
     def _check_clock(self, now: float) -> str | None:
         """Ask for a sign of life after a silence; why it is dead, if a limit has passed."""
         load, ping = self.config.ready_timeout, self.config.ping_timeout
-        if self.asked == math.inf and now > self.heard + ping / 4:
+        if self.ready and self.asked == math.inf and now > self.heard + ping / 4:
             self.asked = now
             self.tell(Utility(0))
         limits = {

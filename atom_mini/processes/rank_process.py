@@ -94,6 +94,7 @@ def serve_steps(order: dict[str, Any]) -> None:
 
     def meet(device: Any) -> Any:
         os.write(0, b"1")  # the weights are here
+        os.read(0, 1) or os._exit(1)  # everybody's, too; or rank 0 is gone
         place = order["rank"], config.tensor_parallel_size, config.collective_timeout
         return group.open_group(order["folder"], *place, device)
 

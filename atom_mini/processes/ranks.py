@@ -65,7 +65,7 @@ class Ranks:
         self.processes: list[Rank] = []
         self.death: Future[str] = Future()  # why
         self.lock = Lock()  # of whoever starts or ends processes
-        self.folder = tempfile.mkdtemp(prefix="atom_mini-")  # 0700
+        self.folder = tempfile.mktemp(prefix="atom_mini-")  # made when all have loaded
         self.group: Group | None = None
 
     def start(self) -> None:
@@ -85,6 +85,11 @@ class Ranks:
             rank.pipe.settimeout(self.config.ready_timeout)
             if not rank.pipe.recv(1):
                 raise ConnectionError("a rank ended while it was loading")
+        with self.lock:
+            if not self.death.done():
+                os.mkdir(self.folder, 0o700)
+        for rank in self.processes:
+            rank.pipe.send(b"1")  # all have loaded; OSError where all has ended
         self.group = open_group(self.folder, 0, size, limit, device)
         return self.group
 
