@@ -105,7 +105,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
-    def __new__(cls, *args: Any, **options: Any) -> SamplingParams:
+    def __new__(cls, /, *args: Any, **options: Any) -> SamplingParams:
         check_options("SamplingParams", options, [f.name for f in fields(cls)])
         return super().__new__(cls)
 

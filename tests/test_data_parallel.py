@@ -379,6 +379,18 @@ def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm.close()
 
 
+def test_numbers_of_those_that_live(fake: Callable[..., Any]) -> None:  # noqa: F811
+    llm = fake(kind=LLM, data_parallel_size=2)
+    core = replicas_of(llm)
+    dead, alive = core.engines
+    os.kill(dead.process.pid, signal.SIGKILL)
+    wait_for(lambda: dead.dead)
+    with pytest.warns(UserWarning, match="SIGKILL"):
+        assert core.metrics()["free_blocks"] == SMALL["num_kvcache_blocks"]
+    assert core.engines == [alive]
+    llm.close()
+
+
 def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm = fake(kind=LLM, data_parallel_size=2, ping_timeout=1.0)
     core = replicas_of(llm)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,8 +29,9 @@ import atom_mini
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.processes import far_core, knobs
+from atom_mini.processes.engine_process import EngineLoop
 from atom_mini.processes.far_core import EngineDead, FarCore
-from atom_mini.processes.messages import Abort, Add, Array, Refused, Utility, encode
+from atom_mini.processes.messages import Abort, Add, Array, Refused, Taken, Utility, encode
 from atom_mini.sequence import Sequence
 
 pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
@@ -379,6 +381,44 @@ def test_the_engine_believes_no_front(fake: Callable[..., FarCore]) -> None:
     core.close()
 
 
+def test_frames_that_end_no_engine(fake: Callable[..., FarCore]) -> None:
+    """Each of them well-formed, and one thing wrong: an answer, and a request that runs gets its tokens."""
+    core, prompt = fake(), ["int32", [1], bytes(4)]
+    seq = request(core, max_tokens=200)
+    frames = [
+        ["XX", True], ["ADD", True, prompt, {}], ["ADD", 2**63, prompt, {}], ["START_DP_WAVE", 2**63], ["TAKEN", -1000],
+        ["ADD", 10**6, ["float32", [1], b"\0\0\x80\x7f"], {}], ["ADD", 10**6, ["float32", [1], bytes(4)], {}],
+        ["ADD", 10**6, prompt, {"cls": 1}], ["ADD", 10**6, prompt, {"temperature": [100] * 2**24}],
+    ]  # fmt: skip
+    for frame in frames:
+        core.step()
+        with core.engines[0].sending:
+            core.engines[0].outbox.send(msgspec.msgpack.encode(frame))
+    with pytest.warns(UserWarning) as told:
+        finish(core, seq)
+        wait_for(lambda: len(core.engines[0].messages) + len(told) >= len(frames))
+        core.step()
+    assert len([w for w in told if "refused" in str(w.message)]) == len(frames)
+    assert seq.completion_token_ids == [103 + i for i in range(200)]
+    expect_empty(core)
+    core.close()
+
+
+def test_what_has_been_taken_stays_taken() -> None:
+    loop = EngineLoop(SimpleNamespace(runner=None), None, None)  # type: ignore[arg-type]
+    for id in (30, 2):
+        loop.hear(encode(Taken(id)))
+    assert loop.taken == 30
+
+
+def test_what_cannot_be_sent_is_not_queued(fake: Callable[..., FarCore]) -> None:
+    core = fake()
+    with pytest.raises((ValueError, OverflowError)):
+        core.add(Sequence([5], 4, id=2**70))
+    assert core.is_finished() and core.step() is None
+    core.close()
+
+
 def test_added_and_aborted_at_once(fake: Callable[..., FarCore]) -> None:
     """A thousand times: an abort does not overtake its request, so no block is lost and nothing runs on."""
     core = fake(num_kvcache_blocks=20)
@@ -600,6 +640,18 @@ def test_death_of_the_front(how: str, fake: Callable[..., FarCore]) -> None:
         process.stdout.close()
 
 
+@pytest.mark.parametrize("when", ["as it starts", "while it loads"])
+def test_death_of_the_front_before_ready(when: str, fake: Callable[..., FarCore], tidy: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading="time.sleep(60)"))
+    env, before = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, processes().keys()
+    process = subprocess.Popen([sys.executable, "-c", FRONT.format(then=""), json.dumps(SMALL)], env=env)
+    wait_for(lambda: [p for p in processes().keys() - before - {process.pid} if str(tidy) in environment(p)])
+    if when == "while it loads":
+        wait_for(lambda: not [*tidy.iterdir()])
+    process.kill()
+    process.wait()
+
+
 def test_an_engine_outlives_the_thread_that_made_it(fake: Callable[..., FarCore]) -> None:
     """The kernel's signal is tied to a thread, which must not be the caller's."""
     made: list[FarCore] = []
@@ -619,6 +671,64 @@ def test_interrupted_while_it_starts(fake: Callable[..., FarCore]) -> None:
     with pytest.raises(KeyboardInterrupt):
         fake(in_loading="time.sleep(60)")
     timer.join()
+
+
+def test_closed_where_warnings_are_errors(fake: Callable[..., FarCore]) -> None:
+    """No socket is left to the garbage collector, which would complain and not close it."""
+    process, _ = front("import warnings\nwarnings.simplefilter('error')\ncore.close()")
+    assert process.wait(10) == 0 and process.stdout
+    process.stdout.close()
+
+
+def test_a_fork_has_no_engine(fake: Callable[..., FarCore]) -> None:
+    """It is told so, whatever it calls; the engine goes on for its owner."""
+    then = """
+from atom_mini.processes.engine_process import EngineLoop
+from atom_mini.processes.far_core import EngineDead
+if os.fork() == 0:
+    signal.alarm(5)
+    for call in (core.step, core.metrics, core.engines[0].check_alive, lambda: core.add(Sequence([5], 4))):
+        try:
+            os._exit(call() is None)
+        except EngineDead as error:
+            assert "a fork" in str(error)
+    core.abort(0), core.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+while core.step():
+    pass
+"""
+    process, _ = front(then)
+    assert process.wait(20) == 0 and process.stdout
+    process.stdout.close()
+
+
+def test_a_long_place_for_temporary_files(fake: Callable[..., FarCore], tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a socket is short."""
+    place = tidy / ("x" * 110)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    fake().close()
+    place.rmdir()
+
+
+def test_nothing_is_imported_from_the_current_folder(fake: Callable[..., FarCore], tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "zmq.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "script.py").write_text(FRONT.format(then="core.close()"))
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    command = [sys.executable, str(tmp_path / "script.py"), json.dumps(SMALL)]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path / "here", check=True)
+
+
+def test_what_is_told_of_an_end() -> None:
+    ends = [far_core.describe_end(code) for code in (-9, -35, 3)]
+    assert ends == ["killed by SIGKILL", "killed by signal 35", "exit code 3"]
+
+
+def test_only_texts_are_places_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [Path("/x"), "/y", "/z"])
+    assert far_core.environment()["PYTHONPATH"] == os.pathsep.join(["/y", "/z"])
 
 
 # The knobs

@@ -189,7 +189,8 @@ def test_wrong_fields_are_refused_and_the_id_is_read(frame: bytes) -> None:
     assert read_id(frame) == 5
 
 
-@pytest.mark.parametrize("frame", [b"", b"\x91" * 100_000, b"\x93\xa3ADD\xcb", raw(id="five"), raw(id=None), b"\xdd\xff"])
+@pytest.mark.parametrize("frame", [b"", b"\x91" * 100_000, b"\x93\xa3ADD\xcb", b"\xdd\xff",
+                                   *(raw(id=id) for id in ("five", None, True, -1, 2**63))])  # fmt: skip
 def test_no_id_to_read(frame: bytes) -> None:
     assert read_id(frame) == 0
     with pytest.raises(ValueError, match="no message"):
@@ -205,3 +206,18 @@ def test_wishes_arrive(seed: int | None, max_tokens: int, logprobs: int | None) 
     mask = 2**64 - 1
     assert (got.seed is None) == (seed is None) and (got.seed or 0) & mask == (seed or 0) & mask
     assert vars(got) | {"seed": 0, "stop": ()} == vars(asked) | {"seed": 0, "stop": ()}
+
+
+def test_large_wishes_cross() -> None:
+    """What works in-process: no number is too large to be sent, and it says the same."""
+    asked = SamplingParams(max_tokens=10**30, top_k=2**70, temperature=10**30, stop_token_ids=[3, 2**70], ignore_eos=True)
+    add: Any = decode(encode(Add(1, Array.pack(np.zeros(1, np.int32)), wishes(asked))), ToEngine)
+    got, most = SamplingParams(**add.params), 2**64 - 1
+    assert [got.max_tokens, got.top_k, got.temperature, *got.stop_token_ids] == [most, most, most, 3, most]
+    assert got.ignore_eos is True and got.min_p is None
+
+
+@pytest.mark.parametrize("name", ["cls", "self", "nothing"])
+def test_a_wish_of_an_unknown_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no option '{name}'"):
+        SamplingParams(**{name: 1})

@@ -612,6 +612,30 @@ def test_stop_a_rank_of_an_engine_process(tidy: Path, monkeypatch: pytest.Monkey
     llm.close()
 
 
+def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:
+    """Nobody asks anything of it, and it ends."""
+    llm = LLM("tiny", tensor_parallel_size=2, engine_process=True, **SMALL)
+    manager: Any = llm.engine_core.engines[0]  # type: ignore[attr-defined]
+    os.kill(*ranks_alive(str(tidy)), signal.SIGKILL)
+    wait_for(lambda: manager.dead, SOON)
+    with pytest.raises(EngineDead, match="rank 1: killed by SIGKILL"):
+        llm.generate("x", use_tqdm=False)
+    llm.close()
+
+
+def test_closed_while_somebody_keeps_the_runner(tidy: Path) -> None:
+    """As the traceback of an interrupt does. A fork neither uses the ranks nor ends them."""
+    llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
+    runner: Any = llm.engine_core.runner
+    runner.ranks.owner += 1  # as in a fork
+    with pytest.raises(EngineDead, match="a fork"):
+        llm.generate("x", use_tqdm=False)
+    runner.ranks.owner -= 1
+    assert len(llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].token_ids) == 2
+    llm.close()
+    assert not ranks_alive(str(tidy)) and runner.ranks.death.done()
+
+
 def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises in a step: its traceback is in the message."""
     fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
@@ -664,14 +688,18 @@ print("ready", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "kill the front of an engine process"])
+@pytest.mark.parametrize("how", ["kill", "exit", "kill while it loads", "kill the front of an engine process"])
 def test_no_rank_stays_behind(how: str, tidy: Path) -> None:
     then = "" if how == "exit" else "time.sleep(60)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     options = SMALL | ({"engine_process": True} if "front" in how else {})
     command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(options)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    if how == "kill while it loads":
+        wait_for(lambda: ranks_alive(str(tidy)), 30)
+    else:
+        assert process.stdout.readline() == "ready\n"
     if how == "exit":
         assert process.wait(20) == 0
     else:

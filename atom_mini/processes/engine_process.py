@@ -51,6 +51,7 @@ class EngineLoop:
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
         self.steps = self.taken = self.wave = 0  # run; of them used; the last heard of
+        self.check: Any = getattr(core.runner, "check_alive", None)  # it may die
         self.is_open, self.is_done = True, False  # until told to end; then it ends
 
     def may_step(self) -> bool:
@@ -60,8 +61,9 @@ class EngineLoop:
     def _add(self, message: Add) -> None:
         """ValueError for a request that cannot run."""
         ids, config = message.token_ids.unpack(), self.core.config
-        size, top = config.hf_config.vocab_size, int(ids.max(initial=0))
-        require(ids.ndim == 1 and top < size, f"token id {top}: the vocabulary has {size}")
+        size, top = config.hf_config.vocab_size, ids.max(initial=0)
+        good = ids.ndim == 1 and ids.dtype.kind == "i" and top < size
+        require(good, f"token id {top}: the vocabulary has {size} whole numbers")
         wish: Any = message.params
         params, block_size = SamplingParams(**wish), config.kv_cache_block_size
         self.core.add(Sequence(ids.tolist(), block_size, params, message.id))
@@ -83,7 +85,7 @@ class EngineLoop:
                 values = self.metrics() if message.method == "metrics" else {}
                 self.outbox.send(encode(Answer(message.id, values)))
             case Taken():
-                self.taken = message.id
+                self.taken = max(self.taken, message.id)
             case Wave():
                 self.wave = message.id
             case Shutdown():
@@ -94,7 +96,7 @@ class EngineLoop:
         try:
             self._obey(decode(frame, ToEngine))
         except ValueError as error:
-            why, id = str(error), read_id(frame)
+            why, id = str(error)[:1000], read_id(frame)  # it may quote what came
             self.outbox.send(encode(Refused(id, why, id in self.core.scheduler.seqs)))
 
     def _tell(self, step: StepOutput) -> None:
@@ -121,10 +123,14 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until it is told to end. Between two steps it hears all that has come; with
-        nothing to do it sleeps until something comes."""
+        nothing to do it sleeps until something comes, with a look at a runner that may
+        die."""
+        limit = 500 if self.check else None  # milliseconds
         while not self.is_done:
-            if self.inbox.poll(None if self.is_asleep() else 0):
+            if self.inbox.poll(limit if self.is_asleep() else 0):
                 self.hear(self.inbox.recv())
+            elif self.is_asleep():
+                self.check()
             elif not self.may_step():
                 self.idle()
             elif step := self.core.step():
@@ -143,11 +149,13 @@ def end_with_front(folder: str) -> None:
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+def end_with_parent(parent: int, folder: str = "") -> None:
+    """Have the kernel kill this process when the thread that started it ends. If it has
+    ended already, nobody else cleans up."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
@@ -174,11 +182,13 @@ def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> int:
 # %% ../../nbs/71a_engine_process.ipynb #023be9fd
 def main() -> None:
     """The process: `python -m atom_mini.processes.engine_process ORDER`, as JSON."""
-    order = json.loads(sys.argv[1])
+    order = json.loads(sys.argv[-1])
     folder, context = order["folder"], zmq.Context()
     threading.Thread(target=end_with_front, args=[folder], daemon=True).start()
-    end_with_parent(order["parent"])
-    code = serve(order, *open_sockets(context, folder, is_engine=True))
+    inbox, outbox = open_sockets(context, folder, is_engine=True)
+    outbox.send(encode(Answer(0)))  # a greeting: the folder can go
+    end_with_parent(order["parent"], folder)
+    code = serve(order, inbox, outbox)
     context.destroy(linger=1000)
     sys.stdout.flush()
     os._exit(code)  # threads of others may hang

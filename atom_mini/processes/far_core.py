@@ -35,7 +35,8 @@ from ..scheduler import BaseScheduler, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceStatus
 
 # %% auto #0
-__all__ = ['LOG', 'GRACE', 'TICK', 'EngineDead', 'describe_end', 'CoreManager', 'environment', 'close_all', 'FarCore']
+__all__ = ['LOG', 'GRACE', 'TICK', 'ALONE', 'EngineDead', 'describe_end', 'CoreManager', 'environment', 'own_python', 'close_all',
+           'FarCore']
 
 # %% ../../nbs/71b_far_core.ipynb #c2a1773d
 class EngineDead(RuntimeError):
@@ -44,7 +45,8 @@ class EngineDead(RuntimeError):
 # %% ../../nbs/71b_far_core.ipynb #d354d6d7
 def describe_end(code: int) -> str:
     """How a process ended, by its return code."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+    return f"killed by {name}" if code < 0 else f"exit code {code}"
 
 # %% ../../nbs/71b_far_core.ipynb #535c77b2
 LOG = 4000  # characters of it, kept
@@ -63,26 +65,32 @@ class CoreManager(Thread):
         self.messages: deque[Any] = deque()  # that nobody has used yet
         self.answers: dict[int, SimpleQueue[Any]] = {}  # question -> for who asked
         self.sending, self.taken, self.log = Lock(), 0, ""
+        self.owner = os.getpid()
         self.outbox: Any = None
         self.process: Any = None
         self.ready: Ready | None = None
         self.is_refusal = False  # it was asked for something impossible
-        self.dead: Exception | None = None  # why
+        self.death: Exception | None = None  # why
         self.begun = self.heard = math.inf  # to load; the last time
         self.closing = self.asked = math.inf  # must have ended; was pinged
 
+    @property
+    def dead(self) -> Exception | None:
+        """Why, if it is dead. In a fork nobody watches it, so it is."""
+        fork = EngineDead("this is a fork of the engine's front: make a new LLM")
+        return self.death if os.getpid() == self.owner else fork
+
     def tell(self, message: Any) -> None:
         """Send a message; the dead get none. ValueError if it is too large."""
-        frame = encode(message)
+        frame = message if isinstance(message, bytes) else encode(message)
         with self.sending, suppress(zmq.Again):  # nobody is there: the watch will say so
-            if self.outbox is not None:
+            if self.outbox is not None and os.getpid() == self.owner:
                 self.outbox.send(frame, zmq.DONTWAIT)
 
     def _launch(self, folder: str) -> subprocess.Popen[bytes]:
         """The process. It is killed when this thread ends."""
-        order = json.dumps(self.order | {"folder": folder, "parent": os.getpid()})
-        command = [sys.executable, "-m", "atom_mini.processes.engine_process", order]
-        pipe = subprocess.PIPE
+        order, pipe = self.order | {"folder": folder}, subprocess.PIPE
+        command = own_python("atom_mini.processes.engine_process", order)
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0,
             env=environment(), start_new_session=True,
@@ -103,10 +111,11 @@ class CoreManager(Thread):
         message = decode(frame, FromEngine)
         self.heard, self.asked = time.monotonic(), math.inf
         match message:
-            case Ready():
+            case Answer() if not self.ready:  # its greeting
                 with self.sending:
                     self.outbox.poll(1000, zmq.POLLOUT)  # the other way is open, too
                 folder.cleanup()
+            case Ready():
                 self.ready, self.begun = message, math.inf
             case Answer():
                 self.answers.pop(message.id, SimpleQueue()).put(message.values)
@@ -122,7 +131,7 @@ class CoreManager(Thread):
     def _check_clock(self, now: float) -> str | None:
         """Ask for a sign of life after a silence; why it is dead, if a limit has passed."""
         load, ping = self.config.ready_timeout, self.config.ping_timeout
-        if self.asked == math.inf and now > self.heard + ping / 4:
+        if self.ready and self.asked == math.inf and now > self.heard + ping / 4:
             self.asked = now
             self.tell(Utility(0))
         limits = {
@@ -152,7 +161,9 @@ class CoreManager(Thread):
     def run(self) -> None:
         """The thread. By the time somebody hears of the death, all is tidy."""
         make, context = tempfile.TemporaryDirectory, zmq.Context()
-        folder = make(prefix="atom_mini-", ignore_cleanup_errors=True)
+        is_long = len(os.fsencode(tempfile.gettempdir())) > zmq.IPC_PATH_MAX_LEN - 30
+        place = "/tmp" if is_long else None  # a socket's path is short
+        folder = make(prefix="atom_mini-", dir=place, ignore_cleanup_errors=True)
         try:
             inbox, self.outbox = open_sockets(context, folder.name, is_engine=False)
             with self._launch(folder.name) as self.process:
@@ -165,17 +176,17 @@ class CoreManager(Thread):
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         with self.sending:
+            context.destroy(linger=0)  # as long as somebody holds the sockets
             self.outbox = None
-        context.destroy(linger=0)
         folder.cleanup()
         cause = f"{self.name} is dead: {why}\n{self.log}".rstrip()
-        self.dead = ValueError(why) if self.is_refusal else EngineDead(cause)
+        self.death = ValueError(why) if self.is_refusal else EngineDead(cause)
         self.bell.put(None)
 
     def check_alive(self) -> None:
         """EngineDead, or ValueError if what was asked for cannot be."""
-        if self.dead is not None:
-            raise type(self.dead)(*self.dead.args)  # a new one for everybody
+        if dead := self.dead:
+            raise type(dead)(*dead.args)  # a new one for everybody
 
     def ask(self, method: Any) -> dict[str, int | float]:
         """The answer of the engine's loop to "ping" or "metrics"."""
@@ -197,11 +208,21 @@ class CoreManager(Thread):
 def environment(share: int = 1) -> dict[str, str]:
     """For a process whose modules are ours, and whose number of threads is ours divided
     by `share`: as many threads make the same sums."""
-    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path if isinstance(p, str))
     own = os.environ | {"PYTHONPATH": path}
     if torch := sys.modules.get("torch"):
         own["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // share))
     return own
+
+# %% ../../nbs/71b_far_core.ipynb #2b3161ad
+ALONE = "import sys; sys.path[:] = filter(None, sys.path); import importlib; "
+ALONE += "importlib.import_module(sys.argv[2]).main()"
+
+
+def own_python(module: str, order: dict[str, Any]) -> list[str]:
+    """`python -m module ORDER`, but nothing is imported from the current folder."""
+    order = order | {"parent": os.getpid()}
+    return [sys.executable, "-c", ALONE, "-m", module, json.dumps(order)]
 
 # %% ../../nbs/71b_far_core.ipynb #ee323074
 def close_all(managers: list[CoreManager], owner: int) -> None:
@@ -261,6 +282,7 @@ class FarCore(BaseScheduler):
 
     def metrics(self) -> dict[str, int | float]:
         """What is in the engines now: requests, free blocks, steps."""
+        self.check_alive()
         found = [engine.ask("metrics") for engine in self.engines]
         return {name: sum(values[name] for values in found) for name in found[0]}
 
@@ -272,9 +294,11 @@ class FarCore(BaseScheduler):
         """Queue a sequence; ValueError if it can never run."""
         self.check(seq)
         self.check_alive()
-        engine, prompt = self.choose(seq), Array.pack(np.array(seq.token_ids, np.int32))
+        prompt = Array.pack(np.array(seq.token_ids, np.int32))
+        frame = encode(Add(seq.id, prompt, wishes(seq.sampling_params)))  # or an error now
+        engine = self.choose(seq)
         engine.seqs[seq.id] = seq
-        engine.tell(Add(seq.id, prompt, wishes(seq.sampling_params)))
+        engine.tell(frame)
 
     def _finish(self, seq: Sequence, now: float) -> None:
         """Let it go, here and there."""

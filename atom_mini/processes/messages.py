@@ -18,20 +18,23 @@ from ..config import SamplingParams
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'ToEngine', 'FromEngine', 'reader', 'Record', 'Message', 'Array',
-           'Add', 'Abort', 'Utility', 'Taken', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready', 'Answer',
-           'Refused', 'Dead', 'sized', 'encode', 'decode', 'read_id']
+__all__ = ['Id', 'MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'ToEngine', 'FromEngine', 'reader', 'Record', 'Message',
+           'Array', 'Add', 'Abort', 'Utility', 'Taken', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready',
+           'Answer', 'Refused', 'Dead', 'sized', 'encode', 'decode', 'read_id']
 
 # %% ../../nbs/70_messages.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Typed fields, which travel without their names."""
 
 
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class Message(Record, tag_field="tag", tag=str.upper):
     """What crosses: [tag, id, field, field ...]. `id`: of the request; of the question,
     of the step, or 0. The tags are ATOM's words."""
 
-    id: int
+    id: Id
 
 # %% ../../nbs/70_messages.ipynb #df1648a6
 MAX_ARRAY = 2**24  # bytes
@@ -97,11 +100,13 @@ ToEngine = Add | Abort | Utility | Taken | Wave | Shutdown
 
 # %% ../../nbs/70_messages.ipynb #f665954b
 def wishes(params: SamplingParams) -> dict[str, Any]:
-    """What the engine must know of a request's parameters."""
-    said = {name: v for name, v in vars(params).items() if v is not None}
-    del said["stop"]
+    """What the engine must know of a request's parameters. A number that is too large to
+    cross means the same as the largest that does."""
+    most, all_ = 2**64 - 1, vars(params).items()
+    said: Any = {n: min(v, most) for n, v in all_ if isinstance(v, int | float)}
+    said["stop_token_ids"] = [min(i, most) for i in params.stop_token_ids]
     if params.seed is not None:
-        said["seed"] = params.seed & (2**64 - 1)
+        said["seed"] = params.seed & most
     return said
 
 # %% ../../nbs/70_messages.ipynb #494ea0a7
@@ -187,8 +192,8 @@ def decode(frame: bytes, kind: Any) -> Any:
 # %% ../../nbs/70_messages.ipynb #48f605e5
 def read_id(frame: bytes) -> int:
     """The id of a frame that is no message; 0 if it cannot be read."""
-    with suppress(ValueError):
+    with suppress(ValueError, msgspec.ValidationError):
         match decode(frame, Any):
-            case [str(), int(id), *_]:
-                return id
+            case [str(), id, *_]:
+                return msgspec.convert(id, Id)
     return 0

@@ -94,6 +94,7 @@ def serve_steps(order: dict[str, Any]) -> None:
 
     def meet(device: Any) -> Any:
         os.write(0, b"1")  # the weights are here
+        os.read(0, 1) or os._exit(1)  # everybody's, too; or rank 0 is gone
         place = order["rank"], config.tensor_parallel_size, config.collective_timeout
         return group.open_group(order["folder"], *place, device)
 
@@ -105,7 +106,7 @@ def serve_steps(order: dict[str, Any]) -> None:
 # %% ../../nbs/72d_rank_process.ipynb #f6b75619
 def main() -> None:
     """The process: `python -m atom_mini.processes.rank_process ORDER`."""
-    order, code = json.loads(sys.argv[1]), 0
+    order, code = json.loads(sys.argv[-1]), 0
     end_with_parent(order["parent"])
     try:
         serve_steps(order)

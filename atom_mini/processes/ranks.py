@@ -5,12 +5,10 @@
 # %% ../../nbs/72e_ranks.ipynb #aee358e4
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -26,7 +24,7 @@ from ..checkpoint import require
 from ..config import Config
 from ..model_runner import choose_device
 from .far_core import GRACE, LOG, TICK, EngineDead
-from .far_core import describe_end, environment
+from .far_core import describe_end, environment, own_python
 from .group import Group, open_group
 from .messages import MAX_FRAME
 from .rank_process import pack_batch, send_frame
@@ -43,8 +41,7 @@ class Rank(subprocess.Popen[bytes]):
     def __init__(self, order: dict[str, Any], share: int) -> None:
         self.number, self.log = order["rank"], tempfile.TemporaryFile()  # noqa: SIM115
         self.pipe, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "atom_mini.processes.rank_process"]
-        command.append(json.dumps(order | {"parent": os.getpid()}))
+        command = own_python("atom_mini.processes.rank_process", order)
         more: Any = {"stdin": theirs, "stdout": self.log, "stderr": subprocess.STDOUT}
         more |= {"env": environment(share), "start_new_session": True}
         with theirs:
@@ -68,7 +65,7 @@ class Ranks:
         self.processes: list[Rank] = []
         self.death: Future[str] = Future()  # why
         self.lock = Lock()  # of whoever starts or ends processes
-        self.folder = tempfile.mkdtemp(prefix="atom_mini-")  # 0700
+        self.folder = tempfile.mktemp(prefix="atom_mini-")  # made when all have loaded
         self.group: Group | None = None
 
     def start(self) -> None:
@@ -88,6 +85,11 @@ class Ranks:
             rank.pipe.settimeout(self.config.ready_timeout)
             if not rank.pipe.recv(1):
                 raise ConnectionError("a rank ended while it was loading")
+        with self.lock:
+            if not self.death.done():
+                os.mkdir(self.folder, 0o700)
+        for rank in self.processes:
+            rank.pipe.send(b"1")  # all have loaded; OSError where all has ended
         self.group = open_group(self.folder, 0, size, limit, device)
         return self.group
 
@@ -170,16 +172,21 @@ class Leader:
                 self.ranks.fail(f"rank 0: {type(error).__name__}: {error}")
             raise
 
+    def check_alive(self) -> None:
+        """EngineDead once a rank is gone, or where nobody watches them: in a fork."""
+        ranks = self.ranks
+        if os.getpid() != ranks.owner or ranks.death.done():
+            why = ranks.death.result() if ranks.death.done() else "this is a fork"
+            raise EngineDead(f"the ranks are dead: {why}")
+
     def _call(self, limit: float | None, work: Any, *args: Any) -> Any:
         """Have the thread do it, after what it does now; EngineDead once a rank is gone."""
-        death = self.ranks.death
-        if not death.done():
-            future = self.worker.submit(self._work, work, *args)
-            if not wait_for([future, death], limit, FIRST_COMPLETED).done:
-                self.ranks.fail(f"no result after {limit} seconds: see collective_timeout")
-            if not death.done():
-                return future.result()
-        raise EngineDead(f"the ranks are dead: {death.result()}")
+        self.check_alive()
+        future = self.worker.submit(self._work, work, *args)
+        if not wait_for([future, self.ranks.death], limit, FIRST_COMPLETED).done:
+            self.ranks.fail(f"no result after {limit} seconds: see collective_timeout")
+        self.check_alive()
+        return future.result()
 
     def _step(self, frame: bytes, batch: ScheduledBatch) -> ScheduledBatchOutput:
         for rank in self.ranks.processes:
