@@ -260,12 +260,13 @@ class Dense:
 
 # %% ../nbs/06a_models.ipynb #9aba7419
 FAMILIES: dict[str, type[Dense]] = {}  # model type -> what it is made of, if not Dense
-BEFORE: list[type[Dense]] = []  # what stands before all of these, the outermost first
+BEFORE: dict[int, type[Dense]] = {}  # what stands before all of these, in this order
 
 
 def family_of(cfg: Any) -> Dense:
     kind = FAMILIES.get(getattr(cfg, "model_type", ""), Dense)
-    return type(kind.__name__, (*BEFORE, kind), {})(cfg)
+    before = [BEFORE[place] for place in sorted(BEFORE)]
+    return type(kind.__name__, (*before, kind), {})(cfg)
 
 # %% ../nbs/06a_models.ipynb #e49a3646
 class DecoderLayer(nn.Module):

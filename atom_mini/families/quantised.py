@@ -157,7 +157,7 @@ class Quantised(Variant):
     """Has no knobs: the checkpoint's config says how it is stored."""
 
 
-BEFORE.append(Stored)
+BEFORE[2] = Stored
 
 # %% ../../nbs/64_quantised_files.ipynb #b237560b
 class PackedExperts(ExpertLinear):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..config import Variant
 from .mixture import ExpertLinear, MixtureMLP
-from .quantised import Stored
 from .records import is_sparse, read_experts
 from ..models import BEFORE, Dense, Readers, TorchOps
 
@@ -80,4 +79,4 @@ class SpreadExperts(Variant):
     """Has no knobs of its own: see `DataParallel`."""
 
 
-BEFORE.insert(BEFORE.index(Stored), Spread)
+BEFORE[1] = Spread

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_count, is_number
-from .knobs import as_order, require_extra
+from ..config import Config, Variant, check_rules, is_bool, is_count
+from .knobs import SECONDS, as_order, require_extra
 
 # %% auto #0
 __all__ = ['EXPERTS', 'WIDTHS', 'FITTING', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
@@ -93,16 +93,16 @@ class TensorParallel(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        above = "collective_timeout", lambda v: is_number(v) and v > 0, "seconds over 0"
         count = "tensor_parallel_size", is_count, "a whole number from 1"
         dealt = "enable_expert_parallel", is_bool, "True or False"
-        check_rules(config, [count, dealt, above])
+        check_rules(config, [count, dealt, ("collective_timeout", *SECONDS)])
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
         knob = f"tensor_parallel_size={n}"
         if n == 1:
             has_ranks = getattr(config, "data_parallel_size", 1) > 1
-            what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
-            require(has_ranks or not is_dealt, what)
+            what = "with one rank: raise tensor_parallel_size"
+            require(has_ranks or not is_dealt, f"enable_expert_parallel {what}")
+            require("collective_timeout" not in given, f"collective_timeout {what}")
             return
         require_extra(knob)
         refuse_others(config, knob)

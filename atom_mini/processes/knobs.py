@@ -15,7 +15,7 @@ from ..checkpoint import require
 from ..config import Config, Variant, check_rules, is_bool, is_number
 
 # %% auto #0
-__all__ = ['as_order', 'require_extra', 'make_far', 'ProcessKnobs']
+__all__ = ['SECONDS', 'as_order', 'require_extra', 'make_far', 'ProcessKnobs']
 
 # %% ../../nbs/71c_deaths.ipynb #156b7f45
 def as_order(
@@ -40,6 +40,9 @@ def require_extra(asked: str) -> None:
     require(not lacking, f"{asked} needs {lacking}: install atom_mini[serve]")
 
 # %% ../../nbs/71c_deaths.ipynb #91ca8531
+SECONDS = (lambda v: is_number(v) and 0 < v < 1e9, "seconds, above 0 and below 1e9")
+
+
 def make_far(config: Config) -> Any:
     """The core of `ProcessKnobs`."""
     far = import_module("atom_mini.processes.far_core")
@@ -63,8 +66,8 @@ class ProcessKnobs(Variant):
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
         limits = "ready_timeout ping_timeout"
-        above = (limits, lambda v: is_number(v) and v > 0, "seconds, above 0")
-        check_rules(config, [("engine_process", is_bool, "True or False"), above])
+        rules = [("engine_process", is_bool, "True or False"), (limits, *SECONDS)]
+        check_rules(config, rules)
         if not config.engine_process:
             alone = ", ".join(name for name in limits.split() if name in given)
             require(not alone, f"{alone} is for engine_process=True: set it, too")

@@ -132,7 +132,7 @@ class Sharded(Dense):
         return mlp
 
 
-BEFORE.insert(0, Sharded)
+BEFORE[0] = Sharded
 
 # %% ../../nbs/72c_shards.ipynb #db0c792c
 class SharedTable(nn.Embedding):
