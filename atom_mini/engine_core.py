@@ -129,6 +129,6 @@ class EngineCore:
             return StepOutput(batch, seqs if stream else [], output, finished, seconds)
 
     def close(self) -> None:
-        """Let go of the runner, and of its memory with it."""
-        getattr(self.runner, "close", lambda: None)()  # a traceback may keep the runner
+        """End what the runner has started, if anything; let go of it and of its memory."""
+        getattr(self.runner, "close", lambda: None)()
         del self.runner

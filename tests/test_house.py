@@ -136,6 +136,12 @@ def test_imports_come_from_earlier_chapters(path: Path) -> None:
             assert earlier.issuperset(names), f"line {node.lineno} imports {names} from a later chapter"
 
 
+@pytest.mark.parametrize("path", [*CHAPTERS, ROOT / "nbs" / "index.ipynb"], ids=lambda p: p.stem)
+def test_lines_fit_the_page(path: Path) -> None:
+    cells = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    assert [line for source in cells for line in source.split("\n") if len(line) > 88] == []
+
+
 def test_one_palette() -> None:
     """The player and the figures paint the same thing in the same colour."""
     assert show.COLOURS.items() >= (COLOURS | POOL | TIMES | VERDICTS).items()

@@ -511,7 +511,8 @@ def test_defaults_that_fit(tmp_path: Path) -> None:
     """What nobody set is set; what fits may be said, too."""
     save("dense", tmp_path)
     fitting: dict[str, Any] = {name: only for name, (only, _) in WITH_STATE.items()}
-    for given in ({}, fitting, {"prefix_cache": "none"}, {"enable_prefix_caching": False}):
+    no_drafts: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 0}}
+    for given in ({}, fitting, no_drafts, {"prefix_cache": "none"}, {"enable_prefix_caching": False}):
         config = Config(str(tmp_path), **given)
         assert {name: getattr(config, name) for name in fitting} == fitting
     assert Config("tiny").enable_prefix_caching and not has_state(Config("tiny").hf_config)

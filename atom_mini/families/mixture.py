@@ -299,7 +299,7 @@ class Mixture(Dense):
         return ours
 
 # %% ../../nbs/61_mixture.ipynb #da473e86
-PARTIAL = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")  # their heads may turn in part
+PARTIAL = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")  # heads may turn in part
 ONLY = {"clip_qkv": None, "swiglu_alpha": 1.702}  # option -> what is computed
 
 # %% ../../nbs/61_mixture.ipynb #37ae337c

@@ -92,7 +92,7 @@ def check_experts(cfg: Any) -> None:
         size, rest = divmod(experts.count, r.groups)
         is_whole = r.groups == 1 or (not rest and size >= r.group_best)
         top, count = min(r.top_groups, r.groups), experts.count
-        what = f"{r.top_k} of {count} experts, {r.groups} groups, the best {r.top_groups}: "
+        what = f"{r.top_k} of {count} experts, {r.groups} groups, best {r.top_groups}: "
         what += "num_experts_per_tok, n_group or topk_group is wrong"
         require(is_whole and 0 < (r.top_k or 0) <= top * size, what)
 

@@ -180,9 +180,13 @@ def shape_model(config: Config, device: str, dtype: Any) -> Any:
     from atom_mini.loading import blank_model
     from atom_mini.models import TorchOps
 
+    class Kernels(TorchOps):
+        """Stands for Triton's, which can be called: they read packed weights."""
+
+        def __call__(self) -> None: ...
+
     is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
-    kernels = type("Kernels", (TorchOps,), {"__call__": print})  # read packed weights
-    ops = kernels() if is_triton else TorchOps()
+    ops = Kernels() if is_triton else TorchOps()
     return blank_model(config.hf_config, 1, torch.device("meta"), dtype, ops)
 
 

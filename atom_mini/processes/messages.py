@@ -100,10 +100,11 @@ ToEngine = Add | Abort | Utility | Taken | Wave | Shutdown
 
 # %% ../../nbs/70_messages.ipynb #f665954b
 def wishes(params: SamplingParams) -> dict[str, Any]:
-    """What the engine must know of a request's parameters. A number that is too large to
-    cross means the same as the largest that does."""
-    most, all_ = 2**64 - 1, vars(params).items()
-    said: Any = {n: min(v, most) for n, v in all_ if isinstance(v, int | float)}
+    """What the engine must know of a request's parameters. A number that is too large
+    to cross means the same as the largest that does."""
+    most, given = 2**64 - 1, vars(params)
+    numbers = {name: v for name, v in given.items() if isinstance(v, int | float)}
+    said: Any = {name: min(v, most) for name, v in numbers.items()}
     said["stop_token_ids"] = [min(i, most) for i in params.stop_token_ids]
     if params.seed is not None:
         said["seed"] = params.seed & most

@@ -146,9 +146,8 @@ class OverlapCore(EngineCore):
 
     def close(self) -> None:
         """Wait for the device, and let go of it and of what it was doing."""
-        self.runner.close()
-        self.in_flight.clear()
         super().close()
+        self.in_flight.clear()
 
 # %% ../../nbs/23a_overlap.ipynb #ff9e3db3
 @dataclass

@@ -70,7 +70,7 @@ class AdaptiveScheduler(SpecScheduler):
         return right * kept, tried * kept
 
     def share(self, key: int | None, prior: float) -> float:
-        """Of its drafts, how many were right lately; `prior`, as far as nothing is known."""
+        """Of its drafts, how many were right lately; `prior` where nothing is known."""
         right, tried = self._recall(key)
         return (right + 2 * prior) / (tried + 2)
 
