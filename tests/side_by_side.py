@@ -10,7 +10,8 @@ from typing import Any
 
 from atom_mini.config import Config
 from atom_mini.processes.group import open_group
-from atom_mini.processes.rank_process import pack_batch, unpack_batch
+from atom_mini.processes.messages import decode
+from atom_mini.processes.rank_process import Step, pack_batch, unpack_batch
 from atom_mini.processes.shards import make_rank
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
@@ -43,7 +44,7 @@ class SideBySide:
             self.runners[0].postprocess = self.postprocess
         frame = pack_batch(batch)
         self.num_steps += 1
-        first, *others = self.all(lambda r: self.runners[r].forward(unpack_batch(frame) if r else batch))
+        first, *others = self.all(lambda r: self.runners[r].forward(unpack_batch(decode(frame, Step)) if r else batch))
         assert all(other == first for other in others), "the ranks drew different tokens"
         return first
 

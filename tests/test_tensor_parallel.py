@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -57,7 +56,8 @@ from atom_mini.models import CausalLM, RMSNorm
 from atom_mini.processes.cuts import TensorParallel, cut_config
 from atom_mini.processes.far_core import EngineDead
 from atom_mini.processes.group import Group
-from atom_mini.processes.rank_process import pack_batch, unpack_batch
+from atom_mini.processes.messages import Ready, decode
+from atom_mini.processes.rank_process import Step, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.ranks import Ranks
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -359,7 +359,7 @@ def test_a_step_crosses_whole() -> None:
         np.arange(16, dtype=np.int32).reshape(2, 8), np.array([True, True]), wishes, {1: [4, 2]}, [0, 3],
     )  # fmt: skip
     for sent in (batch, spread(batch)):
-        found = unpack_batch(pack_batch(sent))
+        found = unpack_batch(decode(pack_batch(sent), ToRank))
         assert type(found) is type(sent) and found.type is sent.type
         for name, value in vars(sent).items():
             other = getattr(found, name)
@@ -371,10 +371,10 @@ def test_a_step_crosses_whole() -> None:
             elif name != "whole":
                 assert value == other
     large = replace(batch, block_tables=np.arange(10_000_000, dtype=np.int32).reshape(40, -1))  # 40 MB, in pieces
-    assert np.array_equal(unpack_batch(pack_batch(large)).block_tables, large.block_tables)
+    assert np.array_equal(unpack_batch(decode(pack_batch(large), Step)).block_tables, large.block_tables)
     for frame in (pickle.dumps(batch), pack_batch(batch)[:-1], b""):
         with pytest.raises(ValueError):
-            unpack_batch(frame)
+            unpack_batch(decode(frame, ToRank))
 
 
 # Processes
@@ -424,7 +424,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, module_patch: pytest.MonkeyPa
 def rank_of(llm: LLM) -> Any:
     """Rank 1's process."""
     runner: Any = llm.engine_core.runner
-    return runner.ranks.processes[0]
+    return runner.ranks.managers[0].process
 
 
 def test_same_answers_and_the_same_tokens_on_all_ranks(pair: tuple[LLM, Path]) -> None:
@@ -589,7 +589,7 @@ def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """With open streams: everybody hears it, with the cause and the end of its log; a new engine starts at once."""
     llm = start(tmp_path / "noted", monkeypatch, early="print('here I am', flush=True)")
     strike(llm, rank_of(llm).pid, signal.SIGKILL)
-    text = until_dead(llm, "rank 1: killed by SIGKILL", notes=tmp_path / "noted" / "tokens")
+    text = until_dead(llm, "rank 1 is dead: killed by SIGKILL", notes=tmp_path / "noted" / "tokens")
     assert "here I am" in text
     llm.close()
     llm.close()
@@ -618,7 +618,7 @@ def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:
     manager: Any = llm.engine_core.engines[0]  # type: ignore[attr-defined]
     os.kill(*ranks_alive(str(tidy)), signal.SIGKILL)
     wait_for(lambda: manager.dead, SOON)
-    with pytest.raises(EngineDead, match="rank 1: killed by SIGKILL"):
+    with pytest.raises(EngineDead, match="rank 1 is dead: killed by SIGKILL"):
         llm.generate("x", use_tqdm=False)
     llm.close()
 
@@ -640,7 +640,7 @@ def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """It raises in a step: its traceback is in the message."""
     fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
     llm = start(tmp_path / "noted", monkeypatch, in_step=fails)
-    text = until_dead(llm, "(?s)rank 1: exit code 1.*MemoryError: no room for 3 GiB", notes=tmp_path / "noted" / "tokens")
+    text = until_dead(llm, "(?s)rank 1 is dead: MemoryError: no room for 3 GiB", notes=tmp_path / "noted" / "tokens")
     assert "Traceback" in text
     llm.close()
 
@@ -655,16 +655,10 @@ def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeyp
     assert time.perf_counter() - began < 30
 
 
-@pytest.mark.parametrize("has_unread", [False, True])
-def test_a_rank_ends_before_it_says_that_it_has_loaded(has_unread: bool) -> None:
-    """Its end of the pair is closed, or reset if there was something to read."""
+def test_a_rank_ends_before_all_have_loaded() -> None:
+    """It was ready, and all are being ended: rank 0 goes to no meeting."""
     ranks = Ranks(Config("tiny", tensor_parallel_size=2))
-    ours, theirs = socket.socketpair()
-    process = SimpleNamespace(pipe=ours, log=ours, last_words=str, kill=str, wait=str)
-    ranks.processes.append(process)  # type: ignore[arg-type]
-    if has_unread:
-        ours.send(b"a step")
-    theirs.close()
+    ranks.managers[0].ready, ranks.is_over = Ready(0), True
     with pytest.raises(ConnectionError):
         ranks.meet(torch.device("cpu"))
     ranks.close()
@@ -708,6 +702,38 @@ def test_no_rank_stays_behind(how: str, tidy: Path) -> None:
     wait_for(lambda: not ranks_alive(str(tidy)), SOON)
     process.wait()
     process.stdout.close()
+
+
+STUCK = """
+import json, os, signal, sys, threading
+from atom_mini import LLM
+llm = LLM("tiny", tensor_parallel_size=2, **json.loads(sys.argv[1]))
+os.kill(llm.engine_core.runner.ranks.managers[0].process.pid, signal.SIGSTOP)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+try:
+    llm.generate("x", use_tqdm=False)
+except KeyboardInterrupt:
+    print("stuck", flush=True)
+"""
+GONE = """
+import sys
+if "atom_mini.processes.rank_process" in sys.orig_argv:
+    import os, atom_mini.processes.group as group
+    group.open_group = lambda *where: os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["stopped", "gone as it joins"])
+def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_path: Path) -> None:
+    """Its collective would wait for 300 seconds: the exit does not."""
+    if how != "stopped":
+        (tmp_path / "sitecustomize.py").write_text(GONE)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
+    command = [sys.executable, "-c", STUCK, json.dumps(SMALL)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True)
+    out, errors = process.communicate(timeout=LIMIT / 2)
+    assert out == "stuck\n" if how == "stopped" else "EngineDead: rank 1 is dead: exit code 3" in errors
 
 
 # The knobs

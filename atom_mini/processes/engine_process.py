@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -28,7 +29,8 @@ from atom_mini.processes.messages import (
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'end_with_front', 'end_with_parent', 'serve', 'main']
+__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'end_with_front', 'end_with_parent', 'load_engine', 'serve',
+           'main']
 
 # %% ../../nbs/71a_engine_process.ipynb #d2938b71
 def open_sockets(context: zmq.Context, folder: str, is_engine: bool) -> tuple[Any, Any]:
@@ -159,20 +161,25 @@ def end_with_parent(parent: int, folder: str = "") -> None:
         os._exit(1)
 
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
-def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> int:
-    """Load, say READY, run; the exit code: 0 if it ended as it was told to."""
-    ready: Ready | None = None
+def load_engine(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
+    """Load and say READY; returns what runs until it is told to end."""
+    config = Config(order["model"], **order["options"])
+    core: EngineCore = config.pick("make_engine", plain_engine)(config)
+    sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len
+    sizes += config.max_model_len, config.hf_config.vocab_size
+    outbox.send(encode(Ready(0, *sizes)))
+    return config.pick("make_loop", EngineLoop)(core, inbox, outbox).run
+
+# %% ../../nbs/71a_engine_process.ipynb #e434f929
+def serve(load: Any, order: dict[str, Any], inbox: Any, outbox: Any) -> int:
+    """Load, then run; the exit code: 0 if it ended as it was told to."""
+    run: Callable[[], None] | None = None
     try:
-        config = Config(order["model"], **order["options"])
-        core: EngineCore = config.pick("make_engine", plain_engine)(config)
-        sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len
-        sizes += config.max_model_len, config.hf_config.vocab_size
-        ready = Ready(0, *sizes)
-        outbox.send(encode(ready))
-        config.pick("make_loop", EngineLoop)(core, inbox, outbox).run()
+        run = load(order, inbox, outbox)
+        run()
         return 0
     except BaseException as error:
-        is_refusal = ready is None and isinstance(error, ValueError)
+        is_refusal = run is None and isinstance(error, ValueError)
         if not is_refusal:
             traceback.print_exc()
         text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
@@ -180,7 +187,7 @@ def serve(order: dict[str, Any], inbox: Any, outbox: Any) -> int:
         return 1
 
 # %% ../../nbs/71a_engine_process.ipynb #023be9fd
-def main() -> None:
+def main(load: Any = load_engine) -> None:
     """The process: `python -m atom_mini.processes.engine_process ORDER`, as JSON."""
     order = json.loads(sys.argv[-1])
     folder, context = order["folder"], zmq.Context()
@@ -188,7 +195,7 @@ def main() -> None:
     inbox, outbox = open_sockets(context, folder, is_engine=True)
     outbox.send(encode(Answer(0)))  # a greeting: the folder can go
     end_with_parent(order["parent"], folder)
-    code = serve(order, inbox, outbox)
+    code = serve(load, order, inbox, outbox)
     context.destroy(linger=1000)
     sys.stdout.flush()
     os._exit(code)  # threads of others may hang

@@ -58,6 +58,9 @@ class CoreManager(Thread):
     """Starts an engine's process, hears it, and notices its death. (ATOM's word.)
     `order`: model and options; `bell`: for who waits for results."""
 
+    module = "atom_mini.processes.engine_process"
+    share = 1  # with how many processes it shares our number of threads
+
     def __init__(self, rank: int, order: Any, config: Config, bell: Any) -> None:
         super().__init__(name=f"engine {rank}", daemon=True)
         self.order, self.config, self.bell = order, config, bell
@@ -90,10 +93,10 @@ class CoreManager(Thread):
     def _launch(self, folder: str) -> subprocess.Popen[bytes]:
         """The process. It is killed when this thread ends."""
         order, pipe = self.order | {"folder": folder}, subprocess.PIPE
-        command = own_python("atom_mini.processes.engine_process", order)
+        command = own_python(self.module, order)
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0,
-            env=environment(), start_new_session=True,
+            env=environment(self.share), start_new_session=True,
         )  # fmt: skip
 
     def _read_log(self) -> bool:

@@ -136,12 +136,12 @@ class Output(Message):
 
 # %% ../../nbs/70_messages.ipynb #29a0ed61
 class Ready(Message):
-    """The engine is there, and this is how much fits into it."""
+    """It has loaded; of an engine, this is how much fits into it."""
 
-    num_kvcache_blocks: int
-    max_len: int  # tokens of a sequence: as the scheduler has it
-    max_model_len: int
-    vocab_size: int
+    num_kvcache_blocks: int = 0
+    max_len: int = 0  # tokens of a sequence: as the scheduler has it
+    max_model_len: int = 0
+    vocab_size: int = 0
 
 
 class Answer(Message, tag="UTILITY_RESPONSE"):

@@ -5,17 +5,18 @@
 # %% ../../nbs/72e_ranks.ipynb #aee358e4
 from __future__ import annotations
 
+import math
 import os
 import shutil
-import socket
-import subprocess
 import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
-from threading import Lock, Thread
+from copy import copy
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -23,104 +24,116 @@ import torch
 from ..checkpoint import require
 from ..config import Config
 from ..model_runner import choose_device
-from .far_core import GRACE, LOG, TICK, EngineDead
-from .far_core import describe_end, environment, own_python
+from .far_core import GRACE, CoreManager, EngineDead, close_all
 from .group import Group, open_group
 from .messages import MAX_FRAME
-from .rank_process import pack_batch, send_frame
+from .rank_process import Meet, pack_batch
 from .shards import make_rank
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 
 # %% auto #0
-__all__ = ['Rank', 'Ranks', 'check_machine', 'Leader']
+__all__ = ['RankManager', 'Worker', 'Ranks', 'check_machine', 'Leader']
 
 # %% ../../nbs/72e_ranks.ipynb #f6792e05
-class Rank(subprocess.Popen[bytes]):
-    """The process of a rank, with a pipe to it and its log."""
+class RankManager(CoreManager):
+    """A `CoreManager` of rank number `rank`. It is told steps, and answers none."""
 
-    def __init__(self, order: dict[str, Any], share: int) -> None:
-        self.number, self.log = order["rank"], tempfile.TemporaryFile()  # noqa: SIM115
-        self.pipe, theirs = socket.socketpair()
-        command = own_python("atom_mini.processes.rank_process", order)
-        more: Any = {"stdin": theirs, "stdout": self.log, "stderr": subprocess.STDOUT}
-        more |= {"env": environment(share), "start_new_session": True}
-        with theirs:
-            super().__init__(command, **more)
+    module = "atom_mini.processes.rank_process"
 
-    def last_words(self) -> str:
-        """How it ended, and the end of its log; empty if it runs."""
-        if (code := self.poll()) is None:
-            return ""
-        self.log.seek(0)
-        text = self.log.read().decode(errors="replace")
-        return f"rank {self.number}: {describe_end(code)}\n{text[-LOG:]}"
+    def __init__(self, rank: int, order: Any, config: Config, bell: Any) -> None:
+        super().__init__(rank, order | {"rank": rank}, copy(config), bell)
+        self.name, self.share = f"rank {rank}", config.tensor_parallel_size
+        vars(self.config)["ping_timeout"] = math.inf
+
+# %% ../../nbs/72e_ranks.ipynb #5d5d2551
+class Worker(Thread):
+    """Does what it is given, in this order. Python's exit does not wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rank 0", daemon=True)
+        self.jobs = SimpleQueue[Any]()
+        self.start()
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = Future[Any]()
+        self.jobs.put((future, work, args))
+        return future
+
+    def run(self) -> None:
+        """The thread: until it is given None."""
+        for future, work, args in iter(self.jobs.get, None):
+            try:
+                future.set_result(work(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del future, work, args  # it keeps nobody alive while it waits
 
 # %% ../../nbs/72e_ranks.ipynb #f08c990f
 class Ranks:
-    """The ranks but rank 0. A thread waits for the end of each, and then ends all: one
-    that is gone is an engine that is gone."""
+    """The ranks but rank 0. One that is gone is an engine that is gone."""
+
+    watch: Thread | None = None  # waits for their ends
 
     def __init__(self, config: Config) -> None:
-        self.config, self.owner = config, os.getpid()
-        self.processes: list[Rank] = []
-        self.death: Future[str] = Future()  # why
-        self.lock = Lock()  # of whoever starts or ends processes
-        self.folder = tempfile.mktemp(prefix="atom_mini-")  # made when all have loaded
+        self.config, self.owner, self.worker = config, os.getpid(), Worker()
+        self.bell = SimpleQueue[Any]()  # rung by each; a text says why all shall end
+        self.death, self.is_over = Future[str](), False  # why; they are being ended
         self.group: Group | None = None
-
-    def start(self) -> None:
-        """Start all, unless the engine is closed already."""
-        size, order = self.config.tensor_parallel_size, self.config.rank_order
-        with self.lock:
-            for rank in range(1, 0 if self.death.done() else size):
-                place = {"rank": rank, "folder": self.folder}
-                self.processes.append(Rank(order | place, size))
-                args, name = self.processes[-1:], f"rank {rank}"
-                Thread(target=self._watch, args=args, name=name, daemon=True).start()
+        self.folder = tempfile.mktemp(prefix="atom_mini-")  # made when all have loaded
+        order = config.rank_order | {"meeting": self.folder}
+        self.managers: list[CoreManager] = []
+        for rank in range(1, config.tensor_parallel_size):
+            self.managers.append(RankManager(rank, order, config, self.bell))
 
     def meet(self, device: torch.device) -> Group:
         """Wait until all have loaded, then open the group."""
         size, limit = self.config.tensor_parallel_size, self.config.collective_timeout
-        for rank in self.processes:
-            rank.pipe.settimeout(self.config.ready_timeout)
-            if not rank.pipe.recv(1):
-                raise ConnectionError("a rank ended while it was loading")
-        with self.lock:
-            if not self.death.done():
-                os.mkdir(self.folder, 0o700)
-        for rank in self.processes:
-            rank.pipe.send(b"1")  # all have loaded; OSError where all has ended
+        while not (self.is_over or all(manager.ready for manager in self.managers)):
+            time.sleep(0.02)
+        os.mkdir(self.folder, 0o700)
+        if self.is_over:  # perhaps only now
+            shutil.rmtree(self.folder)
+            raise ConnectionError("a rank ended while it was loading")
+        for manager in self.managers:
+            manager.tell(Meet(0))
         self.group = open_group(self.folder, 0, size, limit, device)
         return self.group
 
-    def _watch(self, rank: Rank) -> None:
-        """Wait for the end of a rank, and then end all."""
-        while rank.poll() is None:
-            time.sleep(TICK)
-        self.fail()
+    def _watch(self) -> None:
+        """The thread: wait until one has ended, or all shall; then end all, and say why."""
+        why = None
+        while why is None and not any(manager.dead for manager in self.managers):
+            why = self.bell.get()
+        self.is_over = True
+        time.sleep(0.1)  # who dies takes others along: let them be seen
+        gone = [m for m in self.managers if m.process and m.process.poll() is not None]
+        for manager in self.managers:
+            manager.end(grace=0)
+        if self.group is not None:  # on a GPU a kernel waits for who is gone
+            self.group.backend.abort()
+        close_all(self.managers, self.owner)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.death.set_result("\n".join([*(str(m.dead) for m in gone), why or ""]).rstrip())
 
-    def fail(self, why: str = "") -> None:
-        """End all of them, and say why: how some ended, and what rank 0 knows."""
-        with self.lock:
-            if self.death.done():
-                return
-            time.sleep(0.1)  # who dies takes others along: let them be seen
-            words = [rank.last_words() for rank in self.processes]
-            for rank in self.processes:
-                rank.kill()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if self.group is not None:  # on a GPU a kernel waits for who is gone
-                self.group.backend.abort()
-            self.death.set_result("\n".join(filter(None, [*words, why])).rstrip())
-            for rank in self.processes:
-                rank.wait()
-                rank.pipe.close()
-                rank.log.close()
+    def start(self) -> None:
+        """Start all, and first the thread that waits for their ends."""
+        watch = Thread(target=self._watch, name="ranks", daemon=True)
+        watch.start()
+        self.watch = watch
+        for manager in self.managers:
+            manager.start()
+
+    def fail(self, why: str) -> None:
+        """Have all of them end, and wait until they have."""
+        self.bell.put(why)
+        if self.watch is not None:
+            self.death.result()
 
     def close(self) -> None:
         """End them. Twice is once."""
         if os.getpid() == self.owner:  # a fork's are not its own
             self.fail("it was closed")
+            self.worker.jobs.put(None)
 
 # %% ../../nbs/72e_ranks.ipynb #5a5a5435
 def check_machine(config: Config) -> None:
@@ -147,15 +160,14 @@ class Leader:
         check_machine(config)
         self.limit, self.ranks = config.collective_timeout + GRACE, Ranks(config)
         self.close = weakref.finalize(self, self.ranks.close)  # at exit, too
-        self.worker = ThreadPoolExecutor(1, "rank 0")
         try:
-            self._call(None, self.ranks.start)
+            self.ranks.start()
             self.runner = self._call(None, make_rank, config, 0, self.ranks.meet)
         except BaseException as error:
             self.close()
-            is_refusal = 2 in [process.returncode for process in self.ranks.processes]
-            if isinstance(error, EngineDead) and is_refusal:
-                raise ValueError(str(error)) from None
+            refusals = [m for m in self.ranks.managers if m.is_refusal]
+            if isinstance(error, EngineDead) and refusals:
+                refusals[0].check_alive()
             raise
         config.num_kvcache_blocks = self.runner.config.num_kvcache_blocks
 
@@ -176,21 +188,21 @@ class Leader:
         """EngineDead once a rank is gone, or where nobody watches them: in a fork."""
         ranks = self.ranks
         if os.getpid() != ranks.owner or ranks.death.done():
-            why = ranks.death.result() if ranks.death.done() else "this is a fork"
-            raise EngineDead(f"the ranks are dead: {why}")
+            why = ranks.death.result() if ranks.death.done() else "this is a fork of the engine"
+            raise EngineDead(why)
 
     def _call(self, limit: float | None, work: Any, *args: Any) -> Any:
         """Have the thread do it, after what it does now; EngineDead once a rank is gone."""
         self.check_alive()
-        future = self.worker.submit(self._work, work, *args)
+        future = self.ranks.worker.submit(self._work, work, *args)
         if not wait_for([future, self.ranks.death], limit, FIRST_COMPLETED).done:
             self.ranks.fail(f"no result after {limit} seconds: see collective_timeout")
         self.check_alive()
         return future.result()
 
     def _step(self, frame: bytes, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        for rank in self.ranks.processes:
-            send_frame(rank.pipe, frame)
+        for manager in self.ranks.managers:
+            manager.tell(frame)
         return self.runner.forward(batch)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
