@@ -17,7 +17,8 @@ from .checkpoint import read_config, read_defaults, require, resolve_model
 
 # %% auto #0
 __all__ = ['Rule', 'SHARE', 'WISHES', 'COUNT', 'RULES', 'VARIANTS', 'check_options', 'is_number', 'is_whole', 'is_count',
-           'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config', 'Variant']
+           'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config', 'Variant',
+           'settle']
 
 # %% ../nbs/01b_config.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
@@ -196,8 +197,9 @@ class Config:
         check_rules(self, RULES)
         if model is not None:
             self._read_checkpoint(model)
+        given = {n for n in options if not (options[n] is defaults[n] is None)}
         for variant in VARIANTS:
-            variant.check(self, set(options))
+            variant.check(self, given)
         self._check_chunks()
 
     def pick(self, role: str, default: Any) -> Any:
@@ -238,3 +240,14 @@ class Variant:
 
 
 VARIANTS: list[type[Variant]] = []  # all that can be chosen; the later one goes first
+
+# %% ../nbs/01b_config.ipynb #6aa3f940
+def settle(config: Config, given: set[str], asked: str, needs: dict[str, Any]) -> None:
+    """Set options as `asked` needs them, where nobody said otherwise; ValueError for
+    what was given otherwise. Options that no part knows are left out."""
+    known = vars(config)
+    for name in [n for n in needs if n in known]:
+        value, only = known[name], needs[name]
+        wrong = f"{name}={value!r} does not go with {asked}: set it to {only!r}"
+        require(name not in given or value == only, wrong)
+        known[name] = only

@@ -845,15 +845,36 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"lockstep": True}, "lockstep is for data_parallel_size above 1"),
         ({"data_parallel_size": 2, "routing": "round_robin"}, "routing='round_robin' must be one of 'load', 'prefix'"),
-        ({"data_parallel_size": 2, "routing": "prefix", "enable_prefix_caching": False}, "enable_prefix_caching=True"),
-        ({"data_parallel_size": 2, "routing": "prefix", "prefix_cache": "radix"}, "needs prefix_cache='hash', not 'radix'"),
-        ({"data_parallel_size": 2, "trace": True}, "data_parallel_size=2: what trace=True records"),
-        ({"data_parallel_size": 2, "engine_process": False}, "data_parallel_size=2 needs engine_process=True"),
-        ({"data_parallel_size": 2, "lockstep": True, "overlap": True}, "lockstep=True needs overlap=False"),
-        ({"data_parallel_size": 2, "lockstep": True, "scheduler": "spyre"}, "scheduler='atom', not 'spyre'"),
-        ({"data_parallel_size": 2, "lockstep": True, "speculative_config": {"method": "ngram"}}, "needs speculative_config=None"),
+        (
+            {"data_parallel_size": 2, "routing": "prefix", "enable_prefix_caching": False},
+            "enable_prefix_caching=False does not go with routing='prefix': set it to True",
+        ),
+        (
+            {"data_parallel_size": 2, "routing": "prefix", "prefix_cache": "radix"},
+            "prefix_cache='radix' does not go with routing='prefix': set it to 'hash'",
+        ),
+        ({"data_parallel_size": 2, "trace": True}, "trace=True does not go with data_parallel_size=2"),
+        (
+            {"data_parallel_size": 2, "engine_process": False},
+            "engine_process=False does not go with data_parallel_size=2: set it to True",
+        ),
+        (
+            {"data_parallel_size": 2, "lockstep": True, "overlap": True},
+            "overlap=True does not go with lockstep=True: set it to False",
+        ),
+        (
+            {"data_parallel_size": 2, "lockstep": True, "scheduler": "spyre"},
+            "scheduler='spyre' does not go with lockstep=True: set it to 'atom'",
+        ),
+        (
+            {"data_parallel_size": 2, "lockstep": True, "speculative_config": {"method": "ngram"}},
+            "speculative_config=.* does not go with lockstep=True: set it to None",
+        ),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "0 experts"),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False}, "needs lockstep=True, not False"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False},
+            "lockstep=False does not go with enable_expert_parallel=True: set it to True",
+        ),
     ],
 )
 def test_bad_knobs(options: dict[str, Any], words: str) -> None:

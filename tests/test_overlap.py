@@ -222,7 +222,7 @@ def test_middle_chunks_sample_nothing_and_shift_nothing() -> None:
 
 
 def test_what_cannot_run_ahead_is_refused_by_name() -> None:
-    for options in ({"scheduler": "spyre"}, {"scheduler_delay_factor": 0.5}):
+    for options in ({"scheduler": "spyre"}, {"scheduler": None}, {"scheduler_delay_factor": 0.5}):
         (name,) = options
         with pytest.raises(ValueError, match=f"{name}=.*overlap=True"):
             Config(overlap=True, max_model_len=512, **options)  # type: ignore[arg-type]

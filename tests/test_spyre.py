@@ -716,6 +716,7 @@ def test_llm_with_spyres_scheduler() -> None:
     ({"interleave_decode": True}, "interleave_decode=True does not go with scheduler='spyre'"),
     ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor=0.5 does not go with scheduler='spyre'"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "enable_chunked_prefill=False does not go"),
+    ({"attention": "triton"}, "attention='triton' does not go with scheduler='spyre': set it to 'torch'"),
     ({"max_num_batched_tokens": 256}, "chunk_size=512 is over max_num_batched_tokens=256"),
     ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 is over max_num_batched_tokens=512"),
     ({"scheduler": "atom", "chunk_size": 32}, "knobs of scheduler='spyre', not of 'atom': chunk_size"),

@@ -488,14 +488,15 @@ def test_info_says_both_prices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("knobs", [
     {"enable_prefix_caching": True}, {"prefix_cache": "radix"}, {"prefix_cache": "hash"}, {"attention": "triton"},
-    {"scheduler": "spyre"}, {"tensor_parallel_size": 2}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    {"scheduler": "spyre"}, {"tensor_parallel_size": 2}, {"routing": "prefix"},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
 ], ids=str)  # fmt: skip
 def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
     """Before a weight is read: there are none here."""
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (name,) = knobs
-    with pytest.raises(ValueError, match=f"{name}=.* does not go with layers that keep a state: .*; set it to"):
+    with pytest.raises(ValueError, match=rf"{name}=.* does not go with layers that keep a state \(.*\): set it to"):
         LLM(str(tmp_path), device="cpu", **knobs)
 
 
@@ -512,7 +513,8 @@ def test_defaults_that_fit(tmp_path: Path) -> None:
     save("dense", tmp_path)
     fitting: dict[str, Any] = {name: only for name, (only, _) in WITH_STATE.items()}
     no_drafts: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 0}}
-    for given in ({}, fitting, no_drafts, {"prefix_cache": "none"}, {"enable_prefix_caching": False}):
+    caches: list[dict[str, Any]] = [{"prefix_cache": "none"}, {"prefix_cache": None}, {"enable_prefix_caching": False}]
+    for given in ({}, fitting | {"data_parallel_size": 2}, no_drafts, *caches):
         config = Config(str(tmp_path), **given)
         assert {name: getattr(config, name) for name in fitting} == fitting
     assert Config("tiny").enable_prefix_caching and not has_state(Config("tiny").hf_config)

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES, UNWRAP, require
-from ..config import Config, Variant
+from ..config import Config, Variant, settle
 
 # %% auto #0
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'NAMES', 'ADDED', 'LACKING', 'WITH_STATE', 'Routing', 'said', 'read_routing', 'Experts',
@@ -144,6 +143,7 @@ def has_state(cfg: Any) -> bool:
 WITH_STATE: dict[str, tuple[Any, str]] = {  # knob -> what it must be, and why
     "enable_prefix_caching": (False, "cached blocks hold keys and values, no state"),
     "prefix_cache": ("none", "cached blocks hold keys and values, no state"),
+    "routing": ("load", "cached blocks hold keys and values, no state"),
     "speculative_config": (None, "a state cannot forget the drafts that are rejected"),
     "scheduler": ("atom", "a padded step would write its padding into the state"),
     "tensor_parallel_size": (1, "a rank would need its own part of each state"),
@@ -158,13 +158,9 @@ class FamilyNames(Variant):
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
         """Sets what `given` lacks as `WITH_STATE` says; ValueError for the rest."""
-        knobs = WITH_STATE if has_state(config.hf_config) else ()
-        for knob in filter(partial(hasattr, config), knobs):
-            value, (only, why) = getattr(config, knob), WITH_STATE[knob]
-            wrong = f"{knob}={value!r} does not go with layers that keep a state: {why}"
-            is_open = knob not in given or value is None
-            require(is_open or value == only, f"{wrong}; set it to {only!r}")
-            vars(config)[knob] = only
+        knobs = WITH_STATE if has_state(config.hf_config) else {}
+        for knob, (only, why) in knobs.items():
+            settle(config, given, f"layers that keep a state ({why})", {knob: only})
 
 
 SUPPORTED_ARCHITECTURES[:] = dict.fromkeys([*SUPPORTED_ARCHITECTURES, *ADDED])

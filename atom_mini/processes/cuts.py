@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Any
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_count
+from ..config import Config, Variant, check_rules, is_bool, is_count, settle
 from .knobs import SECONDS, as_order, require_extra
 
 # %% auto #0
-__all__ = ['EXPERTS', 'WIDTHS', 'FITTING', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
+__all__ = ['EXPERTS', 'WIDTHS', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
 
 # %% ../../nbs/72b_cuts.ipynb #4eee882c
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts"]  # by family
@@ -56,16 +56,13 @@ def cut_config(cfg: Any, n: int, is_dealt: bool = False) -> Any:
     return mine
 
 # %% ../../nbs/72b_cuts.ipynb #7aec3d14
-FITTING: dict[str, list[Any]] = {"device": [None, "cpu", "cuda"], "overlap": [False]}
-FITTING |= {"scheduler": ["atom"], "method": ["ngram"]}  # of drafts
-
-
-def refuse_others(config: Config, knob: str) -> None:
+def refuse_others(config: Config, given: set[str], knob: str) -> None:
     """ValueError for other knobs that do not go with several ranks."""
-    drafts = getattr(config, "speculative_config", None)
-    said = {"method": getattr(drafts, "method", "ngram")} | vars(config)
-    for name, fitting in FITTING.items():
-        value = said.get(name, fitting[0])
+    settle(config, given, knob, {"overlap": False, "scheduler": "atom"})
+    method = getattr(getattr(config, "speculative_config", None), "method", "ngram")
+    devices: list[Any] = [None, "cpu", "cuda"]
+    several = ("device", config.device, devices), ("method", method, ["ngram"])
+    for name, value, fitting in several:
         wrong = f"{name}={value!r} does not go with {knob}: set it to one of {fitting}"
         require(value in fitting, wrong)
 
@@ -105,7 +102,7 @@ class TensorParallel(Variant):
             require("collective_timeout" not in given, f"collective_timeout {what}")
             return
         require_extra(knob)
-        refuse_others(config, knob)
+        refuse_others(config, given, knob)
         if config.hf_config is not None:
             cut_config(config.hf_config, n, is_dealt)
         vars(config)["rank_order"] = as_order(config, given, "tensor_parallel_size=1")

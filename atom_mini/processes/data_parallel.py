@@ -13,7 +13,7 @@ from typing import Any
 from ..assemble import make_engine_core
 from ..checkpoint import require
 from ..config import COUNT, Config, Variant, check_rules
-from ..config import is_bool, is_count, one_of
+from ..config import is_bool, is_count, one_of, settle
 
 # %% auto #0
 __all__ = ['devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'check_together', 'DataParallel']
@@ -84,11 +84,8 @@ def check_together(config: Config, given: set[str]) -> None:
         ("lockstep", True, plain),
     ]
     for knob, value, others in needs:
-        for name, only in others.items() if getattr(config, knob) == value else ():
-            found = getattr(config, name) if name in given else only
-            wrong = f"{knob}={value!r} needs {name}={only!r}, not {found!r}: change one"
-            require(found == only, wrong)
-            vars(config)[name] = only
+        if getattr(config, knob) == value:
+            settle(config, given, f"{knob}={value!r}", others)
 
 # %% ../../nbs/73c_data_parallel.ipynb #0f9be1eb
 @dataclass

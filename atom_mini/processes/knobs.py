@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_number
+from ..config import Config, Variant, check_rules, is_bool, is_number, settle
 
 # %% auto #0
 __all__ = ['SECONDS', 'as_order', 'require_extra', 'make_far', 'ProcessKnobs']
@@ -75,7 +75,6 @@ class ProcessKnobs(Variant):
         count = getattr(config, "data_parallel_size", 1)
         asked = f"data_parallel_size={count}" if count > 1 else "engine_process=True"
         require_extra(asked)
-        wrong = f"{asked}: what trace=True records does not come back: drop one of them"
-        require(not getattr(config, "trace", False), wrong)
+        settle(config, given, f"{asked} (no records come back)", {"trace": False})
         own = {"engine_process", *limits.split()}
         vars(config)["engine_order"] = as_order(config, given - own)

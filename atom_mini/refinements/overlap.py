@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool
+from ..config import Config, Variant, check_rules, is_bool, settle
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
@@ -166,8 +166,6 @@ class OverlapKnobs(Variant):
     def check(cls, config: Config, given: set[str]) -> None:
         """What looks at a step's results, or its duration, cannot be a step ahead."""
         check_rules(config, [("overlap", is_bool, "True or False")])
-        for name, only in {"scheduler": "atom", "scheduler_delay_factor": 0}.items():
-            value = getattr(config, name, only)
-            fits = not config.overlap or value == only
-            wrong = f"{name}={value!r} does not go with overlap=True"
-            require(fits, f"{wrong}: drop one of them")
+        if config.overlap:
+            plain = {"scheduler": "atom", "scheduler_delay_factor": 0.0}
+            settle(config, given, "overlap=True", plain)

@@ -17,7 +17,7 @@ import numpy as np
 from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, Variant, check_options, check_rules
-from ..config import is_bool, is_count, is_whole
+from ..config import is_bool, is_count, is_whole, settle
 from ..engine_core import EngineCore
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -410,7 +410,6 @@ class Speculation(Variant):
         vars(config).update(speculative_config=wanted if k else None)
         wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
         require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
-        for knob, usual in (("scheduler", "atom"), ("overlap", False)):
-            value = getattr(config, knob, usual)
-            wrong = f"{knob}={value!r} does not take drafts: set it to {usual!r}, or k to 0"
-            require(k == 0 or value == usual, wrong)
+        if k:
+            plain = {"scheduler": "atom", "overlap": False}
+            settle(config, given, f"num_speculative_tokens={k}", plain)

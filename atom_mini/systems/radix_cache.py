@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..block_manager import NO_HASH, ROOT, Block, PrefixIndex, tokens_of
-from ..checkpoint import require
-from ..config import Config, Variant, check_rules, one_of
+from ..config import Config, Variant, check_rules, one_of, settle
 from ..sequence import Sequence
 
 # %% auto #0
@@ -193,16 +192,9 @@ class RadixKnobs(Variant):
     def check(cls, config: Config, given: set[str]) -> None:
         """Fills in `prefix_cache` and `enable_prefix_caching`, each from the other."""
         check_rules(config, [one_of("prefix_cache", None, "hash", "radix", "none")])
-        asked, cache = config.enable_prefix_caching, config.prefix_cache
-        used = cache or ("hash" if asked else "none")
-        vars(config).update(prefix_cache=used, enable_prefix_caching=used != "none")
-        require(
-            "enable_prefix_caching" not in given or asked == config.enable_prefix_caching,
-            f"enable_prefix_caching={asked} and prefix_cache={cache!r} contradict each "
-            "other: drop one",
-        )
-        require(
-            not getattr(config, "trace", False) or config.prefix_cache != "radix",
-            "trace=True knows the hash cache's entries, not the tree's: set "
-            "prefix_cache='hash' or trace=False",
-        )
+        used = config.prefix_cache or ("hash" if config.enable_prefix_caching else "none")
+        vars(config)["prefix_cache"] = used
+        asked, is_on = f"prefix_cache={used!r}", used != "none"
+        settle(config, given, asked, {"enable_prefix_caching": is_on})
+        if cls.is_chosen(config):
+            settle(config, given, f"{asked} (its tree is not traced)", {"trace": False})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, one_of
+from ..config import Config, Variant, check_rules, is_bool, one_of, settle
 from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
@@ -284,21 +284,15 @@ class SpyreKnobs(Variant):
         check_rules(config, [one_of("scheduler", "atom", "spyre")])
         if cls.is_chosen(config):
             check_rules(config, [("interleave", is_bool, "True or False")])
-            _refuse_others(config)
+            plain: dict[str, Any] = {"interleave_decode": False, "attention": "torch"}
+            plain |= {"enable_chunked_prefill": True, "scheduler_delay_factor": 0.0}
+            settle(config, given, "scheduler='spyre'", plain)
             _check_shape(config)
             return
         own = ("chunk_size", "max_batch_tkv_limit", "interleave")
         names = ", ".join(name for name in own if name in given)
         wrong = f"knobs of scheduler='spyre', not of {config.scheduler!r}: {names}"
         require(not names, f"{wrong}: drop what is not for it")
-
-# %% ../../nbs/41_spyre.ipynb #1cc18c93
-def _refuse_others(config: Config) -> None:
-    ignored = {"interleave_decode": False, "scheduler_delay_factor": 0}
-    for name, only in (ignored | {"enable_chunked_prefill": True}).items():
-        value = getattr(config, name, only)
-        clash = f"{name}={value!r} does not go with scheduler='spyre'"
-        require(value == only, f"{clash}, which has its own: drop it")
 
 # %% ../../nbs/41_spyre.ipynb #67011056
 def _check_shape(config: Config) -> None:

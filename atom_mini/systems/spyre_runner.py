@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import AttentionMetaData
-from ..checkpoint import require
 from ..config import Config, Variant
 from ..model_runner import ModelRunner
 from ..models import TorchOps
@@ -65,9 +64,6 @@ class RectangularRunner(ModelRunner):
     num_spare_blocks = 1  # block 0, the dummy
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        asked = self.config.attention
-        clash = f"attention={asked!r} does not go with scheduler='spyre'"
-        require(asked in (None, "torch"), f"{clash}: its is 'torch'")
         return RectangularOps(), Sampler()
 
     def _lay_out(
