@@ -450,6 +450,21 @@ def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa
         process.stdout.close()
 
 
+def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> None:  # noqa: F811
+    """They find nobody, and leave no folder, neither of sockets nor to meet in."""
+    import json
+
+    slow = 'import sys, time\nif "atom_mini.processes.engine_process" in sys.orig_argv:\n    time.sleep(2)\n'
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
+    command = [sys.executable, "-c", FRONT.format(then=""), json.dumps(PAIR | {"lockstep": True})]
+    process = subprocess.Popen(command, env=env)
+    wait_for(lambda: len([*tidy.iterdir()]) == 3)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not [*tidy.iterdir()])
+
+
 def test_death_in_lockstep_is_the_death_of_all(tidy: Path) -> None:  # noqa: F811
     llm = LLM("tiny", lockstep=True, **PAIR)
     assert [*tidy.iterdir()] == []

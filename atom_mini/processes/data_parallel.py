@@ -39,7 +39,8 @@ def make_replicas(config: Config) -> Any:
         for rank, device in enumerate(devices(config, num_gpus)):
             place = [rank, folder, config.ready_timeout]
             own = {"device": device, "data_parallel_place": place}
-            orders.append(asked | {"options": asked["options"] | own})
+            own = {"options": asked["options"] | own, "meeting": folder}
+            orders.append(asked | own)
         return import_module("atom_mini.processes.replicas").Replicas(config, orders)
 
 # %% ../../nbs/73c_data_parallel.ipynb #6f0f0799

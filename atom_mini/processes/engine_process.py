@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
@@ -29,8 +29,8 @@ from atom_mini.processes.messages import (
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'end_with_front', 'end_with_parent', 'load_engine', 'serve',
-           'main']
+__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'remove', 'end_with_front', 'end_with_parent',
+           'load_engine', 'serve', 'main']
 
 # %% ../../nbs/71a_engine_process.ipynb #d2938b71
 def open_sockets(context: zmq.Context, folder: str, is_engine: bool) -> tuple[Any, Any]:
@@ -140,24 +140,30 @@ class EngineLoop:
                 self._tell(step)
 
 # %% ../../nbs/71a_engine_process.ipynb #bc3897fc
-def end_with_front(folder: str) -> None:
+def remove(folders: Iterable[str]) -> None:
+    """What nobody else would remove."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_with_front(*folders: str) -> None:
     """Wait for the end of standard input, then clean up and end, with all that this
     process has started: the group that it leads."""
     sys.stdin.read()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folders)
     os.killpg(0, signal.SIGKILL)
 
 # %% ../../nbs/71a_engine_process.ipynb #6865ac83
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent(parent: int, folder: str = "") -> None:
+def end_with_parent(parent: int, *folders: str) -> None:
     """Have the kernel kill this process when the thread that started it ends. If it has
     ended already, nobody else cleans up."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folders)
         os._exit(1)
 
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
@@ -189,12 +195,12 @@ def serve(load: Any, order: dict[str, Any], inbox: Any, outbox: Any) -> int:
 # %% ../../nbs/71a_engine_process.ipynb #023be9fd
 def main(load: Any = load_engine) -> None:
     """The process: `python -m atom_mini.processes.engine_process ORDER`, as JSON."""
-    order = json.loads(sys.argv[-1])
-    folder, context = order["folder"], zmq.Context()
-    threading.Thread(target=end_with_front, args=[folder], daemon=True).start()
-    inbox, outbox = open_sockets(context, folder, is_engine=True)
+    order, context = json.loads(sys.argv[-1]), zmq.Context()
+    folders = order["folder"], order.get("meeting", "")  # of sockets; of several
+    threading.Thread(target=end_with_front, args=folders, daemon=True).start()
+    inbox, outbox = open_sockets(context, folders[0], is_engine=True)
     outbox.send(encode(Answer(0)))  # a greeting: the folder can go
-    end_with_parent(order["parent"], folder)
+    end_with_parent(order["parent"], *folders)
     code = serve(load, order, inbox, outbox)
     context.destroy(linger=1000)
     sys.stdout.flush()
