@@ -374,6 +374,32 @@ def test_replayed_steps_feed_the_head() -> None:
     assert found[0] == found[1] and found[0][1].accepted.total() > 2
 
 
+@pytest.mark.parametrize("engine", ["chunks", "tight", "blocks of 1", "interleaved"])
+def test_a_draft_depends_on_its_place_alone(engine: str) -> None:
+    """A text's drafts after n tokens are the same, whatever has happened to it before: chunks, preemptions."""
+    found: list[dict[tuple[int, int], list[int]]] = []
+    for options in ({}, ENGINES[engine]):
+        given: dict[tuple[int, int], list[int]] = {}
+        drafts = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
+        with LLM("tiny", **TINY | options | drafts, enable_prefix_caching=False) as llm:
+            scheduler: Any = llm.engine_core.scheduler
+            propose = scheduler.drafter.propose
+
+            def noting(seqs: Any, most: Any, propose: Any = propose, given: Any = given) -> Any:
+                drafts = propose(seqs, most)
+                given.update({(s.id, s.num_tokens): draft for s, draft in zip(seqs, drafts, strict=True)})
+                return drafts
+
+            scheduler.drafter.propose = noting
+            llm.generate(make_prompts("stories", 8), GREEDY, use_tqdm=False)
+        first = min(id for id, _ in given)
+        found.append({(id - first, place): draft for (id, place), draft in given.items()})
+    assert (scheduler.num_preemptions > 0) == (engine in ("tight", "blocks of 1"))
+    both = [(found[0][at], found[1][at]) for at in found[0].keys() & found[1].keys()]
+    longest = [(a[: len(b)], b[: len(a)]) for a, b in both if a and b]
+    assert len(longest) > 60 and all(a == b for a, b in longest)
+
+
 def test_chunks_and_prefix_hits_cost_next_to_nothing() -> None:
     """Draft K/V at the end of a shared prefix saw another next token: within 2 % of the drafts."""
     prompts = make_prompts("stories", 24)

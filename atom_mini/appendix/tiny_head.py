@@ -25,7 +25,8 @@ from transformers.models.llama.modeling_llama import (
 )  # fmt: skip
 
 from atom_mini.appendix.tiny_model import (
-    KINDS, PHASES, Encode, encoder, make_row, rate, recall_doc, story_doc, sum_doc,
+    KINDS, PHASES, Encode, autocast, encoder, make_row, rate, recall_doc, story_doc,
+    sum_doc,
 )  # fmt: skip
 from ..config import SamplingParams
 from ..llm import LLM
@@ -206,7 +207,7 @@ def train_step(
     head: TrainedHead, target: Any, opt: torch.optim.Optimizer, ids: Tensor, ahead: int
 ) -> tuple[list[float], list[float]]:
     """One update over `ahead` steps of drafting: (their losses, `shares`)."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with autocast(ids.device):
         aux, logits = look(target, ids, head.config.eagle_aux_hidden_state_layer_ids)
         embed = target.get_input_embeddings()
         losses, right = chain_losses(head, embed, ids, aux, logits, ahead)

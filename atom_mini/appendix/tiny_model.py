@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 __all__ = ['GIRLS', 'BOYS', 'NAMES', 'WORDS', 'EOT', 'IM_START', 'IM_END', 'Doc', 'KINDS', 'STAGES', 'Row', 'PHASES', 'Encode',
            'Hits', 'CONTEXT_LENGTHS', 'turn', 'text_of', 'fact', 'recall_doc', 'held_out', 'sum_doc', 'story',
            'story_doc', 'train_tokenizer', 'encoder', 'copy_row', 'Phase', 'make_row', 'batch', 'new_model',
-           'optimizers', 'train_step', 'rate', 'count_hits', 'save', 'restore', 'train', 'prompt_and_answer',
-           'complete', 'share_right', 'recall_test', 'evaluate', 'main']
+           'optimizers', 'autocast', 'train_step', 'rate', 'count_hits', 'save', 'restore', 'train',
+           'prompt_and_answer', 'complete', 'share_right', 'recall_test', 'evaluate', 'main']
 
 # %% ../../nbs/90_tiny_model.ipynb #45170866
 _GIRLS = (
@@ -366,6 +366,12 @@ def optimizers(model: Any) -> list[torch.optim.Optimizer]:
     adam = torch.optim.AdamW(outer, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     return [torch.optim.Muon(inner, lr=0.02, weight_decay=0.0), adam]
 
+# %% ../../nbs/90_tiny_model.ipynb #c8fc829b
+def autocast(device: torch.device) -> torch.autocast:
+    """bfloat16, except on a CPU that would have to imitate it."""
+    can = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    return torch.autocast(device.type, torch.bfloat16, device.type != "cpu" or can)
+
 # %% ../../nbs/90_tiny_model.ipynb #7676dd27
 def train_step(
     model: Any,
@@ -376,7 +382,7 @@ def train_step(
     """One update from ids and weights, both (rows, length): the loss, and at which
     places the next token was foreseen (rows, length - 1)."""
     weights, targets = weights[:, 1:], ids[:, 1:]
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    with autocast(ids.device):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     loss = ((each * weights).sum(1) / weights.sum(1).clamp(min=1)).mean()

@@ -58,11 +58,12 @@ class CoreManager(Thread):
     """Starts an engine's process, hears it, and notices its death. (ATOM's word.)
     `order`: model and options; `bell`: for who waits for results."""
 
-    module = "atom_mini.processes.engine_process"
-    share = 1  # with how many processes it shares our number of threads
+    kind = "engine"  # what it is called
+    module = "atom_mini.processes.engine_process"  # what its process runs
+    share = 1  # how many processes have our number of threads together
 
     def __init__(self, rank: int, order: Any, config: Config, bell: Any) -> None:
-        super().__init__(name=f"engine {rank}", daemon=True)
+        super().__init__(name=f"{self.kind} {rank}", daemon=True)
         self.order, self.config, self.bell = order, config, bell
         self.seqs: dict[int, Sequence] = {}  # the requests that it has
         self.messages: deque[Any] = deque()  # that nobody has used yet

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..config import Config, SamplingParams
-from . import engine_process
+from .engine_process import main as run_process
 from atom_mini.processes.messages import (
     MAX_ARRAY, Array, Message, Ready, Shutdown, Size, decode, encode, wishes,
 )  # fmt: skip
@@ -106,7 +106,7 @@ def load_rank(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], No
 #| eval: false
 def main() -> None:
     """The process: `python -m atom_mini.processes.rank_process ORDER`."""
-    engine_process.main(load_rank)
+    run_process(load_rank)
 
 
 if __name__ == "__main__":

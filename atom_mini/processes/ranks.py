@@ -38,11 +38,12 @@ __all__ = ['RankManager', 'Worker', 'Ranks', 'check_machine', 'Leader']
 class RankManager(CoreManager):
     """A `CoreManager` of rank number `rank`. It is told steps, and answers none."""
 
+    kind = "rank"
     module = "atom_mini.processes.rank_process"
 
     def __init__(self, rank: int, order: Any, config: Config, bell: Any) -> None:
         super().__init__(rank, order | {"rank": rank}, copy(config), bell)
-        self.name, self.share = f"rank {rank}", config.tensor_parallel_size
+        self.share = config.tensor_parallel_size
         vars(self.config)["ping_timeout"] = math.inf
 
 # %% ../../nbs/72e_ranks.ipynb #5d5d2551
@@ -186,10 +187,9 @@ class Leader:
 
     def check_alive(self) -> None:
         """EngineDead once a rank is gone, or where nobody watches them: in a fork."""
-        ranks = self.ranks
-        if os.getpid() != ranks.owner or ranks.death.done():
-            why = ranks.death.result() if ranks.death.done() else "this is a fork of the engine"
-            raise EngineDead(why)
+        death, is_fork = self.ranks.death, os.getpid() != self.ranks.owner
+        if is_fork or death.done():
+            raise EngineDead(death.result() if death.done() else "a fork has no engine")
 
     def _call(self, limit: float | None, work: Any, *args: Any) -> Any:
         """Have the thread do it, after what it does now; EngineDead once a rank is gone."""
