@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from copy import copy
 from queue import SimpleQueue
 from threading import Thread
@@ -111,7 +112,8 @@ class Ranks:
         for manager in self.managers:
             manager.end(grace=0)
         if self.group is not None:  # on a GPU a kernel waits for who is gone
-            self.group.backend.abort()
+            with suppress(Exception):  # whatever that says, the rest must end
+                self.group.backend.abort()
         close_all(self.managers, self.owner)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.death.set_result("\n".join([*(str(m.dead) for m in gone), why or ""]).rstrip())
