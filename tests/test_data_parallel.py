@@ -458,8 +458,9 @@ def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> Non
     (tmp_path / "sitecustomize.py").write_text(slow)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
     command = [sys.executable, "-c", FRONT.format(then=""), json.dumps(PAIR | {"lockstep": True})]
-    process = subprocess.Popen(command, env=env)
-    wait_for(lambda: len([*tidy.iterdir()]) == 3)
+    process, before = subprocess.Popen(command, env=env), processes().keys()
+    wait_for(lambda: len(processes().keys() - before) == 2)
+    assert len([*tidy.iterdir()]) == 3
     process.kill()
     process.wait()
     wait_for(lambda: not [*tidy.iterdir()])
