@@ -358,6 +358,18 @@ class Recorder(Listener):
             facts = {"why": f"{why}: {REASONS[why].format(**facts)}"}
         self.trace.tail.append({"event": event, "id": seq.id, **facts})
 
+    def _count(self) -> dict[str, int]:
+        """What the events must explain."""
+        scheduler, manager = self.scheduler, self.manager
+        queues = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
+        used = self.trace.num_blocks - manager.num_free_blocks
+        return queues | {"used": used, "indexed": len(manager.index)}
+
+    def _pending(self) -> dict[int, str]:
+        """Block -> hash, of those that are about to enter the prefix index."""
+        pending = self.manager.index.pending.items()
+        return {block: f"{hash:016x}"[:8] for hash, block in pending}
+
     def scheduled(
         self, batch: ScheduledBatch, seqs: list[Sequence], start: float
     ) -> None:
@@ -374,18 +386,6 @@ class Recorder(Listener):
             step.drafts = {id: n - 1 for id, n in tokens.items() if n > 1}
         self.under_way.append((step, time.perf_counter()))
         self.trace.tail = []  # last: what is interrupted before has lost no event
-
-    def _count(self) -> dict[str, int]:
-        """What the events must explain."""
-        scheduler, manager = self.scheduler, self.manager
-        queues = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
-        used = self.trace.num_blocks - manager.num_free_blocks
-        return queues | {"used": used, "indexed": len(manager.index)}
-
-    def _pending(self) -> dict[int, str]:
-        """Block -> hash, of those that are about to enter the prefix index."""
-        pending = self.manager.index.pending.items()
-        return {block: f"{hash:016x}"[:8] for hash, block in pending}
 
     def ran(self) -> None:
         step, called = self.under_way[0]

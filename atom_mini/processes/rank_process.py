@@ -103,11 +103,11 @@ def load_rank(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], No
     return run
 
 # %% ../../nbs/72d_rank_process.ipynb #56f8f123
-#| eval: false
 def main() -> None:
     """The process: `python -m atom_mini.processes.rank_process ORDER`."""
     run_process(load_rank)
 
-
+# %% ../../nbs/72d_rank_process.ipynb #b286b4de
+#| eval: false
 if __name__ == "__main__":
     main()
