@@ -15,7 +15,7 @@ from atom_mini.processes.rank_process import Step, pack_batch, unpack_batch
 from atom_mini.processes.shards import make_rank
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
-LIMIT = 60.0  # seconds
+LIMIT = 20.0  # seconds
 
 
 class SideBySide:

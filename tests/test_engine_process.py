@@ -38,7 +38,7 @@ pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
 PROMPTS = ["Once upon a time", "12 + 7 =", "Once upon a day", "Mia has a red cat."]
 SOON = 2.0  # seconds: everybody knows by then
-LIMIT = 120.0  # seconds: longer than anything here takes, beside others, too
+LIMIT = 30.0  # seconds: longer than anything here takes
 
 
 @pytest.fixture(autouse=True)
