@@ -55,7 +55,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/boundary.py
 	$(PY) tests/bench/ranks.py
 
-# EXECUTE=1: and count the instructions that tiny cases execute on AMD's.
+# EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what README says of each GPU.
 kernels: $(VENV)/dev
 	$(PY) kernels/compile.py $(if $(EXECUTE),--execute)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['WANTED', 'SUPPORTED_ARCHITECTURES', 'NEEDS', 'UNWRAP', 'SAMPLING', 'require', 'read_json', 'resolve_model',
-           'read_config', 'read_defaults']
+__all__ = ['WANTED', 'COUNTED', 'FIELDS', 'SUPPORTED_ARCHITECTURES', 'NEEDS', 'UNWRAP', 'SAMPLING', 'require', 'read_json',
+           'resolve_model', 'is_number', 'is_whole', 'is_end', 'check_fields', 'read_config', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def require(condition: bool, message: str) -> None:
@@ -53,6 +53,43 @@ def resolve_model(model: str) -> Path:
         hint = "give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or 'tiny'"
         raise ValueError(f"model {model!r} {why}: {hint}") from None
 
+# %% ../nbs/01a_checkpoint.ipynb #f1e1d5a0
+def is_number(value: Any, kinds: Any = (int, float)) -> bool:
+    """Whether it is a number that float32 holds: no bool, not infinite, not `nan`."""
+    is_kind = isinstance(value, kinds) and type(value) is not bool
+    return is_kind and -3e38 < value < 3e38
+
+
+def is_whole(value: Any) -> bool:
+    return is_number(value, int)
+
+# %% ../nbs/01a_checkpoint.ipynb #f1e1d5a3
+def is_end(value: Any) -> bool:
+    """Whether it is a token id, or a list of them."""
+    many = value if type(value) is list else [value]
+    return all(is_whole(i) and i >= 0 for i in many)
+
+
+COUNTED = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
+COUNTED += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = dict.fromkeys(
+    [*COUNTED, "head_dim"], (lambda v: is_whole(v) and v > 0, "a whole number from 1")
+)
+FIELDS |= dict.fromkeys(
+    ["rope_theta", "rms_norm_eps"], (lambda v: is_number(v) and v > 0, "above 0")
+)
+FIELDS["eos_token_id"] = (is_end, "a token id, from 0, or a list of them")
+
+
+def check_fields(file: Path, raw: dict[str, Any]) -> None:
+    """ValueError with file, field and value for a field that breaks its rule."""
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            check_fields(file, value)
+        elif name in FIELDS and value is not None:
+            holds, words = FIELDS[name]
+            require(holds(value), f"{file}: {name}={value!r} must be {words}")
+
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
 SUPPORTED_ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 NEEDS: dict[str, str] = {}  # how a name begins -> what this engine lacks
@@ -64,10 +101,14 @@ def read_config(folder: Path) -> Any:
     file, known = folder / "config.json", SUPPORTED_ARCHITECTURES
     require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
     raw = read_json(file)
-    name, *_ = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
-    lacks = [what for begin, what in NEEDS.items() if str(name).startswith(begin)]
+    names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
+    are_texts = isinstance(names, list) and all(isinstance(n, str) for n in names)
+    require(are_texts, f"{file}: architectures={names!r} must be a list of texts")
+    name = names[0]
+    lacks = [what for begin, what in NEEDS.items() if name.startswith(begin)]
     named = f"{name} (it needs {lacks[0]})" if lacks else name
     require(name in known, f"{folder} holds {named}: supported are {', '.join(known)}")
+    check_fields(file, raw)
     from transformers import AutoConfig
 
     try:
@@ -87,6 +128,7 @@ def read_defaults(folder: Path, hf_config: Any) -> tuple[tuple, dict]:
     """(every id that ends a text, the authors' sampling by name) in `folder`."""
     path = folder / "generation_config.json"
     raw = read_json(path) if path.is_file() else {}
+    check_fields(path, raw)
     eos = raw.get("eos_token_id", getattr(hf_config, "eos_token_id", None))
     if not raw.get("do_sample"):
         raw["temperature"] = 0.0

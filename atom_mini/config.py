@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import difflib
-import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import read_config, read_defaults, require, resolve_model
+from .checkpoint import is_number, is_whole, read_config, read_defaults
+from .checkpoint import require, resolve_model
 
 # %% auto #0
-__all__ = ['Rule', 'SHARE', 'WISHES', 'COUNT', 'RULES', 'VARIANTS', 'check_options', 'is_number', 'is_whole', 'is_count',
+__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'VARIANTS', 'check_options', 'is_count',
            'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config', 'Variant',
            'settle']
 
@@ -32,17 +32,8 @@ def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
 Rule = tuple[str, Callable[[Any], bool], str]  # names, what holds, in words
 
 
-def is_number(value: Any, kinds: Any = (int, float)) -> bool:
-    """Whether it is a finite number and no bool."""
-    return isinstance(value, kinds) and type(value) is not bool and math.isfinite(value)
-
-# %% ../nbs/01b_config.ipynb #1e439c9b
-def is_whole(value: Any) -> bool:
-    return is_number(value, int)
-
-
-def is_count(value: Any) -> bool:
-    return is_whole(value) and value >= 1
+def is_count(value: Any, most: float = float("inf")) -> bool:
+    return is_whole(value) and 1 <= value <= most
 
 # %% ../nbs/01b_config.ipynb #261bf909
 def is_bool(value: Any) -> bool:
@@ -129,16 +120,17 @@ def are_texts(value: Any) -> bool:
     return is_list and all(isinstance(s, str) and s for s in many)
 
 
-SHARE = "a number above 0 and at most 1"
+LEAST = 1e-30  # above 0: the sampler computes in float32, for which 1e-46 is 0
+FROM_LEAST, TO_ONE = f"a number from {LEAST}", f"[{LEAST}, 1]"
 WISHES: list[Rule] = [
-    ("temperature", lambda v: is_number(v) and v >= 0, "a number, at least 0 (greedy)"),
-    ("top_p", lambda v: is_number(v) and 0 < v <= 1, f"{SHARE} (1: off)"),
+    ("temperature", lambda v: is_number(v) and v >= 0, "a number from 0 to 3e38"),
+    ("top_p", lambda v: is_number(v) and LEAST <= v <= 1, f"a number in {TO_ONE}"),
     ("top_k", lambda v: is_whole(v) and v >= -1, "a whole number from -1 (off)"),
     ("min_p", lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 (off) to 1"),
-    ("repetition_penalty", lambda v: is_number(v) and v > 0, "a number above 0"),
+    ("repetition_penalty", lambda v: is_number(v) and v >= LEAST, FROM_LEAST),
     ("max_tokens", is_count, "a whole number, at least 1"),
     ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
-    ("seed", is_whole, "a whole number"),
+    ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
     ("ignore_eos", is_bool, "True or False"),
     ("stop", are_texts, "a text or a list of texts, none of them empty"),
     ("stop_token_ids", lambda v: isinstance(v, list | tuple), "a list of token ids"),
@@ -188,10 +180,13 @@ class Config:
         wrong = f"without chunked prefill {what}enable_chunked_prefill=True"
         require(self.enable_chunked_prefill or fits, wrong)
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path | None = None, **options: Any
+    ) -> None:
         kinds: list[Any] = [Config, *VARIANTS]
         known = [f for kind in kinds for f in fields(kind) if f.init]
         check_options("Config", options, [f.name for f in known])
+        model = str(model) if isinstance(model, Path) else model
         defaults = {f.name: f.default for f in known}
         vars(self).update(defaults | options, model=model, sampling_defaults={})
         check_rules(self, RULES)
@@ -213,10 +208,13 @@ class Config:
 
 # %% ../nbs/01b_config.ipynb #a2bfb97a
 COUNT = "a whole number from 1"
+MOST = 2**20  # sequences: each has a row in a matrix that is made at the start
 RULES: list[Rule] = [
-    ("kv_cache_block_size max_num_seqs max_num_batched_tokens", is_count, COUNT),
+    ("model", lambda v: isinstance(v, str), "a folder, a hub id or 'tiny'"),
+    ("kv_cache_block_size max_num_batched_tokens", is_count, COUNT),
+    ("max_num_seqs", lambda v: is_count(v, MOST), f"{COUNT} to {MOST}"),
     ("num_kvcache_blocks max_model_len", is_count, COUNT),
-    ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, SHARE),
+    ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
     ("enable_prefix_caching enable_chunked_prefill", is_bool, "True or False"),
     one_of("dtype", None, "float32", "float16", "bfloat16"),
 ]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -22,7 +23,7 @@ from .text import CompletionOutput, InputOutputProcessor, Request, TextPiece
 from .text import decode, load_tokenizer
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'Metrics', 'LLM']
+__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'Metrics', 'LLM', 'content_text']
 
 # %% ../nbs/09c_llm.ipynb #80c4fab6
 def plain_engine(config: Config) -> EngineCore:
@@ -78,11 +79,12 @@ class LLM:
         """What the engine's listener has written; None if it remembers nothing."""
         return self.engine_core.trace
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
         self.config = Config(model, **options)
+        self.tokenizer = load_tokenizer(self.config)
         make = self.config.pick("make_engine", plain_engine)
         self.engine_core: EngineCore = make(self.config)
-        self.tokenizer = load_tokenizer(self.config)
         self.processor = InputOutputProcessor(self.config, self.tokenizer)
         if self.trace is not None and self.tokenizer is not None:
             self.trace.to_text = lambda token_id: decode(self.tokenizer, [token_id])
@@ -235,8 +237,9 @@ class LLM:
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, f"{self.config.model} has no chat template: use generate")
         options = {"tokenize": False, "add_generation_prompt": True}
+        plain = [{**message, "content": content_text(message)} for message in messages]
         with self._lock:
-            text = self.tokenizer.apply_chat_template(messages, **options)
+            text = self.tokenizer.apply_chat_template(plain, **options)
             return self.processor.encode(text, add_special_tokens=False)
 
     def chat(
@@ -289,4 +292,17 @@ def _plain(value: Any) -> Any:
 PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
 
 # %% ../nbs/09c_llm.ipynb #7a31c5d7
-Chat = list[dict[str, str]]  # {"role", "content"}
+Chat = list[dict[str, Any]]  # {"role", "content"}
+
+# %% ../nbs/09c_llm.ipynb #c0de7ca8
+def content_text(message: dict[str, Any]) -> str:
+    """What a message says: a text, or a list of parts that are texts. ValueError for
+    anything else."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    what = f"content={content!r} of a chat message must be a text or a list of parts"
+    require(isinstance(parts, list | tuple), what)
+    kinds = [p.get("type") if isinstance(p, dict) else p for p in parts or ()]
+    good = all(kind == "text" for kind in kinds)
+    require(good, f"parts of a chat message must be of type 'text', not {kinds}")
+    return "".join(part["text"] for part in parts or ())

@@ -18,7 +18,7 @@ from .checkpoint import read_json, require
 from .models import CausalLM, Linear, Readers, TorchOps, family_of
 
 # %% auto #0
-__all__ = ['weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'load_weights', 'blank_model', 'load_model']
+__all__ = ['weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'load_weights', 'blank_model', 'load_model']
 
 # %% ../nbs/06b_loading.ipynb #680c3671
 def weight_targets(model: nn.Module) -> dict[str, Tensor]:
@@ -50,6 +50,8 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
         places = read_json(index).get("weight_map")
         what = f"{index} has no weight_map: it does not say which shard holds what"
         require(isinstance(places, dict), what)
+        odd = [(k, v) for k, v in (places or {}).items() if not isinstance(v, str)][:1]
+        require(not odd, f"{index}: (weight, file) {odd} must be texts")
         files = {name: folder / shard for name, shard in (places or {}).items()}
         gone = sorted({file.name for file in files.values() if not file.is_file()})
         what = f"{folder} lacks {len(gone)} shard(s) that its index names"
@@ -69,6 +71,17 @@ def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
         if part is None:
             return tensors.get_tensor(name)
         return tensors.get_slice(name)[part]
+
+# %% ../nbs/06b_loading.ipynb #f111f112
+def fill(target: Tensor, tensor: Tensor, what: str) -> None:
+    """Copy a weight of the file. ValueError if it is no float, or not finite here."""
+    kinds = f"{what} is {tensor.dtype}, and the model computes in {target.dtype}"
+    both = target.is_floating_point() == tensor.is_floating_point()
+    require(both, f"{kinds}: quantised weights need their scales")
+    target.copy_(tensor)
+    total = target.sum(dtype=torch.float32)
+    what = f"{what} has NaN or inf in {target.dtype}: the file is broken"
+    require(bool(total.isfinite()), f"{what}, or set dtype='float32'")
 
 # %% ../nbs/06b_loading.ipynb #400164f0
 def load_weights(
@@ -92,7 +105,7 @@ def load_weights(
         theirs, ours = list(tensor.shape), list(target.shape)
         what = f"weight {name} is {theirs} in the file, {ours} in the model"
         require(theirs == ours, what)
-        target.copy_(tensor)
+        fill(target, tensor, f"weight {name} in {folder}")
 
 # %% ../nbs/06b_loading.ipynb #23bef2f8
 def blank_model(

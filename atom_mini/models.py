@@ -21,8 +21,9 @@ from .checkpoint import require
 
 # %% auto #0
 __all__ = ['Scale', 'ROPE_TYPES', 'Readers', 'FAMILIES', 'BEFORE', 'rotary_frequencies', 'RotaryEmbedding', 'rotate',
-           'uses_onednn', 'linear', 'unfilled', 'Linear', 'TorchOps', 'head_dim', 'Heads', 'dense_heads', 'RMSNorm',
-           'SelfAttention', 'MLP', 'Dense', 'family_of', 'DecoderLayer', 'Decoder', 'check_supported', 'CausalLM']
+           'uses_onednn', 'round_rows', 'linear', 'unfilled', 'Linear', 'TorchOps', 'head_dim', 'Heads', 'dense_heads',
+           'RMSNorm', 'SelfAttention', 'MLP', 'Dense', 'family_of', 'DecoderLayer', 'Decoder', 'check_supported',
+           'CausalLM']
 
 # %% ../nbs/06a_models.ipynb #0322c49c
 # (frequencies [dim / 2], the checkpoint's parameters, dim) -> (frequencies, factor)
@@ -72,12 +73,21 @@ def uses_onednn(x: Tensor) -> bool:
     is_plain = x.device.type == "cpu" and x.dtype == torch.float32
     return is_plain and torch.backends.mkldnn.is_available()
 
+# %% ../nbs/06a_models.ipynb #a7788e93
+def round_rows(n: int) -> int:
+    """The next of a few sizes, eight to each doubling: at most an eighth more."""
+    step = 1 << max(0, n.bit_length() - 4)
+    return -(-n // step) * step
+
 # %% ../nbs/06a_models.ipynb #a7788e94
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, in] @ weight [out, in].T + bias -> [T, out]."""
-    if uses_onednn(x):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    if not uses_onednn(x):
+        return F.linear(x, weight, bias)
+    spare = round_rows(len(x)) - len(x)
+    x = F.pad(x, (0, 0, 0, spare)) if spare else x
+    out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out[: len(out) - spare]
 
 # %% ../nbs/06a_models.ipynb #b6a8683c
 def unfilled(*shape: int) -> nn.Parameter:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
+from .sequence import NO_TOKEN
 
 # %% auto #0
-__all__ = ['NEUTRAL', 'Upload', 'uniforms', 'draw', 'soften', 'sample', 'keep_mask', 'on_cpu', 'SamplingMetaData', 'Sampler',
-           'gather_logprobs']
+__all__ = ['NEUTRAL', 'Upload', 'uniforms', 'draw', 'soften', 'without_broken', 'sample', 'keep_mask', 'on_cpu',
+           'SamplingMetaData', 'Sampler', 'gather_logprobs']
 
 # %% ../nbs/07_sampler.ipynb #9c764baa
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -50,6 +51,11 @@ def soften(logits: Tensor, temperature: Tensor) -> Tensor:
     logits = logits - logits.amax(-1, keepdim=True)  # a tiny one divides nothing large
     return logits / temperature.masked_fill(temperature == 0, 1)[:, None]
 
+# %% ../nbs/07_sampler.ipynb #b50cee04
+def without_broken(tokens: Tensor, logits: Tensor) -> Tensor:
+    """`tokens` [B], but NO_TOKEN where a row of `logits` [B, V] has NaN or +inf."""
+    return tokens.where(logits.amax(-1).isfinite(), NO_TOKEN)
+
 # %% ../nbs/07_sampler.ipynb #f4d1c1bc
 def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
     """One token per row of `logits` [B, V], unfiltered: int64 [B].
@@ -57,7 +63,8 @@ def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
     The argmax where `temperature` [B] is 0, else drawn with `u` [B].
     """
     drawn = draw(soften(logits.float(), temperature).softmax(-1), u)
-    return torch.where(temperature == 0, logits.argmax(-1), drawn)
+    tokens = torch.where(temperature == 0, logits.argmax(-1), drawn)
+    return without_broken(tokens, logits)
 
 # %% ../nbs/07_sampler.ipynb #6b7fa86c
 def keep_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -165,11 +172,11 @@ class Sampler:
         logits = logits.float()
         if meta.penalty is not None:
             logits = self._penalise(logits, meta.penalty, meta.seen)
-        greedy = logits.argmax(-1)
-        if heat is None:
-            return greedy
-        probs = self.filtered(soften(logits, heat), meta)
-        return torch.where(heat == 0, greedy, draw(probs, meta.u))
+        tokens = logits.argmax(-1)
+        if heat is not None:
+            probs = self.filtered(soften(logits, heat), meta)
+            tokens = torch.where(heat == 0, tokens, draw(probs, meta.u))
+        return without_broken(tokens, logits)
 
 # %% ../nbs/07_sampler.ipynb #0d907b8f
 def gather_logprobs(
@@ -184,7 +191,7 @@ def gather_logprobs(
         return {}
     logprobs = logits[list(wanted)].float().log_softmax(-1)
     likely = logprobs.topk(min(max(wanted.values()), logits.shape[-1])).indices
-    own = torch.tensor(token_ids, device=logits.device)[list(wanted), None]
+    own = torch.tensor(token_ids, device=logits.device)[list(wanted), None].clamp(min=0)
     columns = torch.cat([likely, own], 1)
     lists = columns.tolist(), logprobs.gather(1, columns).tolist()
     return {

@@ -15,7 +15,8 @@ import numpy as np
 from .block_manager import BlockManager, PrefixIndex
 from .checkpoint import require
 from .config import Config, SamplingParams
-from .sequence import RequestOutput, Sequence, SequenceStatus, SequenceType
+from .sequence import NO_TOKEN, RequestOutput, Sequence
+from .sequence import SequenceStatus, SequenceType
 
 # %% auto #0
 __all__ = ['ScheduledBatch', 'ScheduledBatchOutput', 'BaseScheduler', 'next_chunk', 'Scheduler']
@@ -188,8 +189,10 @@ class BaseScheduler:
         return seq
 
     def _stop_reason(self, seq: Sequence, token_id: int) -> str | None:
-        """Why `seq` ends with `token_id`, its next token, or None. The first four are
-        ATOM's words."""
+        """Why `seq` ends with `token_id`, its next token, or None. The words are ATOM's,
+        but "not_finite": the model's logits were no numbers, and there is no token."""
+        if token_id == NO_TOKEN:
+            return "not_finite"
         if seq.stop_checker is not None and seq.stop_checker(token_id):
             return "stop_sequence"
         if token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos:
@@ -221,10 +224,14 @@ class BaseScheduler:
             for i, token_id in enumerate(new):
                 seq.first_token_time = seq.first_token_time or now
                 reason = self._stop_reason(seq, token_id)
-                seq.logprobs += logprobs[i : i + 1]
-                seq.append_token(token_id, reason)
+                end = i + (token_id != NO_TOKEN)
+                seq.logprobs += logprobs[i:end]
+                if end > i:
+                    seq.append_token(token_id, reason)
+                else:
+                    seq.leave_reason = reason
                 if reason is not None:
-                    output.token_ids[seq.id] = new[: i + 1]
+                    output.token_ids[seq.id] = new[:end]
                     self._finish(seq, now)
                     finished.append(seq)
                     break

@@ -17,7 +17,7 @@ from .checkpoint import require
 from .config import SamplingParams, as_token_ids
 
 # %% auto #0
-__all__ = ['PLACEHOLDER', 'SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
+__all__ = ['PLACEHOLDER', 'NO_TOKEN', 'SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
 
 # %% ../nbs/02_sequence.ipynb #d2316756
 class SequenceStatus(Enum):
@@ -139,6 +139,9 @@ class Sequence:
 PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
 
 # %% ../nbs/02_sequence.ipynb #7e40ee66
+NO_TOKEN = -1  # what a step brings in place of a token if its logits were no numbers
+
+
 class RequestOutput(NamedTuple):
     """New tokens of one request after one step: the first fields of ATOM's record.
     `finish_reason`: its `leave_reason`."""

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
-from .checkpoint import require
+from .checkpoint import read_json, require
 from .config import Config, SamplingParams, as_token_ids
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['decode', 'byte_tokens', 'Progress', 'IncrementalDetokenizer', 'CompletionOutput', 'TextPiece', 'check_unicode',
-           'load_tokenizer', 'InputOutputProcessor', 'Request']
+__all__ = ['NOT_FINITE', 'decode', 'byte_tokens', 'Progress', 'IncrementalDetokenizer', 'CompletionOutput', 'TextPiece',
+           'check_unicode', 'load_tokenizer', 'InputOutputProcessor', 'Request']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
 def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
@@ -141,8 +142,9 @@ class CompletionOutput:
     prompt_token_ids: list[int]
     text: str  # without special tokens, cut before a stop string
     token_ids: list[int]  # all generated, the one that ended it included
-    finish_reason: str  # "stop", "length" or "abort"
-    # "eos", the token id, the stop string; "max_tokens", "max_model_len", "kv_cache"
+    finish_reason: str  # "stop", "length", "abort" or "error"
+    # "eos", the token id, the stop string; "max_tokens", "max_model_len", "kv_cache";
+    # what was wrong
     stop_reason: str | int
     num_cached_tokens: int  # of the prompt, served by the prefix cache
     ttft: float  # arrival to first token
@@ -182,7 +184,14 @@ def load_tokenizer(config: Config) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(config.folder)
+    try:
+        return AutoTokenizer.from_pretrained(config.folder)
+    except Exception as error:  # whatever it says, the folder is wrong
+        for name in names[:2]:
+            if (file := config.folder / name).is_file():
+                read_json(file)  # if it has broken off, that is why
+        what = f"the tokenizer in {config.folder} cannot be read"
+        raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
 
 # %% ../nbs/09b_text.ipynb #52cf4521
 class InputOutputProcessor:
@@ -237,6 +246,8 @@ class InputOutputProcessor:
             detokenizer.flush()
             text, stopped = detokenizer.text, detokenizer.progress.stopped
         finish_reason, stop_reason = _explain(seq, stopped)
+        if finish_reason == "error":
+            warnings.warn(f"request {seq.id} failed: {stop_reason}", stacklevel=3)
         first = seq.first_token_time or seq.leave_time
         return CompletionOutput(
             request_id=seq.id, prompt=request.prompt, text=text, token_ids=ids,
@@ -260,6 +271,10 @@ class Request:
     num_sent: int = 0  # tokens that a stream has given out
 
 # %% ../nbs/09b_text.ipynb #3557cdf5
+NOT_FINITE = "the model's logits are no finite numbers: its weights are broken, or "
+NOT_FINITE += "dtype is too small for them (try dtype='float32')"
+
+
 def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
     """(finish_reason, stop_reason) from ATOM's `leave_reason`."""
     reason = seq.leave_reason or "abort"
@@ -267,4 +282,6 @@ def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
         return "stop", stopped
     if reason.startswith("stop_"):
         return "stop", int(reason.removeprefix("stop_"))
+    if reason == "not_finite":
+        return "error", NOT_FINITE
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason

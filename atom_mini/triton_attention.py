@@ -19,9 +19,9 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by NumPy, on the CPU
 
 # %% auto #0
-__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'LAUNCHES', 'FEW_TOKENS', 'cut_queries', 'part_size', 'cut_keys',
-           'AttentionPlan', 'plan_attention', 'paged_attention_kernel', 'merge_kernel', 'Launch', 'architecture',
-           'launch_options', 'product_type', 'PagedAttention']
+__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'LAUNCHES', 'RELATIVES', 'FEW_TOKENS', 'cut_queries', 'part_size',
+           'cut_keys', 'AttentionPlan', 'plan_attention', 'paged_attention_kernel', 'merge_kernel', 'Launch', 'nearest',
+           'architecture', 'launch_options', 'product_type', 'PagedAttention']
 
 # %% ../nbs/10_triton_attention.ipynb #62e25316
 def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -269,8 +269,24 @@ LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # decode, prefill
     "gfx942": (Launch(16, 2**13, 2, 2, 4, 2), Launch(128, 2**13, 4, 1, 2, 2)),
     "gfx950": (Launch(16, 2**13, 2, 3, 3, 2), Launch(128, 2**13, 4, 1, 2, 2)),
     "gfx1100": (Launch(16, 2**12, 8, 2, 3, 6), Launch(32, 2**12, 8, 1, 3, 5)),
+    "gfx1102": (Launch(16, 2**12, 8, 2, 2, 4), Launch(32, 2**12, 8, 1, 2, 4)),
+    "gfx1201": (Launch(16, 2**13, 4, 1, 7), Launch(128, 2**13, 8, 1, 2)),
     "float32": 2 * (Launch(16, 0, 8, 1, 2),),  # but on CDNA, with a matrix unit for it
 }
+
+# %% ../nbs/10_triton_attention.ipynb #5c1a30ae
+RELATIVES = {
+    "gfx": "gfx1100", "gfx9": "gfx942", "gfx1103": "gfx1102", "gfx115": "gfx1102",
+    "gfx1151": "gfx1100", "gfx120": "gfx1201",
+}  # fmt: skip
+
+
+def nearest(name: str) -> str:
+    """The row of `LAUNCHES` for an AMD GPU: its own, or that of what it starts like."""
+    if name in LAUNCHES:
+        return name
+    starts = (name[:n] for n in range(len(name), 2, -1))
+    return next(RELATIVES[start] for start in starts if start in RELATIVES)
 
 # %% ../nbs/10_triton_attention.ipynb #28fd9e2b
 def architecture(device: torch.device) -> str:
@@ -280,8 +296,7 @@ def architecture(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is None:
         return "sm_90" if properties.major >= 9 else "sm_80"
-    name = properties.gcnArchName.split(":")[0]
-    return name if name in LAUNCHES else "gfx942" if name[:4] == "gfx9" else "gfx1100"
+    return nearest(properties.gcnArchName.split(":")[0])
 
 # %% ../nbs/10_triton_attention.ipynb #21906375
 def launch_options(arch: str, launch: Launch) -> dict[str, int]:

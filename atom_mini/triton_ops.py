@@ -188,16 +188,20 @@ def pick_kernel(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, POW2: tl.constexpr,
 ):
     """One row's token: first the piece in which the cumulated mass passes u, then the
-    token in it."""
+    token in it. NaN and +inf make the mass NaN: such a row has no token, -1."""
     row, chunks = tl.program_id(0).to(tl.int64), tl.arange(0, POW2)
     t, there = tl.load(temperature_ptr + row), chunks < CHUNKS
     tops = tl.load(top_ptr + row * CHUNKS + chunks, mask=there, other=float("-inf"))
     top = tl.max(tops, 0)
-    if t == 0:
+    mass = _read(mass_ptr + row * CHUNKS + chunks, there)
+    total = tl.sum(mass, 0)
+    if not ((total > 0) & (top < float("inf"))):
+        tl.store(out_ptr + row, tl.full([], -1, tl.int64))
+    elif t == 0:
         best = tl.load(best_ptr + row * CHUNKS + tl.argmax(tops, 0))
         tl.store(out_ptr + row, best.to(tl.int64))
     else:
-        mass = _read(mass_ptr + row * CHUNKS + chunks, there) * tl.exp((tops - top) / t)
+        mass *= tl.exp((tops - top) / t)
         target = tl.load(u_ptr + row) * tl.sum(mass, 0)
         chunk = _first_beyond(mass, chunks, target)
         target -= tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)

@@ -10,6 +10,9 @@ import nbformat
 from map import ROOT, draw, parts, read_book
 from player import player
 
+sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
+import machines
+
 STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "node_modules/mathjax/es5/tex-svg.js"))
 
 KINDS = "exercise|check|solution"
@@ -68,7 +71,7 @@ def stage() -> dict[str, str]:
     pages = {
         part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
     }
-    files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme}
+    files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme, "machines.txt": machines.whole()}
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"

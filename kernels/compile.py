@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +30,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parent))
 
+import machines
 import torch
 import triton
 from torch import Tensor
@@ -36,15 +40,16 @@ from triton.runtime.jit import JITFunction
 from atom_mini import triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families import grouped
-from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
+from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.triton_attention import AttentionPlan
 from atom_mini.triton_ops import TritonOps
 
 
 class Hardware(NamedTuple):
-    """A target and what limits its occupancy. A unit is four SIMDs: a CU, an SM, or a pair of CUs of RDNA 3."""
+    """A target and what limits its occupancy. A unit is four SIMDs: a CU, an SM, or a pair of CUs of RDNA."""
 
     target: GPUTarget
+    cards: str
     registers: int  # per lane of a SIMD, shared by its waves
     granule: int  # in which they are given out
     max_waves: int  # per SIMD
@@ -53,16 +58,29 @@ class Hardware(NamedTuple):
 
 
 TARGETS = {
-    "gfx90a": Hardware(GPUTarget("hip", "gfx90a", 64), 512, 8, 8, 2**16, 2**16),
-    "gfx942": Hardware(GPUTarget("hip", "gfx942", 64), 512, 8, 8, 2**16, 2**16),
-    "gfx950": Hardware(GPUTarget("hip", "gfx950", 64), 512, 8, 8, 160 * 2**10, 160 * 2**10),
-    "gfx1100": Hardware(GPUTarget("hip", "gfx1100", 32), 1536, 24, 16, 2**16, 2**17),
-    "sm_90": Hardware(GPUTarget("cuda", 90, 32), 512, 8, 16, 227 * 2**10, 228 * 2**10),
+    "gfx90a": Hardware(GPUTarget("hip", "gfx90a", 64), "MI210, MI250, MI250X", 512, 8, 8, 2**16, 2**16),
+    "gfx942": Hardware(GPUTarget("hip", "gfx942", 64), "MI300A, MI300X, MI325X", 512, 8, 8, 2**16, 2**16),
+    "gfx950": Hardware(GPUTarget("hip", "gfx950", 64), "MI350X, MI355X", 512, 8, 8, 160 * 2**10, 160 * 2**10),
+    "sm_90": Hardware(GPUTarget("cuda", 90, 32), "H100, H200", 512, 8, 16, 227 * 2**10, 228 * 2**10),
 }
-# (target, start of the case): why spills are accepted
+RDNA = {  # cards, registers, granule; of gfx1102 also gfx1103 and gfx1150, whose launches are the same
+    "gfx1100": ("RX 7900 GRE, RX 7900 XT, RX 7900 XTX", 1536, 24),
+    "gfx1102": ("RX 7600, RX 7600 XT", 1024, 16),
+    "gfx1151": ("Radeon 8050S, Radeon 8060S", 1536, 24),
+    "gfx1200": ("RX 9060, RX 9060 XT", 1536, 24),
+    "gfx1201": ("RX 9070, RX 9070 GRE, RX 9070 XT", 1536, 24),
+}
+for name, (cards, registers, granule) in RDNA.items():
+    TARGETS[name] = Hardware(GPUTarget("hip", name, 32), cards, registers, granule, 16, 2**16, 2**17)
+# (start of the target, of the case): why spills are accepted
 WAIVERS: dict[tuple[str, str], str] = {
-    ("gfx1100", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
-    ("gfx1100", "prefill 256"): "the same",
+    ("gfx11", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
+    ("gfx11", "prefill 256"): "the same",
+}
+# (start of the target, in the case): why a kernel may refuse
+REFUSALS: dict[tuple[str, str], str] = {
+    ("gfx11", "latents"): "the query alone would take 288 of the 256 registers",
+    ("gfx12", "latents fp32"): "no matrix instruction for float32, and too few registers without",
 }
 
 
@@ -125,6 +143,7 @@ class Row(NamedTuple):
     narrow: int = 0  # loads of 2 bytes
     loads: int = 0  # all, without scalar ones
     executed: int = 0  # wave instructions, of a tiny case that also ran
+    refused: str = ""  # why it does not run there
     error: str = ""
 
 
@@ -149,10 +168,14 @@ def recorded(name: str) -> Iterator[list[tuple[str, Any]]]:
     with (
         patch.object(JITFunction, "run", compile_only),
         patch.object(triton.runtime.driver, "_active", driver),
-        patch.object(triton_attention, "architecture", lambda device: name),
-        patch.object(grouped, "architecture", lambda device: name),
+        patch.object(triton_attention, "architecture", lambda device: triton_attention.nearest(name)),
+        patch.object(grouped, "architecture", lambda device: triton_attention.nearest(name)),
     ):
         yield launches
+
+
+class Refused(Exception):
+    """A kernel says that it does not run on a target."""
 
 
 def attend(shape: Shape, phase: str, dtype: str, block_size: int, pool: str, misaligned: bool = False) -> None:
@@ -171,14 +194,17 @@ def make_ops(shape: Shape, dtype: str) -> TritonOps:
 
 
 def attend_latents(heads: int, phase: str, dtype: str, block_size: int, pool: str) -> None:
-    """The same over rows of 512 + 64 numbers; nothing where the kernel is refused."""
-    number, device = TYPES[dtype], torch.device("cpu")
-    if triton_attention.architecture(device) in LATENT_LAUNCHES:
-        plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
-        blocks = POOLS[pool] // (block_size * 576 * number.itemsize)
-        cache = empty((1, blocks, 1, block_size, 576), number).expand(2, -1, -1, -1, -1)
-        meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=plan)
-        LatentOps(device, heads, 512, 64, number).attend(empty((64, heads, 576), number), cache, meta, 0.1)
+    """The same over rows of 512 + 64 numbers."""
+    number = TYPES[dtype]
+    try:
+        ops = LatentOps(torch.device("cpu"), heads, 512, 64, number)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
+    blocks = POOLS[pool] // (block_size * 576 * number.itemsize)
+    cache = empty((1, blocks, 1, block_size, 576), number).expand(2, -1, -1, -1, -1)
+    meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=plan)
+    ops.attend(empty((64, heads, 576), number), cache, meta, 0.1)
 
 
 def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool = False) -> None:
@@ -251,13 +277,14 @@ def amd_facts(text: str) -> dict[str, Any]:
     """What the assembly and its metadata say."""
 
     def number(field: str) -> int:
-        found = re.search(rf"\.{field}:\s+(\d+)", text)
+        found = re.search(rf"\.{field}:?\s+(\d+)", text)
         return int(found.group(1)) if found else 0
 
     loads = re.findall(r"^\s*(?:global|buffer|flat)_load_(?:lds_)?(\w+).*$", text, re.M)
     kinds = {kind: len(re.findall(rf"^\s*v_{kind}_", text, re.M)) for kind in ("mfma", "wmma")}
     return {
-        "registers": number("vgpr_count"), "accumulators": number("agpr_count"), "scalars": number("sgpr_count"),
+        "given": number("amdhsa_next_free_vgpr"), "registers": number("vgpr_count"),
+        "accumulators": number("agpr_count"), "scalars": number("sgpr_count"),
         "spills": number("vgpr_spill_count"), "matrix": " ".join(f"{n} {kind}" for kind, n in kinds.items() if n),
         "wide": sum(kind in ("dwordx4", "b128") for kind in loads), "loads": len(loads),
         "narrow": sum("short" in kind or "16" in kind for kind in loads),
@@ -284,15 +311,18 @@ def nvidia_facts(kernel: Any) -> dict[str, Any]:
 
 
 def examine(target: str, name: str, case: str, facts: dict[str, Any], lds: int, warps: int) -> Row:
-    waves = occupancy(TARGETS[target], facts["registers"], lds, warps)
+    """`given` registers count, if there are more of them: so AMD's compiler keeps to the number of waves asked for."""
+    waves = occupancy(TARGETS[target], facts.pop("given", facts["registers"]), lds, warps)
     return Row(target, name, case, lds=lds, warps=warps, waves=waves, **facts)
 
 
 def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row]:
-    """A row for each kernel that a case launches, or one with the error."""
+    """A row for each kernel that a case launches, or one with the error or why it is refused."""
     with recorded(target) as launches:
         try:
             launch()
+        except Refused as refusal:
+            return [Row(target, "refused", case, refused=str(refusal))]
         except Exception as error:  # the compiler's own, of any kind: it is a row, and the others follow
             while error.__cause__:
                 error = error.__cause__
@@ -321,12 +351,20 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
 STREAMS = ("paged_attention_kernel", "latent_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
 
 
+def reason(row: Row) -> str:
+    """Why a refusal is expected, if it is."""
+    here = [why for (target, case), why in REFUSALS.items() if row.target.startswith(target) and case in row.case]
+    return "".join(here)
+
+
 def faults(row: Row) -> list[str]:
     """What is wrong with a kernel."""
     found = [row.error] if row.error else []
     if row.executed:  # its shapes are not a model's
         return found
-    waived = any(row.target == target and row.case.startswith(case) for target, case in WAIVERS)
+    if row.refused:
+        return [] if reason(row) else [row.refused]
+    waived = any(row.target.startswith(target) and row.case.startswith(case) for target, case in WAIVERS)
     if row.spills and not waived:
         found.append(f"{row.spills} spills")
     if row.lds > TARGETS[row.target].program_lds:
@@ -361,6 +399,32 @@ def check(target: str, quick: bool = False, executes: bool = False) -> tuple[lis
     return rows, [f"{row.target}, {row.kernel}, {row.case}: {fault}" for row in rows for fault in faults(row)]
 
 
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """What is recorded of a target: how many kernels, what is refused, and each kind of kernel at its worst."""
+    groups, refused = defaultdict(list), [row for row in rows if row.refused]
+    for row in rows:
+        if not row.refused and not row.executed and not row.error:
+            groups[label(row)].append(row)
+    kernels = {
+        name: {"variants": len(group), "waves": min(row.waves for row in group),
+               **{field: max(getattr(row, field) for row in group) for field in ("registers", "spills", "lds")}}
+        for name, group in sorted(groups.items())
+    }  # fmt: skip
+    launches = sum(kernel["variants"] for kernel in kernels.values())
+    only = " in float32" * all("fp32" in row.case for row in refused)
+    return {"cards": TARGETS[rows[0].target].cards, "launches": launches, "kernels": kernels,
+            "refused": {f"latent attention{only}": reason(refused[0])} if refused else {},
+            "faults": sum(bool(faults(row)) for row in rows)}  # fmt: skip
+
+
+def label(row: Row) -> str:
+    """The kernel, in what phase, and what makes it another one: the size of heads, float32."""
+    name, found = row.kernel.removesuffix("_kernel").replace("_", " "), re.match(r"(decode|prefill)( \d+)?", row.case)
+    if found and name in ("paged attention", "latent attention", "expert"):
+        name += f", {found[1]}" + f", heads of{found[2]}" * bool(found[2])
+    return name + ", float32" * ("fp32" in row.case)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
@@ -368,13 +432,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only the variants most likely to fail")
     parser.add_argument("--execute", action="store_true", help="on AMD, count what tiny cases execute")
     arguments = parser.parse_args()
-    everything, wrong = [], []
-    for target in arguments.target or TARGETS:
-        start = time.perf_counter()
-        rows, found = check(target, arguments.quick, arguments.execute)
-        print(f"\n{target}, Triton {triton.__version__}: {len(rows)} kernels in {time.perf_counter() - start:.0f} s")
-        print_table(rows)
-        everything, wrong = everything + rows, wrong + found
+    everything, wrong, targets, start = [], [], arguments.target or [*TARGETS], time.perf_counter()
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        tasks = [pool.submit(check, target, arguments.quick, arguments.execute) for target in targets]
+        for target, task in zip(targets, tasks, strict=True):
+            rows, found = task.result()
+            print(f"\n{target}, Triton {triton.__version__}: {len(rows)} kernels, {time.perf_counter() - start:.0f} s")
+            print_table(rows)
+            everything, wrong = everything + rows, wrong + found
+            if not arguments.quick:
+                machines.record(target, "compiled", summary(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps([row._asdict() for row in everything], indent=1) + "\n")
     print("\n" + ("\n".join(["FAILED", *wrong]) if wrong else "no faults"))

@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -25,14 +27,17 @@ sys.path += [p for p in map(str, (ROOT, ROOT / "kernels", ROOT / "tests")) if p 
 
 from amd.launch import emulated  # noqa: E402, I001  before atom_mini imports triton
 from amd.group import Launch  # noqa: E402
-from amd.machine import TARGETS, Fault  # noqa: E402
+from amd.machine import TARGETS  # noqa: E402
+from amd.memory import Fault  # noqa: E402
 from amd.program import KINDS  # noqa: E402
 
+import machines  # noqa: E402
 import torch  # noqa: E402
 import pytest  # noqa: E402
 import test_kernels as kernels  # noqa: E402
 from atom_mini import triton_attention  # noqa: E402
 from atom_mini.families import grouped  # noqa: E402
+from atom_mini.families.latent_kernel import LATENT_LAUNCHES  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}  # twice what was seen
@@ -121,7 +126,8 @@ CASES: dict[str, Callable[[], Error]] = {
     "latents bf16, decode": lambda: latents("bf16", [(1, 40), (1, 300)]),
     "latents fp16, prefill": lambda: latents("fp16", [(20, 30)]),
 }
-NOT_THERE = {("gfx1100", "latents")}  # (target, start of a case): kernels that a target refuses
+# (target, start of a case): kernels that a target refuses
+NOT_THERE = {(t, "latents") for t in TARGETS if triton_attention.nearest(t) not in LATENT_LAUNCHES}
 
 
 class Row(NamedTuple):
@@ -146,7 +152,7 @@ def execute(target: str, case: str, **options) -> tuple[Row, list[Launch]]:
     """Run one case; a fault of the machine, or too large an error, is told in the row."""
     launches: list[Launch] = []
     error, fault = math.inf, ""
-    name_it: Callable = lambda device: target  # noqa: E731
+    name_it: Callable = lambda device: triton_attention.nearest(target)  # noqa: E731
     with patch.object(triton_attention, "architecture", name_it), patch.object(grouped, "architecture", name_it):
         try:
             with emulated(target, **options) as launches:
@@ -167,6 +173,16 @@ def print_row(row: Row) -> None:
     print(f"{row.target:8} {row.case:31} {row.kernels:22}{numbers}  {row.error:8.0e}  {verdict}", flush=True)
 
 
+def summary(rows: list[Row]) -> dict[str, int]:
+    """What is recorded of a target."""
+    count = sum(sum(row.counts.values()) for row in rows)
+    return {"cases": len(rows), "right": sum(not row.fault for row in rows), "instructions": count}
+
+
+def run_cases(target: str, only: str) -> list[Row]:
+    return [execute(target, case)[0] for case in cases_of(target, only)]
+
+
 class Everything:
     """pytest's plugin: the kernels' own tests, every launch executed for a target."""
 
@@ -179,7 +195,7 @@ class Everything:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self) -> None:
-        patch.object(triton_attention, "architecture", lambda device: self.target).start()
+        patch.object(triton_attention, "architecture", lambda device: triton_attention.nearest(self.target)).start()
         self.emulation = emulated(self.target)
         self.launches = self.emulation.__enter__()
 
@@ -206,10 +222,14 @@ def main() -> int:
         return max(run_all(target, rest) for target in targets)
     start, rows = time.perf_counter(), []
     print(f"{'target':8} {'case':31} {'kernels':22}{''.join(f'{kind:>9}' for kind in KINDS)}     error")
-    for target in targets:
-        for case in cases_of(target, arguments.only):
-            rows.append(execute(target, case)[0])
-            print_row(rows[-1])
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        run = pool.map if len(targets) > 1 else map
+        for found in run(run_cases, targets, [arguments.only] * len(targets)):
+            for row in found:
+                print_row(row)
+            rows += found
+            if found and not arguments.only:
+                machines.record(found[0].target, "executed", summary(found))
     if arguments.json:
         arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     wrong = [row for row in rows if row.fault]

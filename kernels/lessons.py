@@ -50,18 +50,21 @@ def lessons() -> None:
     product[(1,)](a, b, torch.zeros(16, 16), num_warps=1, matrix_instr_nonkdim=16)
 
 
-def record(target: str) -> dict[str, list[Launch]]:
-    """The launches before they ran, with what they are given: the lessons and a decode of 300 keys."""
+def record(target: str, row: str) -> dict[str, list[Launch]]:
+    """The launches before they ran, with what they are given: the lessons and a decode of 300 keys, launched as a row
+    of `LAUNCHES` says."""
     found = {}
     with triton.knobs.amd.scope():
         triton.knobs.amd.use_buffer_ops = False  # masked loads then change the execution mask
         with emulated(target, runs=False) as found["lessons"]:
             lessons()
-    architecture = patch.object(triton_attention, "architecture", lambda device: target)
+    architecture = patch.object(triton_attention, "architecture", lambda device: row)
     with architecture, emulated(target, runs=False) as found["decode"]:
         execute.attend("bf16", [(1, 300)])
     return found
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(pickle.dumps({target: record(target) for target in ("gfx942", "gfx1100")}))
+    recorded = {target: record(target, target) for target in ("gfx942", "gfx1100", "gfx1201")}
+    recorded["gfx1201, launched as gfx1100"] = record("gfx1201", "gfx1100")
+    Path(sys.argv[1]).write_bytes(pickle.dumps(recorded))

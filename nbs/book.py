@@ -100,12 +100,15 @@ def export(paths: list[Path]) -> None:
 
 
 def readme(path: Path | None = None) -> str:
-    """README.md's text: the markdown cells of index.ipynb, its code cells fenced, their printed outputs indented."""
+    """README.md's text: the markdown cells of index.ipynb, its code cells fenced, their printed outputs indented; of
+    hidden ones the tables that they show."""
     parts = []
     for cell in read_nb(path or ROOT / "nbs" / "index.ipynb").cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source)
-        elif cell.cell_type == "code" and "#| hide" not in cell.source:
+        elif "#| hide" in cell.source:
+            parts += ["".join(o["data"].get("text/markdown", "")) for o in cell.outputs if "data" in o]
+        elif cell.cell_type == "code":
             parts.append(f"```python\n{cell.source}\n```")
             parts += [_printed(cell)] if _printed(cell) else []
     return "\n\n".join(parts) + "\n"

@@ -26,7 +26,9 @@ tool = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = tool
 spec.loader.exec_module(tool)
 """
-TARGETS = ["gfx90a", "gfx942", "gfx950", "gfx1100", "sm_90"]
+TARGETS = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_90"]
+# Whose launches are those of a relative above, or few: `make kernels` compiles them all.
+RELATIVES = [pytest.param(name, marks=pytest.mark.slow) for name in ("gfx1102", "gfx1151", "gfx1200")]
 
 
 def run(code: str) -> dict[str, list[str]]:
@@ -49,7 +51,7 @@ for row in tool.compile_case({target!r}, {case!r}, launch):
 """)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, *RELATIVES])
 def test_no_faults(target: str) -> None:
     result = run(f"rows, wrong = tool.check({target!r}, quick=True)\nresult = {{'rows': len(rows), 'wrong': wrong}}")
     assert not result["wrong"]
@@ -65,6 +67,36 @@ def test_spills_are_found() -> None:
     launch = with_launch("gfx942", "rows=128, key_bytes=2**14, warps=4, stages=1, programs=2, waves=2")
     faults = faults_of("gfx942", launch, "prefill")["paged_attention_kernel"]
     assert any("spills" in fault for fault in faults)
+
+
+def test_a_refusal_is_a_fault_where_none_is_expected() -> None:
+    """RDNA 3 refuses latent attention. If CDNA did, its row of the table might be lost."""
+    launch = "tool.attend_latents(16, 'decode', 'bf16', 16, '4 GiB')"
+    assert faults_of("gfx1151", launch, "decode latents bf16") == {"refused": []}
+    lost = f"del sys.modules['atom_mini.families.latent_kernel'].LATENT_LAUNCHES['gfx942']; {launch}"
+    (fault,) = faults_of("gfx942", lost, "decode latents bf16")["refused"]
+    assert "on gfx942: set attention='torch'" in fault
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx1102", "gfx1201"])
+def test_waves_are_as_many_as_the_compiler_says(target: str) -> None:
+    """By registers: those given, which may be more than are used, where a launch asks for fewer waves."""
+    result = run(f"""
+import re
+result = {{}}
+with tool.recorded({target!r}) as launches:
+    tool.attend(tool.LLAMA, 'prefill', 'bf16', 16, '4 GiB')
+    tool.attend(tool.LLAMA, 'decode', 'bf16', 16, '4 GiB')
+    tool.run_small(tool.QWEN, 64)
+    if {target!r} == 'gfx1201':  # what happens with a row that asks for six waves
+        tool.triton_attention.LAUNCHES['gfx1201'] = tool.triton_attention.LAUNCHES['gfx1100']
+        tool.attend(tool.LLAMA, 'decode', 'bf16', 16, '4 GiB')
+for n, (name, kernel) in enumerate(launches):
+    text = kernel.asm["amdgcn"]
+    ours = tool.examine({target!r}, name, "", tool.amd_facts(text), 0, 4).waves
+    result[f"{{name}} {{n}}"] = [ours, float(re.search(r"; Occupancy: (\\d+)", text)[1])]
+""")
+    assert len(result) >= 6 and all(ours == theirs for ours, theirs in result.values()), result
 
 
 def test_too_much_lds_is_found() -> None:

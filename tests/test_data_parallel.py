@@ -217,8 +217,9 @@ class Counting:
 
 
 def near_config(**options: Any) -> Config:
-    knobs_here = {"data_parallel_size": 2, "routing": "prefix", "data_parallel_place": [0, "", 1], **SMALL, **options}
-    return Config(**knobs_here)
+    config = Config(**{"data_parallel_size": 2, "routing": "prefix", **SMALL, **options})
+    config.data_parallel_place = [0, "", 1]
+    return config
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -560,7 +561,8 @@ class Together:
         wait_for(lambda: self.errors or all(self.loops))
 
     def make_core(self, rank: int) -> EngineCore:
-        config = near_config(data_parallel_place=[rank, self.folder, self.limit], lockstep=True, routing="load")
+        config = near_config(lockstep=True, routing="load")
+        config.data_parallel_place = [rank, self.folder, self.limit]
         runner = Noting()
         runner.ranks = vars(config)["ranks"] = Agreement(open_group(self.folder, rank, self.size, self.limit))
         return EngineCore(config, runner)
@@ -818,8 +820,9 @@ def test_each_rank_has_its_own_experts(kind: str, tmp_path: Path, monkeypatch: p
 
     def run(rank: int) -> None:
         own.rank = str(rank)
-        knobs = {"data_parallel_size": 3, "enable_expert_parallel": True, "data_parallel_place": [rank, folder, 20.0]}
-        core = make_one(Config(str(tmp_path), **knobs, **SMALL))
+        config = Config(str(tmp_path), data_parallel_size=3, enable_expert_parallel=True, **SMALL)
+        config.data_parallel_place = [rank, folder, 20.0]
+        core = make_one(config)
         core.config.ranks.num_rows = 6
         results[rank] = core.runner, logits(core.runner, ids[rank])
 

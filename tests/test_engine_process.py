@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from test_interrupt import Tripwire
 
 import atom_mini
 from atom_mini import LLM, Config, SamplingParams
+from atom_mini.config import VARIANTS, Variant
 from atom_mini.engine_core import EngineCore
 from atom_mini.processes import far_core, knobs
 from atom_mini.processes.engine_process import EngineLoop
@@ -517,6 +520,70 @@ def test_kill_the_engine_while_threads_wait(tidy: Path) -> None:
         assert time.perf_counter() - start < 0.5
     llm.close()
     llm.close()
+
+
+def test_a_row_without_a_token_crosses(fake: Callable[..., FarCore]) -> None:
+    """What was generated before stays; the request ends with an error, the others run on."""
+    rows = "zip(batch.req_ids, batch.context_lens.tolist())"
+    core = fake(in_forward=f"return ScheduledBatchOutput({{i: (-1,) if n == 6 else (n,) for i, n in {rows}}})")
+    short, long = request(core, 3, max_tokens=9), request(core, 2, max_tokens=4)
+    finish(core, short, long)
+    assert (short.leave_reason, short.completion_token_ids) == ("not_finite", [3, 4, 5])
+    assert (long.leave_reason, long.completion_token_ids) == ("max_tokens", [2, 3, 4, 5])
+    core.close()
+
+
+NEWEST_FIRST = """
+from dataclasses import dataclass
+from atom_mini.config import Variant
+from atom_mini.scheduler import Scheduler
+
+class NewestFirstScheduler(Scheduler):
+    def add(self, seq):
+        super().add(seq)
+        self.waiting.appendleft(self.waiting.pop())
+
+@dataclass
+class NewestFirst(Variant):
+    {knob}
+    make_scheduler = NewestFirstScheduler
+    @classmethod
+    def is_chosen(cls, config):
+        return {chosen}
+"""
+
+
+@pytest.mark.parametrize(("knob", "chosen"), [("newest_first: bool = False", "config.newest_first"), ('"no knob"', "True")])
+def test_a_variant_of_the_readers_own_crosses(
+    knob: str, chosen: str, fake: Callable[..., FarCore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same order of ends there as here; by the name of its module."""
+    name = f"own_{knob.isascii() and knob[:6].strip(chr(34)).replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(NEWEST_FIRST.format(knob=knob, chosen=chosen))
+    monkeypatch.syspath_prepend(tmp_path)
+    variant = importlib.import_module(name).NewestFirst
+    monkeypatch.setattr(atom_mini.config, "VARIANTS", [*VARIANTS, variant])
+    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.config.VARIANTS)
+    options = {"newest_first": True} if "newest" in knob else {}
+    core = fake(max_num_seqs=1, **options)
+    seqs = [request(core, 3, max_tokens=2) for _ in range(3)]
+    ends: list[int] = []
+    while not all(s.is_finished for s in seqs):
+        ends += [s.id for s in core.step().finished]
+    core.close()
+    assert ends in ([seqs[i].id for i in order] for order in [(2, 1, 0), (0, 2, 1)]), "the first may have begun alone"
+
+
+def test_a_variant_without_a_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Inner(Variant):
+        inner: bool = False
+
+    monkeypatch.setattr(atom_mini.config, "VARIANTS", [*VARIANTS, Inner])
+    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.config.VARIANTS)
+    with pytest.raises(ValueError, match=r"Inner is defined in .*test_engine_process.*: move it .*engine_process=False"):
+        Config("tiny", engine_process=True, inner=True)
+    Config("tiny", engine_process=True)  # it is not asked for
 
 
 def test_its_last_words(fake: Callable[..., FarCore], capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
-from atom_mini import triton_attention, triton_ops
+from atom_mini import sampler, triton_attention, triton_ops
 from atom_mini.attention import AttentionMetaData, reference_attention
 from atom_mini.models import TorchOps
 from atom_mini.sampler import draw
@@ -477,6 +477,21 @@ def test_sample_never_takes_the_impossible() -> None:
             tokens = sample(logits, temperature, u)
             assert set(tokens.tolist()) <= set(possible), (possible[:3], heat, tokens)
             assert torch.equal(tokens, logits.argmax(-1)) if heat == 0 else is_drawn(tokens, logits, temperature, u)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter subtracts inf from inf
+def test_sample_has_no_token_for_what_is_no_number(dtype: torch.dtype) -> None:
+    """NaN and +inf anywhere, or nothing but -inf: -1, as in torch; the rows beside are not touched."""
+    logits = torch.randn(7, 5000, generator=generator(0)).to(dtype)
+    logits[0, 7], logits[1, 4999], logits[2, 2048], logits[3, 2047] = math.nan, math.inf, math.nan, math.inf
+    logits[4], logits[5, 1:] = -math.inf, -math.inf
+    logits[5, 0] = math.nan
+    for heat in (0.0, 0.7):
+        temperature, u = torch.full((7,), heat), torch.full((7,), 0.4)
+        tokens = sample(logits, temperature, u)
+        assert tokens[:6].tolist() == [-1] * 6 and tokens[6] >= 0
+        assert torch.equal(tokens, sampler.sample(logits, temperature, u))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -168,17 +168,22 @@ def test_drafts_on_the_kernel(folder: Path) -> None:
 
 
 def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """RDNA 3 and odd widths are refused with the knob to turn; torch is taken without a word where it is asked for."""
+    """RDNA 3, float32 on RDNA 4 and odd widths are refused with the knob to turn; torch is taken without a word where
+    it is asked for."""
     with pytest.raises(ValueError, match=r"500 and 64 numbers .* set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 500, 64, torch.bfloat16)
     monkeypatch.setattr(triton_attention, "architecture", lambda device: "gfx1100")
     with pytest.raises(ValueError, match="on gfx1100: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16)
+    monkeypatch.setattr(triton_attention, "architecture", lambda device: "gfx1201")
+    assert LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16).launches == LATENT_LAUNCHES["gfx1201"]
+    with pytest.raises(ValueError, match=r"float32\) on gfx1201: set attention='torch'"):
+        LatentOps(torch.device("cpu"), 16, 512, 64, torch.float32)
     config = Config(str(folder), attention="torch", device="cpu", num_kvcache_blocks=9)
     assert not isinstance(ModelRunner(config).ops, LatentOps)
 
 
 def test_every_target_of_the_paged_kernel_is_named() -> None:
     """Or refused on purpose."""
-    assert triton_attention.LAUNCHES.keys() - LATENT_LAUNCHES.keys() == {"gfx1100"}
+    assert triton_attention.LAUNCHES.keys() - LATENT_LAUNCHES.keys() == {"gfx1100", "gfx1102"}
     assert all(launch.rows in (16, 32) for pair in LATENT_LAUNCHES.values() for launch in pair)

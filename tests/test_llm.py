@@ -1014,3 +1014,131 @@ def test_import_is_light() -> None:
         "print(json.dumps([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules]))"
     )
     assert json.loads(run_python("-c", code).stdout) == []
+
+
+BROKEN_MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "radix": {"prefix_cache": "radix"},
+    "turns": {"interleave_decode": True},
+    "spyre": {"scheduler": "spyre", "chunk_size": 16, "max_num_seqs": 4},
+}
+BROKEN_WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "drawn": {"temperature": 0.8, "seed": 3},
+    "filtered": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "min_p": 0.01},
+    "penalised": {"temperature": 0, "repetition_penalty": 1.2, "logprobs": 2},
+}
+
+
+@pytest.mark.parametrize("wish", BROKEN_WISHES)
+@pytest.mark.parametrize("mode", BROKEN_MODES)
+def test_logits_that_are_no_numbers_end_one_request(mode: str, wish: str, tmp_path: Path) -> None:
+    """It ends with an error that says so; the others in the batch, and whoever comes later, get what they ever got."""
+    save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
+    params = SamplingParams(max_tokens=8, **BROKEN_WISHES[wish])
+    good, bad = [[5, 6, 5, 6, 5], [8, 9, 8, 9]], [5, 6, 7, 5, 6]
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40, **BROKEN_MODES[mode]) as llm:
+        wanted = [out.token_ids for out in llm.generate(good, params)]
+        embedding = inner_model(llm).model.embed_tokens.weight
+        with torch.no_grad():
+            embedding[7] = torch.nan
+        with pytest.warns(UserWarning, match=r"request \d+ failed: the model's logits"):
+            first, broken, last = llm.generate([good[0], bad, good[1]], params)
+        assert [first.token_ids, last.token_ids] == wanted
+        assert (broken.finish_reason, broken.token_ids, broken.text) == ("error", [], "")
+        assert "finite" in str(broken.stop_reason) and not broken.logprobs
+        with pytest.warns(UserWarning, match="logits"):
+            *_, piece = llm.stream([bad], params)
+        assert piece.finished and piece.finish_reason == "error"
+        assert [out.token_ids for out in llm.generate(good, params)] == wanted
+        assert is_empty(llm)
+
+
+def inner_model(llm: LLM) -> Any:
+    runner: Any = llm.engine_core.runner
+    return getattr(runner, "runner", runner).model
+
+
+def test_logits_that_break_on_the_way(tmp_path: Path) -> None:
+    """What was generated before stays in the result."""
+    save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40) as llm:
+        fine = llm.generate([5, 6], replace(GREEDY, max_tokens=6))[0].token_ids
+        with torch.no_grad():
+            inner_model(llm).model.embed_tokens.weight[fine[3]] = torch.inf
+        end = fine.index(fine[3]) + 1
+        with pytest.warns(UserWarning, match="logits"):
+            out = llm.generate([5, 6], replace(GREEDY, max_tokens=6))[0]
+        assert (out.finish_reason, out.token_ids) == ("error", fine[:end])
+
+
+@pytest.mark.parametrize("draft_sampling", [False, True])
+def test_a_draft_model_whose_logits_are_no_numbers(draft_sampling: bool, tmp_path: Path) -> None:
+    """Bad drafts do no harm, and neither do drafts that are no tokens."""
+    save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40) as llm:
+        wanted = llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids
+    drafts = {"method": "draft_model", "model": str(tmp_path), "draft_sampling": draft_sampling}
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40, speculative_config=drafts) as llm:
+        drafter: Any = llm.engine_core.scheduler.drafter  # type: ignore[attr-defined]
+        with torch.no_grad():
+            drafter.runner.model.model.embed_tokens.weight[5] = torch.nan
+        assert llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids == wanted
+        assert llm.generate([5, 6], replace(WILD, max_tokens=8))[0].finish_reason == "length"
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize("name", [*NUMBERS])
+def test_integers_of_400_digits_in_a_wish(name: str) -> None:
+    if name != "seed":  # only its last 64 bits count
+        refused(lambda: SamplingParams(**{name: HUGE}), f"{name}=1000")
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_cache_block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_kvcache_blocks",
+             "gpu_memory_utilization", "scheduler_delay_factor", "tensor_parallel_size", "data_parallel_size"],
+)  # fmt: skip
+def test_integers_of_400_digits_in_a_knob(name: str) -> None:
+    refused(lambda: LLM("tiny", **{name: HUGE}), f"{name}=1000")
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 7e-46), ("repetition_penalty", 1e-46), ("temperature", 1e308)])
+def test_what_float32_cannot_hold(name: str, value: float) -> None:
+    """Zero there: such a request got token 0 for ever, or a warning at every step."""
+    refused(lambda: SamplingParams(**{name: value}), re.escape(f"{name}={value!r}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_num_seqs": 2**31}, "max_num_seqs=2147483648"),
+        ({"data_parallel_size": 10**9}, "data_parallel_size=1000000000"),
+        ({"data_parallel_place": [0, "", 1], "data_parallel_size": 2}, "no option 'data_parallel_place'"),
+        ({"data_parallel_place": [0, "", 1], "data_parallel_size": 2, "lockstep": True}, "no option"),
+    ],
+)
+def test_knobs_beyond_their_limits(options: dict[str, Any], words: str) -> None:
+    refused(lambda: LLM("tiny", **options), words)
+
+
+@pytest.mark.parametrize("model", [None, 3, b"tiny", ["tiny"]], ids=repr)
+def test_a_model_is_a_text(model: Any) -> None:
+    refused(lambda: LLM(model), f"model={re.escape(repr(model))}")
+
+
+def test_a_model_is_a_path() -> None:
+    with LLM(TINY, **OPTIONS) as llm:
+        assert llm.config.model == str(TINY)
+
+
+def test_chat_content_in_parts(llm: LLM) -> None:
+    question = "What is 20 + 21?"
+    parts = [{"type": "text", "text": question[:8]}, {"type": "text", "text": question[8:]}]
+    plain = [{"role": "user", "content": question}]
+    assert llm.format_chat([{"role": "user", "content": parts}]) == llm.format_chat(plain)
+    for content in ([{"type": "image_url", "image_url": "x"}], [question], 5, None):
+        refused(lambda content=content: llm.chat([{"role": "user", "content": content}]), "chat message")

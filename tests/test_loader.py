@@ -7,6 +7,8 @@ import contextlib
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +20,7 @@ from checkpoints import edit_json, save_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import atom_mini
 import atom_mini.loading
 import atom_mini.models
 from atom_mini import LLM, Config, SamplingParams
@@ -464,3 +467,101 @@ def test_config_that_contradicts_itself(changes: dict[str, Any], saved: dict[str
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     edit_json(folder / "config.json", **llama, **changes)
     assert "config.json" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "words"),
+    [
+        ("config.json", {"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        ("config.json", {"max_position_embeddings": -1}, "max_position_embeddings=-1"),
+        ("config.json", {"num_key_value_heads": -1}, "num_key_value_heads=-1"),
+        ("config.json", {"hidden_size": "64"}, "hidden_size='64'"),
+        ("config.json", {"vocab_size": True}, "vocab_size=True"),
+        ("config.json", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
+        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta='x'"),
+        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta=0"),
+        ("config.json", {"architectures": 3}, "architectures=3"),
+        ("config.json", {"architectures": "Qwen3ForCausalLM"}, "architectures='Qwen3ForCausalLM'"),
+        ("config.json", {"architectures": [3]}, r"architectures=\[3\]"),
+        ("config.json", {"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+        ("config.json", {"eos_token_id": [2, -1]}, r"eos_token_id=\[2, -1\]"),
+        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id=-1"),
+        ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id='2'"),
+    ],
+)
+def test_fields_that_say_the_impossible(file: str, changes: dict[str, Any], words: str, single: Path) -> None:
+    """File, field and value are named, before anything is loaded."""
+    edit_json(single / file, **changes)
+    message = refusal(single)
+    assert file in message and re.search(words, message), message
+
+
+def test_an_index_with_a_number_for_a_file(sharded: Path) -> None:
+    edit_json(sharded / "model.safetensors.index.json", weight_map={"model.norm.weight": 7})
+    message = refusal(sharded)
+    assert "model.safetensors.index.json" in message and "('model.norm.weight', 7)" in message
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_has_broken_off(name: str, tmp_path: Path) -> None:
+    """The realistic partial download: which file, and that it is no JSON."""
+    tiny = Path(atom_mini.__file__).parent / "tiny"
+    folder = shutil.copytree(tiny, tmp_path / "tiny", ignore=shutil.ignore_patterns("eagle3"))
+    (folder / name).write_text((folder / name).read_text()[:99])
+    assert f"{folder / name} is no JSON" in refusal(folder)
+    (folder / name).write_text('{"model": {"type": "nobody knows"}}')
+    if name == "tokenizer.json":  # JSON, and no tokenizer
+        assert f"the tokenizer in {folder} cannot be read" in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"])
+def test_weights_that_are_no_numbers(name: str, value: float, single: Path) -> None:
+    weight = load_file(single / "model.safetensors")[name].clone()
+    weight.view(-1)[len(weight) // 2] = value
+    rewrite(single, **{name: weight})
+    message = refusal(single)
+    assert name in message and str(single) in message and "NaN or inf" in message
+
+
+def test_a_weight_that_does_not_fit_its_dtype(single: Path) -> None:
+    """Finite in the file, inf in float16."""
+    norm = load_file(single / "model.safetensors")["model.norm.weight"].clone()
+    norm[3] = 1e5
+    rewrite(single, **{"model.norm.weight": norm})
+    message = refusal(single, dtype="float16")
+    assert "model.norm.weight" in message and "torch.float16" in message and "dtype" in message
+    LLM(str(single), device="cpu", num_kvcache_blocks=8, dtype="bfloat16").close()
+
+
+def test_a_weight_of_whole_numbers(single: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(single, **{name: (load_file(single / "model.safetensors")[name] * 100).long()})
+    message = refusal(single)
+    assert name in message and "torch.int64" in message
+
+
+ROWS = """
+import sys, torch
+from atom_mini.models import Linear
+with torch.no_grad():
+    layers = [Linear(192, {"a": n}) for n in (512, 1024)]
+    for layer in layers:
+        torch.nn.init.normal_(layer.weight)
+        layer.pack()
+    def held():
+        return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+    most = torch.randn(1500, 192)
+    [layer(most) for layer in layers]
+    before = held()
+    for n in range(1, 1501):
+        [layer(most[:n]) for layer in layers]
+    print(held() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to read a process's memory from")
+def test_memory_does_not_grow_with_every_number_of_rows() -> None:
+    """oneDNN keeps code for each; 1,500 of them took 1.9 GB."""
+    done = subprocess.run([sys.executable, "-c", ROWS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200, f"{done.stdout} MiB"

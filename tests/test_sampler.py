@@ -287,6 +287,18 @@ def test_a_large_temperature_is_uniform() -> None:
     assert chisquare(np.bincount(drawn, minlength=16)).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 3}, {"seed": 1, "min_p": 0.1}], ids=str)
+def test_no_token_where_a_logit_is_no_number(wish: dict[str, Any], value: float) -> None:
+    """Whatever is wished, and whatever the others in the batch get: -1 for this row alone."""
+    logits = some_logits(3, 16)
+    fine = sample(logits, [wish] * 3)
+    logits[1, 5] = value
+    assert sample(logits, [wish] * 3) == [fine[0], -1, fine[2]]
+    with_penalty = [{**wish, "repetition_penalty": 1.5}] * 3
+    assert sample(logits, with_penalty, histories={0: [1], 1: [2], 2: [3]})[1] == -1
+
+
 def test_the_models_own_impossible_tokens_stay_impossible() -> None:
     logits = torch.zeros(2000, 10)
     logits[:, [0, 4, 9]] = -torch.inf

@@ -486,7 +486,7 @@ def test_a_refusal_names_number_limit_and_knob_and_changes_nothing() -> None:
         ({"kv_cache_block_size": 1.5}, ["kv_cache_block_size=1.5", "whole number"]),
         ({"num_kvcache_blocks": True}, ["num_kvcache_blocks=True"]),
         ({"scheduler_delay_factor": -0.1}, ["scheduler_delay_factor=-0.1", "at least 0"]),
-        ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0", "above 0"]),
+        ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0", "(0, 1]"]),
         (
             {"enable_chunked_prefill": False, "max_model_len": 100, "max_num_batched_tokens": 99},
             ["max_model_len=100", "max_num_batched_tokens=99", "enable_chunked_prefill=True"],

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -591,6 +592,7 @@ def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     strike(llm, rank_of(llm).pid, signal.SIGKILL)
     text = until_dead(llm, "rank 1 is dead: killed by SIGKILL", notes=tmp_path / "noted" / "tokens")
     assert "here I am" in text
+    assert not {"gloo", "GLHF", "third_party"} & {*re.findall(r"\w+", text)}, text
     llm.close()
     llm.close()
 

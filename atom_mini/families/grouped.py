@@ -143,6 +143,8 @@ TILES: dict[str, tuple[Launch, Launch]] = {  # few rows for each expert, many
     "gfx942": (Launch(16, 2**14, 4, 2, 3), Launch(128, 2**14, 8, 2, 1)),
     "gfx950": (Launch(16, 2**14, 4, 2, 4), Launch(128, 2**14, 8, 2, 2)),
     "gfx1100": (Launch(16, 2**13, 4, 2, 4), Launch(64, 2**13, 8, 2, 2)),
+    "gfx1102": (Launch(16, 2**13, 4, 2, 4), Launch(64, 2**13, 8, 2, 2)),
+    "gfx1201": (Launch(16, 2**13, 4, 2, 4), Launch(128, 2**13, 8, 2, 2)),
     "float32": 2 * (Launch(16, 2**13, 4, 1, 2),),  # as in `LAUNCHES`
 }
 

@@ -26,6 +26,7 @@ __all__ = ['KEYS', 'CDNA', 'LATENT_LAUNCHES', 'LatentOps', 'latent_attention_ker
 KEYS = 16  # of a tile
 CDNA = Launch(16, 0, 2, 2, 2), Launch(32, 0, 4, 1, 1)  # decode, prefill
 LATENT_LAUNCHES = {"gfx90a": CDNA, "gfx942": CDNA, "gfx950": CDNA}
+LATENT_LAUNCHES["gfx1201"] = 2 * (Launch(16, 0, 16, 1, 1, 4),)
 LATENT_LAUNCHES["sm_80"] = Launch(16, 0, 4, 3, 2), Launch(32, 0, 8, 2, 1)
 LATENT_LAUNCHES["sm_90"] = Launch(16, 0, 4, 3, 3), Launch(32, 0, 8, 3, 2)
 LATENT_LAUNCHES["float32"] = 2 * (Launch(16, 0, 4, 2, 1),)
@@ -40,8 +41,10 @@ class LatentOps(TritonOps):
     ) -> None:
         super().__init__(device, heads, 1, latent, dtype)
         fits = {latent, rope} <= {16 << n for n in range(6)}  # tiles have such widths
-        what = f"no kernel for latents of {latent} and {rope} numbers on {self.arch}"
-        require(fits and self.arch in LATENT_LAUNCHES, f"{what}: set attention='torch'")
+        fits &= dtype != torch.float32 or self.arch[:4] != "gfx1"  # RDNA's registers
+        what = f"no kernel for latents of {latent} and {rope} numbers ({dtype})"
+        fits &= self.arch in LATENT_LAUNCHES
+        require(fits, f"{what} on {self.arch}: set attention='torch'")
         kind = "float32" if dtype == torch.float32 else self.arch
         self.rope, self.launches = rope, LATENT_LAUNCHES[kind]
         self.tiles = [(max(launch.rows, heads), KEYS) for launch in self.launches]

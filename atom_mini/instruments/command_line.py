@@ -41,8 +41,7 @@ __all__ = ['SPINS', 'EXAMPLES', 'COMMANDS', 'DEFAULTS', 'knobs', 'add_fields', '
 def knobs(cls: Any) -> list[Field[Any]]:
     """What a user may set in a dataclass; in `Config`, variants' knobs as well."""
     kinds: list[Any] = [cls, *VARIANTS] if cls is Config else [cls]
-    found = [f for k in kinds for f in fields(k) if f.init and f.name != "model"]
-    return [f for f in found if "is_inner" not in f.metadata]
+    return [f for k in kinds for f in fields(k) if f.init and f.name != "model"]
 
 # %% ../../nbs/31_command_line.ipynb #b947490b
 def add_fields(parser: ArgumentParser, title: str, cls: Any) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 from ..assemble import make_engine_core
 from ..checkpoint import require
-from ..config import COUNT, Config, Variant, check_rules
+from ..config import Config, Variant, check_rules
 from ..config import is_bool, is_count, one_of, settle
 
 # %% auto #0
-__all__ = ['devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'check_together', 'DataParallel']
+__all__ = ['SETTLED', 'MOST', 'devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'check_together',
+           'DataParallel']
 
 # %% ../../nbs/73c_data_parallel.ipynb #85ff6594
 def devices(config: Config, num_gpus: int) -> list[str | None]:
@@ -30,17 +31,22 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
     return [f"cuda:{i}" for i in range(size)]
 
 # %% ../../nbs/73c_data_parallel.ipynb #2080e236
+SETTLED = ["data_parallel_size", "routing", "lockstep", "enable_expert_parallel"]
+
+
 def make_replicas(config: Config) -> Any:
     """The front of `DataParallel`: a `Replicas`."""
     on_cpu = config.device == "cpu"
     num_gpus = 0 if on_cpu else import_module("torch").cuda.device_count()
     asked, orders = config.engine_order, []
+    plain = {k: v for k, v in asked["options"].items() if k not in SETTLED}
+    settled = {name: getattr(config, name) for name in SETTLED}
     with tempfile.TemporaryDirectory(prefix="atom_mini-") as folder:
         for rank, device in enumerate(devices(config, num_gpus)):
             place = [rank, folder, config.ready_timeout]
-            own = {"device": device, "data_parallel_place": place}
-            own = {"options": asked["options"] | own, "meeting": folder}
-            orders.append(asked | own)
+            inner = settled | {"data_parallel_place": place}
+            own = {"options": plain | {"device": device}, "inner": inner}
+            orders.append(asked | own | {"meeting": folder})
         return import_module("atom_mini.processes.replicas").Replicas(config, orders)
 
 # %% ../../nbs/73c_data_parallel.ipynb #6f0f0799
@@ -75,8 +81,8 @@ def check_experts(config: Config) -> None:
 # %% ../../nbs/73c_data_parallel.ipynb #b8f970e7
 def check_together(config: Config, given: set[str]) -> None:
     """Set what others need and nobody gave; ValueError for what was given otherwise."""
-    size, is_front = config.data_parallel_size, config.data_parallel_place is None
-    alone = {"tensor_parallel_size": 1, "engine_process": is_front}
+    size = config.data_parallel_size
+    alone = {"tensor_parallel_size": 1, "engine_process": True}
     plain = {"overlap": False, "speculative_config": None, "scheduler": "atom"}
     needs: list[tuple[str, Any, dict[str, Any]]] = [
         ("data_parallel_size", size, alone),
@@ -89,6 +95,9 @@ def check_together(config: Config, given: set[str]) -> None:
             settle(config, given, f"{knob}={value!r}", others)
 
 # %% ../../nbs/73c_data_parallel.ipynb #0f9be1eb
+MOST = 64  # engines of one machine
+
+
 @dataclass
 class DataParallel(Variant):
     """Several engines behind one front."""
@@ -96,8 +105,7 @@ class DataParallel(Variant):
     data_parallel_size: int = 1
     routing: str = "load"  # or "prefix"
     lockstep: bool = False
-    # [rank, folder, seconds], set by the front alone: no option of a user
-    data_parallel_place: Any = field(default=None, metadata={"is_inner": True})
+    data_parallel_place: Any = field(default=None, init=False)  # rank, folder, seconds
 
     make_front = staticmethod(make_replicas)
     make_engine = staticmethod(make_one)
@@ -109,7 +117,9 @@ class DataParallel(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        rules = [("data_parallel_size", is_count, COUNT), ("lockstep", is_bool, "bool")]
+        words = f"a whole number from 1 to {MOST}"
+        size = "data_parallel_size", lambda v: is_count(v, MOST), words
+        rules = [size, ("lockstep", is_bool, "True or False")]
         check_rules(config, [*rules, one_of("routing", "load", "prefix")])
         alone = ", ".join(sorted({"routing", "lockstep"} & given))
         if not cls.is_chosen(config):

@@ -14,12 +14,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import zmq
 
 from ..checkpoint import require
-from ..config import Config, SamplingParams
+from ..config import VARIANTS, Config, SamplingParams
 from ..engine_core import EngineCore, StepOutput
 from ..llm import plain_engine
 from atom_mini.processes.messages import (
@@ -29,7 +30,7 @@ from atom_mini.processes.messages import (
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'remove', 'end_with_front', 'end_with_parent',
+__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'remove', 'end_with_front', 'end_with_parent', 'from_order',
            'load_engine', 'serve', 'main']
 
 # %% ../../nbs/71a_engine_process.ipynb #d2938b71
@@ -105,7 +106,7 @@ class EngineLoop:
         """Send what a step did."""
         rows, output = [], step.output
         for seq in step.seqs:
-            if new := output.token_ids.get(seq.id):
+            if (new := output.token_ids.get(seq.id)) is not None:
                 place, why = seq.num_completion_tokens - len(new), seq.leave_reason
                 logprobs = output.logprobs.get(seq.id, [])[: len(new)]
                 cached, more = seq.num_cached_tokens, seq.metrics
@@ -166,10 +167,21 @@ def end_with_parent(parent: int, *folders: str) -> None:
         remove(folders)
         os._exit(1)
 
+# %% ../../nbs/71a_engine_process.ipynb #391372da
+def from_order(order: dict[str, Any]) -> Config:
+    """The config that `order` describes; ValueError as for anybody's."""
+    for module, name in order.get("variants", ()):
+        variant = getattr(import_module(module), name)
+        if variant not in VARIANTS:
+            VARIANTS.append(variant)
+    config = Config(order["model"], **order["options"])
+    vars(config).update(order.get("inner", {}))
+    return config
+
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
 def load_engine(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
     """Load and say READY; returns what runs until it is told to end."""
-    config = Config(order["model"], **order["options"])
+    config = from_order(order)
     core: EngineCore = config.pick("make_engine", plain_engine)(config)
     sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len
     sizes += config.max_model_len, config.hf_config.vocab_size

@@ -326,6 +326,7 @@ class FarCore(BaseScheduler):
             seq.logprobs += row.logprobs[i : i + 1]
             why = "stop_sequence" if is_stop else row.reason if is_last else None
             seq.append_token(token_id, why)
+        seq.leave_reason = seq.leave_reason or row.reason  # also where there was no token
         return tuple(seq.completion_token_ids[known:])
 
     def _use(self, engine: CoreManager, output: Any) -> StepOutput:

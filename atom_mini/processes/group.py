@@ -5,8 +5,10 @@
 # %% ../../nbs/72a_group.ipynb #2ed5c700
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,18 +27,29 @@ class Group:
     RuntimeError if another rank is gone, or does not come within the group's limit.
     """
 
-    def __init__(self, backend: Any, rank: int, size: int) -> None:
+    def __init__(
+        self, backend: Any, rank: int, size: int, limit: float = math.inf
+    ) -> None:
         self.backend, self.rank, self.size = backend, rank, size
+        self.limit = limit  # seconds
+
+    def _wait(self, work: Callable[[], Any]) -> None:
+        """Have a collective done. What Gloo says of an end is not for users."""
+        try:
+            work().wait()
+        except RuntimeError:
+            what = "a collective failed: another rank is gone, or did not come within "
+            raise RuntimeError(f"{what}{1e3 * self.limit:.0f}ms") from None
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """The sum of all ranks' `x`, in its place; with `op`, their MIN or MAX."""
-        self.backend.allreduce(x, op).wait()
+        self._wait(lambda: self.backend.allreduce(x, op))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`x` of all ranks, by rank: [size, *x.shape]."""
         found = x.new_empty(self.size, *x.shape)
-        self.backend.allgather([*found], x.contiguous()).wait()
+        self._wait(lambda: self.backend.allgather([*found], x.contiguous()))
         return found
 
 # %% ../../nbs/72a_group.ipynb #fa931991
@@ -64,7 +77,7 @@ def open_group(
     store = dist.FileStore(f"{folder}/store", size)
     store.set_timeout(time)
     backend = make_backend(store, rank, size, time, device.type == "cuda")
-    group = Group(backend, rank, size)
+    group = Group(backend, rank, size, limit)
     group.all_reduce(torch.zeros(1, device=device)).tolist()  # all are in
     if rank == 0:
         shutil.rmtree(folder)

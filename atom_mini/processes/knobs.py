@@ -6,16 +6,35 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_number, settle
+from ..config import VARIANTS, Config, Variant, check_rules
+from ..config import is_bool, is_number, settle
 
 # %% auto #0
-__all__ = ['SECONDS', 'as_order', 'require_extra', 'make_far', 'ProcessKnobs']
+__all__ = ['SECONDS', 'must_cross', 'place_of', 'as_order', 'require_extra', 'make_far', 'ProcessKnobs']
+
+# %% ../../nbs/71c_deaths.ipynb #156b7f44
+def must_cross(variant: type[Variant], config: Config, given: set[str]) -> bool:
+    """Whether another process needs a variant that it does not have by itself."""
+    is_ours = variant.__module__.startswith("atom_mini.")
+    own = {f.name for f in fields(cast(Any, variant))}
+    return not is_ours and (variant.is_chosen(config) or bool(own & given))
+
+
+def place_of(variant: type[Variant], off: str) -> list[str]:
+    """(module, name) to import it by; ValueError, with what to set, if it has none."""
+    module, name = variant.__module__, variant.__qualname__
+    home = sys.modules.get(module)
+    is_there = module != "__main__" and getattr(home, name, None) is variant
+    what = f"{name} is defined in {module}, from where another process cannot import it"
+    require(is_there, f"{what}: move it to a module of its own, or set {off}")
+    return [module, name]
 
 # %% ../../nbs/71c_deaths.ipynb #156b7f45
 def as_order(
@@ -31,7 +50,8 @@ def as_order(
         except TypeError:
             what = f"{name}={value!r} cannot be sent to another process"
             raise ValueError(f"{what}: set {off}") from None
-    return {"model": str(config.model), "options": options}
+    variants = [place_of(v, off) for v in VARIANTS if must_cross(v, config, given)]
+    return {"model": str(config.model), "options": options, "variants": variants}
 
 # %% ../../nbs/71c_deaths.ipynb #ec2a7e7a
 def require_extra(asked: str) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ..config import Config, SamplingParams
+from ..config import SamplingParams
+from .engine_process import from_order
 from .engine_process import main as run_process
 from atom_mini.processes.messages import (
     MAX_ARRAY, Array, Message, Ready, Shutdown, Size, decode, encode, wishes,
@@ -81,7 +82,7 @@ ToRank = Meet | Step | Shutdown
 # %% ../../nbs/72d_rank_process.ipynb #fe866ad9
 def load_rank(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
     """Load this rank's share and join the group; returns what runs the steps."""
-    config = Config(order["model"], **order["options"])
+    config = from_order(order)
     shards = import_module("atom_mini.processes.shards")  # torch loads here
     group = import_module("atom_mini.processes.group")
 

@@ -65,7 +65,7 @@ class Launcher:
     def _compute(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
         """The step, and its tokens into the pool: (logits, token ids)."""
         logits, token_ids = self.runner.launch(batch, self._fill_in)
-        self.token_pool[self.stored_rows] = token_ids
+        self.token_pool[self.stored_rows] = token_ids.clamp(min=0)  # no token: it will end
         return logits, token_ids.clone()  # a graph's next replay overwrites its outputs
 
     def _run(self, batch: ScheduledBatch) -> ScheduledBatchOutput:

@@ -5,13 +5,12 @@
 # %% ../../nbs/20_turns.ipynb #420e86cb
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import Config, Variant, check_rules, is_bool
+from ..config import Config, Variant, check_rules, is_bool, is_number
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceType
 
@@ -92,7 +91,7 @@ class TurnKnobs(Variant):
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
         def is_delay(value: Any) -> bool:
-            return type(value) in (int, float) and 0 <= value < math.inf
+            return is_number(value) and value >= 0
 
         delay = ("scheduler_delay_factor", is_delay, "a number, at least 0 and finite")
         check_rules(config, [("interleave_decode", is_bool, "True or False"), delay])

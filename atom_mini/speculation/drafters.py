@@ -22,7 +22,7 @@ from ..config import Config, SamplingParams
 from ..loading import checkpoint_files, open_file
 from ..memory import kvcache_block_bytes
 from ..model_runner import pack_output
-from ..sampler import SamplingMetaData
+from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
 from .rejection import RejectionSampler, draft_tokens, final_probs
@@ -205,7 +205,7 @@ class DraftModel(ModelDrafter):
         lens, last = whole.context_lens, whole.num_scheduled_tokens.cumsum() - 1
         self.known |= zip(whole.req_ids, lens.tolist(), strict=True)
         ids = self._draw(seqs, logits[last], lens) if self.draws else ids[last]
-        self.guessed = ids.clamp(max=self.top)
+        self.guessed = ids.clamp(0, self.top)
         return self.guessed
 
     def _draw(self, seqs: Seqs, logits: Tensor, lens: np.ndarray) -> Tensor:
@@ -232,4 +232,4 @@ class DraftModel(ModelDrafter):
         q = torch.stack([x for id, n in known for x in (*self.probs[id][: n - 1], none)])
         x, seeds = torch.from_numpy(drafts).to(q.device), [w.seed or 0 for w in wishes]
         kept = RejectionSampler()(final_probs(logits, meta), q, x, seeds, lens)
-        return pack_output(rows, logits, kept.tolist())
+        return pack_output(rows, logits, without_broken(kept, logits).tolist())

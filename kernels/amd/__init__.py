@@ -1,9 +1,10 @@
-"""A small AMD GPU in NumPy: it executes the assembly that Triton writes for gfx90a, gfx942, gfx950 and gfx1100.
+"""A small AMD GPU in NumPy: it executes the assembly that Triton writes for CDNA (gfx90a, gfx942, gfx950) and
+RDNA 3, 3.5 and 4 (gfx1100, gfx1102, gfx1151, gfx1200, gfx1201).
 
 Read it as the description of a machine, a room after the other:
 
-    machine     a wave: lanes, registers, the execution mask, what it waits for
     memory      bytes that lanes address: the arguments (bounds), LDS (races), scratch
+    machine     a wave: lanes, registers, the execution mask, what it waits for; what differs between targets
     text        the assembly: instructions, labels, directives, arguments, lines of Python
     operands    how an instruction reads and writes: registers, constants, halves, signs
     scalar      one value for all lanes; branches, waits, barriers

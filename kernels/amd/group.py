@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .machine import ALL, UNSET, Wave
-from .memory import Argument, Arguments, Bytes, Lds, unset
+from .machine import ALL, TTMP, Wave
+from .memory import UNSET, Argument, Arguments, Bytes, Lds, unset
 from .program import Program, Watch, program_of
 from .text import Assembly
 
@@ -20,12 +20,16 @@ Change = Callable[[Program], Program]
 BEFORE = {"private_segment_buffer": [0, 0, ALL, 1 << 23], "dispatch_ptr": [UNSET] * 2, "queue_ptr": [UNSET] * 2}
 
 
-def start(w: Wave, directives: dict[str, int], group: tuple[int, ...], kernarg: int) -> None:
+def start(w: Wave, assembly: Assembly, group: tuple[int, ...], kernarg: int) -> None:
     """Scalar registers say where the arguments are, and which workgroup this is; the others are not set."""
+    directives = assembly.directives
     given = [n for name, values in BEFORE.items() if directives.get(f"user_sgpr_{name}") for n in values]
     given, first = [*given, kernarg & ALL, kernarg >> 32], directives["user_sgpr_count"]
     numbers = [n for axis, n in zip("xyz", group, strict=True) if directives[f"system_sgpr_workgroup_id_{axis}"]]
     w.s[: len(given)] = given
+    if assembly.target.is_rdna4:
+        w.s[TTMP + 7 : TTMP + 10] = [group[1] | group[2] << 16, w.number << 25, group[0]]
+        return
     w.s[first : first + len(numbers) + 1] = [*numbers, 0]  # at last where a wave's scratch begins: it has its own
 
 
@@ -38,7 +42,7 @@ def run_group(
     shared, private = Lds(lds, threads // lanes), directives["private_segment_fixed_size"] * lanes
     waves = [Wave(n, lanes, memory, shared, Bytes(unset(private))) for n in range(threads // lanes)]
     for wave in waves:
-        start(wave, directives, group, kernarg)
+        start(wave, program.assembly, group, kernarg)
     with np.errstate(all="ignore"):
         while waves:
             waves = [wave for wave in waves if program.run(wave, counts, watch, strict)]

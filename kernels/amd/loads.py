@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .machine import M0, SCALARS, UNSET, Step, Wave
+from .machine import M0, SCALARS, Step, Wave
+from .memory import UNSET
 from .operands import read, register, scalar, to_register
 from .text import Instruction, Unknown
 
@@ -29,6 +30,8 @@ def build(i: Instruction) -> Step | None:
     is_load, size, to_lds = access in ("load", "read"), SIZES[name], "_lds" in more or i.take("lds", False)
     if space == "s":
         return build_scalar(i, size // 4)
+    if is_load and i.take("th", "TH_LOAD_LU") != "TH_LOAD_LU":  # for the cache: it was the last use
+        raise Unknown(i.text)
     step = size * (64 if apart else 1)
     offsets = [i.take("offset0") * step, i.take("offset1") * step] if paired else [i.take("offset")]
     operands = [""] * to_lds + i.operands
@@ -37,9 +40,9 @@ def build(i: Instruction) -> Step | None:
     data, at, *others = operands
     i.take("offen")  # if not, the address is `off`
     places = [PLACES[space](at, others, offset, size) for offset in offsets]
-    counter, half = "lgkmcnt" if space == "ds" else "vmcnt", "h" if "_hi" in more else "l"
+    counter, half = i.target.counters["LDS" if space == "ds" else "memory"], "h" if "_hi" in more else "l"
     if to_lds:
-        return build_to_lds(places[0], size, offsets[0] * (space == "global"))
+        return build_to_lds(places[0], size, offsets[0] * (space == "global"), counter)
     if is_load:
         return build_load(places, size, data, counter, f"b16.{half}" if "_d16" in more else "b32", "_tr_b16" in more)
     sources = [register(text).first for text in [data, *others[: len(places) - 1]]]
@@ -49,12 +52,13 @@ def build(i: Instruction) -> Step | None:
 def build_scalar(i: Instruction, words: int) -> Step:
     """For all lanes. They come in any order, so only a wait for all of them helps."""
     n, base, offset = register(i.operands[0], False).first, scalar(i.operands[1], "i64"), scalar(i.operands[2])
+    counter = i.target.counters["scalar"]
 
     def load(w: Wave) -> None:
         values = w.memory.read(np.array([base(w) + offset(w)]), 4 * words)[:, 0].tolist()
         w.s[n : n + words] = [UNSET] * words
         numbers = frozenset(range(SCALARS + n, SCALARS + n + words))
-        w.late("lgkmcnt", numbers, lambda: w.s.__setitem__(slice(n, n + words), values), "scalar")
+        w.late(counter, numbers, lambda: w.s.__setitem__(slice(n, n + words), values), "scalar")
 
     return load
 
@@ -97,14 +101,14 @@ def build_store(places: list[Place], size: int, sources: list[int], counter: str
     return store
 
 
-def build_to_lds(place: Place, size: int, offset: int) -> Step:
+def build_to_lds(place: Place, size: int, offset: int, counter: str) -> Step:
     """A load that passes the registers by: lane by lane from M0 on."""
 
     def load(w: Wave) -> None:
         words = read_some(w, *place(w), size)[:, w.active]
         to = ((w.s[M0] & 0xFFFFF) + offset + w.lane * size)[w.active]
         w.lds.write(to, np.full_like(words, UNSET), size)
-        w.late("vmcnt", frozenset(), lambda: w.lds.write(to, words, size))
+        w.late(counter, frozenset(), lambda: w.lds.write(to, words, size))
 
     return load
 
@@ -112,10 +116,11 @@ def build_to_lds(place: Place, size: int, offset: int) -> Step:
 def build_permute(i: Instruction) -> Step:
     """Each lane reads the register of the lane that it names, in bytes. It uses the wires of LDS."""
     n, at, source = (register(text).first for text in i.operands)
+    counter = i.target.counters["LDS"]
 
     def permute(w: Wave) -> None:
         lane = (w.v[at] >> 2) % w.lanes
-        w.load("lgkmcnt", n, [np.where(w.active[lane], w.v[source][lane], 0)])
+        w.load(counter, n, [np.where(w.active[lane], w.v[source][lane], 0)])
 
     return permute
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .memory import Arguments, Bytes, Lds
+from .memory import UNSET, Arguments, Bytes, Lds
 
 KINDS = {f"{kind}{bits}": np.dtype(f"{'u' if kind == 'b' else kind}{bits // 8}").type
          for kind in "fuib" for bits in (16, 32, 64)}  # fmt: skip
-UNSET = 0xFFADFFAD  # NaN as a float32, as two float16, as two bfloat16: what nobody wrote, or has not come yet
-VCC, M0, NULL, EXEC = 106, 124, 125, 126  # scalar registers with a purpose
+VCC, TTMP, M0, NULL, EXEC = 106, 108, 124, 125, 126  # scalar registers with a purpose
 ACCUMULATORS, SCALARS = 256, 512  # where the numbers of a0 and of s0 begin, in sets of registers
 ALL = 0xFFFFFFFF
 Step = Callable[["Wave"], "int | None"]  # what an instruction does; gives the number of the next, if not the following
 END, BARRIER = -1, -2  # in place of that number
-
-
-class Fault(Exception):
-    """What a kernel must not do, or what this machine does not know."""
 
 
 class Target(NamedTuple):
@@ -29,11 +24,20 @@ class Target(NamedTuple):
 
     name: str
     lanes: int
-    is_cdna: bool  # gfx9: 16-bit results clear the upper half, stores count among the loads in vmcnt
+    is_cdna: bool = False  # gfx9: 16-bit results clear the upper half, stores count among the loads in vmcnt
+    is_rdna4: bool = False  # gfx12: a counter for each kind of access, the workgroup's number in ttmp registers
+
+    @property
+    def counters(self) -> dict[str, str]:
+        """What counts accesses of a kind that are under way."""
+        if self.is_rdna4:
+            return {"memory": "loadcnt", "LDS": "dscnt", "scalar": "kmcnt"}
+        return {"memory": "vmcnt", "LDS": "lgkmcnt", "scalar": "lgkmcnt"}
 
 
-TARGETS = {name: Target(name, 64, True) for name in ("gfx90a", "gfx942", "gfx950")}
-TARGETS["gfx1100"] = Target("gfx1100", 32, False)
+TARGETS = {name: Target(name, 64, is_cdna=True) for name in ("gfx90a", "gfx942", "gfx950")}
+TARGETS |= {name: Target(name, 32) for name in ("gfx1100", "gfx1102", "gfx1151")}
+TARGETS |= {name: Target(name, 32, is_rdna4=True) for name in ("gfx1200", "gfx1201")}
 
 
 class Late(NamedTuple):
@@ -66,7 +70,7 @@ class Wave:
         self.s = [UNSET] * 128
         self.s[NULL] = self.s[VCC] = self.s[VCC + 1] = 0
         self.scc = self.pc = self.jumps = 0
-        self.under_way: dict[str, list[Late]] = {"vmcnt": [], "lgkmcnt": []}
+        self.under_way: dict[str, list[Late]] = defaultdict(list)  # by counter
         self.busy: frozenset[int] = frozenset()  # registers that wait for a load
         self.set_mask((1 << lanes) - 1)
 

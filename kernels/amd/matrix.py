@@ -1,4 +1,4 @@
-"""Tiles spread over the lanes: MFMA of CDNA, WMMA of RDNA 3. D[row, column] = A[row, k] B[k, column] + C."""
+"""Tiles spread over the lanes: MFMA of CDNA, WMMA of RDNA. D[row, column] = A[row, k] B[k, column] + C."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import re
 
 import numpy as np
 
-from .machine import Step, Wave
+from .machine import Step, Target, Wave
 from .operands import read, register, to_register
 from .text import Instruction, Unknown
 
 
-def layout(is_wmma: bool, depth: int) -> tuple[np.ndarray, ...]:
+def layout(target: Target, depth: int) -> tuple[np.ndarray, ...]:
     """(row, k, y, x): the i-th number that lane l holds is A[row[l], k[i, l]], or D[y[i, l], x[l]].
 
-    Groups of 16 lanes share a tile. MFMA's four groups hold neighbours of a row of A, and four rows of D each; WMMA's
-    two hold A twice, and D's even and odd rows. B lies as A's mirror image does: a column where A has a row.
+    Groups of 16 lanes share a tile. MFMA's four groups hold neighbours of a row of A, and four rows of D each. WMMA has
+    two: on RDNA 3 both hold all of A, and D's even and odd rows; on RDNA 4 each holds two runs of four of a row of A,
+    and half of D. B lies as A's mirror image does: a column where A has a row.
     """
-    group, x = np.divmod(np.arange(32 if is_wmma else 64), 16)
-    if is_wmma:
+    group, x = np.divmod(np.arange(target.lanes), 16)
+    if target.is_rdna4:
+        i = np.arange(8)[:, None]
+        return x, i % 4 + i // 4 * 8 + 4 * group, i + 8 * group, x
+    if not target.is_cdna:
         return x, np.arange(depth)[:, None] + 0 * group, 2 * np.arange(8)[:, None] + group, x
     return x, np.arange(depth // 4)[:, None] + group * (depth // 4), np.arange(4)[:, None] + 4 * group, x
 
@@ -39,8 +43,8 @@ def build(i: Instruction) -> Step | None:
     found = re.fullmatch(r"v_(mfma|wmma)_f32_16x16x(\d+)_?(bf16|f16|f32)(?:_1k)?", i.name)
     if not found:
         return None
-    is_wmma, depth, kind = found[1] == "wmma", int(found[2]), found[3]
-    row, k, y, x = layout(is_wmma, depth)
+    depth, kind, is_twice = int(found[2]), found[3], not i.target.is_cdna and not i.target.is_rdna4
+    row, k, y, x = layout(i.target, depth)
     d, a, b = (register(text) for text in i.operands[:3])
     c, constant = to_register(i.operands[3]), read(i.operands[3], "f32")
     flush = i.target.name == "gfx90a" and kind != "f32"
@@ -48,7 +52,7 @@ def build(i: Instruction) -> Step | None:
     def tile(w: Wave, n: int, count: int) -> np.ndarray:
         held, out = numbers(w.v[n : n + count], kind, flush), np.empty((16, depth))
         out[row, k] = held
-        if is_wmma and (held[:, :16].view(np.uint32) != held[:, 16:].view(np.uint32)).any():
+        if is_twice and (held[:, :16].view(np.uint32) != held[:, 16:].view(np.uint32)).any():
             raise Unknown("halves of a wave that hold different tiles")
         return out
 

@@ -6,7 +6,11 @@ import ctypes
 
 import numpy as np
 
-from .machine import UNSET, Fault
+UNSET = 0xFFADFFAD  # NaN as a float32, as two float16, as two bfloat16: what nobody wrote, or has not come yet
+
+
+class Fault(Exception):
+    """What a kernel must not do, or what this machine does not know."""
 
 
 def unset(size: int) -> np.ndarray:
@@ -79,6 +83,7 @@ class Lds(Bytes):
         super().__init__(unset(size))
         self.size, self.is_shared = size, waves > 1
         self.wave = 0  # which one runs
+        self.has_signalled = False  # it has signalled a barrier that it has not waited at (RDNA 4)
         # By which one a byte was since the last barrier, from 1 on; 0: by none, 255: by several.
         self.written, self.seen = np.zeros((2, len(self.u8)), np.uint8)
 
@@ -100,6 +105,8 @@ class Lds(Bytes):
             raise Fault(f"bounds: {size} bytes at {int(at.max())} of {self.size} bytes of LDS")
         if not self.is_shared:
             return
+        if self.has_signalled:  # the others may be before the barrier or behind it
+            raise Fault("race: LDS is used between s_barrier_signal and s_barrier_wait")
         byte, mine = at[:, None] + np.arange(size), self.wave + 1
         written, seen = self.written[byte], self.seen[byte]
         others, readers = (written != 0) & (written != mine), (seen != 0) & (seen != mine)

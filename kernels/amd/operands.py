@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .machine import ACCUMULATORS, ALL, EXEC, KINDS, M0, NULL, SCALARS, UNSET, VCC, Wave, to_lanes, to_mask
+from .machine import ACCUMULATORS, ALL, EXEC, KINDS, M0, NULL, SCALARS, TTMP, VCC, Wave, to_lanes, to_mask
+from .memory import UNSET
 from .text import Unknown
 
 Read = Callable[[Wave], Any]  # [lanes], or one number for all
 Write = Callable[[Wave, Any], None]
 NAMES = {"vcc": (VCC, 2), "vcc_lo": (VCC, 1), "vcc_hi": (VCC + 1, 1), "m0": (M0, 1), "null": (NULL, 1),
-         "exec": (EXEC, 2), "exec_lo": (EXEC, 1), "exec_hi": (EXEC + 1, 1)}  # fmt: skip
+         "exec": (EXEC, 2), "exec_lo": (EXEC, 1), "exec_hi": (EXEC + 1, 1),
+         **{f"ttmp{n}": (TTMP + n, 1) for n in (7, 8, 9)}}  # fmt: skip
 REGISTER = re.compile(r"\b(v|a|s)(?:(\d+)(?:\.([lh]))?|\[(\d+):(\d+)\])(?!\w)")
 SIGNED = re.compile(r"(-(?!\d)|neg\()?(\|)?([^|)]*)[|)]*")  # -v1, |v1|, neg(0)
 PARTS = {"DWORD": (0, 32), "WORD_0": (0, 16), "WORD_1": (16, 16), **{f"BYTE_{n}": (8 * n, 8) for n in range(4)}}

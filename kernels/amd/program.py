@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 
 from . import crosslane, loads, matrix, scalar, vector
-from .machine import BARRIER, SCALARS, Fault, Step, Wave
+from .machine import BARRIER, SCALARS, Step, Wave
+from .memory import Fault
 from .operands import used
 from .text import Assembly, Instruction, Unknown, read_assembly
 

@@ -6,12 +6,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .machine import BARRIER, END, VCC, Fault, Step, Wave
-from .operands import scalar, set_scalar, signed
+import numpy as np
+
+from .machine import BARRIER, END, KINDS, VCC, Step, Wave
+from .memory import Fault
+from .operands import read, scalar, set_scalar, signed
 from .text import Instruction, Unknown
+from .vector import look_up
 
 # What changes times, caches or what a debugger sees, but no result.
-WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg)|buffer_gl0_inv")
+WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|wait_alu|wait_storecnt)|"
+                            r"buffer_gl0_inv|global_inv")  # fmt: skip
 
 
 def extract(x: int, field: int) -> int:
@@ -36,6 +41,7 @@ SUMS: dict[str, Operation] = {  # scc: the result does not fit
 OTHERS: dict[str, Operation] = {  # scc stays
     "mov": lambda x, y, c, n: y, "cselect": lambda x, y, c, n: x if c else y,
     "mul": lambda x, y, c, n: x * y, "mul_hi": lambda x, y, c, n: x * y >> 32,
+    "add_nc": lambda x, y, c, n: x + y, "sub_nc": lambda x, y, c, n: x - y,
 }  # fmt: skip
 TESTS: dict[str, Operation] = {  # scc: what they say; the result is x or y, if there is one
     "cmp_eq": lambda x, y, c, n: x == y, "cmp_lg": lambda x, y, c, n: x != y, "cmp_lt": lambda x, y, c, n: x < y,
@@ -59,15 +65,18 @@ def build(i: Instruction, labels: dict[str, int]) -> Step | None:
     if WITHOUT_EFFECT.fullmatch(i.name):
         i.modifiers.clear()
         return lambda w: None
+    i.name = i.name.removeprefix("v_") if i.name.startswith("v_s_") else i.name  # by the vector unit
     if not i.name.startswith("s_"):
         return None
-    name, operands = i.name[2:], i.operands
+    if "_f32" in i.name:
+        return build_float(i)
+    name, operands = i.name[2:].replace("_co_", "_"), i.operands
     if name in BRANCHES:
         to, test = labels[operands[0]], BRANCHES[name]
         return lambda w: to if test(w) else None
-    if simple := {"endpgm": lambda w: END, "barrier": barrier}.get(name):
-        return simple
-    if name == "waitcnt":
+    if name in SIMPLE:
+        return SIMPLE[name]
+    if name.startswith("wait"):
         return build_wait(i)
     if short := re.fullmatch(r"(add|cmp|mov|mul)k(_\w+)", name):  # a constant of 16 bits
         number, name = int(operands[1], 0) & 0xFFFF, short[1] + short[2]
@@ -96,6 +105,21 @@ def build_operation(name: str, kind: str, operands: list[str]) -> Step:
     return run
 
 
+def build_float(i: Instruction) -> Step:
+    """RDNA 3.5 and 4: what the vector unit does, once for all lanes."""
+    name, (result,), kinds, f = look_up(i)
+    operands = i.operands + i.operands[:1] * name.startswith("fmac")
+    sources = [read(text, kind) for text, kind in zip(operands[-len(kinds) :], kinds, strict=True)]
+    to = set_scalar("null" if result == "mask" else operands[0])
+
+    def run(w: Wave) -> None:
+        value = f(*[source(w) for source in sources])
+        w.scc = int(value) if result == "mask" else w.scc
+        to(w, 0 if result == "mask" else int(np.asarray(value, KINDS[result]).view(np.uint32)))
+
+    return run
+
+
 def build_mask(f: Operation, form: str, operands: list[str]) -> Step:
     """The mask is combined with a register; another one then holds the old mask (save) or the new one (wr)."""
     to, x = set_scalar(operands[0]), scalar(operands[1], "u64")
@@ -110,8 +134,12 @@ def build_mask(f: Operation, form: str, operands: list[str]) -> Step:
 
 
 def build_wait(i: Instruction) -> Step:
+    """`s_waitcnt vmcnt(1) lgkmcnt(0)`; on RDNA 4 `s_wait_loadcnt_dscnt 0x100`, a byte for each."""
     counts = [(counter, int(left)) for counter, left in re.findall(r"(\w+)\((\d+)\)", i.text)]
-    if not counts or not {counter for counter, _ in counts} <= {"vmcnt", "lgkmcnt"}:
+    if i.target.is_rdna4:
+        names, left = i.name.removeprefix("s_wait_").split("_"), int(i.operands[0], 0)
+        counts = [(name, left >> 8 * n & 63) for n, name in enumerate(names[::-1]) if name != "storecnt"]
+    if not counts or not {counter for counter, _ in counts} <= {*i.target.counters.values()}:
         raise Unknown(i.text)
 
     def wait(w: Wave) -> None:
@@ -122,7 +150,27 @@ def build_wait(i: Instruction) -> Step:
 
 
 def barrier(w: Wave) -> int:
+    arrive(w)
+    return leave(w)
+
+
+def arrive(w: Wave) -> None:
     """The check `late`, for what the others are going to read."""
-    if any(late.kind == "store" for late in w.under_way["lgkmcnt"]):
+    if any(late.kind == "store" for late in [*w.under_way["lgkmcnt"], *w.under_way["dscnt"]]):
         raise Fault("late: this wave still writes to LDS, and nothing waited for it before the barrier")
+    if w.lds.has_signalled:
+        raise Fault("race: a second s_barrier_signal before s_barrier_wait")
+    w.lds.has_signalled = True
+
+
+def leave(w: Wave) -> int:
+    """Until all have arrived."""
+    if not w.lds.has_signalled:
+        raise Fault("endless: s_barrier_wait, but this wave has not signalled")
+    w.lds.has_signalled = False
     return BARRIER
+
+
+SIMPLE: dict[str, Step] = {
+    "endpgm": lambda w: END, "barrier": barrier, "barrier_signal": arrive, "barrier_wait": leave,
+}  # fmt: skip

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .machine import TARGETS, Fault, Target
+from .machine import TARGETS, Target
+from .memory import Fault
 
 
 class Unknown(Exception):

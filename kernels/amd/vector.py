@@ -166,14 +166,17 @@ MIXED: dict[str, tuple[str, Callable]] = {
     "div_fmas_f32": ("f32: f32 f32 f32 mask", unscale),
 }  # fmt: skip
 COMPARE: dict[str, Callable] = {
-    "lt": np.less, "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal,
-    "neq": np.not_equal, "nge": lambda a, b: ~(a >= b), "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "lt": np.less, "le": np.less_equal, "eq": np.equal, "gt": np.greater, "ge": np.greater_equal,
+    "lg": lambda a, b: (a < b) | (a > b),
 }  # fmt: skip
+COMPARE |= {f"n{name}": lambda a, b, f=f: ~f(a, b) for name, f in COMPARE.items()}  # so of a NaN they hold
+COMPARE |= {"ne": np.not_equal, "o": lambda a, b: ~(np.isnan(a) | np.isnan(b))}
 
 
 def look_up(i: Instruction) -> tuple[str, list[str], list[str], Callable]:
     """Its name without what its encoding adds; the kinds of its results and sources; the function."""
     name = re.sub(r"_(e32|e64|dpp|sdwa|e64_dpp)$", "", i.name)[2:].replace("_nc_", "_").replace("_co_ci_", "c_co_")
+    name = name.replace("_num_", "_").replace("mad_co_", "mad_")  # RDNA 4's names
     name += " clamp" * i.take("clamp", False)
     operation, _, kind = name.rpartition("_")
     if name == "cvt_pk_f32_fp8" and i.target.name != "gfx942":
