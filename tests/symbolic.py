@@ -29,7 +29,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
-from atom_mini.speculation.verify import Drafter, SpecScheduler, Verifier
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, Verifier
 
 
 def mix(state: int, value: int) -> int:
@@ -364,8 +364,8 @@ def run_trial(
             runner.max_rows = trial.config.max_num_batched_tokens
             scheduler = SpecScheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
-            scheduler.drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
-            core = EngineCore(trial.config, Verifier(runner), scheduler)
+            drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
+            core = SpecCore(trial.config, Verifier(runner, drafter), scheduler)
             stats = play(trial, core, runner, strict, clock.perf_counter)
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()

@@ -66,8 +66,9 @@ class NgramDrafter(Drafter):
         found = zip(seqs, places, most, strict=True)
         return [seq.token_ids[place : place + n] for seq, place, n in found]
 
-    def forget(self, request_id: int) -> None:
-        self.seen.pop(request_id, None)
+    def keep(self, alive: set[int]) -> None:
+        for id in self.seen.keys() - alive:
+            del self.seen[id]
 
 # %% ../../nbs/52_drafters.ipynb #1b0b6afa
 def check_same_tokens(target: Any, draft: Any) -> None:
@@ -97,8 +98,9 @@ class ModelDrafter(Drafter):
         """Whether it must make a pass now, even if no guess is wanted."""
         return False
 
-    def forget(self, request_id: int) -> None:
-        self.known.pop(request_id, None)
+    def keep(self, alive: set[int]) -> None:
+        for id in self.known.keys() - alive:
+            del self.known[id]
 
     @torch.inference_mode()
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
@@ -180,8 +182,11 @@ class DraftModel(ModelDrafter):
             ids, positions, meta, _ = self.runner.prepare_model(batch)
             self.runner.compute_hidden(ids.clamp(max=self.top), positions, meta)
         for seq in seqs:
-            end = seq.num_computed_tokens + seq.num_scheduled_tokens
-            self.known[seq.id] = end if is_prompt else min(self.known[seq.id], end)
+            if is_prompt:
+                self.known[seq.id] = seq.num_computed_tokens + seq.num_scheduled_tokens
+            else:
+                right = seq.num_computed_tokens + len(new[seq.id])
+                self.known[seq.id] = min(self.known[seq.id], right)
 
     def lags(self, seq: Sequence) -> bool:
         """Whether this step fills a block of which something is unread."""
