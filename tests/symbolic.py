@@ -172,6 +172,7 @@ class SymbolicDrafter(Drafter):
     """Drafts as many tokens as it likes; each is what will come with probability `right`."""
 
     def __init__(self, alphabet: int, right: float, luck: random.Random) -> None:
+        super().__init__()
         self.alphabet, self.right, self.luck = alphabet, right, luck
         self.has_cache = luck.random() < 0.5
 

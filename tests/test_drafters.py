@@ -91,7 +91,7 @@ def test_the_lookup_is_the_definition() -> None:
             if luck.random() < 0.1:
                 seq.restart()
         drafter.keep({trial + 1})
-        assert not drafter.seen
+        assert not drafter.known
 
 
 @pytest.mark.parametrize("wish", WISHES)
@@ -104,7 +104,7 @@ def test_the_lookup_changes_no_text(room: str, wish: str) -> None:
         assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
         scheduler: Any = llm.engine_core.scheduler
         assert scheduler.spec_stats.proposed.total() > 0
-        assert not llm.engine_core.drafter.seen, "it remembers those who have left"  # type: ignore[attr-defined]
+        assert not llm.engine_core.drafter.known, "it remembers those who have left"  # type: ignore[attr-defined]
 
 
 def test_recall_takes_fewer_steps() -> None:

@@ -300,6 +300,7 @@ class FromABook(Drafter):
     """Knows what comes, except every `gap`-th token."""
 
     def __init__(self, books: dict[tuple[int, ...], list[int]], gap: int) -> None:
+        super().__init__()
         self.books, self.gap = books, gap
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:

@@ -85,6 +85,9 @@ class Drafter:
 
     has_cache = False
 
+    def __init__(self, config: Any = None, runner: Any = None) -> None:
+        self.known: dict[int, Any] = {}  # request -> what is kept of it
+
     @classmethod
     def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
         """Bytes that it needs of the target's device: in all, and with each block."""
@@ -109,6 +112,8 @@ class Drafter:
 
     def keep(self, alive: set[int]) -> None:
         """These requests are in the engine; all others have left it."""
+        for id in self.known.keys() - alive:
+            del self.known[id]
 
 # %% ../../nbs/50_verify.ipynb #39367f56
 class Verifier:
