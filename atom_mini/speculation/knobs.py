@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from ..checkpoint import require
 from ..config import Config, Variant, check_options, check_rules
-from ..config import is_bool, is_count, is_whole, one_of, settle
+from ..config import is_bool, is_count, is_whole, one_of
 
 # %% auto #0
 __all__ = ['METHODS', 'RULES', 'LARGEST_GRAPH', 'Method', 'find', 'SpeculativeConfig', 'read_speculative', 'make_drafter',
-           'count_rows', 'count_bytes', 'make_scheduler', 'make_core', 'Speculation']
+           'count_rows', 'count_bytes', 'Speculation']
 
 # %% ../../nbs/50b_knobs.ipynb #50b00007
 class Method(NamedTuple):
@@ -122,16 +122,6 @@ def count_bytes(config: Config, dtype: Any) -> tuple[int, int]:
     """Of the drafter that `config` asks for, `Drafter.memory`."""
     return find(METHODS[config.speculative_config.method].drafter).memory(config, dtype)
 
-# %% ../../nbs/50b_knobs.ipynb #c8dfba3c
-def make_scheduler(config: Config) -> Any:
-    """The scheduler of `Speculation`."""
-    return find("verify:SpecScheduler")(config)
-
-
-def make_core(config: Config) -> Any:
-    """The engine core of `Speculation`."""
-    return find("verify:make_speculating")(config)
-
 # %% ../../nbs/50b_knobs.ipynb #7cae9feb
 @dataclass
 class Speculation(Variant):
@@ -139,8 +129,9 @@ class Speculation(Variant):
 
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = None
 
-    make_scheduler = staticmethod(make_scheduler)
-    make_core = staticmethod(make_core)
+    wraps = ("TurnKnobs",)
+    make_scheduler = "speculation.verify:SpecScheduler"
+    make_core = "speculation.verify:make_speculating"
     max_rows = staticmethod(count_rows)
     bytes_beside = staticmethod(count_bytes)
 
@@ -157,6 +148,3 @@ class Speculation(Variant):
         vars(config).update(speculative_config=wanted if k else None)
         wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
         require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
-        if k:
-            plain = {"scheduler": "atom", "overlap": False}
-            settle(config, given, f"num_speculative_tokens={k}", plain)
