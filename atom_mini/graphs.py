@@ -191,7 +191,7 @@ class GraphRunner(ModelRunner):
             return hidden, token_ids
         with torch.inference_mode():
             logits = self.model.compute_logits(hidden)
-            return logits, self.postprocess(batch, logits, ids)
+            return logits, self.sample(batch, logits, ids)
 
 # %% ../nbs/12a_graphs.ipynb #af2da0fe
 def left_bytes(device: torch.device) -> int:

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import Attention, AttentionMetaData
-from .attention import reset_forward_context, set_forward_context
+from .attention import Attention, AttentionMetaData, set_forward_context
 from .checkpoint import require
 from .config import Config
 from .loading import load_model
@@ -47,7 +46,7 @@ class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
     Fills in `config.num_kvcache_blocks`.
-    Source: ATOM's `model_runner.py` (prepare_model / run_model / postprocess).
+    Source: ATOM's `model_runner.py` (prepare_model / run_model; sample is its postprocess).
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
@@ -90,11 +89,8 @@ class ModelRunner:
         self, ids: Tensor, positions: Tensor, meta: AttentionMetaData
     ) -> Tensor:
         """Hidden states [T, hidden] of all tokens, whose K/V is stored on the way."""
-        set_forward_context(meta)
-        try:
+        with set_forward_context(meta):
             return self.model(ids, positions)
-        finally:
-            reset_forward_context()
 
     @torch.inference_mode()
     def run_model(
@@ -106,7 +102,7 @@ class ModelRunner:
         return self.model.compute_logits(hidden[last]) if len(last) else hidden[:0]
 
     @torch.inference_mode()
-    def postprocess(
+    def sample(
         self, batch: ScheduledBatch, logits: Tensor,
         newest: Tensor | None = None,
     ) -> Tensor:
@@ -135,7 +131,7 @@ class ModelRunner:
         if fill_in is not None:
             fill_in(batch, ids)
         logits = self.run_model(ids, positions, meta, last)
-        return logits, self.postprocess(batch, logits, ids[last])
+        return logits, self.sample(batch, logits, ids[last])
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step; `tolist` is its only wait for the device."""

@@ -213,8 +213,7 @@ class BaseScheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
 
     def deliver(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         """Append the sampled tokens; returns the sequences that are finished."""
         now, finished = time.perf_counter(), []
@@ -235,18 +234,15 @@ class BaseScheduler:
                     self._finish(seq, now)
                     finished.append(seq)
                     break
-        if stream_outputs is not None:
-            stream_outputs += output.for_requests(seqs, finished)
         return finished
 
     def postprocess(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None = None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         """The step has run: count it, append the sampled tokens, and return the sequences
-        that are finished. `stream_outputs` receives what each sequence got."""
+        that are finished."""
         self.advance(seqs)
-        return self.deliver(seqs, output, stream_outputs)
+        return self.deliver(seqs, output)
 
     def rollback(self) -> None:
         """Undo whatever was begun: all wait again, in the order in which they came."""
@@ -287,13 +283,13 @@ class Scheduler(BaseScheduler):
         self.block_manager.stage(seq, seq.num_computed_tokens + n)
         return seq
 
-    def _may_grow(self, seq: Sequence) -> bool:
+    def _can_grow(self, seq: Sequence) -> bool:
         """Whether it may yet ask for a block; its last token needs no slot."""
         return seq.limit - 1 > len(seq.block_table) * seq.block_size
 
     def _admit(self, budget: int, seqs: list[Sequence]) -> None:
         """Let in who waits, first come first served, and schedule it behind `seqs`."""
-        reserve = sum(map(self._may_grow, self.running)) if self.waiting else 0
+        reserve = sum(map(self._can_grow, self.running)) if self.waiting else 0
         while self.waiting and budget and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting[0]
             cached = self.block_manager.can_allocate(seq, reserve)
@@ -306,7 +302,7 @@ class Scheduler(BaseScheduler):
             self.admit(seq, cached)
             seqs.append(self._schedule_tokens(seq, n))
             budget -= n
-            reserve += self._may_grow(seq)
+            reserve += self._can_grow(seq)
         if self.waiting:
             self._explain(budget, reserve)
 

@@ -56,7 +56,7 @@ class HollowModel:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         self.runner.prepare_model(batch)
-        return pack_output(batch, self.logits, self.runner.postprocess(batch, self.logits).tolist())
+        return pack_output(batch, self.logits, self.runner.sample(batch, self.logits).tolist())
 
 
 def generate_milliseconds(llm: LLM, runner: Any, num_seqs: int, length: int, params: SamplingParams) -> list[float]:
