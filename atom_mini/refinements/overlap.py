@@ -15,7 +15,7 @@ from ..config import Config, Variant, check_rules, is_bool, settle
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
-from ..sequence import RequestOutput, Sequence
+from ..sequence import Sequence
 
 # %% auto #0
 __all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'OverlapCore', 'OverlapKnobs']

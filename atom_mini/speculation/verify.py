@@ -21,7 +21,7 @@ from ..config import is_bool, is_count, is_whole, settle
 from ..engine_core import EngineCore
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
-from ..sequence import RequestOutput, Sequence, SequenceType
+from ..sequence import Sequence, SequenceType
 
 # %% auto #0
 __all__ = ['Seqs', 'Drafts', 'Tokens', 'METHODS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Drafter', 'Verifier',
