@@ -38,6 +38,7 @@ def attach(parts: dict[str, str]) -> None:
 PARTS = {
     "refinements.turns": "TurnKnobs",
     "refinements.overlap": "OverlapKnobs",
+    "refinements.extras": "ExtraWishes",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",

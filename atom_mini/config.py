@@ -108,6 +108,10 @@ class SamplingParams:
         unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **unsaid)
 
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty not in (None, 1)
+
 # %% ../nbs/01b_config.ipynb #127b3fe1
 def are_texts(value: Any) -> bool:
     many = [value] if isinstance(value, str) else value
