@@ -265,12 +265,12 @@ class SpecScheduler(TurnScheduler):
             self.note("verified", seq, **facts)
 
     def postprocess(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput, *rest: Any
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         verified = [seq for seq in seqs if seq.id in self.drafts]
         for seq in verified:  # the rows that saw the right past
             seq.num_scheduled_tokens = len(output.token_ids[seq.id])
-        finished = super().postprocess(seqs, output, *rest)
+        finished = super().postprocess(seqs, output)
         for seq in verified:
             self._verified(seq, len(output.token_ids[seq.id]))
         if not self.last_was_prefill:
@@ -304,7 +304,7 @@ class SpecCore(EngineCore):
             return batch
         return self.scheduler.add_drafts(batch, seqs, self.drafter.propose(seqs, most))
 
-    def step(self, stream: bool = True) -> StepOutput | None:
+    def step(self) -> StepOutput | None:
         """As without drafts, and the drafter is asked before the runner runs, and told
         after it."""
         with self.transaction():
@@ -323,7 +323,7 @@ class SpecCore(EngineCore):
             finished = self.scheduler.postprocess(seqs, output)
             self.listener.ended()
             seconds = time.perf_counter() - start
-            return StepOutput(batch, seqs if stream else [], output, finished, seconds)
+            return StepOutput(batch, seqs, output, finished, seconds)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
