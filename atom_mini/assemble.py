@@ -38,6 +38,7 @@ def attach(parts: dict[str, str]) -> None:
 PARTS = {
     "refinements.turns": "TurnKnobs",
     "refinements.overlap": "OverlapKnobs",
+    "refinements.rope_scaling": "RopeScaling",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
@@ -49,20 +50,16 @@ PARTS = {
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
-    "refinements.rope_scaling": "RopeScaling",
     "refinements.launcher": "Launching",
     "systems.spyre_runner": "Rectangles",
     "families.latent": "Latents",
     "families.slots": "Slots",
-    "families.quantised": "Quantised",
-    "families.spread": "SpreadExperts",
 }
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler) for this device; ValueError where they cannot run."""
     from atom_mini.model_runner import plain_ops
-    from atom_mini.models import head_dim
     from atom_mini.sampler import Sampler
 
     on_gpu = device.type == "cuda"
@@ -71,8 +68,9 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     check_triton(on_gpu)
     from atom_mini.triton_ops import TritonOps
 
-    heads = config.hf_config.num_attention_heads, config.hf_config.num_key_value_heads
-    ops = TritonOps(device, *heads, head_dim(config.hf_config), dtype)
+    spec = config.spec
+    heads = spec.num_attention_heads, spec.num_key_value_heads
+    ops = TritonOps(device, *heads, spec.head_dim, dtype)
     return ops, Sampler(ops.sample)
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import is_number, is_whole, read_config, read_defaults
-from .checkpoint import require, resolve_model
+from .checkpoint import FAMILIES, is_number, is_whole, read_defaults
+from .checkpoint import read_model, require, resolve_model
 
 # %% auto #0
 __all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'VARIANTS', 'check_options', 'is_count',
@@ -158,15 +158,16 @@ class Config:
     enable_chunked_prefill: bool = True
 
     folder: Path | None = field(default=None, init=False, repr=False)
-    hf_config: Any = field(default=None, init=False, repr=False)
+    spec: Any = field(default=None, init=False, repr=False)  # a `ModelSpec`
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
     sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
-        self.hf_config = read_config(self.folder)
-        ends, self.sampling_defaults = read_defaults(self.folder, self.hf_config)
-        longest = self.hf_config.max_position_embeddings
+        families = self.pick("families", FAMILIES)
+        self.spec = read_model(self.folder, families, self.pick("rope_types", {}))
+        ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
+        longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
         require(asked <= longest, wrong)
@@ -199,7 +200,7 @@ class Config:
 
     def pick(self, role: str, default: Any) -> Any:
         """What the chosen variants offer for `role`, or `default`."""
-        chosen = [v for v in reversed(VARIANTS) if v.is_chosen(self) and hasattr(v, role)]
+        chosen = [v for v in reversed(VARIANTS) if hasattr(v, role) and v.is_chosen(self)]
         return getattr(chosen[0], role) if chosen else default
 
     def __getattr__(self, name: str) -> Any:

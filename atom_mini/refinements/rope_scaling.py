@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from ..config import Config, Variant
 
-from ..config import Variant
-from ..models import ROPE_TYPES
+if TYPE_CHECKING:  # a config is read before torch is loaded
+    from torch import Tensor
 
 # %% auto #0
 __all__ = ['linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'RopeScaling']
@@ -56,7 +55,8 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    slow = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    pairs = freqs.new_tensor(range(dim // 2))
+    slow = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
     return freqs * (1 - slow) + freqs / p["factor"] * slow, sharpness(p)
 
 # %% ../../nbs/22_rope_scaling.ipynb #5ac0ee1b
@@ -64,5 +64,8 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
 class RopeScaling(Variant):
     """Has no knobs: the checkpoint's config says which type it wants."""
 
+    rope_types: ClassVar = {"linear": linear, "llama3": llama3, "yarn": yarn}
 
-ROPE_TYPES.update(linear=linear, llama3=llama3, yarn=yarn)
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        return True
