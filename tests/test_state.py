@@ -25,7 +25,7 @@ from atom_mini import LLM, SamplingParams
 from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.config import Config
 from atom_mini.families import mixture, slots, state
-from atom_mini.families.records import WITH_STATE, StateSpec, read_experts, read_family, read_routing
+from atom_mini.families.records import WITH_STATE, FamilySpec, StateSpec, read_experts, read_family, read_routing
 from atom_mini.instruments.command_line import describe, describe_state
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
@@ -297,7 +297,7 @@ def slots_by_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def whole_head_turns(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mixture, "turned_dim", mixture.head_dim)
+    patch.setattr(FamilySpec, "turned_dim", property(lambda spec: spec.head_dim))
 
 
 @pytest.mark.parametrize("plant", [kept_after_preemption, slots_by_place, whole_head_turns])

@@ -44,6 +44,7 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     experts: Any = getattr(spec, "experts", None)
     sparse = getattr(spec, "sparse", ())
     more: dict[str, Any] = {"storage": None, "num_key_value_heads": max(1, kv // n)}
+    heads = cut(spec.num_attention_heads, "num_attention_heads", n)
     what = f"enable_expert_parallel=True, and {spec.model_type} has no experts"
     require(any(sparse) or not is_dealt, f"{what}: drop it")
     if any(sparse):
@@ -51,7 +52,6 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     if not sparse or not all(sparse):
         width = cut(spec.intermediate_size, "intermediate_size", n)
         more["intermediate_size"] = width
-    heads = cut(spec.num_attention_heads, "num_attention_heads", n)
     what = f"{knob} and num_key_value_heads={kv}: one must divide the other, lower it"
     require(kv % n == 0 or n % kv == 0, what)
     rows = -(-vocab // n)
