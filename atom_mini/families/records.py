@@ -13,11 +13,11 @@ from typing import Any
 from atom_mini.checkpoint import (
     FAMILIES, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
-from ..config import Config, Variant, is_count, settle
+from ..config import Config, Variant, is_count
 
 # %% auto #0
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'MTP', 'FULL', 'PART', 'LATENT', 'STATE', 'ROWS', 'ONLY', 'PLAIN', 'NAMES', 'ADDED',
-           'LACKING', 'ARCHITECTURES', 'WITH_STATE', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
+           'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
            'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
            'read_windows', 'read_differences', 'check_latents', 'check_states', 'Family', 'check_family', 'read_row',
            'decoder_of', 'read_family', 'FamilyNames']
@@ -362,17 +362,6 @@ LACKING = {  # how their names begin
 }
 ARCHITECTURES = dict.fromkeys([*FAMILIES, *ADDED], read_family) | LACKING
 
-# %% ../../nbs/60_experts.ipynb #19e10168
-WITH_STATE: dict[str, tuple[Any, str]] = {  # knob -> what it must be, and why
-    "enable_prefix_caching": (False, "cached blocks hold keys and values, no state"),
-    "prefix_cache": ("none", "cached blocks hold keys and values, no state"),
-    "routing": ("load", "cached blocks hold keys and values, no state"),
-    "speculative_config": (None, "a state cannot forget the drafts that are rejected"),
-    "scheduler": ("atom", "a padded step would write its padding into the state"),
-    "tensor_parallel_size": (1, "a rank would need its own part of each state"),
-    "attention": ("torch", "there is no kernel for states, none tuned for 256 a head"),
-}
-
 # %% ../../nbs/60_experts.ipynb #2a7e5e91
 @dataclass
 class FamilyNames(Variant):
@@ -383,10 +372,3 @@ class FamilyNames(Variant):
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
         return True
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        """Sets what `given` lacks as `WITH_STATE` says; ValueError for the rest."""
-        knobs = WITH_STATE if isinstance(config.spec, StateSpec) else {}
-        for knob, (only, why) in knobs.items():
-            settle(config, given, f"layers that keep a state ({why})", {knob: only})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config, Variant
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'RopeScaling']
+__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'RopeScaling']
 
 # %% ../../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -60,11 +60,14 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     return freqs * (1 - slow) + freqs / p["factor"] * slow, sharpness(p)
 
 # %% ../../nbs/22_rope_scaling.ipynb #5ac0ee1b
+TYPES = {"linear": linear, "llama3": llama3, "yarn": yarn}
+
+
 @dataclass
 class RopeScaling(Variant):
     """Has no knobs: the checkpoint's config says which type it wants."""
 
-    rope_types: ClassVar = {"linear": linear, "llama3": llama3, "yarn": yarn}
+    rope_types = TYPES
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
