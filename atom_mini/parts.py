@@ -35,6 +35,7 @@ PARTS = {
     "refinements.turns": "TurnKnobs",
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
+    "refinements.extras": "ExtraWishes",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",

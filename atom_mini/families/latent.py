@@ -104,7 +104,7 @@ def sort_latents(readers: Readers, spec: LatentSpec, model: Any) -> Readers:
 def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
     ops, sampler = choose_ops(config, device, dtype)
-    if hasattr(ops, "tiles"):  # Triton's
+    if ops.is_triton:
         kernels = import_module("atom_mini.families.latent_kernel")
         spec = config.spec
         sizes = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim

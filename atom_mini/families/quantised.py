@@ -148,6 +148,6 @@ class PackedMLP(MixtureMLP):
 def make_mlp(spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
     """The second half of a layer, with packed experts where a kernel reads them."""
     is_half = torch.get_default_dtype().itemsize == 2
-    if spec.sparse[layer] and is_half and callable(ops):
+    if spec.sparse[layer] and is_half and ops.is_triton:
         return PackedMLP(spec, ops)
     return make_whole(spec, ops, layer)

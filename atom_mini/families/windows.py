@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..loading import Readers
 from ..models import SelfAttention, TorchOps, unfilled
 
 # %% auto #0
-__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'make_attention', 'in_turns', 'split_in_turns']
+__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'windowed', 'make_attention', 'in_turns', 'split_in_turns']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -63,6 +64,14 @@ def windowed_attention(
             out.append(sink_attention(piece, k, v, scale, window, sinks))
     return torch.cat(out)
 
+# %% ../../nbs/63_sinks_windows.ipynb #63a00001
+def windowed(ops: TorchOps) -> Callable[..., Tensor]:
+    """`windowed_attention`, or the kernel in its place where `ops` are Triton's."""
+    if not ops.is_triton:
+        return windowed_attention
+    kernel = import_module("atom_mini.families.window_kernel")
+    return partial(kernel.attend, ops)
+
 # %% ../../nbs/63_sinks_windows.ipynb #f9f41bd5
 def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> SelfAttention:
     """The attention of this layer, within its window, and with a logit per head,
@@ -76,7 +85,7 @@ def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> SelfAttention
         is_padded = hasattr(ops, "is_padded")
         require(not is_padded, "scheduler='spyre' lacks sinks, windows")
         found.sinks = unfilled(spec.num_attention_heads) if spec.has_sinks else None
-        attend: Any = ops.attend if callable(ops) else windowed_attention
+        attend = windowed(ops)
         found.attn.attend = partial(attend, window=window, sinks=found.sinks)
     return found
 

@@ -180,9 +180,9 @@ def shape_model(config: Config, device: str, dtype: Any) -> Any:
     from atom_mini.models import TorchOps
 
     class Kernels(TorchOps):
-        """Stands for Triton's, which can be called: they read packed weights."""
+        """Stands for Triton's, which read packed weights."""
 
-        def __call__(self) -> None: ...
+        is_triton = True
 
     is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
     ops = Kernels() if is_triton else TorchOps()
