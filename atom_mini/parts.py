@@ -39,7 +39,7 @@ PARTS = {
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
-    "speculation.verify": "Speculation",
+    "speculation.knobs": "Speculation",
     "families.records": "FamilyNames",
     "processes.data_parallel": "DataParallel",
     "processes.knobs": "ProcessKnobs",

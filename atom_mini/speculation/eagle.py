@@ -217,7 +217,7 @@ def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
     for seq, n in zip(seqs, batch.num_scheduled_tokens.tolist(), strict=True):
         known = seq.token_ids[seq.num_computed_tokens + 1 :][:n]
         tokens += [*known, *new.get(seq.id, ()), *[0] * n][:n]
-        is_last += [row == seq.num_scheduled_tokens - 1 for row in range(n)]
+        is_last += [row == len(new.get(seq.id, ())) - 1 for row in range(n)]
     if batch.type is SequenceType.DECODE:
         batch = replace(spread(batch), is_sampled=np.array(is_last))
     return replace(batch, scheduled_tokens=np.array(tokens))
