@@ -132,7 +132,7 @@ def read_draft_config(config: Config) -> Config:
         own = Config(**same | {"model": model})
     except ValueError as error:
         raise ValueError(f"the draft model {model}: {error}") from None
-    kinds = getattr(own.hf_config, "layer_types", None) or ()
+    kinds = getattr(own.spec, "layer_types", ())
     wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
     require("linear_attention" not in kinds, wrong)
     return own
@@ -146,10 +146,10 @@ class DraftModel(ModelDrafter):
     """
 
     def __init__(self, config: Config, runner: Any) -> None:
-        self.vocab_size, own = config.hf_config.vocab_size, read_draft_config(config)
+        self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))
         self.runner, self.known = make_runner(own), {}  # here: how many have K/V
-        self.top = min(self.vocab_size, own.hf_config.vocab_size) - 1  # both have it
+        self.top = min(self.vocab_size, own.spec.vocab_size) - 1  # both have it
         self.draws = config.speculative_config.draft_sampling
         # who wants log probabilities gets logits from the runner
         self.params = SamplingParams(temperature=0, logprobs=0 if self.draws else None)
@@ -158,7 +158,7 @@ class DraftModel(ModelDrafter):
     @classmethod
     def source(cls, config: Config) -> tuple[Any, Any]:
         own = read_draft_config(config)
-        return own.folder, own.hf_config
+        return own.folder, own.spec
 
     def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
         is_prompt = batch.type is SequenceType.PREFILL
