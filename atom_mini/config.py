@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-from .checkpoint import is_number, is_whole, read_config, read_defaults
-from .checkpoint import require, resolve_model
+from .checkpoint import FAMILIES, is_number, is_whole, read_defaults
+from .checkpoint import read_model, require, resolve_model
 
 # %% auto #0
 __all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'Role', 'VARIANTS', 'check_options',
@@ -58,22 +58,17 @@ def check_rules(owner: Any, rules: list[Rule]) -> None:
 
 # %% ../nbs/01b_config.ipynb #829ff1bf
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: whatever has `__index__`, as NumPy's integers do, but no bool.
+    """`values` as ints: whatever is an `Integral`, as NumPy's integers are, but no bool.
 
     Raises ValueError, with the type, for what is no whole number.
     """
     ids = list(values)
-    if set(map(type, ids)) <= {int}:  # as a rule
-        return ids
-    for i, value in enumerate(ids):
-        try:
-            is_truth = "bool" in type(value).__name__  # NumPy's, too
-            whole: Any = None if is_truth else value
-            ids[i] = operator.index(whole)
-        except TypeError:  # a float's, an array's, None's
-            wrong = f"token id {value!r} in {what} is of type {type(value).__name__}"
-            raise ValueError(f"{wrong}: ids are whole numbers") from None
-    return ids
+    for kind in dict.fromkeys(map(type, ids)):  # mostly one
+        value = next(v for v in ids if type(v) is kind)
+        wrong = f"token id {value!r} in {what} is of type {kind.__name__}"
+        is_whole = issubclass(kind, Integral) and kind is not bool
+        require(is_whole, f"{wrong}: ids are whole numbers")
+    return [*map(int, ids)]
 
 # %% ../nbs/01b_config.ipynb #771ef795
 @dataclass(frozen=True)
@@ -114,6 +109,10 @@ class SamplingParams:
         """A copy in which every `None` that `defaults` knows is filled in."""
         unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **unsaid)
+
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty not in (None, 1)
 
 # %% ../nbs/01b_config.ipynb #127b3fe1
 def are_texts(value: Any) -> bool:
@@ -160,7 +159,7 @@ class Config:
     enable_chunked_prefill: bool = True
 
     folder: Path | None = field(default=None, init=False, repr=False)
-    hf_config: Any = field(default=None, init=False, repr=False)
+    spec: Any = field(default=None, init=False, repr=False)  # a `ModelSpec`
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
     sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
 
@@ -187,9 +186,10 @@ class Config:
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
-        self.hf_config = read_config(self.folder)
-        ends, self.sampling_defaults = read_defaults(self.folder, self.hf_config)
-        longest = self.hf_config.max_position_embeddings
+        families = self.pick("families", FAMILIES)
+        self.spec = read_model(self.folder, families, self.pick("rope_types", {}))
+        ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
+        longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
         require(asked <= longest, wrong)
@@ -261,11 +261,14 @@ class Variant:
     make_torch_ops: Role = None  # -> operations
     make_scheduler: Role = None  # config -> scheduler
     make_index: Role = None  # blocks, block size -> prefix index
+    make_extras: Role = None  # -> what a request may ask for beside a token
     make_listener: Role = None  # scheduler -> listener
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
     make_front: Role = None  # config -> what stands before other processes
     make_loop: Role = None  # core, sockets -> what runs in another process
+    families: Any = None  # architecture -> reader of its spec, or what it lacks
+    rope_types: Any = None  # type -> what changes the rotation's frequencies
     settle: Role = None  # config, given: set what others need, refuse what contradicts
 
     def __init_subclass__(cls) -> None:

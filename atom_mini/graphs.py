@@ -25,8 +25,8 @@ from .scheduler import ScheduledBatch
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'one_row_each',
-           'GraphRunner', 'left_bytes']
+__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'GraphRunner',
+           'left_bytes']
 
 # %% ../nbs/12a_graphs.ipynb #caab1f1a
 class DeviceGraph:
@@ -82,7 +82,7 @@ def first_decodes(count: int) -> ScheduledBatch:
 def is_plain(params: SamplingParams) -> bool:
     """Whether a request wants no more than a temperature."""
     filters = params.min_p or params.top_p not in (None, 1) or (params.top_k or 0) > 0
-    extras = params.repetition_penalty not in (None, 1) or params.logprobs is not None
+    extras = params.is_penalised or params.logprobs is not None
     return not filters and not extras
 
 # %% ../nbs/12a_graphs.ipynb #7c799e70
@@ -95,11 +95,6 @@ class Wishes:
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
 
-# %% ../nbs/12a_graphs.ipynb #342b8c25
-def one_row_each(config: Config) -> int:
-    """Rows of the largest decode: every sequence has one. A variant may want more."""
-    return config.max_num_seqs
-
 # %% ../nbs/12a_graphs.ipynb #c0309130
 class GraphRunner(ModelRunner):
     """A `ModelRunner` that replays its decode steps, sampling included."""
@@ -111,7 +106,8 @@ class GraphRunner(ModelRunner):
         self.record = record
         self.graphs = dict[int, Any]()
         self.wishes = Wishes([])
-        self.max_rows = config.pick("max_rows", one_row_each)(config)
+        rows = config.pick("max_rows", None)
+        self.max_rows = rows(config) if rows else config.max_num_seqs
         super().__init__(config)
         most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
         self._capture(graph_sizes(most))
@@ -197,7 +193,7 @@ class GraphRunner(ModelRunner):
             return hidden, token_ids
         with torch.inference_mode():
             logits = self.model.compute_logits(hidden)
-            return logits, self.postprocess(batch, logits, ids)
+            return logits, self.sample(batch, logits, ids)
 
 # %% ../nbs/12a_graphs.ipynb #af2da0fe
 def left_bytes(device: torch.device) -> int:

@@ -21,6 +21,8 @@ from functools import reduce
 from itertools import accumulate, chain, islice
 from types import SimpleNamespace
 
+from show import check_blocks
+
 import atom_mini.model_runner as model_runner
 import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
@@ -29,7 +31,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
-from atom_mini.speculation.verify import Drafter, SpecScheduler, Verifier
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, Verifier
 
 
 def mix(state: int, value: int) -> int:
@@ -172,6 +174,7 @@ class SymbolicDrafter(Drafter):
     """Drafts as many tokens as it likes; each is what will come with probability `right`."""
 
     def __init__(self, alphabet: int, right: float, luck: random.Random) -> None:
+        super().__init__()
         self.alphabet, self.right, self.luck = alphabet, right, luck
         self.has_cache = luck.random() < 0.5
 
@@ -364,8 +367,8 @@ def run_trial(
             runner.max_rows = trial.config.max_num_batched_tokens
             scheduler = SpecScheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
-            scheduler.drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
-            core = EngineCore(trial.config, Verifier(runner), scheduler)
+            drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
+            core = SpecCore(trial.config, Verifier(runner, drafter), scheduler)
             stats = play(trial, core, runner, strict, clock.perf_counter)
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()
@@ -432,7 +435,7 @@ def play(
         stats["steps"] += 1
         step += 1
         if strict:
-            manager.check(scheduler.running)
+            check_blocks(manager, scheduler.running)
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"
