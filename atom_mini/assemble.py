@@ -37,6 +37,7 @@ def attach(parts: dict[str, str]) -> None:
 # %% ../nbs/12b_assemble.ipynb #0131e52f
 PARTS = {
     "refinements.turns": "TurnKnobs",
+    "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",

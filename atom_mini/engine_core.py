@@ -83,10 +83,10 @@ class EngineCore:
         with self.transaction():
             self.scheduler.add(seq)
 
-    def abort(self, request_id: int) -> Sequence | None:
+    def abort(self, request_id: int, why: str = "abort") -> Sequence | None:
         """Take a request back; None if it is not in the engine."""
         with self.transaction():
-            return self.scheduler.abort(request_id)
+            return self.scheduler.abort(request_id, why)
 
     def step(self) -> StepOutput | None:
         """Run one step; None if there is nothing to do."""

@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .checkpoint import require
 from .config import Config, SamplingParams
 from .engine_core import EngineCore, StepOutput
 from .sequence import Sequence
-from .text import CompletionOutput, InputOutputProcessor, Request, TextPiece
-from .text import load_tokenizer
+from .text import CompletionOutput, IncrementalDetokenizer
+from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'content_text']
+__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'plain', 'as_list', 'content_text']
 
 # %% ../nbs/09c_llm.ipynb #80c4fab6
 def plain_engine(config: Config) -> EngineCore:
@@ -56,6 +57,9 @@ class LLM:
         self.metrics: Any = count and count()
         record = self.config.pick("make_trace", None)
         self.trace: Any = record and record(self.engine_core, self.tokenizer)
+        # what reads the text of a request that has stop strings, as long as there is one
+        self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
+        self._readers = WeakKeyDictionary()
         self._closed = False
         self._lock = RLock()  # around whatever reads or changes the engine or its queue
         self._line: set[object] = set()  # who has or wants the lock for a call
@@ -75,23 +79,17 @@ class LLM:
         finally:
             self._line.discard(me)
 
-    def _prepare(self, prompts: Prompts, params: Any, stream: bool) -> list[Request]:
+    def _prepare(self, prompts: Prompts, params: Params) -> list[Request]:
         """Check everything, queue nothing."""
         self._require_open()
-        prompts = _plain(prompts)
-        good, kind = isinstance(prompts, str | list | tuple), type(prompts).__name__
-        require(good, f"prompts are text or lists, not {kind}")
-        items: Any = [prompts] if isinstance(prompts, str) else [*map(_plain, prompts)]
-        many = [items] if any(hasattr(i, "__index__") for i in items[:1]) else items
+        many = as_list(prompts)
+        wishes: Any = params
         if not isinstance(params, list | tuple):
-            params = [SamplingParams() if params is None else params] * len(many)
-        both = f"{len(many)} prompts, {len(params)} sampling_params"
-        require(len(params) == len(many), f"{both}: give one, or one each")
-        wrong = [type(p).__name__ for p in params if not isinstance(p, SamplingParams)][:1]
-        require(not wrong, f"sampling_params must be SamplingParams, not {''.join(wrong)}")
+            wishes = [SamplingParams() if params is None else params] * len(many)
+        both = f"{len(many)} prompts, {len(wishes)} sampling_params"
+        require(len(wishes) == len(many), f"{both}: give one, or one each")
         with self._in_line():
-            pairs = zip(many, params, strict=True)
-            requests = [self.processor.preprocess(p, w, stream) for p, w in pairs]
+            requests = [*map(self.processor.preprocess, many, wishes)]
             for request in requests:
                 self.engine_core.scheduler.check_prompt(request.seq.num_prompt_tokens)
         return requests
@@ -102,12 +100,21 @@ class LLM:
             self.engine_core.abort(self._dropped[0])
             self._dropped.popleft()
 
+    def _end_stopped(self, step: StepOutput) -> None:
+        """End the requests whose text has reached a stop string."""
+        for seq, reader in self._readers.items():
+            if reader.read(seq.completion_token_ids) and not seq.is_finished:
+                self.engine_core.abort(seq.id, "stop_sequence")
+                step.finished.append(seq)
+
     def step(self) -> StepOutput | None:
         """Run one step for everybody in the engine; None if there is nothing to do."""
         with self._lock:
             self._require_open()
             self._take_back()
             step = self.engine_core.step()
+            if step:
+                self._end_stopped(step)
             if step and self.metrics:
                 self.metrics.record(step)
             return step
@@ -116,6 +123,8 @@ class LLM:
         with self._in_line():
             self._require_open()
             for request in requests:
+                if request.detokenizer and request.seq.sampling_params.stop:
+                    self._readers[request.seq] = request.detokenizer
                 self.engine_core.add(request.seq)
 
     def _serve(self, seqs: list[Sequence]) -> bool:
@@ -151,7 +160,7 @@ class LLM:
         """
         from tqdm import tqdm
 
-        requests = self._prepare(prompts, sampling_params, stream=False)
+        requests = self._prepare(prompts, sampling_params)
         seqs = [r.seq for r in requests]
         hide = None if use_tqdm is None else not use_tqdm
         bar = tqdm(total=len(seqs), desc="requests", disable=hide)
@@ -163,10 +172,15 @@ class LLM:
 
     def _next_piece(self, index: int, request: Request) -> TextPiece:
         """What `request` has that was not given out."""
-        seq, detokenizer = request.seq, request.detokenizer
+        seq = request.seq
+        detokenizer = request.detokenizer
         output = self.processor.postprocess(request) if seq.is_finished else None
-        text = detokenizer.take() if detokenizer else ""
-        tokens = seq.completion_token_ids[request.num_sent :]
+        ids = output.token_ids if output else seq.completion_token_ids
+        text = ""
+        if detokenizer:
+            detokenizer.read(ids)
+            text = detokenizer.take()
+        tokens = ids[request.num_sent :]
         if text:
             request.num_sent += len(tokens)
         reason = output.finish_reason if output else None
@@ -195,7 +209,7 @@ class LLM:
         piece ("abort"). Before the first piece nothing is queued: asking a closed LLM for
         it raises ValueError.
         """
-        return self._stream(self._prepare(prompts, sampling_params, stream=True))
+        return self._stream(self._prepare(prompts, sampling_params))
 
     def format_chat(self, messages: Chat) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
@@ -220,7 +234,7 @@ class LLM:
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> int:
         """Queue one prompt for those who call `step` themselves; returns the request id."""
-        requests = self._prepare([prompt], sampling_params, stream=False)
+        requests = self._prepare([prompt], sampling_params)
         self._add(requests)
         return requests[0].seq.id
 
@@ -245,13 +259,30 @@ class LLM:
         self.close()
 
 # %% ../nbs/09c_llm.ipynb #dda8f05b
-Prompts = str | Seq[int] | Seq[str | list[int]]
+Prompts = str | dict[str, Any] | Seq[int] | Seq[str | list[int] | dict[str, Any]]
 Params = SamplingParams | Seq[SamplingParams] | None
 
 # %% ../nbs/09c_llm.ipynb #3fdc239d
-def _plain(value: Any) -> Any:
-    """Arrays and their elements (NumPy's, torch's) as lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+def plain(prompt: Any) -> Any:
+    """A prompt without its wrapping: what an array (NumPy's, torch's) or a dict holds."""
+    if isinstance(prompt, dict):
+        known = [*prompt] in (["prompt"], ["prompt_token_ids"])
+        names = "'prompt' or 'prompt_token_ids'"
+        require(known, f"a prompt with {[*prompt]}: it has {names}, and nothing else")
+        (prompt,) = prompt.values()
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+# %% ../nbs/09c_llm.ipynb #8452a2d2
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or several: always a list of them. ValueError if it is neither."""
+    prompts = plain(prompts)
+    if isinstance(prompts, str):
+        return [prompts]
+    good = isinstance(prompts, list | tuple)
+    require(good, f"prompts are text or lists, not {type(prompts).__name__}")
+    many = [*map(plain, prompts)]
+    are_ids = many and hasattr(many[0], "__index__")
+    return [many] if are_ids else many
 
 # %% ../nbs/09c_llm.ipynb #5c697822
 PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
