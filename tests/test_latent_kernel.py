@@ -21,12 +21,12 @@ from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 import atom_mini.families.latent as latent
 import atom_mini.triton_attention as triton_attention
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import reference_attention
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
+from atom_mini.parts import WITH_TORCH, attach
 
 __all__ = ["record"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")

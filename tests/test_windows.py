@@ -19,7 +19,6 @@ from test_parity import GREEDY, ROOMY, TIGHT, assert_parity, make_prompts
 from torch import Tensor
 
 from atom_mini import LLM
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import gather_kv
 from atom_mini.config import Config
 from atom_mini.families import mixture, windows
@@ -27,6 +26,7 @@ from atom_mini.families.records import read_experts
 from atom_mini.families.windows import GptOss, windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
+from atom_mini.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)

@@ -138,6 +138,7 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
 class Latents(Variant):
     """Has no knobs: the checkpoint's config says whether it keeps latents."""
 
+    wraps = ("Machine",)
     make_ops = staticmethod(choose_latent_ops)
 
     @classmethod

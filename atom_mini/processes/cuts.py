@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Any
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_count, settle
+from ..config import Config, Variant, check_rules, is_bool, is_count
 from .knobs import SECONDS, as_order, require_extra
 
 # %% auto #0
-__all__ = ['EXPERTS', 'WIDTHS', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
+__all__ = ['EXPERTS', 'WIDTHS', 'cut', 'cut_config', 'make_leader', 'TensorParallel']
 
 # %% ../../nbs/72b_cuts.ipynb #4eee882c
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts"]  # by family
@@ -55,17 +55,6 @@ def cut_config(cfg: Any, n: int, is_dealt: bool = False) -> Any:
     mine.vocab_size, mine.quantization_config = rows, None
     return mine
 
-# %% ../../nbs/72b_cuts.ipynb #7aec3d14
-def refuse_others(config: Config, given: set[str], knob: str) -> None:
-    """ValueError for other knobs that do not go with several ranks."""
-    settle(config, given, knob, {"overlap": False, "scheduler": "atom"})
-    method = getattr(getattr(config, "speculative_config", None), "method", "ngram")
-    devices: list[Any] = [None, "cpu", "cuda"]
-    several = ("device", config.device, devices), ("method", method, ["ngram"])
-    for name, value, fitting in several:
-        wrong = f"{name}={value!r} does not go with {knob}: set it to one of {fitting}"
-        require(value in fitting, wrong)
-
 # %% ../../nbs/72b_cuts.ipynb #0b5c7872
 def make_leader(config: Config) -> Any:
     """The runner of `TensorParallel`. ValueError before there are other ranks if the
@@ -102,7 +91,12 @@ class TensorParallel(Variant):
             require("collective_timeout" not in given, f"collective_timeout {what}")
             return
         require_extra(knob)
-        refuse_others(config, given, knob)
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
+        if n == 1:
+            return
         if config.hf_config is not None:
             cut_config(config.hf_config, n, is_dealt)
         vars(config)["rank_order"] = as_order(config, given, "tensor_parallel_size=1")

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ..checkpoint import require
 from ..config import VARIANTS, Config, Variant, check_rules
-from ..config import is_bool, is_number, settle
+from ..config import is_bool, is_number
 
 # %% auto #0
 __all__ = ['SECONDS', 'must_cross', 'place_of', 'as_order', 'require_extra', 'make_far', 'ProcessKnobs']
@@ -77,6 +77,7 @@ class ProcessKnobs(Variant):
     ready_timeout: float = 600.0  # seconds to load
     ping_timeout: float = 300.0  # seconds: the longest step must fit
 
+    wraps = ("Machine", "DataParallel")
     make_engine = staticmethod(make_far)
 
     @classmethod
@@ -88,6 +89,11 @@ class ProcessKnobs(Variant):
         limits = "ready_timeout ping_timeout"
         rules = [("engine_process", is_bool, "True or False"), (limits, *SECONDS)]
         check_rules(config, rules)
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """Refuse limits of a process that is not there; what the process is told."""
+        limits = "ready_timeout ping_timeout"
         if not config.engine_process:
             alone = ", ".join(name for name in limits.split() if name in given)
             require(not alone, f"{alone} is for engine_process=True: set it, too")
@@ -95,6 +101,5 @@ class ProcessKnobs(Variant):
         count = getattr(config, "data_parallel_size", 1)
         asked = f"data_parallel_size={count}" if count > 1 else "engine_process=True"
         require_extra(asked)
-        settle(config, given, f"{asked} (no records come back)", {"trace": False})
         own = {"engine_process", *limits.split()}
         vars(config)["engine_order"] = as_order(config, given - own)
