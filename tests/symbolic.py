@@ -368,6 +368,7 @@ def run_trial(
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
         trial.config.scheduler_delay_factor = 0.0  # refused with overlap
+        trial.config.overlap = True
         late = luck.choice((0.0, 0.5, 1.0))
         launching = LaunchingSymbolicRunner(trial.config, trial.alphabet, strict, fails, lambda: luck.random() < late)
         return play(trial, OverlapCore(trial.config, launching), launching, strict, clock.perf_counter)
