@@ -35,6 +35,7 @@ PARTS = {
     "refinements.turns": "TurnKnobs",
     "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
+    "refinements.extras": "ExtraWishes",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",

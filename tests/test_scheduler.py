@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from show import check_blocks
 
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
@@ -42,7 +43,7 @@ def step(scheduler: Scheduler, token: int = 1) -> tuple[SequenceType, dict[int, 
     assert scheduled is not None
     batch, seqs = scheduled
     scheduler.postprocess(list(seqs.values()), answer(batch, token))
-    scheduler.block_manager.check(scheduler.running)
+    check_blocks(scheduler.block_manager, scheduler.running)
     return batch.type, dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True))
 
 
@@ -269,7 +270,7 @@ def test_a_failed_step_leaves_the_queues_in_their_order() -> None:
     scheduler.rollback()
     assert [s.id for s in scheduler.waiting] == [0, 1, 2, 3] and not scheduler.running
     assert scheduler.block_manager.num_free_blocks == 64
-    scheduler.block_manager.check([])
+    check_blocks(scheduler.block_manager, [])
     assert step(scheduler) == (PREFILL, {0: 5, 1: 5})
 
 
@@ -295,7 +296,7 @@ def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseExcepti
         except error:
             raised += 1
             assert [len(s) for s in seqs] == [7, 7]  # what two steps gave is kept
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     assert raised == 1 and all(s.completion_token_ids == [1] * 5 for s in seqs)
     assert core.step() is None
 
@@ -363,14 +364,15 @@ def test_a_wish_that_ends_exactly_at_the_pool_is_max_tokens() -> None:
     assert (seq.leave_reason, seq.num_tokens) == ("max_tokens", 13)
 
 
-def test_stream_outputs_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
+def test_records_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
     scheduler = make(max_num_batched_tokens=8)
     add(scheduler, request(0, 3, max_tokens=2), request(1, 9, max_tokens=1))
     streams: list[list[RequestOutput]] = []
     while scheduled := scheduler.schedule():
-        streams.append([])
         batch, seqs = scheduled
-        finished = scheduler.postprocess(list(seqs.values()), answer(batch, 7), streams[-1])
+        output = answer(batch, 7)
+        finished = scheduler.postprocess(list(seqs.values()), output)
+        streams.append(output.for_requests(list(seqs.values()), finished))
         assert [s.id for s in finished] == [o.request_id for o in streams[-1] if o.finished]
     assert streams == [
         [RequestOutput(0, (7,))],  # the chunk of request 1 has nothing to say
@@ -442,7 +444,7 @@ def test_abort_in_every_state(state: str) -> None:
         assert aborted is seq and seq.is_finished and seq.leave_reason == "abort" and seq.leave_time > 0
         assert seq.token_ids == tokens and seq not in scheduler.running and seq not in scheduler.waiting
         assert scheduler.abort(1) is None
-    scheduler.block_manager.check(scheduler.running)
+    check_blocks(scheduler.block_manager, scheduler.running)
     run(scheduler)
     assert scheduler.block_manager.num_free_blocks == 5
 

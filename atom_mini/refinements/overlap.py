@@ -15,7 +15,7 @@ from ..config import Config, Variant, check_rules, is_bool
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
-from ..sequence import RequestOutput, Sequence
+from ..sequence import Sequence
 
 # %% auto #0
 __all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'OverlapCore', 'OverlapKnobs']
@@ -45,12 +45,11 @@ class OverlapScheduler(TurnScheduler):
                 seq.append_placeholder()
 
     def deliver(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         self.num_launched -= 1
         alive = [seq for seq in seqs if not seq.is_finished]  # others: in vain
-        return super().deliver(alive, output, stream_outputs)
+        return super().deliver(alive, output)
 
     def _finish(self, seq: Sequence, now: float) -> None:
         seq.drop_placeholders()
@@ -129,7 +128,7 @@ class OverlapCore(EngineCore):
             batch, seqs, pending = self.in_flight.popleft()
             output = pending.result()
             told = [s for s in seqs if not s.is_finished]  # others: in vain
-            finished = self.scheduler.deliver(seqs, output, None)
+            finished = self.scheduler.deliver(seqs, output)
             return StepOutput(batch, told, output, finished, time.perf_counter() - start)
 
     def is_finished(self) -> bool:
