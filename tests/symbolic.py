@@ -28,9 +28,9 @@ import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
+from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
-from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
+from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import Drafter, SpecScheduler, Verifier
 
 
@@ -376,6 +376,7 @@ def run_trial(
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
         trial.config.scheduler_delay_factor = 0.0  # refused with overlap
+        trial.config.overlap = True
         late = luck.choice((0.0, 0.5, 1.0))
         launching = LaunchingSymbolicRunner(trial.config, trial.alphabet, strict, fails, lambda: luck.random() < late)
         return play(trial, OverlapCore(trial.config, launching), launching, strict, clock.perf_counter)
