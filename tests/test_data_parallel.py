@@ -574,7 +574,7 @@ class Together:
             outbox = SimpleNamespace(send=lambda frame: said.append(decode(frame, FromEngine)))
             core = self.make_core(rank)
             core.scheduler.eos_token_ids = frozenset()
-            core.config.hf_config = SimpleNamespace(vocab_size=1000)
+            core.config.spec = SimpleNamespace(vocab_size=1000)
             loop: Any = LockstepLoop(core, self.inboxes[rank], outbox)
             loop.said, self.loops[rank] = said, loop
             loop.run()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, fields
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def settled(options: dict[str, Any]) -> Any:
         names = {*options} | ({"num_speculative_tokens"} if "speculative_config" in options else set())
         assert any(name in str(error) for name in names), f"{options}: {error}"
         return "refused"
-    return {n: v for n, v in known.items() if n not in ("hf_config", "engine_order", "rank_order")}
+    return {n: v for n, v in known.items() if n not in ("spec", "engine_order", "rank_order")}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -190,3 +191,8 @@ def test_a_variant_that_wraps_another_stands_before_it(monkeypatch: pytest.Monke
             Config(newest_first=True, politer=True)
         Politer.wraps = ("Manners",)
         assert Config(newest_first=True, politer=True).pick("make_scheduler", None) is Scheduler
+
+
+def test_readme_has_the_table() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    assert parts.as_markdown() in readme

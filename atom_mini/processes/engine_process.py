@@ -64,7 +64,7 @@ class EngineLoop:
     def _add(self, message: Add) -> None:
         """ValueError for a request that cannot run."""
         ids, config = message.token_ids.unpack(), self.core.config
-        size, top = config.hf_config.vocab_size, ids.max(initial=0)
+        size, top = config.spec.vocab_size, ids.max(initial=0)
         good = ids.ndim == 1 and ids.dtype.kind == "i" and top < size
         require(good, f"token id {top}: the vocabulary has {size} whole numbers")
         wish: Any = message.params
@@ -184,7 +184,7 @@ def load_engine(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], 
     config = from_order(order)
     core: EngineCore = config.pick("make_engine", plain_engine)(config)
     sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len
-    sizes += config.max_model_len, config.hf_config.vocab_size
+    sizes += config.max_model_len, config.spec.vocab_size
     outbox.send(encode(Ready(0, *sizes)))
     return config.pick("make_loop", EngineLoop)(core, inbox, outbox).run
 
