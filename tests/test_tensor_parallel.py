@@ -29,8 +29,8 @@ from checkpoints import edit_json, save_checkpoint, save_family
 from recording import load_recorded_graph
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("msgspec", reason="atom_mini[serve] is not installed")
-pytest.importorskip("zmq", reason="atom_mini[serve] is not installed")
+pytest.importorskip("msgspec", reason="atom_mini[processes] is not installed")
+pytest.importorskip("zmq", reason="atom_mini[processes] is not installed")
 
 from side_by_side import SideBySide
 from test_engine_process import answers, ctrl_c, time_limit, wait_for  # noqa: F401
@@ -54,8 +54,8 @@ from atom_mini.families.spread import SpreadMLP
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
+from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.cuts import TensorParallel, cut_config
-from atom_mini.processes.far_core import EngineDead
 from atom_mini.processes.group import Group
 from atom_mini.processes.messages import Ready, decode
 from atom_mini.processes.rank_process import Step, ToRank, pack_batch, unpack_batch
@@ -64,7 +64,7 @@ from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 from atom_mini.speculation.verify import spread
 
-pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
+alone = pytest.mark.alone  # it starts processes or looks at the clock
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
 PROMPTS = ["Once upon a time", "12 + 7 =", "Once upon a day", "Mia has a red cat."]
 SOON = 2.0  # seconds: everybody knows by then
@@ -428,6 +428,7 @@ def rank_of(llm: LLM) -> Any:
     return runner.ranks.managers[0].process
 
 
+@alone
 def test_same_answers_and_the_same_tokens_on_all_ranks(pair: tuple[LLM, Path]) -> None:
     """Calls, streams, chats; greedy and sampled, filters, penalties, log probabilities, stop strings; a pool that is too
     small for all. Rank 1, in its process, draws what rank 0 draws."""
@@ -453,6 +454,7 @@ def test_same_answers_and_the_same_tokens_on_all_ranks(pair: tuple[LLM, Path]) -
     assert len(own) > 100 and hash(tuple(theirs)) == hash(tuple(own))
 
 
+@alone
 def test_pools(pair: tuple[LLM, Path]) -> None:
     """Half of the heads, so half of the bytes of a block."""
     llm, _ = pair
@@ -467,6 +469,7 @@ def test_pools(pair: tuple[LLM, Path]) -> None:
     assert rss and rss[0] < 600_000, "kB: torch, and 4 MB of weights"
 
 
+@alone
 def test_two_engines_in_one_process(pair: tuple[LLM, Path]) -> None:
     """Side by side: each with its own group."""
     llm, _ = pair
@@ -478,6 +481,7 @@ def test_two_engines_in_one_process(pair: tuple[LLM, Path]) -> None:
     assert [o.text for o in llm.generate(PROMPTS, wish, use_tqdm=False)] == [o.text for o in expected]
 
 
+@alone
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_steps(pair: tuple[LLM, Path]) -> None:
     """At many moments of a step, between telling the others and running it too: the engine runs on, the ranks in step."""
@@ -495,6 +499,7 @@ def test_ctrl_c_in_steps(pair: tuple[LLM, Path]) -> None:
     assert not scheduler.seqs and scheduler.block_manager.num_free_blocks == SMALL["num_kvcache_blocks"]
 
 
+@alone
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_at_any_line(pair: tuple[LLM, Path]) -> None:
     """As in `test_interrupt`: at some lines of the caller's thread, those of `Leader` among them."""
@@ -519,6 +524,7 @@ def listeners(pid: int) -> set[str]:
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
 
 
+@alone
 def test_nobody_listens_but_on_loopback(pair: tuple[LLM, Path]) -> None:
     llm, _ = pair
     for pid in (os.getpid(), rank_of(llm).pid):
@@ -586,6 +592,7 @@ def strike(llm: LLM, pid: int, blow: int) -> None:
     threading.Thread(target=when_it_runs).start()
 
 
+@alone
 def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With open streams: everybody hears it, with the cause and the end of its log; a new engine starts at once."""
     llm = start(tmp_path / "noted", monkeypatch, early="print('here I am', flush=True)")
@@ -597,6 +604,7 @@ def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     llm.close()
 
 
+@alone
 def test_stop_a_rank_of_an_engine_process(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Front, engine, rank: the same tokens; a stopped rank is noticed within the group's limit, through both."""
     llm = LLM("tiny", tensor_parallel_size=2, engine_process=True, collective_timeout=2.0, **SMALL)
@@ -614,6 +622,7 @@ def test_stop_a_rank_of_an_engine_process(tidy: Path, monkeypatch: pytest.Monkey
     llm.close()
 
 
+@alone
 def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:
     """Nobody asks anything of it, and it ends."""
     llm = LLM("tiny", tensor_parallel_size=2, engine_process=True, **SMALL)
@@ -625,6 +634,7 @@ def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:
     llm.close()
 
 
+@alone
 def test_closed_while_somebody_keeps_the_runner(tidy: Path) -> None:
     """As the traceback of an interrupt does. A fork neither uses the ranks nor ends them."""
     llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
@@ -638,6 +648,7 @@ def test_closed_while_somebody_keeps_the_runner(tidy: Path) -> None:
     assert not ranks_alive(str(tidy)) and runner.ranks.death.done()
 
 
+@alone
 def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises in a step: its traceback is in the message."""
     fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
@@ -647,6 +658,7 @@ def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.Monk
     llm.close()
 
 
+@alone
 @pytest.mark.parametrize("how", ["dies", "refuses"])
 def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     early = "os._exit(3)" if how == "dies" else "import atom_mini.loading as x; x.checkpoint_files = lambda f: {}"
@@ -667,6 +679,7 @@ def test_a_rank_ends_before_all_have_loaded() -> None:
     assert not Path(ranks.folder).exists()
 
 
+@alone
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_while_loading(tidy: Path) -> None:
     timer = threading.Timer(1.0, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
@@ -684,6 +697,7 @@ print("ready", flush=True)
 """
 
 
+@alone
 @pytest.mark.parametrize("how", ["kill", "exit", "kill while it loads", "kill the front of an engine process"])
 def test_no_rank_stays_behind(how: str, tidy: Path) -> None:
     then = "" if how == "exit" else "time.sleep(60)"
@@ -726,6 +740,7 @@ if "atom_mini.processes.rank_process" in sys.orig_argv:
 """
 
 
+@alone
 @pytest.mark.parametrize("how", ["stopped", "gone as it joins"])
 def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_path: Path) -> None:
     """Its collective would wait for 300 seconds: the exit does not."""

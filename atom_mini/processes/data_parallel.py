@@ -63,8 +63,8 @@ def make_loop(core: Any, *sockets: Any) -> Any:
         import_module("atom_mini.processes.replicas").report_blocks(core)
     if not core.config.lockstep:
         plain = import_module("atom_mini.processes.engine_process")
-        return plain.EngineLoop(core, *sockets)
-    return import_module("atom_mini.processes.lockstep").LockstepLoop(core, *sockets)
+        return plain.EngineCoreProc(core, *sockets)
+    return import_module("atom_mini.processes.lockstep").LockstepProc(core, *sockets)
 
 # %% ../../nbs/73c_data_parallel.ipynb #36f865e9
 def check_experts(config: Config) -> None:

@@ -30,8 +30,8 @@ from atom_mini.processes.messages import (
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'remove', 'end_with_front', 'end_with_parent', 'from_order',
-           'load_engine', 'serve', 'main']
+__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineCoreProc', 'remove', 'end_with_front', 'end_with_parent',
+           'from_order', 'load_engine', 'serve', 'main']
 
 # %% ../../nbs/71a_engine_process.ipynb #d2938b71
 def open_sockets(context: zmq.Context, folder: str, is_engine: bool) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ def open_sockets(context: zmq.Context, folder: str, is_engine: bool) -> tuple[An
 AHEAD = 16  # steps
 
 
-class EngineLoop:
+class EngineCoreProc:
     """An engine core that is told what to do by messages."""
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
@@ -186,7 +186,7 @@ def load_engine(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], 
     sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len
     sizes += config.max_model_len, config.hf_config.vocab_size
     outbox.send(encode(Ready(0, *sizes)))
-    return config.pick("make_loop", EngineLoop)(core, inbox, outbox).run
+    return config.pick("make_loop", EngineCoreProc)(core, inbox, outbox).run
 
 # %% ../../nbs/71a_engine_process.ipynb #e434f929
 def serve(load: Any, order: dict[str, Any], inbox: Any, outbox: Any) -> int:

@@ -17,7 +17,7 @@ from ..config import VARIANTS, Config, Variant, check_rules
 from ..config import is_bool, is_number, settle
 
 # %% auto #0
-__all__ = ['SECONDS', 'must_cross', 'place_of', 'as_order', 'require_extra', 'make_far', 'ProcessKnobs']
+__all__ = ['SECONDS', 'must_cross', 'place_of', 'as_order', 'require_extra', 'make_client', 'ProcessKnobs']
 
 # %% ../../nbs/71c_deaths.ipynb #156b7f44
 def must_cross(variant: type[Variant], config: Config, given: set[str]) -> bool:
@@ -57,16 +57,16 @@ def as_order(
 def require_extra(asked: str) -> None:
     """ValueError if there is no library for messages between processes."""
     lacking = " and ".join(n for n in ("zmq", "msgspec") if find_spec(n) is None)
-    require(not lacking, f"{asked} needs {lacking}: install atom_mini[serve]")
+    require(not lacking, f"{asked} needs {lacking}: install atom_mini[processes]")
 
 # %% ../../nbs/71c_deaths.ipynb #91ca8531
 SECONDS = (lambda v: is_number(v) and 0 < v < 1e9, "seconds, above 0 and below 1e9")
 
 
-def make_far(config: Config) -> Any:
+def make_client(config: Config) -> Any:
     """The core of `ProcessKnobs`."""
-    far = import_module("atom_mini.processes.far_core")
-    return config.pick("make_front", far.FarCore)(config)
+    far = import_module("atom_mini.processes.core_client")
+    return config.pick("make_front", far.EngineCoreClient)(config)
 
 # %% ../../nbs/71c_deaths.ipynb #60ababcd
 @dataclass
@@ -77,7 +77,7 @@ class ProcessKnobs(Variant):
     ready_timeout: float = 600.0  # seconds to load
     ping_timeout: float = 300.0  # seconds: the longest step must fit
 
-    make_engine = staticmethod(make_far)
+    make_engine = staticmethod(make_client)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:

@@ -20,13 +20,13 @@ from ..checkpoint import require
 from ..config import Config
 from ..engine_core import EngineCore
 from ..graphs import first_decodes
-from .engine_process import EngineLoop
+from .engine_process import EngineCoreProc
 from .group import Group, open_group
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepLoop', 'make_rank']
+__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepProc', 'make_rank']
 
 # %% ../../nbs/73b_lockstep.ipynb #b690bcb5
 class Agreement:
@@ -73,8 +73,8 @@ def with_spare_block(runner: Any) -> Any:
     return runner
 
 # %% ../../nbs/73b_lockstep.ipynb #506efe0a
-class LockstepLoop(EngineLoop):
-    """An `EngineLoop` that takes its turns together with those of all other ranks."""
+class LockstepProc(EngineCoreProc):
+    """An `EngineCoreProc` that takes its turns together with those of all other ranks."""
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         super().__init__(core, inbox, outbox)

@@ -25,7 +25,7 @@ import torch
 from ..checkpoint import require
 from ..config import Config
 from ..model_runner import choose_device
-from .far_core import GRACE, CoreManager, EngineDead, close_all
+from .core_client import GRACE, CoreManager, EngineDead, close_all
 from .group import Group, open_group
 from .messages import MAX_FRAME
 from .rank_process import Meet, pack_batch
