@@ -944,7 +944,7 @@ def test_a_gpu_for_each() -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "msgspec" else object())
-    with pytest.raises(ValueError, match=r"data_parallel_size=2 needs msgspec: install atom_mini\[serve\]"):
+    with pytest.raises(ValueError, match=r"data_parallel_size=2 needs msgspec: install atom_mini\[processes\]"):
         Config("tiny", data_parallel_size=2)
 
 

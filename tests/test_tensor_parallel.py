@@ -822,7 +822,7 @@ def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "zmq" else object())
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs zmq: install atom_mini\[serve\]"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs zmq: install atom_mini\[processes\]"):
         Config("tiny", tensor_parallel_size=2)
 
 
