@@ -44,8 +44,8 @@ PARTS = {
     "speculation.verify": "Speculation",
     "families.records": "FamilyNames",
     "processes.data_parallel": "DataParallel",
-    "processes.knobs": "ProcessKnobs",
     "processes.cuts": "TensorParallel",
+    "processes.knobs": "ProcessKnobs",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",

@@ -55,7 +55,6 @@ from atom_mini.processes.messages import (
     FromEngine,
     Output,
     Shutdown,
-    Taken,
     Utility,
     Wave,
     decode,
@@ -471,7 +470,7 @@ def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> Non
     """They find nobody, and leave no folder, neither of sockets nor to meet in."""
     import json
 
-    slow = 'import sys, time\nif "atom_mini.processes.engine_process" in sys.orig_argv:\n    time.sleep(2)\n'
+    slow = 'import sys, time\nif "atom_mini.processes.engine_process:load_engine" in sys.orig_argv:\n    time.sleep(2)\n'
     (tmp_path / "sitecustomize.py").write_text(slow)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
     command = [sys.executable, "-c", FRONT.format(then=""), json.dumps(PAIR | {"lockstep": True})]
@@ -527,7 +526,7 @@ class Inbox:
             self.frames.extend(map(encode, messages))
             self.news.notify()
 
-    def poll(self, timeout: int | None) -> bool:
+    def poll(self, timeout: int | None = None) -> bool:
         with self.news:
             if timeout is None:
                 self.news.wait_for(lambda: self.frames)
@@ -535,6 +534,20 @@ class Inbox:
 
     def recv(self) -> bytes:
         return self.frames.popleft()
+
+
+class Outbox:
+    """Takes what it says, as long as the front reads."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.num_read = 0
+
+    def send(self, frame: bytes) -> None:
+        self.said.append(decode(frame, FromEngine))
+
+    def poll(self, timeout: float, flags: int) -> bool:
+        return len(self.said) < self.num_read + 16
 
 
 class Noting(Counting):
@@ -586,13 +599,12 @@ class Together:
 
     def live(self, rank: int) -> None:
         try:
-            said: list[Any] = []
-            outbox = SimpleNamespace(send=lambda frame: said.append(decode(frame, FromEngine)))
+            outbox = Outbox()
             core = self.make_core(rank)
             core.scheduler.eos_token_ids = frozenset()
             core.config.hf_config = SimpleNamespace(vocab_size=1000)
             loop: Any = LockstepProc(core, self.inboxes[rank], outbox)
-            loop.said, self.loops[rank] = said, loop
+            loop.said, self.loops[rank] = outbox.said, loop
             loop.run()
         except BaseException as error:
             self.errors.append(error)
@@ -616,9 +628,9 @@ class Together:
         return found
 
     def take(self) -> None:
-        """Say that all results have been used."""
-        for loop, inbox in zip(self.loops, self.inboxes, strict=True):
-            inbox.put(Taken(loop.steps))
+        """Read all results."""
+        for loop in self.loops:
+            loop.outbox.num_read = len(loop.said)
         self.wake()
 
     def serve(self, holds: Callable[[], bool], limit: float = 20.0) -> None:

@@ -26,17 +26,17 @@ import zmq
 
 from ..config import Config
 from ..engine_core import StepOutput
-from .engine_process import AHEAD, open_sockets
+from .engine_process import AHEAD, LOAD, open_sockets
 from atom_mini.processes.messages import (
-    Abort, Add, Answer, Array, Dead, FromEngine, Output, Ready, Row, Shutdown, Taken,
-    Utility, decode, encode, wishes,
+    Abort, Add, Answer, Array, Dead, FromEngine, Output, Ready, Row, Shutdown, Utility,
+    decode, encode, wishes,
 )
 from ..scheduler import BaseScheduler, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceStatus
 
 # %% auto #0
-__all__ = ['LOG', 'GRACE', 'TICK', 'ALONE', 'EngineDead', 'describe_end', 'CoreManager', 'environment', 'own_python', 'close_all',
-           'EngineCoreClient']
+__all__ = ['LOG', 'GRACE', 'TICK', 'PAUSE', 'MANAGERS', 'ALONE', 'EngineDead', 'describe_end', 'CoreManager', 'environment',
+           'close_all', 'forget', 'EngineCoreClient']
 
 # %% ../../nbs/71b_core_client.ipynb #c2a1773d
 class EngineDead(RuntimeError):
@@ -51,53 +51,53 @@ def describe_end(code: int) -> str:
 # %% ../../nbs/71b_core_client.ipynb #535c77b2
 LOG = 4000  # characters of it, kept
 GRACE = 2.0  # seconds to end by itself
-TICK = 0.25  # seconds
+TICK, PAUSE = 0.25, 0.01  # seconds
 
 
 class CoreManager(Thread):
     """Starts an engine's process, hears it, and notices its death. (ATOM's word.)
-    `order`: model and options; `bell`: for who waits for results."""
+    `recipe`: model and options; `bell`: for who waits for results."""
 
     kind = "engine"  # what it is called
-    module = "atom_mini.processes.engine_process"  # what its process runs
+    entry = LOAD  # what its process does
     share = 1  # how many processes have our number of threads together
+    is_group = True  # it and whatever it starts end together
+    home: str | None = None  # a folder for the sockets', if not the usual one
 
-    def __init__(self, rank: int, order: Any, config: Config, bell: Any) -> None:
-        super().__init__(name=f"{self.kind} {rank}", daemon=True)
-        self.order, self.config, self.bell = order, config, bell
+    def __init__(self, number: int, recipe: Any, config: Config, bell: Any) -> None:
+        super().__init__(name=f"{self.kind} {number}", daemon=True)
+        self.recipe = recipe
+        self.config = config
+        self.bell = bell
         self.seqs: dict[int, Sequence] = {}  # the requests that it has
         self.messages: deque[Any] = deque()  # that nobody has used yet
         self.answers: dict[int, SimpleQueue[Any]] = {}  # question -> for who asked
-        self.sending, self.taken, self.log = Lock(), 0, ""
-        self.owner = os.getpid()
+        self.sending = Lock()
+        self.log = ""
         self.outbox: Any = None
         self.process: Any = None
         self.ready: Ready | None = None
         self.is_refusal = False  # it was asked for something impossible
-        self.death: Exception | None = None  # why
+        self.dead: Exception | None = None  # why
         self.begun = self.heard = math.inf  # to load; the last time
         self.closing = self.asked = math.inf  # must have ended; was pinged
-
-    @property
-    def dead(self) -> Exception | None:
-        """Why, if it is dead. In a fork nobody watches it, so it is."""
-        fork = EngineDead("this is a fork of the engine's front: make a new LLM")
-        return self.death if os.getpid() == self.owner else fork
+        MANAGERS.add(self)
 
     def tell(self, message: Any) -> None:
         """Send a message; the dead get none. ValueError if it is too large."""
         frame = message if isinstance(message, bytes) else encode(message)
         with self.sending, suppress(zmq.Again):  # nobody is there: the watch will say so
-            if self.outbox is not None and os.getpid() == self.owner:
+            if self.outbox is not None:
                 self.outbox.send(frame, zmq.DONTWAIT)
 
     def _launch(self, folder: str) -> subprocess.Popen[bytes]:
-        """The process. It is killed when this thread ends."""
-        order, pipe = self.order | {"folder": folder}, subprocess.PIPE
-        command = own_python(self.module, order)
+        """The process. A terminal's Ctrl-C does not reach it."""
+        recipe = self.recipe | {"folder": folder, "load": self.entry}
+        command = [sys.executable, "-c", ALONE, self.entry, json.dumps(recipe)]
+        pipe = subprocess.PIPE
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0,
-            env=environment(self.share), start_new_session=True,
+            env=environment(self.share), start_new_session=self.is_group,
         )  # fmt: skip
 
     def _read_log(self) -> bool:
@@ -145,15 +145,23 @@ class CoreManager(Thread):
         }
         return next((why for why, limit in limits.items() if now > limit), None)
 
+    def is_full(self) -> bool:
+        """Whether what it says may wait: enough lies here, and no answer is awaited."""
+        waits = self.answers or min(self.asked, self.closing) < math.inf
+        waits = waits or self.process.poll() is not None  # there may be last words
+        return len(self.messages) >= AHEAD and not waits
+
     def _listen(self, inbox: Any, folder: Any) -> str:
         """Until it is dead: why."""
-        self.begun, log = time.monotonic(), self.process.stdout.fileno()
-        sources, why = [inbox, log], None
+        log, logs = self.process.stdout.fileno(), 1  # whether its pipe is open
+        self.begun, why = time.monotonic(), None
         while why is None:
             now = time.monotonic()  # before the look: we may be stopped ourselves
-            news, *_ = zmq.select(sources, [], [], min(TICK, self.config.ping_timeout / 8))
-            if log in news and not self._read_log():
-                sources.remove(log)
+            sources = [log] * logs + [inbox] * (not self.is_full())
+            pause = min(TICK, self.config.ping_timeout / 8) if inbox in sources else PAUSE
+            news, *_ = zmq.select(sources, [], [], pause)
+            if log in news:
+                logs = self._read_log()
             if inbox in news:
                 why = self._hear(inbox.recv(), folder)
             elif (code := self.process.poll()) is None:
@@ -162,20 +170,29 @@ class CoreManager(Thread):
                 why = describe_end(code)
         return why
 
+    def _kill(self) -> None:
+        """Kill it; if it leads a group, the whole group."""
+        with suppress(OSError):
+            if self.is_group:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.kill()
+
     def run(self) -> None:
         """The thread. By the time somebody hears of the death, all is tidy."""
         make, context = tempfile.TemporaryDirectory, zmq.Context()
-        is_long = len(os.fsencode(tempfile.gettempdir())) > zmq.IPC_PATH_MAX_LEN - 30
-        place = "/tmp" if is_long else None  # a socket's path is short
-        folder = make(prefix="atom_mini-", dir=place, ignore_cleanup_errors=True)
+        home = self.home or tempfile.gettempdir()
+        prefix = "" if self.home else "atom_mini-"
+        is_long = len(os.fsencode(home + prefix)) > zmq.IPC_PATH_MAX_LEN - 20
+        home = "/tmp" if is_long else home  # a socket's path is short
+        folder = make(prefix=prefix, dir=home, ignore_cleanup_errors=True)
         try:
             inbox, self.outbox = open_sockets(context, folder.name, is_engine=False)
             with self._launch(folder.name) as self.process:
                 try:
                     why = self._listen(inbox, folder)
                 finally:
-                    with suppress(OSError):
-                        os.killpg(self.process.pid, signal.SIGKILL)
+                    self._kill()
                     self._read_log()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
@@ -184,7 +201,7 @@ class CoreManager(Thread):
             self.outbox = None
         folder.cleanup()
         cause = f"{self.name} is dead: {why}\n{self.log}".rstrip()
-        self.death = ValueError(why) if self.is_refusal else EngineDead(cause)
+        self.dead = ValueError(why) if self.is_refusal else EngineDead(cause)
         self.bell.put(None)
 
     def check_alive(self) -> None:
@@ -194,19 +211,22 @@ class CoreManager(Thread):
 
     def ask(self, method: Any) -> dict[str, int | float]:
         """The answer of the engine's loop to "ping" or "metrics"."""
-        place = SimpleQueue[Any]()
-        self.answers[id(place)] = place
-        self.tell(Utility(id(place), method))
+        answer = SimpleQueue[Any]()
+        self.answers[id(answer)] = answer
+        self.tell(Utility(id(answer), method))
         while True:
             self.check_alive()
             with suppress(Empty):
-                return place.get(timeout=1)
+                return answer.get(timeout=1)
 
     def end(self, grace: float = GRACE) -> None:
         """Have it end, by force after `grace` seconds; does not wait for it."""
         until = time.monotonic() + (grace if self.ready else 0)
         self.closing = min(self.closing, until)
         self.tell(Shutdown(0))
+
+
+MANAGERS: weakref.WeakSet[CoreManager] = weakref.WeakSet()
 
 # %% ../../nbs/71b_core_client.ipynb #1e99ae87
 def environment(share: int = 1) -> dict[str, str]:
@@ -219,45 +239,50 @@ def environment(share: int = 1) -> dict[str, str]:
     return own
 
 # %% ../../nbs/71b_core_client.ipynb #2b3161ad
-ALONE = "import sys; sys.path[:] = filter(None, sys.path); import importlib; "
-ALONE += "importlib.import_module(sys.argv[2]).main()"
-
-
-def own_python(module: str, order: dict[str, Any]) -> list[str]:
-    """`python -m module ORDER`, but nothing is imported from the current folder."""
-    order = order | {"parent": os.getpid()}
-    return [sys.executable, "-c", ALONE, "-m", module, json.dumps(order)]
+ALONE = "import sys; sys.path[:] = filter(None, sys.path); "  # not the current folder
+ALONE += "from atom_mini.processes.engine_process import main; main()"
 
 # %% ../../nbs/71b_core_client.ipynb #ee323074
-def close_all(managers: list[CoreManager], owner: int) -> None:
+def close_all(managers: list[CoreManager]) -> None:
     """Have them all end, and wait until they have. Twice is once."""
-    if os.getpid() != owner:
-        return  # a fork: they are not ours
     for manager in managers:
         manager.end()
     for manager in managers:
         with suppress(RuntimeError):  # not started; or this is its thread
             manager.join()
 
+# %% ../../nbs/71b_core_client.ipynb #93f371d4
+def forget() -> None:
+    """In a fork: the engines are others'."""
+    for manager in [*MANAGERS]:
+        why = "this is a fork of the engine's front: make a new LLM"
+        manager.dead = EngineDead(why)
+        manager.outbox, manager.sending = None, Lock()
+        if manager.process is not None:
+            manager.process.stdin.close()
+
+
+os.register_at_fork(after_in_child=forget)
+
 # %% ../../nbs/71b_core_client.ipynb #433be245
 class EngineCoreClient(BaseScheduler):
     """An `EngineCore` whose scheduler and runner are in a process of their own, or in
     several. It is the requests' scheduler, too, as far as the caller asks for one.
 
-    `orders`: model and options of each process. Raises ValueError as an engine does
+    `recipes`: model and options of each process. Raises ValueError as an engine does
     when it is made, and EngineDead once a process is gone.
     """
 
     trace = None  # is written where the scheduler is
     manager_type: Any = CoreManager
 
-    def __init__(self, config: Config, orders: list[Any] | None = None) -> None:
+    def __init__(self, config: Config, recipes: list[Any] | None = None) -> None:
         self.config, self.bell = config, SimpleQueue[None]()
-        many, make = enumerate(orders or [config.engine_order]), self.manager_type
+        many, make = enumerate(recipes or [config.recipe]), self.manager_type
         self.engines = [make(*one, config, self.bell) for one in many]
         self.scheduler: Any = weakref.proxy(self)  # has `seqs` and `check_prompt`
         self.seqs: Any = ChainMap(*(engine.seqs for engine in self.engines))
-        self.close = weakref.finalize(self, close_all, self.engines, os.getpid())
+        self.close = weakref.finalize(self, close_all, self.engines)
         try:
             for engine in self.engines:
                 engine.start()
@@ -319,7 +344,7 @@ class EngineCoreClient(BaseScheduler):
         seq.first_token_time = seq.first_token_time or time.perf_counter()
         seq.metrics, known = Counter(row.metrics), seq.num_completion_tokens
         del seq.logprobs[known:]
-        for i in range(known - row.place, len(row.token_ids)):
+        for i in range(known - row.start, len(row.token_ids)):
             if seq.leave_reason is not None:
                 break
             token_id, is_last = row.token_ids[i], i + 1 == len(row.token_ids)
@@ -348,9 +373,6 @@ class EngineCoreClient(BaseScheduler):
         message, done = engine.messages[0], None
         if isinstance(message, Output):
             done = self._use(engine, message)
-            if message.id >= engine.taken + AHEAD // 4:
-                engine.tell(Taken(message.id))
-                engine.taken = message.id
         else:
             warnings.warn(f"refused message {message.id}: {message.why}", stacklevel=3)
             if message.id in engine.seqs and not message.is_running:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint import require
 from ..config import Config, Variant, check_rules, is_bool, is_count, settle
-from .knobs import SECONDS, as_order, require_extra
+from .knobs import SECONDS
 
 # %% auto #0
 __all__ = ['EXPERTS', 'WIDTHS', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
@@ -101,8 +101,7 @@ class TensorParallel(Variant):
             require(has_ranks or not is_dealt, f"enable_expert_parallel {what}")
             require("collective_timeout" not in given, f"collective_timeout {what}")
             return
-        require_extra(knob)
+        settle(config, given, knob, {"engine_process": True})
         refuse_others(config, given, knob)
         if config.hf_config is not None:
             cut_config(config.hf_config, n, is_dealt)
-        vars(config)["rank_order"] = as_order(config, given, "tensor_parallel_size=1")

@@ -111,6 +111,10 @@ class LockstepProc(EngineCoreProc):
         """Until the next wave."""
         return self.is_open and self.slept == self.wave
 
+    def sleep(self) -> None:
+        """Until a message comes: only a wave wakes it, and room for results does not."""
+        self.inbox.poll()
+
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now, and of what it did with the others."""
         both = {"dummies": self.num_dummies, "collectives": self.ranks.num_calls}
