@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .checkpoint import is_number, is_whole, read_config, read_defaults
 from .checkpoint import require, resolve_model
 
 # %% auto #0
-__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'VARIANTS', 'check_options', 'is_count',
-           'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config', 'Variant',
-           'settle']
+__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'Role', 'VARIANTS', 'check_options',
+           'is_count', 'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config',
+           'Variant']
 
 # %% ../nbs/01b_config.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
@@ -162,6 +164,27 @@ class Config:
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
     sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
 
+    def taker(self, role: str) -> type[Variant] | None:
+        """The chosen variant that takes `role`. ValueError if there are two, and neither
+        wraps the other."""
+        takers = [v for v in VARIANTS if getattr(v, role) and v.is_chosen(self)]
+        wrapped = {name for v in takers for name in v.wraps}
+        first = [v for v in takers if v.__name__ not in wrapped]
+        knobs = [f for v in first for f in fields(cast(Any, v)) if f.init]
+        turned = [f.name for f in knobs if getattr(self, f.name) != f.default]
+        wrong = f"{' and '.join(turned)} each bring a {role} of their own"
+        require(len(first) < 2, f"{wrong}: leave out all but one")
+        return first[0] if first else None
+
+    def pick(self, role: str, default: Any) -> Any:
+        """What the chosen variant offers for `role`, or `default`; errors: see `taker`."""
+        variant = self.taker(role)
+        offer = getattr(variant, role) if variant else default
+        if isinstance(offer, str):
+            module, name = offer.split(":")
+            return getattr(import_module(f"atom_mini.{module}"), name)
+        return offer
+
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
         self.hf_config = read_config(self.folder)
@@ -195,12 +218,11 @@ class Config:
         given = {n for n in options if not (options[n] is defaults[n] is None)}
         for variant in VARIANTS:
             variant.check(self, given)
+        if settle := self.pick("settle", None):
+            settle(self, given)
+        for variant in VARIANTS:
+            variant.together(self, given)
         self._check_chunks()
-
-    def pick(self, role: str, default: Any) -> Any:
-        """What the chosen variants offer for `role`, or `default`."""
-        chosen = [v for v in reversed(VARIANTS) if v.is_chosen(self) and hasattr(v, role)]
-        return getattr(chosen[0], role) if chosen else default
 
     def __getattr__(self, name: str) -> Any:
         """Only for names that it lacks; says to a type checker that variants add some."""
@@ -220,12 +242,36 @@ RULES: list[Rule] = [
 ]
 
 # %% ../nbs/01b_config.ipynb #6f3c1858
+Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
+
+
 class Variant:
     """Something that can take the place of a room of the engine, with its own knobs.
 
     A subclass is a dataclass, never instantiated: its fields become options and
-    attributes of every `Config`. Its other attributes are what it offers, by role.
+    attributes of every `Config`. What it offers stands under the name of a role, and
+    all roles are declared here; ValueError for a name that is none.
     """
+
+    wraps: tuple[str, ...] = ()  # variants whose work it does, too
+    make_engine: Role = None  # config -> the core that an LLM steps
+    make_core: Role = None  # config -> engine core, with its runner
+    make_runner: Role = None  # config -> runner
+    make_ops: Role = None  # config, device, dtype -> operations, sampler
+    make_torch_ops: Role = None  # -> operations
+    make_scheduler: Role = None  # config -> scheduler
+    make_index: Role = None  # blocks, block size -> prefix index
+    make_listener: Role = None  # scheduler -> listener
+    max_rows: Role = None  # config -> rows of the largest decode
+    bytes_beside: Role = None  # config, dtype -> bytes in all, per token
+    make_front: Role = None  # config -> what stands before other processes
+    make_loop: Role = None  # core, sockets -> what runs in another process
+    settle: Role = None  # config, given: set what others need, refuse what contradicts
+
+    def __init_subclass__(cls) -> None:
+        own = inspect.get_annotations(cls)
+        offered = [n for n in vars(cls) if n not in own and not n.startswith("_")]
+        check_options(cls.__name__, dict.fromkeys(offered), [*vars(Variant)])
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -234,18 +280,11 @@ class Variant:
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        """ValueError if its knobs do not fit; `given`: the options that were given."""
+        """ValueError if its own knobs are wrong; `given`: what the user has set."""
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """ValueError if they do not go with others; called once all have checked."""
 
 
-VARIANTS: list[type[Variant]] = []  # all that can be chosen; the later one goes first
-
-# %% ../nbs/01b_config.ipynb #6aa3f940
-def settle(config: Config, given: set[str], asked: str, needs: dict[str, Any]) -> None:
-    """Set options as `asked` needs them, where nobody said otherwise; ValueError for
-    what was given otherwise. Options that no part knows are left out."""
-    known = vars(config)
-    for name in [n for n in needs if n in known]:
-        value, only = known[name], needs[name]
-        wrong = f"{name}={value!r} does not go with {asked}: set it to {only!r}"
-        require(name not in given or value == only, wrong)
-        known[name] = only
+VARIANTS: list[type[Variant]] = []  # all that can be chosen, in any order

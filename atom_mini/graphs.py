@@ -69,7 +69,8 @@ def padded(array: np.ndarray, size: int, value: int) -> np.ndarray:
 # %% ../nbs/12a_graphs.ipynb #3e4e06c8
 def first_decodes(count: int) -> ScheduledBatch:
     """A decode of `count` sequences at their first token, each in its own block."""
-    ids, ones = np.arange(count), np.ones(count, dtype=np.int32)
+    ids = np.arange(count)
+    ones = np.ones(count, dtype=np.int32)
     greedy = [SamplingParams(temperature=0)] * count
     return ScheduledBatch(
         type=SequenceType.DECODE, req_ids=ids.tolist(), scheduled_tokens=ids,
@@ -89,7 +90,8 @@ class Wishes:
     """How the requests of a batch are sampled."""
 
     def __init__(self, params: list[SamplingParams]) -> None:
-        self.params, self.is_plain = params, all(map(is_plain, params))
+        self.params = params
+        self.is_plain = all(map(is_plain, params))
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
 
@@ -106,7 +108,9 @@ class GraphRunner(ModelRunner):
     ops: Any  # Triton's: the others have no plan
 
     def __init__(self, config: Config, record: Callable = DeviceGraph) -> None:
-        self.record, self.graphs, self.wishes = record, dict[int, Any](), Wishes([])
+        self.record = record
+        self.graphs = dict[int, Any]()
+        self.wishes = Wishes([])
         self.max_rows = config.pick("max_rows", one_row_each)(config)
         super().__init__(config)
         most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
@@ -117,7 +121,8 @@ class GraphRunner(ModelRunner):
         temperatures, random numbers, plan. Rows of padding write to the spare block."""
         if batch.sampling_params != self.wishes.params:
             self.wishes = Wishes(batch.sampling_params)
-        lens, block_size = batch.context_lens, self.config.kv_cache_block_size
+        lens = batch.context_lens
+        block_size = self.config.kv_cache_block_size
         plan = self.ops.plan(*batch.queries)
         positions, slots, *_ = locate(batch, block_size)
         u = uniforms(self.wishes.seeds, lens)
@@ -127,7 +132,8 @@ class GraphRunner(ModelRunner):
         return self.static.upload([*arrays, plan.data])
 
     def _largest_plan(self, size: int) -> Any:
-        longest, block_size = self.config.max_model_len, self.config.kv_cache_block_size
+        longest = self.config.max_model_len
+        block_size = self.config.kv_cache_block_size
         return self.ops.largest_decode_plan(size, longest, block_size)
 
     @torch.inference_mode()

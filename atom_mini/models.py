@@ -117,6 +117,8 @@ class Linear(nn.Module):
 class TorchOps:
     """What a layer does between its products, in plain torch; each kernel's twin."""
 
+    is_triton = False
+
     def plan(self, query_lens: ndarray, context_lens: ndarray, tables: ndarray) -> Any:
         """`AttentionMetaData.plan` of a step [B], [B], [B, W]: `attend` needs none."""
         return None

@@ -23,7 +23,6 @@ from execnb.shell import CaptureShell
 from fold import fold
 from nbdev.clean import clean_nb
 from nbdev.config import add_init, get_config
-from nbdev.doclinks import _build_modidx
 from nbdev.export import nb_export
 from nbdev.maker import ModuleMaker
 
@@ -92,11 +91,15 @@ class FoldingMaker(ModuleMaker):
 
 
 def export(paths: list[Path]) -> None:
-    """Write the modules of these notebooks, an `__init__.py` into each folder of modules, and nbdev's index of names."""
+    """Write the modules of these notebooks, and an `__init__.py` into each folder of modules.
+
+    settings.ini's `lib_path` is no folder on purpose: nbdev_export, which folds nothing, stops there before it writes.
+    """
+    package = ROOT / get_config().lib_name
     for path in paths:
-        nb_export(path, mod_maker=FoldingMaker)
-    add_init(get_config().lib_path)
-    _build_modidx()
+        nb_export(path, lib_path=package, mod_maker=FoldingMaker)
+    add_init(package)
+    (package / "_modidx.py").unlink(missing_ok=True)  # nbdev's index of names, which nothing reads
 
 
 def readme(path: Path | None = None) -> str:

@@ -126,7 +126,7 @@ import json, re, sys, time
 from pathlib import Path
 import torch, transformers
 from atom_mini.config import Config
-from atom_mini.assemble import WITH_TORCH, attach
+from atom_mini.parts import WITH_TORCH, attach
 from atom_mini.loading import load_model
 attach(WITH_TORCH)
 config = Config(sys.argv[1], max_model_len=512)

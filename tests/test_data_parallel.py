@@ -910,10 +910,10 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
             {"data_parallel_size": 2, "routing": "prefix", "prefix_cache": "radix"},
             "prefix_cache='radix' does not go with routing='prefix': set it to 'hash'",
         ),
-        ({"data_parallel_size": 2, "trace": True}, "trace=True does not go with data_parallel_size=2"),
+        ({"data_parallel_size": 2, "trace": True}, "trace=True does not go with engine_process=True"),
         (
             {"data_parallel_size": 2, "engine_process": False},
-            "engine_process=False does not go with data_parallel_size=2: set it to True",
+            "engine_process=False does not go with data_parallel_size above 1: set it to True",
         ),
         (
             {"data_parallel_size": 2, "lockstep": True, "overlap": True},
@@ -930,7 +930,7 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "0 experts"),
         (
             {"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False},
-            "lockstep=False does not go with enable_expert_parallel=True: set it to True",
+            "lockstep=False does not go with enable_expert_parallel=True over engines: set it to True",
         ),
     ],
 )

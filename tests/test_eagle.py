@@ -14,10 +14,10 @@ import pytest
 import torch
 from checkpoints import edit_json, random_model, save_checkpoint
 from safetensors.torch import load_file, save_file
+from script import load
 from torch import Tensor
 
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.appendix.tiny_model import KINDS, encoder, prompt_and_answer, recall_doc, story_doc, sum_doc
 from atom_mini.assemble import make_runner
 from atom_mini.block_manager import BlockManager
 from atom_mini.engine_core import EngineCore
@@ -27,6 +27,7 @@ from atom_mini.speculation.eagle import EagleDrafter, Taps, find_taps
 from atom_mini.speculation.verify import SpecStats, Verifier
 
 torch.set_num_threads(1)
+tiny = load("90_tiny_model")
 HEAD: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -238,11 +239,12 @@ def make_prompts(kind: str, count: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tok = AutoTokenizer.from_pretrained(Config("tiny").folder)
-    encode, rng = encoder(tok), random.Random(f"held out {kind}")
+    encode, rng = tiny.encoder(tok), random.Random(f"held out {kind}")
     if kind == "stories":
-        return [encode(story_doc(rng, False))[0][: rng.randrange(6, 30)] for _ in range(count)]
-    docs = [recall_doc(rng, 20, 1, KINDS, True) if kind == "recall" else sum_doc(rng, True, True) for _ in range(count)]
-    return [tok.encode(prompt_and_answer(doc)[0]) for doc in docs]
+        return [encode(tiny.story_doc(rng, False))[0][: rng.randrange(6, 30)] for _ in range(count)]
+    make = {"recall": lambda: tiny.recall_doc(rng, 20, 1, tiny.KINDS, True), "sums": lambda: tiny.sum_doc(rng, True, True)}
+    docs = [make[kind]() for _ in range(count)]
+    return [tok.encode(tiny.prompt_and_answer(doc)[0]) for doc in docs]
 
 
 def run(prompts: list[Any], wishes: Any, k: int = 3, **options: Any) -> tuple[list[list[int]], Any]:

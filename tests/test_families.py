@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.checkpoint import NEEDS, read_config
 from atom_mini.families import mixture
 from atom_mini.families.records import LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
 from atom_mini.models import family_of
+from atom_mini.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
@@ -332,7 +332,7 @@ def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words
 LOOK = """
 import importlib, sys, types
 importlib.import_module("atom_mini." + sys.argv[1])
-from atom_mini.assemble import WITH_TORCH, attach
+from atom_mini.parts import WITH_TORCH, attach
 attach(WITH_TORCH)
 if len(sys.argv) > 2:
     import atom_mini.processes.shards

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import atom_mini.families.latent as latent
 from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import AttentionMetaData, plain_attention, reset_forward_context, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, TorchOps, family_of, rotate
+from atom_mini.parts import WITH_TORCH, attach
 
 KINDS: dict[str, Any] = {
     "deepseek_v2": transformers.DeepseekV2Config,

@@ -28,11 +28,11 @@ from torch import Tensor
 import atom_mini.families.quantised as quantised
 import atom_mini.loading
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.families.quantised import adapt_quantised, dequantise_fp8, dequantise_mxfp4
 from atom_mini.instruments.command_line import describe
 from atom_mini.loading import load_model, read_tensor
 from atom_mini.models import family_of
+from atom_mini.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 # As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.

@@ -22,7 +22,6 @@ from test_fuzz import mutate
 from torch import Tensor
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.checkpoint import read_config
 from atom_mini.config import Config
 from atom_mini.families import mixture, slots, state
@@ -31,6 +30,7 @@ from atom_mini.instruments.command_line import describe, describe_state
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import family_of
+from atom_mini.parts import WITH_TORCH, attach
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 attach(WITH_TORCH)
@@ -496,7 +496,7 @@ def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (name,) = knobs
-    with pytest.raises(ValueError, match=rf"{name}=.* does not go with layers that keep a state \(.*\): set it to"):
+    with pytest.raises(ValueError, match=rf"{name}=.* does not go with layers that keep a state: set it to .* \(.*\)"):
         LLM(str(tmp_path), device="cpu", **knobs)
 
 

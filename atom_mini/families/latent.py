@@ -126,7 +126,7 @@ class LatentAttention(nn.Module):
 def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
     ops, sampler = choose_ops(config, device, dtype)
-    if hasattr(ops, "tiles"):  # Triton's
+    if ops.is_triton:
         kernels = import_module("atom_mini.families.latent_kernel")
         cfg = config.hf_config
         sizes = cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim
@@ -138,6 +138,7 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
 class Latents(Variant):
     """Has no knobs: the checkpoint's config says whether it keeps latents."""
 
+    wraps = ("Machine",)
     make_ops = staticmethod(choose_latent_ops)
 
     @classmethod

@@ -134,7 +134,7 @@ class MixtureMLP(nn.Module):
         self.router = Linear(size, {"gate": count}, is_biased).float()
         zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
         self.correction = zeros if self.routing.is_corrected else None
-        parts, stays = {"gate_proj": width, "up_proj": width}, callable(ops)
+        parts, stays = {"gate_proj": width, "up_proj": width}, ops.is_triton
         self.gate_up = self.linear(size, count, parts, is_biased, stays)
         self.down = self.linear(width, count, {"down_proj": size}, is_biased, stays)
         self.shared = MLP(cfg, ops, experts.shared) if experts.shared else None
@@ -149,7 +149,7 @@ class MixtureMLP(nn.Module):
 
     def run_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], ids (up to nobody's) and weights [T, k] -> [T, hidden]."""
-        if not callable(self.ops):
+        if not self.ops.is_triton:
             return loop_over_experts(x, ids, weights, self.expert)
         kernels = import_module("atom_mini.families.grouped")  # chapter 62: needs Triton
         stacks = self.gate_up.stacked(), self.down.stacked()
@@ -157,7 +157,7 @@ class MixtureMLP(nn.Module):
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
-        if callable(self.ops):
+        if self.ops.is_triton:
             num_rows = get_forward_context().plan.data[3]  # others fill up a graph's batch
             is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
             ids = torch.where(is_real, ids, self.gate_up.count)

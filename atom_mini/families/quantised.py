@@ -186,4 +186,4 @@ def stays_packed(cfg: Any, ops: TorchOps) -> bool:
     """Whether a layer made now has packed experts."""
     how = getattr(cfg, "quantization_config", None) or {}
     is_half = torch.get_default_dtype().itemsize == 2
-    return how.get("quant_method") == "mxfp4" and is_half and callable(ops)
+    return how.get("quant_method") == "mxfp4" and is_half and ops.is_triton

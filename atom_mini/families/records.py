@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES, UNWRAP, require
-from ..config import Config, Variant, settle
+from ..config import Variant
 
 # %% auto #0
-__all__ = ['EVEN', 'RULES', 'COUNTS', 'NAMES', 'ADDED', 'LACKING', 'WITH_STATE', 'Routing', 'said', 'read_routing', 'Experts',
-           'read_experts', 'check_experts', 'is_sparse', 'decoder_of', 'has_state', 'FamilyNames']
+__all__ = ['EVEN', 'RULES', 'COUNTS', 'NAMES', 'ADDED', 'LACKING', 'Routing', 'said', 'read_routing', 'Experts', 'read_experts',
+           'check_experts', 'is_sparse', 'decoder_of', 'has_state', 'FamilyNames']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -139,28 +139,10 @@ def has_state(cfg: Any) -> bool:
     """Whether layers keep a state per sequence in place of keys and values."""
     return "linear_attention" in (getattr(cfg, "layer_types", None) or ())
 
-
-WITH_STATE: dict[str, tuple[Any, str]] = {  # knob -> what it must be, and why
-    "enable_prefix_caching": (False, "cached blocks hold keys and values, no state"),
-    "prefix_cache": ("none", "cached blocks hold keys and values, no state"),
-    "routing": ("load", "cached blocks hold keys and values, no state"),
-    "speculative_config": (None, "a state cannot forget the drafts that are rejected"),
-    "scheduler": ("atom", "a padded step would write its padding into the state"),
-    "tensor_parallel_size": (1, "a rank would need its own part of each state"),
-    "attention": ("torch", "there is no kernel for states, none tuned for 256 a head"),
-}
-
 # %% ../../nbs/60_experts.ipynb #2a7e5e91
 @dataclass
 class FamilyNames(Variant):
     """Has no knobs: the checkpoint's config says which family it is."""
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        """Sets what `given` lacks as `WITH_STATE` says; ValueError for the rest."""
-        knobs = WITH_STATE if has_state(config.hf_config) else {}
-        for knob, (only, why) in knobs.items():
-            settle(config, given, f"layers that keep a state ({why})", {knob: only})
 
 
 SUPPORTED_ARCHITECTURES[:] = dict.fromkeys([*SUPPORTED_ARCHITECTURES, *ADDED])

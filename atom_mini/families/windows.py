@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from .mixture import TYPES, Mixture
 from ..models import FAMILIES, Dense, TorchOps, unfilled
 
 # %% auto #0
-__all__ = ['WholeHeads', 'seen_keys', 'sink_attention', 'windowed_attention', 'window_of', 'Windowed', 'in_turns', 'GptOss']
+__all__ = ['WholeHeads', 'seen_keys', 'sink_attention', 'windowed_attention', 'window_of', 'windowed', 'Windowed', 'in_turns',
+           'GptOss']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -68,6 +70,14 @@ def window_of(cfg: Any, layer: int) -> int:
     require(not types or full or bool(size), f"sliding_window={size} in layer {layer}")
     return 0 if full else size or 0
 
+# %% ../../nbs/63_sinks_windows.ipynb #63a00001
+def windowed(ops: TorchOps) -> Callable[..., Tensor]:
+    """`windowed_attention`, or the kernel in its place where `ops` are Triton's."""
+    if not ops.is_triton:
+        return windowed_attention
+    kernel = import_module("atom_mini.families.window_kernel")
+    return partial(kernel.attend, ops)
+
 # %% ../../nbs/63_sinks_windows.ipynb #f9f41bd5
 class Windowed(Mixture):
     """Decoders of chapter 61 with windows, or with a logit per head, `sinks` [H], that
@@ -83,7 +93,7 @@ class Windowed(Mixture):
             is_padded = hasattr(ops, "is_padded")
             require(not is_padded, "scheduler='spyre' lacks sinks, windows")
             found.sinks = unfilled(self.cfg.num_attention_heads) if has_sinks else None
-            attend: Any = ops.attend if callable(ops) else windowed_attention
+            attend = windowed(ops)
             found.attn.attend = partial(attend, window=window, sinks=found.sinks)
         return found
 

@@ -230,7 +230,7 @@ def needs(config: Config, device: str) -> tuple[Any, Any, int]:
     token's K/V."""
     import torch
 
-    from atom_mini.assemble import WITH_TORCH, attach
+    from atom_mini.parts import WITH_TORCH, attach
     from atom_mini.memory import kvcache_block_bytes
 
     attach(WITH_TORCH)  # they say what a token keeps in other kinds of models

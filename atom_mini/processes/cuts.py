@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Any
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_count, settle
+from ..config import Config, Variant, check_rules, is_bool, is_count
 from .knobs import SECONDS
 
 # %% auto #0
-__all__ = ['EXPERTS', 'WIDTHS', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
+__all__ = ['EXPERTS', 'WIDTHS', 'cut', 'cut_config', 'make_leader', 'TensorParallel']
 
 # %% ../../nbs/72b_cuts.ipynb #4eee882c
 EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts"]  # by family
@@ -55,17 +55,6 @@ def cut_config(cfg: Any, n: int, is_dealt: bool = False) -> Any:
     mine.vocab_size, mine.quantization_config = rows, None
     return mine
 
-# %% ../../nbs/72b_cuts.ipynb #7aec3d14
-def refuse_others(config: Config, given: set[str], knob: str) -> None:
-    """ValueError for other knobs that do not go with several ranks."""
-    settle(config, given, knob, {"overlap": False, "scheduler": "atom"})
-    method = getattr(getattr(config, "speculative_config", None), "method", "ngram")
-    devices: list[Any] = [None, "cpu", "cuda"]
-    several = ("device", config.device, devices), ("method", method, ["ngram"])
-    for name, value, fitting in several:
-        wrong = f"{name}={value!r} does not go with {knob}: set it to one of {fitting}"
-        require(value in fitting, wrong)
-
 # %% ../../nbs/72b_cuts.ipynb #0b5c7872
 def make_leader(config: Config) -> Any:
     """The runner of `TensorParallel`. ValueError before there are other ranks if the
@@ -94,14 +83,14 @@ class TensorParallel(Variant):
         dealt = "enable_expert_parallel", is_bool, "True or False"
         check_rules(config, [count, dealt, ("collective_timeout", *SECONDS)])
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        knob = f"tensor_parallel_size={n}"
         if n == 1:
             has_ranks = getattr(config, "data_parallel_size", 1) > 1
             what = "with one rank: raise tensor_parallel_size"
             require(has_ranks or not is_dealt, f"enable_expert_parallel {what}")
             require("collective_timeout" not in given, f"collective_timeout {what}")
-            return
-        settle(config, given, knob, {"engine_process": True})
-        refuse_others(config, given, knob)
-        if config.hf_config is not None:
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
+        if n > 1 and config.hf_config is not None:
             cut_config(config.hf_config, n, is_dealt)

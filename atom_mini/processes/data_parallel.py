@@ -12,10 +12,10 @@ from typing import Any
 from ..assemble import make_engine_core
 from ..checkpoint import require
 from ..config import Config, Variant, check_rules
-from ..config import is_bool, is_count, one_of, settle
+from ..config import is_bool, is_count, one_of
 
 # %% auto #0
-__all__ = ['MOST', 'devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'check_together', 'DataParallel']
+__all__ = ['MOST', 'devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'DataParallel']
 
 # %% ../../nbs/73c_data_parallel.ipynb #85ff6594
 def devices(config: Config, num_gpus: int) -> list[str | None]:
@@ -70,22 +70,6 @@ def check_experts(config: Config) -> None:
     how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
     require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
 
-# %% ../../nbs/73c_data_parallel.ipynb #b8f970e7
-def check_together(config: Config, given: set[str]) -> None:
-    """Set what others need and nobody gave; ValueError for what was given otherwise."""
-    size = config.data_parallel_size
-    alone = {"tensor_parallel_size": 1, "engine_process": True}
-    plain = {"overlap": False, "speculative_config": None, "scheduler": "atom"}
-    needs: list[tuple[str, Any, dict[str, Any]]] = [
-        ("data_parallel_size", size, alone),
-        ("routing", "prefix", {"enable_prefix_caching": True, "prefix_cache": "hash"}),
-        ("enable_expert_parallel", True, {"lockstep": True}),
-        ("lockstep", True, plain),
-    ]
-    for knob, value, others in needs:
-        if getattr(config, knob) == value:
-            settle(config, given, f"{knob}={value!r}", others)
-
 # %% ../../nbs/73c_data_parallel.ipynb #0f9be1eb
 MOST = 64  # engines of one machine
 
@@ -99,6 +83,7 @@ class DataParallel(Variant):
     lockstep: bool = False
     data_parallel_place: Any = field(default=None, init=False)  # rank, folder, seconds
 
+    wraps = ("Machine",)
     make_front = staticmethod(make_replicas)
     make_engine = staticmethod(make_one)
     make_loop = staticmethod(make_loop)
@@ -116,7 +101,11 @@ class DataParallel(Variant):
         alone = ", ".join(sorted({"routing", "lockstep"} & given))
         if not cls.is_chosen(config):
             require(not alone, f"{alone} is for data_parallel_size above 1: raise it")
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """ValueError for experts that cannot be spread."""
+        if not cls.is_chosen(config):
             return
-        check_together(config, given)
         if config.enable_expert_parallel and config.hf_config is not None:
             check_experts(config)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ..checkpoint import require
 from ..config import VARIANTS, Config, Variant, check_rules
-from ..config import is_bool, is_number, settle
+from ..config import is_bool, is_number
 
 # %% auto #0
 __all__ = ['PARALLEL', 'SECONDS', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'make_client', 'ProcessKnobs']
@@ -90,6 +90,7 @@ class ProcessKnobs(Variant):
     ready_timeout: float = 600.0  # seconds to load
     ping_timeout: float = 300.0  # seconds: the longest step must fit
 
+    wraps = ("Machine", "DataParallel")
     make_engine = staticmethod(make_client)
 
     @classmethod
@@ -101,6 +102,11 @@ class ProcessKnobs(Variant):
         limits = "ready_timeout ping_timeout"
         rules = [("engine_process", is_bool, "True or False"), (limits, *SECONDS)]
         check_rules(config, rules)
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """Refuse limits of a process that is not there; what the process is told."""
+        limits = "ready_timeout ping_timeout"
         if not config.engine_process:
             alone = ", ".join(name for name in limits.split() if name in given)
             require(not alone, f"{alone} is for engine_process=True: set it, too")
@@ -110,6 +116,5 @@ class ProcessKnobs(Variant):
             if (count := getattr(config, knob, 1)) > 1:  # it implies this
                 asked, off = f"{knob}={count}", f"{knob}=1"
         require_extra(asked)
-        settle(config, given, f"{asked} (no records come back)", {"trace": False})
         own = {"engine_process", *limits.split()}
         vars(config)["recipe"] = as_recipe(config, given - own, off)

@@ -74,7 +74,7 @@ def with_spare_block(runner: Any) -> Any:
 
 # %% ../../nbs/73b_lockstep.ipynb #506efe0a
 class LockstepProc(EngineCoreProc):
-    """An `EngineCoreProc` that takes its turns together with those of all other ranks."""
+    """An `EngineCoreProc` that takes its turns together with those of all others."""
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         super().__init__(core, inbox, outbox)

@@ -36,7 +36,7 @@ from ..sequence import SequenceType
 __all__ = ['ToRank', 'Known', 'News', 'Step', 'pack_news', 'pack_batch', 'take_news', 'unpack_batch', 'Meet', 'load_rank',
            'RankManager', 'check_machine', 'Leader']
 
-# %% ../../nbs/72d_ranks.ipynb #766b55e9
+# %% ../../nbs/72d_ranks.ipynb #a5c56612
 class Known:
     """What all ranks know of the sequences, by row: block tables [rows, W], wishes."""
 
@@ -68,7 +68,7 @@ class Known:
         self.widen(int(columns.max(initial=0)) + 1)
         self.tables[rows, columns] = blocks
 
-# %% ../../nbs/72d_ranks.ipynb #7c551f3d
+# %% ../../nbs/72d_ranks.ipynb #6073aea5
 class News(Message):
     """What has changed in the rows: (row, column, block) [n, 3], and wishes by row."""
 
@@ -103,7 +103,7 @@ def pack_news(batch: ScheduledBatch, known: Known) -> list[bytes]:
     both = zip(pieces, said, strict=False)
     return [encode(News(0, Array.pack(piece), wish)) for piece, wish in both]
 
-# %% ../../nbs/72d_ranks.ipynb #64290ccc
+# %% ../../nbs/72d_ranks.ipynb #ffdd0efd
 def pack_batch(batch: ScheduledBatch, known: Known) -> list[bytes]:
     """The frames of a step: news, if there are any, and a `Step`."""
     plain: Any = getattr(batch, "whole", batch)  # without rows for its drafts

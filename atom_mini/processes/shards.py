@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from ..assemble import WITH_TORCH, attach, choose_runner
+from ..assemble import choose_runner
+from ..parts import WITH_TORCH, attach
 from ..config import Config
 from ..loading import read_tensor, weight_targets
 from ..model_runner import choose_device

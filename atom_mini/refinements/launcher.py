@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..assemble import make_runner
 from ..checkpoint import require
-from ..config import Config, Variant
+from ..config import Config
 from ..memory import InputBuffer
 from ..model_runner import ModelRunner, choose_device, pack_output
 from .overlap import OverlapCore, Pending
@@ -26,7 +25,7 @@ from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import PLACEHOLDER
 
 # %% auto #0
-__all__ = ['Launcher', 'Computing', 'Copied', 'make_core', 'Launching']
+__all__ = ['Launcher', 'Computing', 'Copied', 'make_core']
 
 # %% ../../nbs/23b_launching.ipynb #23df2266
 class Launcher:
@@ -151,14 +150,3 @@ class Copied(NamedTuple):
 def make_core(config: Config) -> OverlapCore:
     """An overlapping core, with a runner that launches."""
     return OverlapCore(config, Launcher(config))
-
-# %% ../../nbs/23b_launching.ipynb #1ce2112a
-@dataclass
-class Launching(Variant):
-    """What `overlap=True` runs on; it has no knobs of its own."""
-
-    make_core = staticmethod(make_core)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.overlap

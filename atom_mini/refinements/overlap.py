@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, settle
+from ..config import Config, Variant, check_rules, is_bool
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
@@ -104,7 +104,8 @@ class OverlapCore(EngineCore):
         self, config: Config, runner: LaunchingRunner,
         scheduler: BaseScheduler | None = None,
     ) -> None:  # fmt: skip
-        scheduler = scheduler or OverlapScheduler(config)
+        make = config.pick("make_scheduler", OverlapScheduler)
+        scheduler = scheduler or make(config)
         needs = f"overlap=True: {type(scheduler).__name__} needs the last step's tokens"
         require(scheduler.supports_overlap, f"{needs}: set overlap=False")
         super().__init__(config, runner, scheduler)
@@ -156,7 +157,9 @@ class OverlapKnobs(Variant):
 
     overlap: bool = False
 
+    wraps = ("TurnKnobs",)
     make_scheduler = OverlapScheduler
+    make_core = "refinements.launcher:make_core"
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -164,8 +167,4 @@ class OverlapKnobs(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        """What looks at a step's results, or its duration, cannot be a step ahead."""
         check_rules(config, [("overlap", is_bool, "True or False")])
-        if config.overlap:
-            plain = {"scheduler": "atom", "scheduler_delay_factor": 0.0}
-            settle(config, given, "overlap=True", plain)

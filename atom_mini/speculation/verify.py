@@ -17,7 +17,7 @@ import numpy as np
 from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, Variant, check_options, check_rules
-from ..config import is_bool, is_count, is_whole, settle
+from ..config import is_bool, is_count, is_whole
 from ..engine_core import EngineCore
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -392,6 +392,7 @@ class Speculation(Variant):
 
     speculative_config: SpeculativeConfig | dict[str, Any] | str | None = None
 
+    wraps = ("TurnKnobs",)
     make_scheduler = staticmethod(make_scheduler)
     make_core = staticmethod(make_speculating)
     max_rows = staticmethod(count_rows)
@@ -410,6 +411,3 @@ class Speculation(Variant):
         vars(config).update(speculative_config=wanted if k else None)
         wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
         require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
-        if k:
-            plain = {"scheduler": "atom", "overlap": False}
-            settle(config, given, f"num_speculative_tokens={k}", plain)

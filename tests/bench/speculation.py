@@ -22,6 +22,7 @@ import json
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -35,21 +36,24 @@ from report import OtherLoad, machine, print_table, write_json
 from safetensors.torch import load_file, save_file
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.appendix.tiny_model import prompt_and_answer, recall_test, sum_doc
 from atom_mini.graphs import first_decodes
 
 K = 4
 SLICE = 0.03  # seconds
 ROOM: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320)
+sys.path.append(str(Path(__file__).resolve().parents[2] / "nbs"))
+from script import load  # noqa: E402
+
+tiny = load("90_tiny_model")
 Prompts = list[Any]
 
 
 def tasks(count: int) -> dict[str, tuple[Prompts, int]]:
     """Name -> (prompts, tokens wanted at most)."""
     rng = random.Random(0)
-    facts = [prompt_and_answer(doc)[0] for doc in recall_test(60, count)]
-    sums = [prompt_and_answer(sum_doc(rng, chat=False, test=True))[0] for _ in range(count)]
+    facts = [tiny.prompt_and_answer(doc)[0] for doc in tiny.recall_test(60, count)]
+    sums = [tiny.prompt_and_answer(tiny.sum_doc(rng, chat=False, test=True))[0] for _ in range(count)]
     stories = [f"Once upon a time there was a {rng.choice(['girl', 'boy'])}. {i}" for i in range(count)]
     copies = [rng.sample(range(20, 900), 24) for _ in range(count)]
     return {
