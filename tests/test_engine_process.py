@@ -125,6 +125,8 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
 
     @dataclass
     class Fake(Variant):
+        wraps = ("Machine", "DataParallel", "ProcessKnobs")
+
         @staticmethod
         def make_engine(config):
             {in_loading}
