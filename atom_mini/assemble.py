@@ -27,7 +27,6 @@ __all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_e
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler) for this device; ValueError where they cannot run."""
     from atom_mini.model_runner import plain_ops
-    from atom_mini.models import head_dim
     from atom_mini.sampler import Sampler
 
     on_gpu = device.type == "cuda"
@@ -36,8 +35,9 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     check_triton(on_gpu)
     from atom_mini.triton_ops import TritonOps
 
-    heads = config.hf_config.num_attention_heads, config.hf_config.num_key_value_heads
-    ops = TritonOps(device, *heads, head_dim(config.hf_config), dtype)
+    spec = config.spec
+    heads = spec.num_attention_heads, spec.num_key_value_heads
+    ops = TritonOps(device, *heads, spec.head_dim, dtype)
     return ops, Sampler(ops.sample)
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287

@@ -14,8 +14,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-from .checkpoint import is_number, is_whole, read_config, read_defaults
-from .checkpoint import require, resolve_model
+from .checkpoint import FAMILIES, is_number, is_whole, read_defaults
+from .checkpoint import read_model, require, resolve_model
 
 # %% auto #0
 __all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'Role', 'VARIANTS', 'check_options',
@@ -159,7 +159,7 @@ class Config:
     enable_chunked_prefill: bool = True
 
     folder: Path | None = field(default=None, init=False, repr=False)
-    hf_config: Any = field(default=None, init=False, repr=False)
+    spec: Any = field(default=None, init=False, repr=False)  # a `ModelSpec`
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
     sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
 
@@ -186,9 +186,10 @@ class Config:
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
-        self.hf_config = read_config(self.folder)
-        ends, self.sampling_defaults = read_defaults(self.folder, self.hf_config)
-        longest = self.hf_config.max_position_embeddings
+        families = self.pick("families", FAMILIES)
+        self.spec = read_model(self.folder, families, self.pick("rope_types", {}))
+        ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
+        longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
         require(asked <= longest, wrong)
@@ -266,6 +267,8 @@ class Variant:
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
     make_front: Role = None  # config -> what stands before other processes
     make_loop: Role = None  # core, sockets -> what runs in another process
+    families: Any = None  # architecture -> reader of its spec, or what it lacks
+    rope_types: Any = None  # type -> what changes the rotation's frequencies
     settle: Role = None  # config, given: set what others need, refuse what contradicts
 
     def __init_subclass__(cls) -> None:

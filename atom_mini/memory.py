@@ -9,22 +9,20 @@ import math
 import os
 from collections import deque
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .models import family_of
+from .checkpoint import ModelSpec
 
 # %% auto #0
 __all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'kvcache_block_bytes', 'free_host_bytes', 'InputBuffer']
 
 # %% ../nbs/08a_memory.ipynb #2e19e297
-def kvcache_block_bytes(hf_config: Any, block_size: int, dtype: torch.dtype) -> int:
+def kvcache_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block of `block_size` tokens over all layers."""
-    family = family_of(hf_config)
-    numbers = math.prod(family.kv_shape()) * family.kv_layers()
+    numbers = math.prod(spec.kv_shape) * spec.kv_layers
     return numbers * block_size * dtype.itemsize
 
 # %% ../nbs/08a_memory.ipynb #bfcdea34

@@ -20,7 +20,7 @@ from .config import Config
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, InputBuffer
 from .memory import free_host_bytes, kvcache_block_bytes
-from .models import TorchOps, family_of
+from .models import TorchOps
 from .sampler import Sampler, SamplingMetaData, Upload, on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
@@ -68,9 +68,8 @@ class ModelRunner:
     num_spare_blocks = 0  # beyond those that the block manager hands out
 
     def _choose_dtype(self) -> torch.dtype:
-        cfg, asked = self.config.hf_config, self.config.dtype
-        best = torch.float32 if self.device.type == "cpu" else cfg.dtype or torch.float32
-        return getattr(torch, asked) if asked else best
+        stored = None if self.device.type == "cpu" else self.config.spec.dtype
+        return getattr(torch, self.config.dtype or stored or "float32")
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
         make = self.config.pick("make_ops", plain_ops)
@@ -79,7 +78,7 @@ class ModelRunner:
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool, [layers, 2, N, K, S, D], and give each layer its part."""
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
-        halves, heads, dim = family_of(self.config.hf_config).kv_shape()
+        halves, heads, dim = self.config.spec.kv_shape
         size = self.config.kv_cache_block_size
         shape = len(layers), halves, num_blocks, heads, size, dim
         self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -208,12 +207,12 @@ class ModelRunner:
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
         self.extras = config.pick("make_extras", Extras)()
-        cfg, folder, longest = config.hf_config, config.folder, config.max_model_len
+        spec, folder, longest = config.spec, config.folder, config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
-        self.model = load_model(cfg, folder, longest, self.device, self.dtype, self.ops)
+        self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
         on_host = self.device.type == "cpu"
         self.upload = on_cpu if on_host else InputBuffer(self.device).upload
-        self.block_bytes = kvcache_block_bytes(cfg, config.kv_cache_block_size, self.dtype)
+        self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
         self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
 

@@ -34,11 +34,12 @@ PARTS = {
     "parts": "Together",
     "refinements.turns": "TurnKnobs",
     "refinements.overlap": "OverlapKnobs",
+    "refinements.rope_scaling": "RopeScaling",
     "refinements.extras": "ExtraWishes",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
-    "speculation.verify": "Speculation",
+    "speculation.knobs": "Speculation",
     "families.records": "FamilyNames",
     "processes.data_parallel": "DataParallel",
     "processes.knobs": "ProcessKnobs",
@@ -46,11 +47,8 @@ PARTS = {
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
-    "refinements.rope_scaling": "RopeScaling",
     "families.latent": "Latents",
     "families.slots": "Slots",
-    "families.quantised": "Quantised",
-    "families.spread": "SpreadExperts",
 }
 
 # %% ../nbs/20_parts.ipynb #3862dd42
@@ -93,7 +91,7 @@ def drafts_by_model(config: Config) -> bool:
 
 def keeps_state(config: Config) -> bool:
     """Whether layers of the model keep a state in place of keys and values."""
-    return "linear_attention" in (getattr(config.hf_config, "layer_types", None) or ())
+    return "linear_attention" in (getattr(config.spec, "layer_types", None) or ())
 
 # %% ../nbs/20_parts.ipynb #0765b9de
 NO_BLOCKS = "cached blocks hold keys and values, no state"

@@ -206,7 +206,7 @@ class InputOutputProcessor:
         return self.tokenizer.encode(text, **options)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        size = self.config.hf_config.vocab_size
+        size = self.config.spec.vocab_size
         bad = [i for i in ids if not 0 <= i < size][:1]
         limit = f"the vocabulary of {size} tokens"
         require(not bad, f"token id {bad} in {name} is outside {limit}")

@@ -102,6 +102,15 @@ def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed:
     return model
 
 
+def spec_of(cfg: Any) -> Any:
+    """What the engine reads in a transformers config, of any family, whatever scales its rotation."""
+    from atom_mini.checkpoint import choose_scale
+    from atom_mini.families.records import read_family
+    from atom_mini.refinements.rope_scaling import RopeScaling
+
+    return choose_scale(read_family(cfg), RopeScaling.rope_types)
+
+
 def save_family(kind: str, folder: Path, seed: int = 0, **options: Any) -> Any:
     """Save a small model of one of `families.FAMILY_CASES`' kinds, every weight visible, and return it."""
     torch.manual_seed(seed)
@@ -127,14 +136,12 @@ import json, re, sys, time
 from pathlib import Path
 import torch, transformers
 from atom_mini.config import Config
-from atom_mini.parts import WITH_TORCH, attach
 from atom_mini.loading import load_model
-attach(WITH_TORCH)
 config = Config(sys.argv[1], max_model_len=512)
 def peak():  # not getrusage's: that one remembers the parent's
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 before, start = peak(), time.perf_counter()
-model = load_model(config.hf_config, config.folder, 512, torch.device("cpu"), getattr(torch, sys.argv[2]))
+model = load_model(config.spec, config.folder, 512, torch.device("cpu"), getattr(torch, sys.argv[2]))
 seconds = time.perf_counter() - start
 weights = sum(w.numel() * w.element_size() for w in model.parameters())
 print(json.dumps({"seconds": seconds, "weights": weights, "peak": peak() - before}))

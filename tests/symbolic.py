@@ -31,7 +31,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
-from atom_mini.speculation.verify import Drafter, SpecScheduler, Verifier
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, Verifier
 
 
 def mix(state: int, value: int) -> int:
@@ -174,6 +174,7 @@ class SymbolicDrafter(Drafter):
     """Drafts as many tokens as it likes; each is what will come with probability `right`."""
 
     def __init__(self, alphabet: int, right: float, luck: random.Random) -> None:
+        super().__init__()
         self.alphabet, self.right, self.luck = alphabet, right, luck
         self.has_cache = luck.random() < 0.5
 
@@ -366,8 +367,8 @@ def run_trial(
             runner.max_rows = trial.config.max_num_batched_tokens
             scheduler = SpecScheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
-            scheduler.drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
-            core = EngineCore(trial.config, Verifier(runner), scheduler)
+            drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
+            core = SpecCore(trial.config, Verifier(runner, drafter), scheduler)
             stats = play(trial, core, runner, strict, clock.perf_counter)
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()

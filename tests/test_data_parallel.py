@@ -603,7 +603,7 @@ class Together:
             outbox = Outbox()
             core = self.make_core(rank)
             core.scheduler.eos_token_ids = frozenset()
-            core.config.hf_config = SimpleNamespace(vocab_size=1000)
+            core.config.spec = SimpleNamespace(vocab_size=1000)
             loop: Any = LockstepProc(core, self.inboxes[rank], outbox)
             loop.said, self.loops[rank] = outbox.said, loop
             loop.run()

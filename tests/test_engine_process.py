@@ -136,7 +136,8 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
         def is_chosen(cls, config):
             return True
 
-    atom_mini.config.read_config = lambda folder: SimpleNamespace(max_position_embeddings=2048, vocab_size=958)
+    spec = SimpleNamespace(max_position_embeddings=2048, vocab_size=958, eos_token_id=None)
+    atom_mini.config.read_model = lambda *args: spec
     atom_mini.config.read_defaults = lambda *args: ((), {{}})  # without transformers it starts in a moment
     import atom_mini
     VARIANTS.append(Fake)

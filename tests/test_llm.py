@@ -1082,7 +1082,7 @@ def test_a_draft_model_whose_logits_are_no_numbers(draft_sampling: bool, tmp_pat
         wanted = llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids
     drafts = {"method": "draft_model", "model": str(tmp_path), "draft_sampling": draft_sampling}
     with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40, speculative_config=drafts) as llm:
-        drafter: Any = llm.engine_core.scheduler.drafter  # type: ignore[attr-defined]
+        drafter: Any = llm.engine_core.drafter  # type: ignore[attr-defined]
         with torch.no_grad():
             drafter.runner.model.model.embed_tokens.weight[5] = torch.nan
         assert llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids == wanted

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,14 +49,14 @@ import atom_mini.processes.knobs as knobs
 import atom_mini.processes.ranks as ranks
 import atom_mini.processes.shards as shards
 from atom_mini import LLM, Config, SamplingParams, loading
-from atom_mini.checkpoint import read_config
 from atom_mini.engine_core import EngineCore
+from atom_mini.families.records import Experts, FamilySpec
 from atom_mini.families.spread import SpreadMLP
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
 from atom_mini.processes.core_client import EngineDead
-from atom_mini.processes.cuts import TensorParallel, cut_config, make_leader
+from atom_mini.processes.cuts import TensorParallel, cut_spec, make_leader
 from atom_mini.processes.group import Group
 from atom_mini.processes.messages import Array, Ready, decode, encode
 from atom_mini.processes.ranks import Known, Leader, News, RankManager, ToRank, pack_batch, take_news, unpack_batch
@@ -316,10 +315,10 @@ def test_a_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         folder, found = tmp_path / kind, []
         for n in (1, 2):
             sizes.clear()
-            shard = shards.Shard(n - 1, n, read_config(folder), is_dealt)
-            cfg = shard.config() if n > 1 else shard.whole
-            model = loading.load_model(cfg, folder, 64, torch.device("cpu"), torch.float32)
-            weights = sum(4 * torch.Size(shape).numel() for shape in shards.shapes_of(cfg).values())
+            shard = shards.Shard(n - 1, n, Config(str(folder)).spec, is_dealt)
+            spec = shard.spec() if n > 1 else shard.whole
+            model = loading.load_model(spec, folder, 64, torch.device("cpu"), torch.float32)
+            weights = sum(4 * torch.Size(shape).numel() for shape in shards.shapes_of(spec).values())
             assert "Shared" not in type(model).__name__, "not yet: it has no group"
             found.append((sum(sizes.values()), weights))
         (all_bytes, all_weights), (own_bytes, own_weights) = found
@@ -342,9 +341,9 @@ def test_a_tensor_of_another_size_is_refused(axis: str, by: int, tmp_path: Path)
     save_file(tensors, path, {"format": "pt"})
     errors = []
     for rank in range(2):
-        cfg = shards.Shard(rank, 2, read_config(tmp_path)).config()
+        spec = shards.Shard(rank, 2, Config(str(tmp_path)).spec).spec()
         try:
-            loading.load_model(cfg, tmp_path, 64, torch.device("cpu"), torch.float32)
+            loading.load_model(spec, tmp_path, 64, torch.device("cpu"), torch.float32)
         except ValueError as error:
             errors.append(str(error))
     assert errors and name in errors[0]
@@ -862,14 +861,14 @@ def test_bad_knobs(options: dict[str, Any], words: str) -> None:
         ({"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 510}, 3, False, "one must divide"),
         ({"intermediate_size": 510}, 4, False, "does not divide intermediate_size=510: set it to 3"),
         ({"vocab_size": 5}, 4, False, "a vocabulary of 5 is too small"),
-        ({"num_experts": 6, "moe_intermediate_size": 8}, 4, True, "does not divide num_experts=6: set it to 3"),
+        ({"experts": Experts(6, 8), "sparse": (True,)}, 4, True, "does not divide num_experts=6: set it to 3"),
     ],
 )
 def test_sizes_that_cannot_be_cut(changes: dict[str, Any], n: int, is_dealt: bool, words: str) -> None:
     usual = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 300}
-    cfg = SimpleNamespace(model_type="x", hidden_size=64, **usual | changes)
+    spec = replace(FamilySpec(**vars(Config("tiny").spec)), **usual | changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):
-        cut_config(cfg, n, is_dealt)
+        cut_spec(spec, n, is_dealt)
 
 
 @pytest.mark.parametrize(

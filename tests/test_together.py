@@ -52,7 +52,7 @@ def settled(options: dict[str, Any]) -> Any:
         names = {*options} | ({"num_speculative_tokens"} if "speculative_config" in options else set())
         assert any(name in str(error) for name in names), f"{options}: {error}"
         return "refused"
-    return {n: v for n, v in known.items() if n not in ("hf_config", "engine_order", "rank_order")}
+    return {n: v for n, v in known.items() if n not in ("spec", "engine_order", "rank_order")}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit_json, recorded, save_checkpoint, save_family
+from checkpoints import edit_json, recorded, save_checkpoint, save_family, spec_of
 from test_parity import GREEDY, ROOMY, TIGHT, assert_parity, make_prompts
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from atom_mini.attention import gather_kv
 from atom_mini.config import Config
 from atom_mini.families import mixture, windows
 from atom_mini.families.records import read_experts
-from atom_mini.families.windows import GptOss, windowed_attention
+from atom_mini.families.windows import split_in_turns, windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
 from atom_mini.parts import WITH_TORCH, attach
@@ -311,9 +311,12 @@ def window_off(by: int) -> Callable[..., Tensor]:
     return attend
 
 
+IN_TURNS = windows.in_turns
+
+
 def take_halves(read: Any, i: int, n: int) -> Tensor:
     """As if gate and up lay one behind the other in the file."""
-    return windows.in_turns(read, 0, 1).chunk(n)[i]
+    return IN_TURNS(read, 0, 1).chunk(n)[i]
 
 
 def route_over_all(logits: Tensor, routing: Any, correction: Any = None) -> tuple[Tensor, Tensor]:
@@ -329,7 +332,7 @@ ATTEND: dict[str, Attend] = {
 }
 MISTAKES = {name: (windows, "windowed_attention", attend) for name, attend in ATTEND.items()}
 MISTAKES["plain SwiGLU"] = (mixture, "activate", lambda gate_up, limit: ACTIVATE(gate_up))
-MISTAKES["halves, not turns"] = (GptOss, "take", staticmethod(take_halves))
+MISTAKES["halves, not turns"] = (windows, "in_turns", take_halves)
 MISTAKES["softmax over all"] = (mixture, "route", route_over_all)
 
 
@@ -366,7 +369,7 @@ def test_a_config_may_leave_the_limit_out() -> None:
 
 def test_every_weight_finds_its_place_in_bfloat16(tmp_path: Path) -> None:
     model = save("gpt-oss", tmp_path)
-    ours = load_model(model.config, tmp_path, 64, torch.device("cpu"), torch.bfloat16).model.layers[1]
+    ours = load_model(spec_of(model.config), tmp_path, 64, torch.device("cpu"), torch.bfloat16).model.layers[1]
     theirs = model.model.layers[1]
     assert torch.equal(ours.self_attn.sinks, theirs.self_attn.sinks.bfloat16())
     assert torch.equal(ours.mlp.router.bias, theirs.mlp.router.bias)
@@ -382,7 +385,7 @@ def test_every_expert_is_read_once(tmp_path: Path) -> None:
     """The slices cover the file; another number of experts is a wrong shape, not another model."""
     model = save("gpt-oss", tmp_path)
     file = torch.arange(8 * 4 * 6.0).view(8, 4, 6)
-    adapted = GptOss(model.config).adapt({"x.experts.gate_up_proj": lambda part: file[part]})
+    adapted = split_in_turns({"x.experts.gate_up_proj": lambda part: file[part]}, spec_of(model.config), None)
     assert torch.equal(torch.cat([read().flatten() for read in adapted.values()]).sort().values, file.flatten())
     for count in (6, 10):
         edit_json(tmp_path / "config.json", num_local_experts=count)
@@ -419,7 +422,7 @@ def test_a_dense_model_takes_the_plain_path(tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path)
     config = Config(str(tmp_path), max_model_len=64)
     ops = TorchOps()
-    model = load_model(config.hf_config, tmp_path, 64, torch.device("cpu"), torch.float32, ops)
+    model = load_model(config.spec, tmp_path, 64, torch.device("cpu"), torch.float32, ops)
     assert all(layer.self_attn.attn.attend == ops.attend for layer in model.model.layers)
 
 

@@ -61,14 +61,14 @@ def make_loop(core: Any, *sockets: Any) -> Any:
 # %% ../../nbs/73c_data_parallel.ipynb #36f865e9
 def check_experts(config: Config) -> None:
     """ValueError for a model whose experts cannot be spread."""
-    size, cfg = config.data_parallel_size, config.hf_config
+    size = config.data_parallel_size
     asked = f"enable_expert_parallel=True with data_parallel_size={size}"
-    experts = import_module("atom_mini.families.records").read_experts(cfg)
+    experts = getattr(config.spec, "experts", None)
     count = experts.count if experts else 0
     wrong = f"{asked}: {count} experts are no multiple of it: change either"
     require(count > 0 and count % size == 0, wrong)
-    how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
-    require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
+    method = getattr(config.spec.storage, "method", None)
+    require(method != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
 
 # %% ../../nbs/73c_data_parallel.ipynb #0f9be1eb
 MOST = 64  # engines of one machine
@@ -107,5 +107,5 @@ class DataParallel(Variant):
         """ValueError for experts that cannot be spread."""
         if not cls.is_chosen(config):
             return
-        if config.enable_expert_parallel and config.hf_config is not None:
+        if config.enable_expert_parallel and config.spec is not None:
             check_experts(config)

@@ -68,7 +68,7 @@ class EngineCoreProc:
     def _add(self, message: Add) -> None:
         """ValueError for a request that cannot run."""
         ids, config = message.token_ids.unpack(), self.core.config
-        size, top = config.hf_config.vocab_size, ids.max(initial=0)
+        size, top = config.spec.vocab_size, ids.max(initial=0)
         good = ids.ndim == 1 and ids.dtype.kind == "i" and top < size
         require(good, f"token id {top}: the vocabulary has {size} whole numbers")
         wish: Any = message.params

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,8 @@ def make_rank(config: Config) -> EngineCore:
         layers = open_group(place, rank, size, limit, config.device)
     ranks = vars(config)["ranks"] = Agreement(group, layers)
     if wants_experts:
-        config.hf_config.ranks = ranks
+        deal = import_module("atom_mini.families.spread").deal
+        config.spec = deal(config.spec, ranks)
     core = make_engine_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))

@@ -2,7 +2,7 @@
 
 The built-in model and four kinds of text of its own: questions answered from what was told (recall), stories, sums, and
 a list that is copied (copy). Batches of 1, 4, 16 and 64, greedy. The drafters: none, lookup, a lookup that never finds
-anything (what the machinery costs where nothing is drafted), adaptive lookup, the model without its last layer, its
+anything (what the machinery costs where nothing is drafted), the model without its last layer, its
 EAGLE head. All run in one process and take turns of some hundredths of a second, so what else the machine does meets
 all of them; on one thread, since two also measure how they wait for each other. Speeds are decode tokens per second
 against no drafter's, in all the rounds. Prefix caches are off.
@@ -87,7 +87,7 @@ class Engine:
         self.llm = LLM("tiny", **ROOM, speculative_config=wanted)
         self.drafting = 0.0
         if wanted:
-            drafter = self.llm.engine_core.scheduler.drafter  # type: ignore[attr-defined]
+            drafter = self.llm.engine_core.drafter  # type: ignore[attr-defined]
             drafter.propose, drafter.observe = self._timed(drafter.propose), self._timed(drafter.observe)
         self.clear()
 
@@ -197,7 +197,6 @@ def main() -> None:
             "none": None,
             "lookup": {"method": "ngram"},
             "lookup, in vain": {"method": "ngram", "prompt_lookup_min": 99, "prompt_lookup_max": 99},
-            "adaptive lookup": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": True},
             "3 of 4 layers": {"method": "draft_model", "model": small},
             "EAGLE head": {"method": "eagle3"},
         }
