@@ -313,7 +313,7 @@ class SpecCore(EngineCore):
             if scheduled is None:
                 assert self.is_finished(), "a step schedules something, or all is finished"
                 return None
-            self.scheduler.num_read = self.drafter.num_read
+            self.scheduler.num_read = lambda seq: self.drafter.num_read(seq)
             seqs = [*scheduled[1].values()]
             batch = self.draft(scheduled[0], seqs)
             self.listener.scheduled(batch, seqs, start)
