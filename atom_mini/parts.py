@@ -33,6 +33,7 @@ def attach(parts: dict[str, str]) -> None:
 PARTS = {
     "parts": "Together",
     "refinements.turns": "TurnKnobs",
+    "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.extras": "ExtraWishes",

@@ -238,7 +238,7 @@ def test_the_front_knows_what_is_in_the_index(seed: int) -> None:
         if rng.random() < 0.1 and core.scheduler.seqs:
             core.abort(rng.choice([*core.scheduler.seqs]))
         if rng.random() < 0.02:
-            core.rollback(None)
+            core.rollback()
         if not (step := core.step()):
             continue
         loop.steps += 1

@@ -312,21 +312,17 @@ class FarCore(BaseScheduler):
         del engine.seqs[seq.id]
 
     def take(self, seq: Sequence, row: Row) -> tuple[int, ...]:
-        """Give `seq` its new tokens, up to a stop string; returns those that it lacked. To
-        take a row again, after an interrupt, does no harm."""
+        """Give `seq` its new tokens; returns those that it lacked. To take a row again,
+        after an interrupt, does no harm."""
         seq.status, seq.num_cached_tokens = SequenceStatus.RUNNING, row.num_cached_tokens
         seq.first_token_time = seq.first_token_time or time.perf_counter()
         seq.metrics, known = Counter(row.metrics), seq.num_completion_tokens
         del seq.logprobs[known:]
         for i in range(known - row.place, len(row.token_ids)):
-            if seq.leave_reason is not None:
-                break
-            token_id, is_last = row.token_ids[i], i + 1 == len(row.token_ids)
-            is_stop = seq.stop_checker is not None and seq.stop_checker(token_id)
+            is_last = i + 1 == len(row.token_ids)
             seq.logprobs += row.logprobs[i : i + 1]
-            why = "stop_sequence" if is_stop else row.reason if is_last else None
-            seq.append_token(token_id, why)
-        seq.leave_reason = seq.leave_reason or row.reason  # also where there was no token
+            seq.append_token(row.token_ids[i], row.reason if is_last else None)
+        seq.leave_reason = row.reason  # also where there was no token
         return tuple(seq.completion_token_ids[known:])
 
     def _use(self, engine: CoreManager, output: Any) -> StepOutput:
