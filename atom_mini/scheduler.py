@@ -189,10 +189,13 @@ class BaseScheduler:
         del self.seqs[seq.id]
         self.note("finished", seq, why=seq.leave_reason)
 
-    def abort(self, request_id: int) -> Sequence | None:
-        """Take a request back, between two steps; None if it is not in the engine."""
+    def abort(
+        self, request_id: int, why: str = "abort"
+    ) -> Sequence | None:
+        """Take a request back, between two steps; None if it is not in the engine. `why`:
+        its `leave_reason`."""
         if seq := self.seqs.get(request_id):
-            seq.leave_reason = "abort"
+            seq.leave_reason = why
             self._finish(seq, time.perf_counter())
         return seq
 
@@ -201,8 +204,6 @@ class BaseScheduler:
         but "not_finite": the model's logits were no numbers, and there is no token."""
         if token_id == NO_TOKEN:
             return "not_finite"
-        if seq.stop_checker is not None and seq.stop_checker(token_id):
-            return "stop_sequence"
         if token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos:
             return "eos"
         if token_id in seq.stop_ids:

@@ -5,9 +5,9 @@
 # %% ../nbs/02_sequence.ipynb #ca30c0bd
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
@@ -76,7 +76,6 @@ class Sequence:
         block_size: int,
         sampling_params: SamplingParams | None = None,
         id: int | None = None,
-        stop_checker: Callable[[int], str | None] | None = None,
     ) -> None:
         require(len(token_ids) > 0, "empty prompt (0 tokens): it needs at least 1")
         self.token_ids = as_token_ids(token_ids)  # prompt, then generated
@@ -85,11 +84,11 @@ class Sequence:
         self.id = next(Sequence._ids) if id is None else id  # an explicit 0 counts
         self.block_size = block_size  # tokens
         self.sampling_params = sampling_params or SamplingParams()
-        self.stop_checker = stop_checker  # new token id -> the stop string it completes
         self.stop_ids = frozenset(self.sampling_params.stop_token_ids)
         self.num_prompt_tokens = self.num_known_tokens = len(token_ids)
         self._resize()
-        self.limit = self.num_prompt_tokens + self.sampling_params.max_tokens
+        most = self.sampling_params.max_tokens or sys.maxsize
+        self.limit = self.num_prompt_tokens + most
         self._begin()
 
     def append_token(self, token_id: int, why: str | None = None) -> None:

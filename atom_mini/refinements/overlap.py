@@ -126,10 +126,7 @@ class OverlapCore(EngineCore):
         super().__init__(config, runner, scheduler)
         self.in_flight: deque[tuple[ScheduledBatch, list[Sequence], Pending]] = deque()
 
-    def _launch(
-        self, batch: ScheduledBatch, seqs: list[Sequence], start: float
-    ) -> None:
-        self.listener.scheduled(batch, seqs, start)
+    def _launch(self, batch: ScheduledBatch, seqs: list[Sequence]) -> None:
         pending = self.runner.launch(batch)
         self.scheduler.advance(seqs)
         self.in_flight.append((batch, seqs, pending))
@@ -140,25 +137,23 @@ class OverlapCore(EngineCore):
         with self.transaction():
             start = time.perf_counter()
             while len(self.in_flight) < 2 and (scheduled := self.scheduler.schedule()):
-                self._launch(scheduled[0], list(scheduled[1].values()), start)
+                self._launch(scheduled[0], list(scheduled[1].values()))
             if not self.in_flight:
                 assert self.is_finished(), "a step schedules something, or all is finished"
                 return None
             batch, seqs, pending = self.in_flight.popleft()
             output = pending.result()
-            self.listener.ran()
             told = [s for s in seqs if not s.is_finished]  # others: in vain
             finished = self.scheduler.deliver(seqs, output)
-            self.listener.ended()
             return StepOutput(batch, told, output, finished, time.perf_counter() - start)
 
     def is_finished(self) -> bool:
         return super().is_finished() and not self.in_flight
 
-    def rollback(self, error: BaseException | None) -> None:
+    def rollback(self) -> None:
         """A step has failed: it, and those that build on it, never were."""
         self.in_flight.clear()
-        super().rollback(error)
+        super().rollback()
 
     def close(self) -> None:
         """Wait for the device, and let go of it and of what it was doing."""
