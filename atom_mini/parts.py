@@ -141,6 +141,8 @@ TOGETHER += [
     Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"overlap": (False,), "scheduler": ("atom",)}, "ranks run a step at a time"),
     Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+        {"engine_process": (True,)}, "a rank that dies takes its process along"),
+    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"device": (None, "cpu", "cuda")}, ONE_DEVICE),
     Row("a draft model or EAGLE", drafts_by_model,
         {"tensor_parallel_size": (1,)}, "drafts are made on one device"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..checkpoint import ModelSpec, require
 from ..config import Config, Variant, check_rules, is_bool, is_count
-from .knobs import SECONDS, as_order, require_extra
+from .knobs import SECONDS
 
 # %% auto #0
 __all__ = ['cut', 'cut_experts', 'cut_spec', 'make_leader', 'TensorParallel']
@@ -84,20 +84,14 @@ class TensorParallel(Variant):
         dealt = "enable_expert_parallel", is_bool, "True or False"
         check_rules(config, [count, dealt, ("collective_timeout", *SECONDS)])
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        knob = f"tensor_parallel_size={n}"
         if n == 1:
             has_ranks = getattr(config, "data_parallel_size", 1) > 1
             what = "with one rank: raise tensor_parallel_size"
             require(has_ranks or not is_dealt, f"enable_expert_parallel {what}")
             require("collective_timeout" not in given, f"collective_timeout {what}")
-            return
-        require_extra(knob)
 
     @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        if n == 1:
-            return
-        if config.spec is not None:
+        if n > 1 and config.spec is not None:
             cut_spec(config.spec, n, is_dealt)
-        vars(config)["rank_order"] = as_order(config, given, "tensor_parallel_size=1")
