@@ -52,14 +52,15 @@ def check_rules(owner: Any, rules: list[Rule]) -> None:
     """ValueError with the name, its value, the rule it breaks and where to set it."""
     for names, holds, words in rules:
         for name in names.split():
-            value, kind = getattr(owner, name), type(owner)
+            value = getattr(owner, name)
+            kind = type(owner)
             is_open = value is None and getattr(kind, name, "") is None
             wrong = f"{name}={value!r} must be {words}: set {kind.__name__}({name}=...)"
             require(is_open or holds(value), wrong)
 
 # %% ../nbs/01b_config.ipynb #829ff1bf
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: whatever is an `Integral`, as NumPy's integers are, but no bool.
+    """`values` as ints: what is an `Integral`, as NumPy's integers are, but no bool.
 
     Raises ValueError, with the type, for what is no whole number.
     """
@@ -123,7 +124,8 @@ def are_texts(value: Any) -> bool:
 
 
 LEAST = 1e-30  # above 0: the sampler computes in float32, for which 1e-46 is 0
-FROM_LEAST, TO_ONE = f"a number from {LEAST}", f"[{LEAST}, 1]"
+FROM_LEAST = f"a number from {LEAST}"
+TO_ONE = f"[{LEAST}, 1]"
 WISHES: list[Rule] = [
     ("temperature", lambda v: is_number(v) and v >= 0, "a number from 0 to 3e38"),
     ("top_p", lambda v: is_number(v) and LEAST <= v <= 1, f"a number in {TO_ONE}"),
@@ -195,10 +197,12 @@ class Config:
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
         require(asked <= longest, wrong)
-        self.eos_token_ids, self.max_model_len = ends, asked
+        self.eos_token_ids = ends
+        self.max_model_len = asked
 
     def _check_chunks(self) -> None:
-        longest, budget = self.max_model_len, self.max_num_batched_tokens
+        longest = self.max_model_len
+        budget = self.max_num_batched_tokens
         fits = longest is not None and longest <= budget
         what = f"a sequence of max_model_len={longest} tokens must fit in one step of "
         what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "

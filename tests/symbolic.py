@@ -28,9 +28,9 @@ import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
+from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
-from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
+from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, Verifier
 
 

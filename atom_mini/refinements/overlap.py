@@ -18,7 +18,23 @@ from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'OverlapCore', 'OverlapKnobs']
+__all__ = ['PLACEHOLDER', 'append_placeholder', 'drop_placeholders', 'OverlapScheduler', 'Pending', 'LaunchingRunner',
+           'OverlapCore', 'OverlapKnobs']
+
+# %% ../../nbs/23a_overlap.ipynb #9b54b055
+PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
+
+
+def append_placeholder(seq: Sequence) -> None:
+    """Reserve the place of a token that is being computed."""
+    seq.token_ids.append(PLACEHOLDER)
+    seq._resize()
+
+
+def drop_placeholders(seq: Sequence) -> None:
+    """Cut it to the tokens that are known."""
+    del seq.token_ids[seq.num_known_tokens :]
+    seq._resize()
 
 # %% ../../nbs/23a_overlap.ipynb #12845b91
 class OverlapScheduler(TurnScheduler):
@@ -42,7 +58,7 @@ class OverlapScheduler(TurnScheduler):
         self.num_launched += 1
         for seq in seqs:
             if seq.num_computed_tokens == seq.num_tokens:  # a prompt may have a chunk left
-                seq.append_placeholder()
+                append_placeholder(seq)
 
     def deliver(
         self, seqs: list[Sequence], output: ScheduledBatchOutput
@@ -52,7 +68,7 @@ class OverlapScheduler(TurnScheduler):
         return super().deliver(alive, output)
 
     def _finish(self, seq: Sequence, now: float) -> None:
-        seq.drop_placeholders()
+        drop_placeholders(seq)
         super()._finish(seq, now)
 
     def _schedule_decode(
