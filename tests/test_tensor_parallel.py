@@ -56,7 +56,7 @@ from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
 from atom_mini.processes.core_client import EngineDead
-from atom_mini.processes.cuts import TensorParallel, cut_spec, make_leader
+from atom_mini.processes.cuts import TensorParallel, cut_spec
 from atom_mini.processes.group import Group
 from atom_mini.processes.messages import Array, Ready, decode, encode
 from atom_mini.processes.ranks import Known, Leader, News, RankManager, ToRank, pack_batch, take_news, unpack_batch
@@ -890,7 +890,7 @@ def test_what_is_not_computed_starts_no_rank(
     edit_json(tmp_path / "config.json", **changes)
     monkeypatch.setattr(ranks, "Leader", None)
     with pytest.raises(ValueError, match=words):
-        make_leader(Config(str(tmp_path), device="cpu", tensor_parallel_size=2))
+        Config(str(tmp_path), device="cpu", tensor_parallel_size=2).pick("make_runner", None)(None)
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
