@@ -114,6 +114,7 @@ def expect_empty(core: Replicas) -> None:
 
 
 @alone
+@pytest.mark.smoke
 def test_same_answers(both: LLM, here: Any) -> None:
     """Tokens, texts, log probabilities and reasons of one engine: greedy, seeded, with stop strings, in streams."""
     assert answers(both) == here
@@ -823,6 +824,7 @@ HOW = [SamplingParams(max_tokens=4 + 3 * i, temperature=0.8 * (i % 2), seed=i, l
 
 
 @alone
+@pytest.mark.smoke
 def test_experts_over_ranks(mixture: Path) -> None:
     """The same tokens as one engine that has them all; also when one rank only comes along."""
     with LLM(str(mixture), **SMALL) as llm:
