@@ -45,7 +45,8 @@ def store_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> Non
 
     `slots` [T] int64: where each token goes, all distinct.
     """
-    blocks, places = slots // kv_cache.shape[3], slots % kv_cache.shape[3]
+    blocks = slots // kv_cache.shape[3]
+    places = slots % kv_cache.shape[3]
     kv_cache[0][blocks, :, places] = k
     kv_cache[1][blocks, :, places] = v
 
@@ -90,7 +91,8 @@ def reference_attention(
 # %% ../nbs/05_attention.ipynb #af06a155
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """`plain_attention` by torch's fused kernel: q [n, H, D], k, v [K, L, D]."""
-    n, length = len(q), k.shape[1]
+    n = len(q)
+    length = k.shape[1]
     mask = causal_mask(n, length, q.device) if 1 < n < length else None
     out = nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], mask,
@@ -135,7 +137,8 @@ class Attention(nn.Module):
 
     def __init__(self, head_dim: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.scale, self.attend = head_dim**-0.5, attend
+        self.scale = head_dim**-0.5
+        self.attend = attend
         self.kv_cache = torch.empty(0)
 
     def forward(self, q: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ __all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', '
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
     """Refuse an option that `kind` does not have, with the nearest name that it has."""
     for name in [n for n in options if n not in known]:
-        near = difflib.get_close_matches(name, known, n=1)
+        longer = [k for k in known if k.endswith(f"_{name}")]
+        near = longer or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise ValueError(f"{kind} has no option {name!r}: {hint}")
 
@@ -51,14 +52,15 @@ def check_rules(owner: Any, rules: list[Rule]) -> None:
     """ValueError with the name, its value, the rule it breaks and where to set it."""
     for names, holds, words in rules:
         for name in names.split():
-            value, kind = getattr(owner, name), type(owner)
+            value = getattr(owner, name)
+            kind = type(owner)
             is_open = value is None and getattr(kind, name, "") is None
             wrong = f"{name}={value!r} must be {words}: set {kind.__name__}({name}=...)"
             require(is_open or holds(value), wrong)
 
 # %% ../nbs/01b_config.ipynb #829ff1bf
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: whatever is an `Integral`, as NumPy's integers are, but no bool.
+    """`values` as ints: what is an `Integral`, as NumPy's integers are, but no bool.
 
     Raises ValueError, with the type, for what is no whole number.
     """
@@ -88,7 +90,7 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    max_tokens: int = 64
+    max_tokens: int | None = 64  # None: to the end of the context
     stop: str | list[str] | tuple[str, ...] = ()  # texts
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -122,14 +124,15 @@ def are_texts(value: Any) -> bool:
 
 
 LEAST = 1e-30  # above 0: the sampler computes in float32, for which 1e-46 is 0
-FROM_LEAST, TO_ONE = f"a number from {LEAST}", f"[{LEAST}, 1]"
+FROM_LEAST = f"a number from {LEAST}"
+TO_ONE = f"[{LEAST}, 1]"
 WISHES: list[Rule] = [
     ("temperature", lambda v: is_number(v) and v >= 0, "a number from 0 to 3e38"),
     ("top_p", lambda v: is_number(v) and LEAST <= v <= 1, f"a number in {TO_ONE}"),
     ("top_k", lambda v: is_whole(v) and v >= -1, "a whole number from -1 (off)"),
     ("min_p", lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 (off) to 1"),
     ("repetition_penalty", lambda v: is_number(v) and v >= LEAST, FROM_LEAST),
-    ("max_tokens", is_count, "a whole number, at least 1"),
+    ("max_tokens", lambda v: v is None or is_count(v), "None or whole, at least 1"),
     ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
     ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
     ("ignore_eos", is_bool, "True or False"),
@@ -186,6 +189,7 @@ class Config:
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
+        self.dtype = None if self.dtype == "auto" else self.dtype
         families = self.pick("families", FAMILIES)
         self.spec = read_model(self.folder, families, self.pick("rope_types", {}))
         ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
@@ -193,10 +197,12 @@ class Config:
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
         require(asked <= longest, wrong)
-        self.eos_token_ids, self.max_model_len = ends, asked
+        self.eos_token_ids = ends
+        self.max_model_len = asked
 
     def _check_chunks(self) -> None:
-        longest, budget = self.max_model_len, self.max_num_batched_tokens
+        longest = self.max_model_len
+        budget = self.max_num_batched_tokens
         fits = longest is not None and longest <= budget
         what = f"a sequence of max_model_len={longest} tokens must fit in one step of "
         what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
@@ -238,7 +244,7 @@ RULES: list[Rule] = [
     ("num_kvcache_blocks max_model_len", is_count, COUNT),
     ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
     ("enable_prefix_caching enable_chunked_prefill", is_bool, "True or False"),
-    one_of("dtype", None, "float32", "float16", "bfloat16"),
+    one_of("dtype", None, "auto", "float32", "float16", "bfloat16"),
 ]
 
 # %% ../nbs/01b_config.ipynb #6f3c1858
@@ -261,8 +267,10 @@ class Variant:
     make_torch_ops: Role = None  # -> operations
     make_scheduler: Role = None  # config -> scheduler
     make_index: Role = None  # blocks, block size -> prefix index
+    make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
+    make_metrics: Role = None  # -> counters of steps
+    make_trace: Role = None  # core, tokenizer -> what will record it, or None
     make_extras: Role = None  # -> what a request may ask for beside a token
-    make_listener: Role = None  # scheduler -> listener
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
     make_front: Role = None  # config -> what stands before other processes

@@ -25,8 +25,8 @@ from .scheduler import ScheduledBatch
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'one_row_each',
-           'GraphRunner', 'left_bytes']
+__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'GraphRunner',
+           'left_bytes']
 
 # %% ../nbs/12a_graphs.ipynb #caab1f1a
 class DeviceGraph:
@@ -95,11 +95,6 @@ class Wishes:
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
 
-# %% ../nbs/12a_graphs.ipynb #342b8c25
-def one_row_each(config: Config) -> int:
-    """Rows of the largest decode: every sequence has one. A variant may want more."""
-    return config.max_num_seqs
-
 # %% ../nbs/12a_graphs.ipynb #c0309130
 class GraphRunner(ModelRunner):
     """A `ModelRunner` that replays its decode steps, sampling included."""
@@ -111,7 +106,8 @@ class GraphRunner(ModelRunner):
         self.record = record
         self.graphs = dict[int, Any]()
         self.wishes = Wishes([])
-        self.max_rows = config.pick("max_rows", one_row_each)(config)
+        rows = config.pick("max_rows", None)
+        self.max_rows = rows(config) if rows else config.max_num_seqs
         super().__init__(config)
         most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
         self._capture(graph_sizes(most))

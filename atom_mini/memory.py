@@ -51,7 +51,8 @@ class InputBuffer:
     def __init__(
         self, device: torch.device, num_bytes: int = 2**20, grows: bool = True
     ) -> None:
-        self.device, self.grows = device, grows
+        self.device = device
+        self.grows = grows
         num_places = NUM_STAGED if device.type == "cuda" else 0
         self.copied = deque(torch.cuda.Event() for _ in range(num_places))
         self._allocate(num_bytes)
@@ -72,7 +73,8 @@ class InputBuffer:
         if (end := starts.pop()) > len(self.there):
             assert self.grows, (end, len(self.there))
             self._allocate(2 * end)
-        views, host = [], self.staged[0].numpy()
+        views = []
+        host = self.staged[0].numpy()
         for array, start in zip(arrays, starts, strict=True):
             stop = start + array.nbytes
             host[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

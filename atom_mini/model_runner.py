@@ -34,7 +34,8 @@ def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
 
     Sequence b has the tokens from ends[b] to ends[b + 1].
     """
-    scheduled, lens = batch.num_scheduled_tokens, batch.context_lens
+    scheduled = batch.num_scheduled_tokens
+    lens = batch.context_lens
     ends = np.concatenate([[0], scheduled.cumsum()])
     owner = np.repeat(np.arange(len(scheduled)), scheduled)
     positions = np.arange(ends[-1]) + np.repeat(lens - ends[1:], scheduled)
@@ -46,7 +47,8 @@ class Extras:
     """What a request may ask of a step beside a token: nothing, here."""
 
     def adjust(
-        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None, upload: Upload
+        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
+        upload: Upload,
     ) -> Tensor:
         """The logits to sample from, by those of the model: [R, vocabulary]."""
         return logits
@@ -62,7 +64,7 @@ class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
     Fills in `config.num_kvcache_blocks`.
-    Source: ATOM's `model_runner.py` (prepare_model / run_model; sample is its postprocess).
+    Source: ATOM's `model_runner.py` (prepare_model / run_model / postprocess: `sample`).
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
@@ -87,7 +89,8 @@ class ModelRunner:
 
     def prepare_model(self, batch: ScheduledBatch) -> Inputs:
         """(ids [T], positions [T], metadata, places [R] of the last tokens that sample)."""
-        queries, lens = batch.num_scheduled_tokens, batch.context_lens
+        queries = batch.num_scheduled_tokens
+        lens = batch.context_lens
         where, slots, ends = locate(batch, self.config.kv_cache_block_size)
         plan = self.ops.plan(*batch.queries)
         tables = batch.block_tables if plan is None else plan.data  # a plan holds them
@@ -159,7 +162,8 @@ class ModelRunner:
 
     def _largest_batch(self) -> ScheduledBatch:
         """A prefill of as many tokens as a step may have."""
-        size, tokens = self.config.kv_cache_block_size, self.config.max_num_batched_tokens
+        size = self.config.kv_cache_block_size
+        tokens = self.config.max_num_batched_tokens
         n = min(tokens, self.config.max_model_len or tokens)
         lens = np.full(tokens // n, n, np.int32)
         table = np.arange(-(-n // size), dtype=np.int32)
@@ -189,7 +193,8 @@ class ModelRunner:
     def _decide_num_blocks(self) -> int:
         config = self.config
         beside, each = config.pick("bytes_beside", nothing_beside)(config, self.dtype)
-        needed, free = self.block_bytes + each, self._free_bytes() - beside
+        needed = self.block_bytes + each
+        free = self._free_bytes() - beside
         longest = -(-(config.max_model_len or 0) // config.kv_cache_block_size)
         most = min(free // needed, config.max_num_seqs * longest)
         blocks = config.num_kvcache_blocks or most
@@ -203,11 +208,14 @@ class ModelRunner:
         return blocks
 
     def __init__(self, config: Config) -> None:
-        self.config, self.device = config, choose_device(config.device)
+        self.config = config
+        self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
         self.extras = config.pick("make_extras", Extras)()
-        spec, folder, longest = config.spec, config.folder, config.max_model_len
+        spec = config.spec
+        folder = config.folder
+        longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
         self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
         on_host = self.device.type == "cpu"

@@ -33,6 +33,7 @@ def attach(parts: dict[str, str]) -> None:
 PARTS = {
     "parts": "Together",
     "refinements.turns": "TurnKnobs",
+    "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.extras": "ExtraWishes",
@@ -139,6 +140,8 @@ TOGETHER += [
         "no records come back"),
     Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"overlap": (False,), "scheduler": ("atom",)}, "ranks run a step at a time"),
+    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+        {"engine_process": (True,)}, "a rank that dies takes its process along"),
     Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"device": (None, "cpu", "cuda")}, ONE_DEVICE),
     Row("a draft model or EAGLE", drafts_by_model,

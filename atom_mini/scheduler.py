@@ -135,7 +135,8 @@ class BaseScheduler:
 
     def check_prompt(self, num_tokens: int) -> None:
         """ValueError if a prompt of `num_tokens` tokens can never run."""
-        blocks, size = self.config.num_kvcache_blocks, self.config.kv_cache_block_size
+        blocks = self.config.num_kvcache_blocks
+        size = self.config.kv_cache_block_size
         require(
             num_tokens < self.max_len,
             f"prompt of {num_tokens} tokens: with one to generate it must fit "
@@ -183,14 +184,18 @@ class BaseScheduler:
         (self.waiting if is_waiting else self.running).remove(seq)
         if seq.block_table:
             self.block_manager.deallocate(seq)
-        seq.status, seq.leave_time = SequenceStatus.FINISHED, now
+        seq.status = SequenceStatus.FINISHED
+        seq.leave_time = now
         del self.seqs[seq.id]
         self.note("finished", seq, why=seq.leave_reason)
 
-    def abort(self, request_id: int) -> Sequence | None:
-        """Take a request back, between two steps; None if it is not in the engine."""
+    def abort(
+        self, request_id: int, why: str = "abort"
+    ) -> Sequence | None:
+        """Take a request back, between two steps; None if it is not in the engine. `why`:
+        its `leave_reason`."""
         if seq := self.seqs.get(request_id):
-            seq.leave_reason = "abort"
+            seq.leave_reason = why
             self._finish(seq, time.perf_counter())
         return seq
 
@@ -199,8 +204,6 @@ class BaseScheduler:
         but "not_finite": the model's logits were no numbers, and there is no token."""
         if token_id == NO_TOKEN:
             return "not_finite"
-        if seq.stop_checker is not None and seq.stop_checker(token_id):
-            return "stop_sequence"
         if token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos:
             return "eos"
         if token_id in seq.stop_ids:
@@ -222,7 +225,8 @@ class BaseScheduler:
         self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         """Append the sampled tokens; returns the sequences that are finished."""
-        now, finished = time.perf_counter(), []
+        now = time.perf_counter()
+        finished = []
         for seq in seqs:
             new = output.token_ids.get(seq.id, ())  # none: its prompt goes on
             logprobs = output.logprobs.get(seq.id, [])
@@ -301,7 +305,8 @@ class Scheduler(BaseScheduler):
             cached = self.block_manager.can_allocate(seq, reserve)
             if cached is None:
                 break
-            start, end = len(cached) * seq.block_size, seq.num_tokens
+            start = len(cached) * seq.block_size
+            end = seq.num_tokens
             n = next_chunk(start, end, budget, seq.block_size, not seqs)
             if n == 0 or not (start + n == end or self.config.enable_chunked_prefill):
                 break
@@ -314,7 +319,8 @@ class Scheduler(BaseScheduler):
 
     def _explain(self, budget: int, reserve: int) -> None:
         """Tell the listener why the first in line waits on."""
-        seq, why = self.waiting[0], "token budget"
+        seq = self.waiting[0]
+        why = "token budget"
         needed = seq.blocks_needed or seq.num_blocks
         if budget and len(self.running) >= self.config.max_num_seqs:
             why = "max_num_seqs"
@@ -325,9 +331,11 @@ class Scheduler(BaseScheduler):
     def _schedule_prefill(self) -> list[Sequence]:
         """Prompts that were cut go on, then those that wait are admitted."""
         seqs: list[Sequence] = []
-        budget, size = self.config.max_num_batched_tokens, self.config.kv_cache_block_size
+        budget = self.config.max_num_batched_tokens
+        size = self.config.kv_cache_block_size
         for seq in self.running:
-            start, end = seq.num_computed_tokens, seq.num_tokens
+            start = seq.num_computed_tokens
+            end = seq.num_tokens
             if end - start > 1 and (n := next_chunk(start, end, budget, size, not seqs)):
                 seqs.append(self._schedule_tokens(seq, n))
                 budget -= n
@@ -351,7 +359,8 @@ class Scheduler(BaseScheduler):
 
     def _schedule_decode(self, decodable: list[Sequence]) -> list[Sequence]:
         seqs: list[Sequence] = []
-        manager, size = self.block_manager, self.config.kv_cache_block_size
+        manager = self.block_manager
+        size = self.config.kv_cache_block_size
         for seq in decodable[: self.config.max_num_batched_tokens]:
             if seq.status is SequenceStatus.WAITING:
                 break  # preempted for somebody before it, and so is everyone behind it

@@ -200,31 +200,31 @@ def _rows(kv_head, G: tl.constexpr, ROWS: tl.constexpr):
 # %% ../nbs/10_triton_attention.ipynb #10a00008
 @triton.jit
 def _queries(
-    q_ptr, item, token, head, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    q_ptr, first, count, token, head, H: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
-    row = (tl.load(item) + token).to(tl.int64) * H + head
-    inside = (token < tl.load(item + 1))[:, None] & (dims < D)[None, :]
+    row = (first + token).to(tl.int64) * H + head
+    inside = (token < count)[:, None] & (dims < D)[None, :]
     return tl.load(q_ptr + row[:, None] * D + dims[None, :], mask=inside, other=0.0)
 
 # %% ../nbs/10_triton_attention.ipynb #10a0000a
 @triton.jit
 def _store(
-    acc, top, total, item, token, head, out_ptr, partial_ptr, lse_ptr,
+    acc, top, total, first, count, partial, token, head, out_ptr, partial_ptr, lse_ptr,
     H: tl.constexpr, D: tl.constexpr,
 ):
     dims = tl.arange(0, acc.shape[1])
-    valid = token < tl.load(item + 1)
+    valid = token < count
     inside = valid[:, None] & (dims < D)[None, :]
-    partial = tl.load(item + 6)
     acc = acc / tl.maximum(total, 1e-30)[:, None]
-    first = tl.where(partial < 0, tl.load(item), partial)
-    row = (first + token).to(tl.int64) * H + head
-    at = row[:, None] * D + dims[None, :]
     if partial < 0:
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        row = (first + token).to(tl.int64) * H + head
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * D + dims[None, :], out, mask=inside)
     else:
-        tl.store(partial_ptr + at, acc, mask=inside)
+        row = (partial + token).to(tl.int64) * H + head
+        tl.store(partial_ptr + row[:, None] * D + dims[None, :], acc, mask=inside)
         tl.store(lse_ptr + row, top + tl.log2(total), mask=valid)
 
 # %% ../nbs/10_triton_attention.ipynb #e7fa7a93
@@ -243,16 +243,20 @@ def paged_attention_kernel(
         item = items + i // K * 8
         kv_head = i % K
         token, head = _rows(kv_head, H // K, ROWS)
-        q = _queries(q_ptr, item, token, head, H, D, BLOCK_D).to(PRODUCT)
+        first = tl.load(item)
+        count = tl.load(item + 1)
+        position = tl.load(item + 2)
+        partial = tl.load(item + 6)
+        q = _queries(q_ptr, first, count, token, head, H, D, BLOCK_D).to(PRODUCT)
         table_ptr = plan_ptr + tl.load(item + 3)
         begin = tl.load(item + 4)
         end = tl.load(item + 5)
-        seen_to = tl.load(item + 2) + token + 1
+        seen_to = position + token + 1
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         top = tl.full([ROWS], -1e30, tl.float32)
         heads_ptr = cache_ptr + kv_head * S * D
-        seen = tl.maximum(tl.minimum(end, tl.load(item + 2) + 1) - begin, 0)  # by all
+        seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)  # by all
         full = begin + seen // KEYS * KEYS
         acc, top, total = _attend(
             q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset, block_stride,
@@ -262,7 +266,10 @@ def paged_attention_kernel(
             q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride,
             table_ptr, scale, D, S, KEYS, _causal, 1, PRODUCT,
         )
-        _store(acc, top, total, item, token, head, out_ptr, partial_ptr, lse_ptr, H, D)
+        _store(
+            acc, top, total, first, count, partial, token, head, out_ptr, partial_ptr,
+            lse_ptr, H, D,
+        )
 
 # %% ../nbs/10_triton_attention.ipynb #a29b0a6a
 @triton.jit

@@ -76,6 +76,10 @@ for name, (cards, registers, granule) in RDNA.items():
 WAIVERS: dict[tuple[str, str], str] = {
     ("gfx11", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
     ("gfx11", "prefill 256"): "the same",
+    ("gfx9", "decode 256 fp32"): "a head takes twice the registers of bfloat16; right, but slow",
+    ("gfx9", "prefill 256 fp32"): "the same",
+    ("gfx12", "decode 256 fp32"): "no matrix instruction for float32: the query's rows take the registers; right, but slow",
+    ("gfx12", "prefill 256 fp32"): "the same",
 }
 # (start of the target, in the case): why a kernel may refuse
 REFUSALS: dict[tuple[str, str], str] = {

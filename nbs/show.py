@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import colorsys
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from atom_mini.block_manager import NO_HASH, tokens_of
@@ -380,3 +383,49 @@ def run_ranks(size, work) -> list:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started (Linux)."""
+    stats = [(p.parent.name, p.read_text()) for p in Path("/proc").glob("[0-9]*/stat")]
+    parents = {int(name): int(s.rpartition(")")[2].split()[1]) for name, s in stats}
+    return [child for child, parent in parents.items() if parent == pid]
+
+
+def is_there(pid: int) -> bool:
+    """Not gone, and not a zombie that somebody has yet to bury."""
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    state = subprocess.run(command, capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")
+
+
+def struck(llm, blow, prompt="Once upon a time", max_tokens=600) -> tuple[float, str]:
+    """(seconds from `blow()` until the waiting ends, what is said); a request runs."""
+    from atom_mini.processes.core_client import EngineDead
+
+    llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    for _ in range(3):
+        llm.step()
+    start = time.perf_counter()
+    blow()
+    try:
+        while llm.step():
+            pass
+    except EngineDead as error:
+        return time.perf_counter() - start, str(error)
+    raise AssertionError("nobody has noticed it")
+
+
+def after_front(code: str, whose=lambda pid: pid) -> float:
+    """A Python runs `code`, which prints an engine's process id, and is killed then: the
+    seconds until `whose(id)` has gone, too."""
+    command = [sys.executable, "-c", code + "\nimport time\ntime.sleep(60)"]
+    front = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    pid = whose(int(front.stdout.readline()))
+    start = time.perf_counter()
+    front.kill()
+    while is_there(pid):
+        time.sleep(0.001)
+    front.communicate()
+    return time.perf_counter() - start

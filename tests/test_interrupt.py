@@ -16,6 +16,7 @@ import atom_mini
 from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
 from atom_mini.engine_core import EngineCore
+from atom_mini.instruments.trace import record
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence
@@ -101,6 +102,7 @@ def expect_whole(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.smoke
 def test_interrupted_at_any_line(kind: str) -> None:
     """One line in `STRIDE`; then the same requests go on, and others come, and all see the oracle's tokens."""
     trial, at, places = Trial(make_core(KINDS[kind]).config, (), 12, [], 0.0), 0, set()
@@ -108,6 +110,7 @@ def test_interrupted_at_any_line(kind: str) -> None:
     while True:
         at += STRIDE
         core, wire = make_core(KINDS[kind]), Tripwire(at)
+        trace = record(core) if core.config.trace else None
         seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)]
         if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
             break
@@ -121,8 +124,8 @@ def test_interrupted_at_any_line(kind: str) -> None:
         for seq, (tokens, hashes) in zip(seqs + later, expected * 2, strict=True):
             assert seq.completion_token_ids == tokens, f"{wire.where}: request {seq.id} has other tokens"
             assert [h for entry in seq.logprobs for h in entry.values()] == hashes, wire.where
-        if core.trace is not None:
-            core.trace.check()
+        if trace is not None:
+            trace.check()
     assert len(places) > 60, "the wire hardly trips"
 
 

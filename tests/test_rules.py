@@ -569,10 +569,10 @@ def test_a_joined_stream_equals_the_decoded_whole() -> None:
         data = "".join(rng.choices(pieces, k=rng.randint(0, 6))).encode()
         data = data[: rng.randint(0, len(data))] + rng.randbytes(rng.choice((0, 0, 1, 2)))
         detokenizer, text = IncrementalDetokenizer(ByteTokenizer()), ""
-        for token in data:
-            detokenizer.push(token)
+        for n in range(1, len(data) + 1):
+            detokenizer.read([*data[:n]])
             text += detokenizer.take()
-        detokenizer.flush()
+        detokenizer.flush([*data])
         text += detokenizer.take()
         wrong += text != data.decode("utf-8", errors="replace")
     assert wrong == 0
@@ -581,9 +581,9 @@ def test_a_joined_stream_equals_the_decoded_whole() -> None:
 def test_a_stop_string_is_found_in_the_text_and_held_back_until_it_cannot_match() -> None:
     """ATOM compares separately encoded tokens, and misses what was tokenised in another way."""
     detokenizer = IncrementalDetokenizer(ByteTokenizer(), ("STOP", "ST!"))
-    shown = []
-    for token in b"aSTSTxSTOPz":
-        stopped = detokenizer.push(token)
+    shown, data = [], [*b"aSTSTxSTOPz"]
+    for n in range(1, len(data) + 1):
+        stopped = detokenizer.read(data[:n])
         shown.append(detokenizer.take())
         if stopped:
             break

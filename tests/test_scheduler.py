@@ -5,7 +5,6 @@ What the field learned the hard way has tests by name in test_rules.py; whole ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -305,11 +304,11 @@ def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseExcepti
 # ---- stops and streams ----
 
 
-def finish(tokens: tuple[int, ...], checker: Callable[[int], str | None] | None = None, **params: Any) -> Sequence:
+def finish(tokens: tuple[int, ...], **params: Any) -> Sequence:
     """One step that answers `tokens`, as speculative decoding will; ids 0 and 2 end a text."""
     scheduler = make()
     scheduler.eos_token_ids = frozenset([0, 2])
-    seq = Sequence([5, 6, 7], 4, SamplingParams(**params), stop_checker=checker)
+    seq = Sequence([5, 6, 7], 4, SamplingParams(**params))
     scheduler.add(seq)
     assert scheduler.schedule() is not None
     logprobs = {seq.id: [{t: -float(i)} for i, t in enumerate(tokens)]}
@@ -338,19 +337,6 @@ def test_stop_order(tokens: tuple[int, ...], params: dict[str, Any], reason: str
     assert seq.leave_reason == reason and seq.is_finished == (reason is not None)
     assert tuple(seq.completion_token_ids) == tokens[:kept]
     assert len(seq.logprobs) == kept, "log probabilities are cut with their tokens"
-
-
-def test_a_stop_string_comes_before_an_id_at_the_same_token_but_not_before_an_earlier_one() -> None:
-    at_nine = lambda token: "end" if token == 9 else None  # noqa: E731
-    assert finish((4, 9, 4), at_nine, stop_token_ids=[9]).leave_reason == "stop_sequence"
-    assert finish((4, 0, 9), at_nine).leave_reason == "eos"
-
-
-def test_the_stop_checker_sees_each_kept_token_once_in_order() -> None:
-    """The text side counts on it: a token after the stop, or one twice, would be in the text."""
-    seen: list[int] = []
-    finish((4, 5, 0, 6), seen.append, max_tokens=9)
-    assert seen == [4, 5, 0]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from test_interrupt import STRIDE, Tripwire, expect_whole, serve
 import atom_mini.speculation.knobs as knobs
 import atom_mini.speculation.verify as verify
 from atom_mini import LLM, Config, SamplingParams
+from atom_mini.instruments.trace import record
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
 from atom_mini.speculation.knobs import SpeculativeConfig, read_speculative
@@ -222,9 +223,9 @@ REQUESTS = [
 ]
 
 
-def make_core(trace: bool) -> SpecCore:
+def make_core() -> SpecCore:
     config = Config(
-        kv_cache_block_size=4, num_kvcache_blocks=7, max_num_batched_tokens=10, max_num_seqs=4, trace=trace
+        kv_cache_block_size=4, num_kvcache_blocks=7, max_num_batched_tokens=10, max_num_seqs=4
     )  # fmt: skip
     scheduler = SpecScheduler(config)
     scheduler.num_drafts = 3
@@ -235,11 +236,12 @@ def make_core(trace: bool) -> SpecCore:
 @pytest.mark.parametrize("trace", [False, True])
 def test_interrupted_at_any_line(trace: bool) -> None:
     """As in test_interrupt: the same requests go on, others come, and all see the oracle's tokens."""
-    trial, at, places = Trial(make_core(trace).config, (), 12, [], 0.0), 0, set()
+    trial, at, places = Trial(make_core().config, (), 12, [], 0.0), 0, set()
     expected = [trial.expected(request)[0] for request in REQUESTS]
     while True:
         at += STRIDE
-        core, wire = make_core(trace), Tripwire(at)
+        core, wire = make_core(), Tripwire(at)
+        written = record(core) if trace else None
         seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)]
         if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
             break
@@ -250,16 +252,17 @@ def test_interrupted_at_any_line(trace: bool) -> None:
         expect_whole(core)
         for seq, tokens in zip(seqs + later, expected * 2, strict=True):
             assert seq.completion_token_ids == tokens, f"{wire.where}: request {seq.id} has other tokens"
-        if core.trace is not None:
-            core.trace.check()
+        if written is not None:
+            written.check()
     assert len(places) > 60, "the wire hardly trips"
 
 
 def test_the_trace_knows_what_was_verified() -> None:
     """Accepted and rejected drafts are in it, its books balance, and it survives its own file."""
-    core = make_core(trace=True)
+    core = make_core()
+    trace = record(core)
     serve(core, [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)])
-    trace, stats = core.trace, core.scheduler.spec_stats
+    stats = core.scheduler.spec_stats
     trace.check()
     verified = [e for step in trace.steps for e in step.after if e["event"] == "verified"]
     assert sum(e["accepted"] + e["rejected"] for e in verified) == stats.proposed.total() > 5

@@ -21,6 +21,7 @@ from symbolic import Request, SymbolicRunner, Trial, play
 import atom_mini.model_runner as model_runner
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.instruments.trace import record
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.systems.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
@@ -570,15 +571,14 @@ def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: Counter[str] = Counter()
     for seed in range(200):
         trial = make_spyre_trial(seed)
-        trial.config.trace = True
         runner = RectangularSymbols(trial.config, trial.alphabet)
         with monkeypatch.context() as patch:
             patch.setattr(model_runner, "locate", locate_redirected(model_runner.locate, runner))
             core = EngineCore(trial.config, runner)
+            trace = record(core)
             play(trial, core, runner, True, time.perf_counter)
-        assert core.trace is not None
-        core.trace.check()
-        refused = [e["why"] for step in core.trace.steps for e in step.events if e["event"] == "refused"]
+        trace.check()
+        refused = [e["why"] for step in trace.steps for e in step.events if e["event"] == "refused"]
         reasons.update(why.split(":")[0] for why in refused)
     known = {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks", "one prefill at a time"}
     assert reasons.keys() == known

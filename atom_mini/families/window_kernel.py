@@ -49,9 +49,12 @@ def windowed_kernel(
         item = items + i // K * 8
         kv_head = i % K
         token, head = _rows(kv_head, H // K, ROWS)
-        q = _queries(q_ptr, item, token, head, H, D, BLOCK_D).to(PRODUCT)
-        table_ptr = plan_ptr + tl.load(item + 3)
+        first = tl.load(item)
+        count = tl.load(item + 1)
         position = tl.load(item + 2)
+        partial = tl.load(item + 6)
+        q = _queries(q_ptr, first, count, token, head, H, D, BLOCK_D).to(PRODUCT)
+        table_ptr = plan_ptr + tl.load(item + 3)
         begin = tl.load(item + 4)
         end = tl.load(item + 5)
         seen_to = position + token + 1
@@ -62,10 +65,12 @@ def windowed_kernel(
             begin = tl.maximum(begin, (position + 1 - WINDOW) // KEYS * KEYS)
             acc, top, total = _attend(
                 q, acc, top, total, begin, end, (seen_to - WINDOW, seen_to), heads_ptr,
-                v_offset, block_stride, table_ptr, scale, D, S, KEYS, _within, 1, PRODUCT,
+                v_offset, block_stride, table_ptr, scale, D, S, KEYS, _within, 1,
+                PRODUCT,
             )
         else:
-            full = begin + tl.maximum(tl.minimum(end, position + 1) - begin, 0) // KEYS * KEYS
+            seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)
+            full = begin + seen // KEYS * KEYS
             acc, top, total = _attend(
                 q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset,
                 block_stride, table_ptr, scale, D, S, KEYS, None, STAGES, PRODUCT,
@@ -74,7 +79,10 @@ def windowed_kernel(
                 q, acc, top, total, full, end, seen_to, heads_ptr, v_offset,
                 block_stride, table_ptr, scale, D, S, KEYS, _causal, 1, PRODUCT,
             )
-        _store(acc, top, total, item, token, head, out_ptr, partial_ptr, lse_ptr, H, D)
+        _store(
+            acc, top, total, first, count, partial, token, head, out_ptr, partial_ptr,
+            lse_ptr, H, D,
+        )
 
 # %% ../../nbs/63b_window_kernel.ipynb #63b0000b
 def attend(

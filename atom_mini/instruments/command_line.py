@@ -27,7 +27,8 @@ from typing import Any
 
 from ..checkpoint import require
 from ..config import VARIANTS, Config, SamplingParams
-from ..llm import LLM, Metrics
+from .trace import Metrics
+from ..llm import LLM
 from ..text import CompletionOutput
 
 # %% auto #0

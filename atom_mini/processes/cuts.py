@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 from ..checkpoint import ModelSpec, require
 from ..config import Config, Variant, check_rules, is_bool, is_count
-from .knobs import SECONDS, as_order, require_extra
+from .knobs import SECONDS
 
 # %% auto #0
-__all__ = ['cut', 'cut_experts', 'cut_spec', 'make_leader', 'TensorParallel']
+__all__ = ['cut', 'cut_experts', 'cut_spec', 'TensorParallel']
 
 # %% ../../nbs/72b_cuts.ipynb #4eee882c
 def cut(count: int, name: str, n: int) -> int:
@@ -58,11 +57,6 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     require((n - 1) * rows < vocab, f"{knob}: a vocabulary of {vocab} is too small")
     return replace(spec, num_attention_heads=heads, vocab_size=rows, **more)
 
-# %% ../../nbs/72b_cuts.ipynb #0b5c7872
-def make_leader(config: Config) -> Any:
-    """The runner of `TensorParallel`."""
-    return import_module("atom_mini.processes.ranks").Leader(config)
-
 # %% ../../nbs/72b_cuts.ipynb #8cd21d2c
 @dataclass
 class TensorParallel(Variant):
@@ -72,7 +66,7 @@ class TensorParallel(Variant):
     enable_expert_parallel: bool = False  # whole experts to ranks
     collective_timeout: float = 300.0  # seconds: the longest step must fit
 
-    make_runner = staticmethod(make_leader)
+    make_runner = "processes.ranks:Leader"
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -84,20 +78,14 @@ class TensorParallel(Variant):
         dealt = "enable_expert_parallel", is_bool, "True or False"
         check_rules(config, [count, dealt, ("collective_timeout", *SECONDS)])
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        knob = f"tensor_parallel_size={n}"
         if n == 1:
             has_ranks = getattr(config, "data_parallel_size", 1) > 1
             what = "with one rank: raise tensor_parallel_size"
             require(has_ranks or not is_dealt, f"enable_expert_parallel {what}")
             require("collective_timeout" not in given, f"collective_timeout {what}")
-            return
-        require_extra(knob)
 
     @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        if n == 1:
-            return
-        if config.spec is not None:
+        if n > 1 and config.spec is not None:
             cut_spec(config.spec, n, is_dealt)
-        vars(config)["rank_order"] = as_order(config, given, "tensor_parallel_size=1")

@@ -5,7 +5,6 @@
 # %% ../../nbs/73c_data_parallel.ipynb #e327f97a
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -16,7 +15,7 @@ from ..config import Config, Variant, check_rules
 from ..config import is_bool, is_count, one_of
 
 # %% auto #0
-__all__ = ['SETTLED', 'MOST', 'devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'DataParallel']
+__all__ = ['MOST', 'devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'DataParallel']
 
 # %% ../../nbs/73c_data_parallel.ipynb #85ff6594
 def devices(config: Config, num_gpus: int) -> list[str | None]:
@@ -30,23 +29,17 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
     return [f"cuda:{i}" for i in range(size)]
 
 # %% ../../nbs/73c_data_parallel.ipynb #2080e236
-SETTLED = ["data_parallel_size", "routing", "lockstep", "enable_expert_parallel"]
-
-
 def make_replicas(config: Config) -> Any:
     """The front of `DataParallel`: a `Replicas`."""
     on_cpu = config.device == "cpu"
     num_gpus = 0 if on_cpu else import_module("torch").cuda.device_count()
-    asked, orders = config.engine_order, []
-    plain = {k: v for k, v in asked["options"].items() if k not in SETTLED}
-    settled = {name: getattr(config, name) for name in SETTLED}
-    with tempfile.TemporaryDirectory(prefix="atom_mini-") as folder:
-        for rank, device in enumerate(devices(config, num_gpus)):
-            place = [rank, folder, config.ready_timeout]
-            inner = settled | {"data_parallel_place": place}
-            own = {"options": plain | {"device": device}, "inner": inner}
-            orders.append(asked | own | {"meeting": folder})
-        return import_module("atom_mini.processes.replicas").Replicas(config, orders)
+    asked, recipes = config.recipe, []
+    for rank, device in enumerate(devices(config, num_gpus)):
+        place = [rank, asked.get("meeting"), config.ready_timeout]
+        own = {"options": asked["options"] | {"device": device}}
+        own["inner"] = asked["inner"] | {"data_parallel_place": place}
+        recipes.append(asked | own)
+    return import_module("atom_mini.processes.replicas").Replicas(config, recipes)
 
 # %% ../../nbs/73c_data_parallel.ipynb #6f0f0799
 def make_one(config: Config) -> Any:
@@ -62,8 +55,8 @@ def make_loop(core: Any, *sockets: Any) -> Any:
         import_module("atom_mini.processes.replicas").report_blocks(core)
     if not core.config.lockstep:
         plain = import_module("atom_mini.processes.engine_process")
-        return plain.EngineLoop(core, *sockets)
-    return import_module("atom_mini.processes.lockstep").LockstepLoop(core, *sockets)
+        return plain.EngineCoreProc(core, *sockets)
+    return import_module("atom_mini.processes.lockstep").LockstepProc(core, *sockets)
 
 # %% ../../nbs/73c_data_parallel.ipynb #36f865e9
 def check_experts(config: Config) -> None:

@@ -21,13 +21,13 @@ from ..checkpoint import require
 from ..config import Config
 from ..engine_core import EngineCore
 from ..graphs import first_decodes
-from .engine_process import EngineLoop
+from .engine_process import EngineCoreProc
 from .group import Group, open_group
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepLoop', 'make_rank']
+__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepProc', 'make_rank']
 
 # %% ../../nbs/73b_lockstep.ipynb #b690bcb5
 class Agreement:
@@ -74,8 +74,8 @@ def with_spare_block(runner: Any) -> Any:
     return runner
 
 # %% ../../nbs/73b_lockstep.ipynb #506efe0a
-class LockstepLoop(EngineLoop):
-    """An `EngineLoop` that takes its turns together with those of all other ranks."""
+class LockstepProc(EngineCoreProc):
+    """An `EngineCoreProc` that takes its turns together with those of all others."""
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         super().__init__(core, inbox, outbox)
@@ -111,6 +111,10 @@ class LockstepLoop(EngineLoop):
     def is_asleep(self) -> bool:
         """Until the next wave."""
         return self.is_open and self.slept == self.wave
+
+    def sleep(self) -> None:
+        """Until a message comes: only a wave wakes it, and room for results does not."""
+        self.inbox.poll()
 
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now, and of what it did with the others."""

@@ -27,7 +27,8 @@ def penalise(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
     `penalty` [R]; `seen` int64: (row, token id), all distinct.
     """
     rows, tokens = seen
-    old, by = logits[rows, tokens], penalty[rows]
+    old = logits[rows, tokens]
+    by = penalty[rows]
     return logits.index_put((rows, tokens), (old / by).where(old > 0, old * by))
 
 # %% ../../nbs/24_extras.ipynb #6f7228de
@@ -43,7 +44,8 @@ class Extras:
         return np.array([*chain(*pairs)], np.int64).reshape(-1, 2).T
 
     def adjust(
-        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None, upload: Any
+        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
+        upload: Any,
     ) -> Tensor:
         """The logits to sample from, by those of the model: [R, V], float32 if somebody is
         penalised, else as they came. `newest` [R]: what stands for a token id of -1."""

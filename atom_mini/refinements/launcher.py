@@ -19,10 +19,9 @@ from ..checkpoint import require
 from ..config import Config
 from ..memory import InputBuffer
 from ..model_runner import ModelRunner, choose_device
-from .overlap import OverlapCore, Pending
+from .overlap import PLACEHOLDER, OverlapCore, Pending
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
-from ..sequence import PLACEHOLDER
 
 # %% auto #0
 __all__ = ['Launcher', 'Computing', 'Copied', 'make_core']
@@ -39,9 +38,11 @@ class Launcher:
     def __init__(
         self, config: Config, make: Callable[[Config], ModelRunner] = make_runner
     ) -> None:
-        device, rows = choose_device(config.device), config.max_num_seqs
+        device = choose_device(config.device)
+        rows = config.max_num_seqs
         self.is_gpu = device.type == "cuda"
-        self.worker, self.process = ThreadPoolExecutor(1, "device"), os.getpid()
+        self.worker = ThreadPoolExecutor(1, "device")
+        self.process = os.getpid()
         in_thread = self.worker.submit
         self.runner = make(config) if self.is_gpu else in_thread(make, config).result()
         self.token_pool = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -82,7 +83,8 @@ class Launcher:
     def _make_streams(self, device: torch.device) -> None:
         """A stream to compute on, one to copy on, and places to copy to."""
         self.upload = InputBuffer(device, 2**16).upload
-        self.computing, self.copying = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.computing = torch.cuda.Stream(device)
+        self.copying = torch.cuda.Stream(device)
         place = torch.empty_like(self.token_pool, device="cpu", pin_memory=True)
         self.hosts = [place, torch.empty_like(place, pin_memory=True)]
         torch.cuda.synchronize(device)  # weights and graphs were made on another stream

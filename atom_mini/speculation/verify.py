@@ -313,15 +313,12 @@ class SpecCore(EngineCore):
             if scheduled is None:
                 assert self.is_finished(), "a step schedules something, or all is finished"
                 return None
-            self.scheduler.num_read = self.drafter.num_read
+            self.scheduler.num_read = lambda seq: self.drafter.num_read(seq)
             seqs = [*scheduled[1].values()]
             batch = self.draft(scheduled[0], seqs)
-            self.listener.scheduled(batch, seqs, start)
             output = self.runner.forward(batch)
-            self.listener.ran()
             self.drafter.observe(seqs, batch, output.token_ids)
             finished = self.scheduler.postprocess(seqs, output)
-            self.listener.ended()
             seconds = time.perf_counter() - start
             return StepOutput(batch, seqs, output, finished, seconds)
 

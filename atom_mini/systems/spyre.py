@@ -187,7 +187,7 @@ class SpyreScheduler(BaseScheduler):
         for seq in decoding:
             self.block_manager.may_append(seq)
             seq.num_scheduled_tokens = 1
-            if seq.last_block_num_tokens == self.size:
+            if seq.num_tokens % self.size == 0:
                 self.block_manager.stage(seq, seq.num_tokens)
         left = align([s.num_tokens for s in decoding], self.size)
         tkvs = [s.num_tokens + pad for s, pad in zip(decoding, left, strict=True)]
