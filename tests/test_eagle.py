@@ -155,7 +155,7 @@ def test_taps_are_what_enters_the_layers(target: Path, tmp_path: Path) -> None:
     """Transformers' `hidden_states[i]` is what enters layer i; the norm behind the last layer can be tapped, too."""
     save_head(tmp_path)
     runner, drafter = make_drafter(target, tmp_path)
-    assert drafter.taps.ids == [0, 1, 3]
+    assert [*drafter.taps.ids] == [0, 1, 3]
     seq, manager = Sequence([*range(20, 41)], 4), BlockManager(40, 4)
     manager.allocate(seq, [])
     seq.num_scheduled_tokens = len(seq)
