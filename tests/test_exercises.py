@@ -105,3 +105,30 @@ def test_incomplete_exercises_are_noticed(tmp_path: Path) -> None:
         write_nb(new_nb([mk_cell(f"#| {kind}\npass", "code") for kind in kinds]), tmp_path / "x.ipynb")
         with pytest.raises(ValueError, match="should be"):
             book.exercises(tmp_path / "x.ipynb")
+
+
+@pytest.mark.parametrize("path", CHAPTERS[::7], ids=lambda p: p.stem)
+def test_solutions_move_to_the_end_and_the_site_puts_them_back(path: Path) -> None:
+    """The same exercises, in the same order; moved twice is moved once; only numbers and one heading are new."""
+    cells = book.read_nb(path).cells
+    before = book.unmove_solutions(book.read_nb(path).cells)
+    moved = book.move_solutions(book.move_solutions(cells))
+    number = len(book.exercises(path))
+    assert moved[-number - 1].source == book.SOLUTIONS and len({cell.id for cell in moved}) == len(moved)
+    assert [book.NUMBER.match(cell.source)[1] for cell in moved[-number:]] == [*map(str, range(1, number + 1))]
+    assert [cell.source for cell in book.unmove_solutions(moved)] == [cell.source for cell in before]
+
+
+def test_a_solution_of_another_exercise_is_noticed(tmp_path: Path) -> None:
+    from execnb.nbio import mk_cell, new_nb, write_nb
+
+    exercise = ["#| exercise\npass", "#| check\npass"]
+    for numbers, fine in (([1, 2], True), ([2, 1], True), ([1], False), ([1, 1], False), ([1, 3], False)):
+        sources = [*exercise * 2, *(f"#| solution\n# Exercise {n}\n{n}" for n in numbers)]
+        write_nb(new_nb([mk_cell(source, "code") for source in sources]), tmp_path / "x.ipynb")
+        if fine:
+            found = book.exercises(tmp_path / "x.ipynb")
+            assert [cells["solution"][-1] for cells in found] == ["1", "2"]
+        else:
+            with pytest.raises(ValueError, match="should be"):
+                book.exercises(tmp_path / "x.ipynb")
