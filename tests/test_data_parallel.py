@@ -113,6 +113,7 @@ def expect_empty(core: Replicas) -> None:
     wait_for(lambda: whole.items() <= core.metrics().items())
 
 
+@pytest.mark.smoke
 def test_same_answers(both: LLM, here: Any) -> None:
     """Tokens, texts, log probabilities and reasons of one engine: greedy, seeded, with stop strings, in streams."""
     assert answers(both) == here
@@ -784,6 +785,7 @@ IDS = [[5, 6, 7], [8] * 9, [20, 30, 40, 50, 3], [9, 8, 7, 6, 5], [77, 3]] * 2
 HOW = [SamplingParams(max_tokens=4 + 3 * i, temperature=0.8 * (i % 2), seed=i, logprobs=1) for i in range(10)]
 
 
+@pytest.mark.smoke
 def test_experts_over_ranks(mixture: Path) -> None:
     """The same tokens as one engine that has them all; also when one rank only comes along."""
     with LLM(str(mixture), **SMALL) as llm:

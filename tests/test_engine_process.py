@@ -225,6 +225,7 @@ def far() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.smoke
 def test_same_answers(name: str, far: LLM) -> None:
     """Tokens, texts, log probabilities and reasons, from a pool that is too small for all."""
     with LLM("tiny", **SMALL, **OPTIONS[name]) as here:
@@ -492,6 +493,7 @@ def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., FarCore], tid
 # Deaths
 
 
+@pytest.mark.smoke
 def test_kill_the_engine_while_threads_wait(tidy: Path) -> None:
     """Every call and stream ends with EngineDead, soon; the next call at once; the log's end is told."""
     llm = LLM("tiny", engine_process=True, **SMALL)

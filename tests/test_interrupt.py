@@ -100,6 +100,7 @@ def expect_whole(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.smoke
 def test_interrupted_at_any_line(kind: str) -> None:
     """One line in `STRIDE`; then the same requests go on, and others come, and all see the oracle's tokens."""
     trial, at, places = Trial(make_core(KINDS[kind]).config, (), 12, [], 0.0), 0, set()

@@ -124,6 +124,7 @@ EXPERTS = pytest.mark.skipif(find_spec("atom_mini.families.grouped") is None, re
 
 
 @pytest.mark.parametrize("case", ["V3, dense, no query rank", pytest.param("GLM-4.7-Flash", marks=EXPERTS)])
+@pytest.mark.smoke
 def test_engine_on_the_kernel_equals_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, decodes, prefix hits, through the kernel alone, and with that of the experts."""
     kind, options = CASES[case]

@@ -112,6 +112,7 @@ MODELS: dict[str, tuple[Save, Any, dict[str, Any], int, bool]] = {  # how it is 
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.smoke
 def test_logits_equal_transformers(name: str, tmp_path: Path, spread_out: Callable[..., None]) -> None:
     """Of every token, in whole prefills, chunks, decodes, after prefix hits and preemptions; and all ranks draw the
     same tokens, of a batch that three of four got over the wire."""
@@ -586,6 +587,7 @@ def strike(llm: LLM, pid: int, blow: int) -> None:
     threading.Thread(target=when_it_runs).start()
 
 
+@pytest.mark.smoke
 def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With open streams: everybody hears it, with the cause and the end of its log; a new engine starts at once."""
     llm = start(tmp_path / "noted", monkeypatch, early="print('here I am', flush=True)")
@@ -638,6 +640,7 @@ def test_closed_while_somebody_keeps_the_runner(tidy: Path) -> None:
     assert not ranks_alive(str(tidy)) and runner.ranks.death.done()
 
 
+@pytest.mark.smoke
 def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises in a step: its traceback is in the message."""
     fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
