@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, fields
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,3 +191,8 @@ def test_a_variant_that_wraps_another_stands_before_it(monkeypatch: pytest.Monke
             Config(newest_first=True, politer=True)
         Politer.wraps = ("Manners",)
         assert Config(newest_first=True, politer=True).pick("make_scheduler", None) is Scheduler
+
+
+def test_readme_has_the_table() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    assert parts.as_markdown() in readme
