@@ -10,14 +10,10 @@ import nbformat
 from map import ROOT, draw, parts, read_book
 from player import player
 
-<<<<<<< ours
-sys.path += [str(ROOT / "kernels"), str(ROOT / "nbs")]  # appended: a folder of ours hides no installed package
-import book as books
-=======
 from atom_mini.parts import as_markdown
 
-sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
->>>>>>> theirs
+sys.path += [str(ROOT / "kernels"), str(ROOT / "nbs")]  # appended: a folder of ours hides no installed package
+import book as books
 import machines
 
 STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "node_modules/mathjax/es5/tex-svg.js"))
