@@ -25,12 +25,12 @@ from atom_mini import LLM, SamplingParams
 from atom_mini.checkpoint import read_config
 from atom_mini.config import Config
 from atom_mini.families import mixture, slots, state
-from atom_mini.families.records import WITH_STATE, has_state, read_experts, read_routing
+from atom_mini.families.records import has_state, read_experts, read_routing
 from atom_mini.instruments.command_line import describe, describe_state
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import family_of
-from atom_mini.parts import WITH_TORCH, attach
+from atom_mini.parts import STATE, TOGETHER, WITH_TORCH, attach
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 attach(WITH_TORCH)
@@ -488,14 +488,14 @@ def test_info_says_both_prices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("knobs", [
     {"enable_prefix_caching": True}, {"prefix_cache": "radix"}, {"prefix_cache": "hash"}, {"attention": "triton"},
-    {"scheduler": "spyre"}, {"tensor_parallel_size": 2}, {"routing": "prefix"},
+    {"scheduler": "spyre"}, {"tensor_parallel_size": 2}, {"routing": "prefix", "data_parallel_size": 2},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
 ], ids=str)  # fmt: skip
 def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
     """Before a weight is read: there are none here."""
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    (name,) = knobs
+    name = next(iter(knobs))
     with pytest.raises(ValueError, match=rf"{name}=.* does not go with layers that keep a state: set it to .* \(.*\)"):
         LLM(str(tmp_path), device="cpu", **knobs)
 
@@ -511,7 +511,9 @@ def test_it_cannot_draft(tmp_path: Path) -> None:
 def test_defaults_that_fit(tmp_path: Path) -> None:
     """What nobody set is set; what fits may be said, too."""
     save("dense", tmp_path)
-    fitting: dict[str, Any] = {name: only for name, (only, _) in WITH_STATE.items()}
+    fitting: dict[str, Any] = {
+        name: values[0] for row in TOGETHER if row.asked == STATE for name, values in row.needs.items()
+    }
     no_drafts: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 0}}
     caches: list[dict[str, Any]] = [{"prefix_cache": "none"}, {"prefix_cache": None}, {"enable_prefix_caching": False}]
     for given in ({}, fitting | {"data_parallel_size": 2}, no_drafts, *caches):
