@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 # %% auto #0
 __all__ = ['causal_mask', 'plain_attention', 'store_kv_cache', 'gather_kv', 'AttentionMetaData', 'split_batch',
            'reference_attention', 'fused_attention', 'paged_attention', 'set_forward_context', 'get_forward_context',
-           'reset_forward_context', 'Attention']
+           'Attention']
 
 # %% ../nbs/05_attention.ipynb #b6e82e8d
 def causal_mask(num_queries: int, context_len: int, device: Any = None) -> Tensor:
@@ -109,9 +110,14 @@ def paged_attention(
 _of_this_thread = threading.local()
 
 
-def set_forward_context(meta: AttentionMetaData) -> None:
-    """Called by the runner before a forward pass."""
+@contextmanager
+def set_forward_context(meta: AttentionMetaData) -> Iterator[None]:
+    """For one forward pass: `get_forward_context` gives `meta`, in this thread."""
     _of_this_thread.meta = meta
+    try:
+        yield
+    finally:
+        _of_this_thread.meta = None
 
 # %% ../nbs/05_attention.ipynb #ad21976a
 def get_forward_context() -> AttentionMetaData:
@@ -119,11 +125,6 @@ def get_forward_context() -> AttentionMetaData:
     meta = getattr(_of_this_thread, "meta", None)
     assert meta is not None, "set_forward_context first"
     return meta
-
-# %% ../nbs/05_attention.ipynb #3eb0f99b
-def reset_forward_context() -> None:
-    """Called by the runner after a forward pass: nobody reads a stale context."""
-    _of_this_thread.meta = None
 
 # %% ../nbs/05_attention.ipynb #13e33814
 class Attention(nn.Module):

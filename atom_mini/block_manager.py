@@ -5,8 +5,8 @@
 # %% ../nbs/03_block_manager.ipynb #2430c015
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -151,12 +151,6 @@ class PrefixIndex:
             del self.hash_to_block_id[block.hash]
             block.hash = NO_HASH
 
-    def check(self) -> None:
-        """Assert that a block has a hash if and only if the index points at it."""
-        known = {(b.hash, b.block_id) for b in self.blocks if b.hash != NO_HASH}
-        wrong = known ^ self.hash_to_block_id.items()
-        assert not wrong, f"(hash, block) on one side only: {wrong}"
-
 # %% ../nbs/03_block_manager.ipynb #2199be1d
 @dataclass(eq=False)
 class BlockManager:
@@ -258,22 +252,3 @@ class BlockManager:
     def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
         """Grow the table to hold them; mostly nothing to do."""
         self.extend(seq, len(seq.block_table) + self._num_missing(seq, num_new_tokens))
-
-    def check(self, seqs: Iterable[Sequence]) -> None:
-        """Assert that the books balance, given every sequence that holds blocks: references
-        equal owners, a block is free or owned, tables and contents are right."""
-        seqs, pool = list(seqs), self.pool
-        owners = Counter(i for seq in seqs for i in set(seq.block_table))
-        for i, n in enumerate(block.ref_count for block in pool.blocks):
-            assert n == owners[i], f"block {i}: {n} references, {owners[i]} owners"
-            assert (n == 0) == (i in pool.free_block_ids), f"block {i}: free and owned"
-        self.index.check()
-        for seq in seqs:
-            table, end = seq.block_table, seq.num_computed_tokens
-            assert len(table) * self.block_size >= end, f"{seq}: K/V without a block"
-            row = self.block_tables[seq.row, : len(table)]
-            assert row.tolist() == table, f"{seq}: its row is {row}"
-            for i in range(min(seq.num_published_blocks, end // self.block_size)):
-                held = pool.blocks[table[i]].token_ids
-                assert held == tokens_of(seq, i), f"{seq}: block {i} holds {held}"
-        assert len(self._free_rows) == self.max_num_seqs - len(seqs), "rows are lost"

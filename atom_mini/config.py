@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,22 +58,17 @@ def check_rules(owner: Any, rules: list[Rule]) -> None:
 
 # %% ../nbs/01b_config.ipynb #829ff1bf
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: whatever has `__index__`, as NumPy's integers do, but no bool.
+    """`values` as ints: whatever is an `Integral`, as NumPy's integers are, but no bool.
 
     Raises ValueError, with the type, for what is no whole number.
     """
     ids = list(values)
-    if set(map(type, ids)) <= {int}:  # as a rule
-        return ids
-    for i, value in enumerate(ids):
-        try:
-            is_truth = "bool" in type(value).__name__  # NumPy's, too
-            whole: Any = None if is_truth else value
-            ids[i] = operator.index(whole)
-        except TypeError:  # a float's, an array's, None's
-            wrong = f"token id {value!r} in {what} is of type {type(value).__name__}"
-            raise ValueError(f"{wrong}: ids are whole numbers") from None
-    return ids
+    for kind in dict.fromkeys(map(type, ids)):  # mostly one
+        value = next(v for v in ids if type(v) is kind)
+        wrong = f"token id {value!r} in {what} is of type {kind.__name__}"
+        is_whole = issubclass(kind, Integral) and kind is not bool
+        require(is_whole, f"{wrong}: ids are whole numbers")
+    return [*map(int, ids)]
 
 # %% ../nbs/01b_config.ipynb #771ef795
 @dataclass(frozen=True)
@@ -114,6 +109,10 @@ class SamplingParams:
         """A copy in which every `None` that `defaults` knows is filled in."""
         unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **unsaid)
+
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty not in (None, 1)
 
 # %% ../nbs/01b_config.ipynb #127b3fe1
 def are_texts(value: Any) -> bool:
@@ -261,6 +260,7 @@ class Variant:
     make_torch_ops: Role = None  # -> operations
     make_scheduler: Role = None  # config -> scheduler
     make_index: Role = None  # blocks, block size -> prefix index
+    make_extras: Role = None  # -> what a request may ask for beside a token
     make_listener: Role = None  # scheduler -> listener
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token

@@ -110,9 +110,8 @@ class EngineCore:
         with self.transaction():
             return self.scheduler.abort(request_id)
 
-    def step(self, stream: bool = True) -> StepOutput | None:
-        """Run one step; None if there is nothing to do. With `stream=False` its `outputs`
-        are empty."""
+    def step(self) -> StepOutput | None:
+        """Run one step; None if there is nothing to do."""
         with self.transaction():
             start = time.perf_counter()
             scheduled = self.scheduler.schedule()
@@ -126,7 +125,7 @@ class EngineCore:
             finished = self.scheduler.postprocess(seqs, output)
             self.listener.ended()
             seconds = time.perf_counter() - start
-            return StepOutput(batch, seqs if stream else [], output, finished, seconds)
+            return StepOutput(batch, seqs, output, finished, seconds)
 
     def close(self) -> None:
         """End what the runner has started, if anything; let go of it and of its memory."""

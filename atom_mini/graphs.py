@@ -81,7 +81,7 @@ def first_decodes(count: int) -> ScheduledBatch:
 def is_plain(params: SamplingParams) -> bool:
     """Whether a request wants no more than a temperature."""
     filters = params.min_p or params.top_p not in (None, 1) or (params.top_k or 0) > 0
-    extras = params.repetition_penalty not in (None, 1) or params.logprobs is not None
+    extras = params.is_penalised or params.logprobs is not None
     return not filters and not extras
 
 # %% ../nbs/12a_graphs.ipynb #7c799e70
@@ -191,7 +191,7 @@ class GraphRunner(ModelRunner):
             return hidden, token_ids
         with torch.inference_mode():
             logits = self.model.compute_logits(hidden)
-            return logits, self.postprocess(batch, logits, ids)
+            return logits, self.sample(batch, logits, ids)
 
 # %% ../nbs/12a_graphs.ipynb #af2da0fe
 def left_bytes(device: torch.device) -> int:

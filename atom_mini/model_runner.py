@@ -14,20 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import Attention, AttentionMetaData
-from .attention import reset_forward_context, set_forward_context
+from .attention import Attention, AttentionMetaData, set_forward_context
 from .checkpoint import require
 from .config import Config
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, InputBuffer
 from .memory import free_host_bytes, kvcache_block_bytes
 from .models import TorchOps, family_of
-from .sampler import Sampler, SamplingMetaData, gather_logprobs, on_cpu
+from .sampler import Sampler, SamplingMetaData, Upload, on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'plain_ops', 'pack_output', 'nothing_beside']
+__all__ = ['Inputs', 'FillIn', 'locate', 'Extras', 'ModelRunner', 'choose_device', 'plain_ops', 'nothing_beside']
 
 # %% ../nbs/08b_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -43,11 +42,27 @@ def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
     return positions, blocks * block_size + positions % block_size, ends
 
 # %% ../nbs/08b_model_runner.ipynb #d44c0bcd
+class Extras:
+    """What a request may ask of a step beside a token: nothing, here."""
+
+    def adjust(
+        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None, upload: Upload
+    ) -> Tensor:
+        """The logits to sample from, by those of the model: [R, vocabulary]."""
+        return logits
+
+    def report(
+        self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
+    ) -> dict[int, list[dict[int, float]]]:
+        """Log probabilities of the requests that ask for them."""
+        return {}
+
+
 class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
     Fills in `config.num_kvcache_blocks`.
-    Source: ATOM's `model_runner.py` (prepare_model / run_model / postprocess).
+    Source: ATOM's `model_runner.py` (prepare_model / run_model; sample is its postprocess).
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
@@ -90,11 +105,8 @@ class ModelRunner:
         self, ids: Tensor, positions: Tensor, meta: AttentionMetaData
     ) -> Tensor:
         """Hidden states [T, hidden] of all tokens, whose K/V is stored on the way."""
-        set_forward_context(meta)
-        try:
+        with set_forward_context(meta):
             return self.model(ids, positions)
-        finally:
-            reset_forward_context()
 
     @torch.inference_mode()
     def run_model(
@@ -106,22 +118,18 @@ class ModelRunner:
         return self.model.compute_logits(hidden[last]) if len(last) else hidden[:0]
 
     @torch.inference_mode()
-    def postprocess(
+    def sample(
         self, batch: ScheduledBatch, logits: Tensor,
         newest: Tensor | None = None,
     ) -> Tensor:
-        """A token for each row of `logits`: [R] int64, on the device.
+        """A token for each row of `logits` [R, vocabulary]: [R] int64, on the device.
 
         `newest` [R]: the last token of each request that samples.
         """
-        rows = np.flatnonzero(batch.is_sampled).tolist()
-        params = [batch.sampling_params[row] for row in rows]
-        known = batch.histories
-        past = {i: known[row] for i, row in enumerate(rows) if row in known}
-        lens, size = batch.context_lens[batch.is_sampled], logits.shape[-1]
-        meta = SamplingMetaData.pack(params, lens, past, size, self.upload)
-        if meta.seen is not None and newest is not None:
-            meta.seen[1] = torch.where(meta.seen[1] < 0, newest[meta.seen[0]], meta.seen[1])
+        logits = self.extras.adjust(batch, logits, newest, self.upload)
+        params = [*compress(batch.sampling_params, batch.is_sampled)]
+        lens = batch.context_lens[batch.is_sampled]
+        meta = SamplingMetaData.pack(params, lens, logits.shape[-1], self.upload)
         return self.sampler(logits, meta)
 
     def launch(
@@ -135,12 +143,20 @@ class ModelRunner:
         if fill_in is not None:
             fill_in(batch, ids)
         logits = self.run_model(ids, positions, meta, last)
-        return logits, self.postprocess(batch, logits, ids[last])
+        return logits, self.sample(batch, logits, ids[last])
+
+    def pack_output(
+        self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
+    ) -> ScheduledBatchOutput:
+        """For the scheduler: `token_ids` [R], sampled from `logits` [R, vocabulary]."""
+        ids = compress(batch.req_ids, batch.is_sampled)
+        tokens: dict[int, tuple[int, ...]] = dict(zip(ids, zip(token_ids), strict=True))
+        return ScheduledBatchOutput(tokens, self.extras.report(batch, logits, token_ids))
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step; `tolist` is its only wait for the device."""
         logits, token_ids = self.launch(batch)
-        return pack_output(batch, logits, token_ids.tolist())
+        return self.pack_output(batch, logits, token_ids.tolist())
 
     def _largest_batch(self) -> ScheduledBatch:
         """A prefill of as many tokens as a step may have."""
@@ -191,6 +207,7 @@ class ModelRunner:
         self.config, self.device = config, choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
+        self.extras = config.pick("make_extras", Extras)()
         cfg, folder, longest = config.hf_config, config.folder, config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
         self.model = load_model(cfg, folder, longest, self.device, self.dtype, self.ops)
@@ -219,17 +236,6 @@ Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]
 
 # %% ../nbs/08b_model_runner.ipynb #15d1d9c3
 FillIn = Callable[[ScheduledBatch, Tensor], None]
-
-# %% ../nbs/08b_model_runner.ipynb #70a9c56c
-def pack_output(
-    batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
-) -> ScheduledBatchOutput:
-    """For the scheduler: `token_ids`, sampled from `logits`, and log probabilities."""
-    ids = [*compress(batch.req_ids, batch.is_sampled)]
-    counts = [p.logprobs for p in compress(batch.sampling_params, batch.is_sampled)]
-    found = gather_logprobs(logits, token_ids, counts)
-    logprobs = {ids[i]: [values] for i, values in found.items()}
-    return ScheduledBatchOutput(dict(zip(ids, zip(token_ids), strict=True)), logprobs)
 
 # %% ../nbs/08b_model_runner.ipynb #231935e1
 def nothing_beside(config: Config, dtype: torch.dtype) -> tuple[int, int]:

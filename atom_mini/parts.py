@@ -34,6 +34,7 @@ PARTS = {
     "parts": "Together",
     "refinements.turns": "TurnKnobs",
     "refinements.overlap": "OverlapKnobs",
+    "refinements.extras": "ExtraWishes",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",

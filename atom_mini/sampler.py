@@ -18,7 +18,7 @@ from .sequence import NO_TOKEN
 
 # %% auto #0
 __all__ = ['NEUTRAL', 'Upload', 'uniforms', 'draw', 'soften', 'without_broken', 'sample', 'keep_mask', 'on_cpu',
-           'SamplingMetaData', 'Sampler', 'gather_logprobs']
+           'SamplingMetaData', 'Sampler']
 
 # %% ../nbs/07_sampler.ipynb #9c764baa
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -88,7 +88,7 @@ def on_cpu(arrays: list[np.ndarray]) -> list[Tensor]:
 class SamplingMetaData:
     """The parameters of B requests as tensors; None where nobody asks.
 
-    `u`, `top_k`, `top_p` and `seen` come with the field above them.
+    `u`, `top_k` and `top_p` come with the field above them.
     """
 
     temperature: Tensor | None = None  # [B]; None: everybody is greedy
@@ -97,59 +97,46 @@ class SamplingMetaData:
     sorted_rows: Tensor | None = None  # int64 [R]: who wants top_k or top_p
     top_k: Any = None  # [R]
     top_p: Any = None  # [R]
-    penalty: Tensor | None = None  # [B]
-    seen: Any = None  # int64 [2, N]: (row, token id), of penalised requests
 
     @classmethod
     def pack(
         cls, params: list[SamplingParams], positions: np.ndarray,
-        histories: dict[int, list[int]], vocab_size: int, upload: Upload = on_cpu,
+        vocab_size: int, upload: Upload = on_cpu,
     ) -> SamplingMetaData:
         """From `params`, where None is `NEUTRAL`; `positions` [B] count their tokens.
 
-        `histories`: row -> its token ids, if it is penalised. `upload` brings the arrays
-        to the device, all at once.
+        `upload` brings the arrays to the device, all at once.
         """
         values = [
-            [off if (value := getattr(wish, name)) is None else value for wish in params]
+            [off if (value := getattr(one, name)) is None else value for one in params]
             for name, off in NEUTRAL.items()
         ]
-        heat, k, p, min_p, penalty = np.array(values, np.float32)
+        temperature, k, p, min_p = np.array(values, np.float32)
         k = np.where(k > 0, k, vocab_size)
-        (rows,) = ((heat > 0) & ((k < vocab_size) | (p < 1))).nonzero()
+        (rows,) = ((temperature > 0) & ((k < vocab_size) | (p < 1))).nonzero()
         arrays: dict[str, np.ndarray] = {}
-        if heat.any():
-            seeds = [wish.seed or 0 for wish in params]
-            arrays |= {"temperature": heat, "u": uniforms(seeds, positions)}
+        if temperature.any():
+            seeds = [one.seed or 0 for one in params]
+            arrays |= {"temperature": temperature, "u": uniforms(seeds, positions)}
         if min_p.any():
             arrays["min_p"] = min_p
         if len(rows):
             arrays |= {"sorted_rows": rows, "top_k": k[rows], "top_p": p[rows]}
-        if histories:
-            seen = [(row, token) for row in histories for token in set(histories[row])]
-            arrays |= {"penalty": penalty, "seen": np.array(seen).T}
         return cls(**dict(zip(arrays, upload([*arrays.values()]), strict=True)))
 
 # %% ../nbs/07_sampler.ipynb #173b1a5a
 NEUTRAL = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}
-NEUTRAL["repetition_penalty"] = 1
 Upload = Callable[[list[np.ndarray]], list[Tensor]]
 
 # %% ../nbs/07_sampler.ipynb #6871c104
 class Sampler:
-    """Logits [B, V] and the requests' wishes -> one token each, int64 [B].
+    """Logits [B, V] and the requests' parameters -> one token each, int64 [B].
 
     All on the logits' device. `plain`: what `sample` does, for batches without filters.
     """
 
     def __init__(self, plain: Callable[..., Tensor] = sample) -> None:
         self.plain = plain
-
-    @staticmethod
-    def _penalise(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
-        rows, tokens = seen
-        old, by = logits[rows, tokens], penalty[rows]
-        return logits.index_put((rows, tokens), torch.where(old > 0, old / by, old * by))
 
     def filtered(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
         """The probabilities that are drawn from, [B, V], by softened `logits` [B, V],
@@ -165,36 +152,13 @@ class Sampler:
         return probs
 
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
-        heat = meta.temperature
-        filters = (meta.min_p, meta.sorted_rows, meta.penalty)
-        if heat is not None and all(values is None for values in filters):
-            return self.plain(logits, heat, meta.u)
+        temperature = meta.temperature
+        is_filtered = meta.min_p is not None or meta.sorted_rows is not None
+        if temperature is not None and not is_filtered:
+            return self.plain(logits, temperature, meta.u)
         logits = logits.float()
-        if meta.penalty is not None:
-            logits = self._penalise(logits, meta.penalty, meta.seen)
         tokens = logits.argmax(-1)
-        if heat is not None:
-            probs = self.filtered(soften(logits, heat), meta)
-            tokens = torch.where(heat == 0, tokens, draw(probs, meta.u))
+        if temperature is not None:
+            probs = self.filtered(soften(logits, temperature), meta)
+            tokens = torch.where(temperature == 0, tokens, draw(probs, meta.u))
         return without_broken(tokens, logits)
-
-# %% ../nbs/07_sampler.ipynb #0d907b8f
-def gather_logprobs(
-    logits: Tensor, token_ids: list[int], num_logprobs: list[int | None]
-) -> dict[int, dict[int, float]]:
-    """Row -> {token id: log probability}, for rows whose k is not None.
-
-    Of the k likeliest and of the token that was sampled from `logits` [B, V].
-    """
-    wanted = {row: k for row, k in enumerate(num_logprobs) if k is not None}
-    if not wanted:
-        return {}
-    logprobs = logits[list(wanted)].float().log_softmax(-1)
-    likely = logprobs.topk(min(max(wanted.values()), logits.shape[-1])).indices
-    own = torch.tensor(token_ids, device=logits.device)[list(wanted), None].clamp(min=0)
-    columns = torch.cat([likely, own], 1)
-    lists = columns.tolist(), logprobs.gather(1, columns).tolist()
-    return {
-        row: dict(zip(ids[:k], values[:k], strict=True)) | {ids[-1]: values[-1]}
-        for (row, k), ids, values in zip(wanted.items(), *lists, strict=True)
-    }

@@ -38,7 +38,7 @@ class ScheduledBatch:
     block_tables: np.ndarray  # [B, W] int32; past a sequence's own blocks: anything
     is_sampled: np.ndarray  # [B] bool: False for a chunk that does not end its prompt
     sampling_params: list[SamplingParams]
-    # place in the batch -> all its token ids, where a penalty needs them
+    # place in the batch -> all its token ids, for requests that are penalised
     histories: dict[int, list[int]] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)  # in the matrix of block tables
 
@@ -50,20 +50,22 @@ class ScheduledBatch:
         """Pack `seqs`, whose `num_scheduled_tokens` are set and whose blocks are theirs."""
         scheduled = np.array([s.num_scheduled_tokens for s in seqs], dtype=np.int32)
         computed = np.array([s.num_computed_tokens for s in seqs], dtype=np.int32)
-        context_lens, wishes = computed + scheduled, [s.sampling_params for s in seqs]
-        tokens, rows = [s.last_token for s in seqs], [s.row for s in seqs]
+        context_lens = computed + scheduled
+        params = [s.sampling_params for s in seqs]
+        tokens = [s.last_token for s in seqs]
+        rows = [s.row for s in seqs]
         if type is SequenceType.PREFILL:
             tokens = []
             for s in seqs:
                 tokens += s.token_ids[s.num_computed_tokens :][: s.num_scheduled_tokens]
         width = -(-int(context_lens.max()) // manager.block_size)
-        penalised = [i for i, w in enumerate(wishes) if (w.repetition_penalty or 1) != 1]
+        past = {i: s.token_ids[:] for i, s in enumerate(seqs) if params[i].is_penalised}
         return cls(
-            type=type, req_ids=[s.id for s in seqs], sampling_params=wishes, rows=rows,
+            type=type, req_ids=[s.id for s in seqs], sampling_params=params, rows=rows,
             scheduled_tokens=np.array(tokens, np.int64), num_scheduled_tokens=scheduled,
             context_lens=context_lens, block_tables=manager.block_tables[rows, :width],
             is_sampled=context_lens == np.array([s.num_tokens for s in seqs], np.int32),
-            histories={i: seqs[i].token_ids[:] for i in penalised},
+            histories=past,
         )
 
     @property
@@ -144,6 +146,10 @@ class BaseScheduler:
     def check(self, seq: Sequence) -> None:
         """ValueError if `seq` cannot be added."""
         self.check_prompt(seq.num_prompt_tokens)
+        wish = seq.sampling_params
+        asks = wish.is_penalised or wish.logprobs is not None
+        missing = "repetition_penalty and logprobs need atom_mini.refinements.extras"
+        require(not asks or self.config.pick("make_extras", None) is not None, missing)
         require(seq.id not in self.seqs, f"id {seq.id} is in the engine: take another")
 
     def add(self, seq: Sequence) -> None:
@@ -213,8 +219,7 @@ class BaseScheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
 
     def deliver(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         """Append the sampled tokens; returns the sequences that are finished."""
         now, finished = time.perf_counter(), []
@@ -235,18 +240,15 @@ class BaseScheduler:
                     self._finish(seq, now)
                     finished.append(seq)
                     break
-        if stream_outputs is not None:
-            stream_outputs += output.for_requests(seqs, finished)
         return finished
 
     def postprocess(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None = None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         """The step has run: count it, append the sampled tokens, and return the sequences
-        that are finished. `stream_outputs` receives what each sequence got."""
+        that are finished."""
         self.advance(seqs)
-        return self.deliver(seqs, output, stream_outputs)
+        return self.deliver(seqs, output)
 
     def rollback(self) -> None:
         """Undo whatever was begun: all wait again, in the order in which they came."""
@@ -287,13 +289,13 @@ class Scheduler(BaseScheduler):
         self.block_manager.stage(seq, seq.num_computed_tokens + n)
         return seq
 
-    def _may_grow(self, seq: Sequence) -> bool:
+    def _can_grow(self, seq: Sequence) -> bool:
         """Whether it may yet ask for a block; its last token needs no slot."""
         return seq.limit - 1 > len(seq.block_table) * seq.block_size
 
     def _admit(self, budget: int, seqs: list[Sequence]) -> None:
         """Let in who waits, first come first served, and schedule it behind `seqs`."""
-        reserve = sum(map(self._may_grow, self.running)) if self.waiting else 0
+        reserve = sum(map(self._can_grow, self.running)) if self.waiting else 0
         while self.waiting and budget and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting[0]
             cached = self.block_manager.can_allocate(seq, reserve)
@@ -306,7 +308,7 @@ class Scheduler(BaseScheduler):
             self.admit(seq, cached)
             seqs.append(self._schedule_tokens(seq, n))
             budget -= n
-            reserve += self._may_grow(seq)
+            reserve += self._can_grow(seq)
         if self.waiting:
             self._explain(budget, reserve)
 

@@ -21,6 +21,8 @@ from functools import reduce
 from itertools import accumulate, chain, islice
 from types import SimpleNamespace
 
+from show import check_blocks
+
 import atom_mini.model_runner as model_runner
 import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
@@ -432,7 +434,7 @@ def play(
         stats["steps"] += 1
         step += 1
         if strict:
-            manager.check(scheduler.running)
+            check_blocks(manager, scheduler.running)
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"

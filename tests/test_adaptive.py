@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from show import check_blocks
 from symbolic import SymbolicDrafter, SymbolicRunner, continuation
 from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
 
@@ -134,5 +135,5 @@ def test_measuring_leaves_no_trace() -> None:
     """It writes K/V into blocks that nobody owns; no request can find them."""
     with LLM("tiny", **BASE, speculative_config={"adaptive": True}) as llm:
         manager = llm.engine_core.scheduler.block_manager
-        manager.check([])
+        check_blocks(manager, [])
         assert len(manager.index) == 0 and manager.num_free_blocks == len(manager.pool.blocks)

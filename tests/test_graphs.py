@@ -18,6 +18,8 @@ from test_speculation import FromABook
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from show import check_blocks
+
 from atom_mini.assemble import make_runner
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
@@ -87,7 +89,7 @@ def run(
     if everyone is not None:
         everyone += seqs
     while core.step():
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     return [(s.completion_token_ids, s.logprobs) for s in seqs], core
 
 

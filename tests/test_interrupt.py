@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from show import check_blocks
 from symbolic import LaunchingSymbolicRunner, Request, SymbolicRunner, Trial
 from test_spyre import RectangularSymbols
 
@@ -94,7 +95,7 @@ def serve(core: EngineCore, seqs: list[Sequence]) -> None:
 
 def expect_whole(core: EngineCore) -> None:
     scheduler = core.scheduler
-    scheduler.block_manager.check(scheduler.running)
+    check_blocks(scheduler.block_manager, scheduler.running)
     queued = [*scheduler.running, *scheduler.waiting]
     assert sorted(s.id for s in queued) == sorted(scheduler.seqs), "a request is in no queue"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import atom_mini.families.latent as latent
 from atom_mini import LLM, SamplingParams
-from atom_mini.attention import AttentionMetaData, plain_attention, reset_forward_context, set_forward_context
+from atom_mini.attention import AttentionMetaData, plain_attention, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, TorchOps, family_of, rotate
 from atom_mini.parts import WITH_TORCH, attach
@@ -183,9 +183,8 @@ def test_absorbed_equals_expanded(case: str) -> None:
     x, tables = torch.randn(n, 64), family_of(cfg).rotary(99)(torch.arange(n), torch.float32)
     layer.attn.kv_cache = torch.full((1, 1, 1, 96, 48), math.nan)
     lens, table = torch.tensor([n]).int(), torch.zeros(1, 1).int()
-    set_forward_context(AttentionMetaData(lens, table, torch.arange(n), [n], [n]))
-    out, right = layer(x, *tables), expanded(layer, x, *tables)
-    reset_forward_context()
+    with set_forward_context(AttentionMetaData(lens, table, torch.arange(n), [n], [n])):
+        out, right = layer(x, *tables), expanded(layer, x, *tables)
     assert right.std() > 0.5
     torch.testing.assert_close(out, right, atol=1e-4, rtol=0)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import symbolic
+from show import check_blocks
 from symbolic import run_trial
 from test_fuzz import mutate
 
@@ -205,7 +206,7 @@ def test_abort_under_way_frees_once() -> None:
     assert core.abort(seqs[0].id) is seqs[0] and core.abort(seqs[0].id) is None
     assert not seqs[0].block_table and seqs[0].completion_token_ids == [5] and PLACEHOLDER not in seqs[0].token_ids
     while core.step():
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     assert core.scheduler.block_manager.num_free_blocks == 16 and seqs[1].num_completion_tokens == 9
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import symbolic
+from show import check_blocks
 from symbolic import Request, SymbolicDrafter, SymbolicRunner, Trial, continuation, make_trial, run_trial
 from test_fuzz import mutate
 from test_interrupt import STRIDE, Tripwire, expect_whole, serve
@@ -333,7 +334,7 @@ def test_text_is_what_it_is_without(room: str, wish: str) -> None:
                 for found, wanted in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
                     assert found == pytest.approx(wanted, abs=1e-4)
             assert scheduler.spec_stats.accepted.total() > 0
-            scheduler.block_manager.check([])
+            check_blocks(scheduler.block_manager, [])
             assert scheduler.block_manager.num_free_blocks == len(scheduler.block_manager.pool.blocks)
             if llm.trace is not None:
                 llm.trace.check()

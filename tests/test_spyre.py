@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from show import check_blocks
 from symbolic import Request, SymbolicRunner, Trial, play
 
 import atom_mini.model_runner as model_runner
@@ -92,7 +93,7 @@ def replay(
         result = core.step()
         step += 1
         arrive(step)
-        spyre.block_manager.check(spyre.running)
+        check_blocks(spyre.block_manager, spyre.running)
         if result is None:
             yield Row("idle", 0, [], set(), set(), set(), 0)
             continue
@@ -650,18 +651,18 @@ def test_least_padding_keeps_the_context_without_the_length_rule(monkeypatch: py
 def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> dict[tuple[int, int], Any]:
     """{(request, length): the logits its next token is drawn from} of a run."""
     runner, record = core.runner, {}
-    postprocess = runner.postprocess  # type: ignore[attr-defined]
+    sample = runner.sample  # type: ignore[attr-defined]
 
     def noting(batch: ScheduledBatch, logits: Any, *rest: Any) -> Any:
         keys = [(i, int(n)) for i, n, s in zip(batch.req_ids, batch.context_lens, batch.is_sampled, strict=True) if s]
         record.update(zip(keys, logits.clone(), strict=True))
-        return postprocess(batch, logits, *rest)
+        return sample(batch, logits, *rest)
 
-    runner.postprocess = noting  # type: ignore[attr-defined]
+    runner.sample = noting  # type: ignore[attr-defined]
     for i, prompt in enumerate(prompts):
         core.add(Sequence(prompt, core.config.kv_cache_block_size, params, id=i))
     while core.step():
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     return record
 
 

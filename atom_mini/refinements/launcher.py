@@ -18,7 +18,7 @@ from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config
 from ..memory import InputBuffer
-from ..model_runner import ModelRunner, choose_device, pack_output
+from ..model_runner import ModelRunner, choose_device
 from .overlap import OverlapCore, Pending
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -69,7 +69,7 @@ class Launcher:
 
     def _run(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         logits, token_ids = self._compute(batch)
-        return pack_output(batch, logits, token_ids.tolist())
+        return self.runner.pack_output(batch, logits, token_ids.tolist())
 
     def check_process(self) -> None:
         """ValueError in a process that was forked from the one that made it."""
@@ -98,7 +98,8 @@ class Launcher:
             self.copying.wait_event(computed)
             host.copy_(token_ids, non_blocking=True)
             token_ids.record_stream(self.copying)
-            return Copied(batch, logits, host, self.copying.record_event(), self.copying)
+            arrived = self.copying.record_event()
+            return Copied(self.runner, batch, logits, host, arrived, self.copying)
 
     def launch(self, batch: ScheduledBatch) -> Pending:
         """Start a step."""
@@ -134,6 +135,7 @@ class Copied(NamedTuple):
     """A step on a GPU whose tokens are on their way to `host`, pinned memory of the
     launcher's."""
 
+    runner: ModelRunner
     batch: ScheduledBatch
     logits: Tensor
     host: Tensor  # [R] int64
@@ -144,7 +146,7 @@ class Copied(NamedTuple):
         """Wait for the tokens, not for what was launched since."""
         self.arrived.synchronize()
         with torch.cuda.stream(self.stream):
-            return pack_output(self.batch, self.logits, self.host.tolist())
+            return self.runner.pack_output(self.batch, self.logits, self.host.tolist())
 
 # %% ../../nbs/23b_launching.ipynb #0e21bdd1
 def make_core(config: Config) -> OverlapCore:

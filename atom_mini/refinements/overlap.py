@@ -15,7 +15,7 @@ from ..config import Config, Variant, check_rules, is_bool
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
-from ..sequence import RequestOutput, Sequence
+from ..sequence import Sequence
 
 # %% auto #0
 __all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'OverlapCore', 'OverlapKnobs']
@@ -45,12 +45,11 @@ class OverlapScheduler(TurnScheduler):
                 seq.append_placeholder()
 
     def deliver(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         self.num_launched -= 1
         alive = [seq for seq in seqs if not seq.is_finished]  # others: in vain
-        return super().deliver(alive, output, stream_outputs)
+        return super().deliver(alive, output)
 
     def _finish(self, seq: Sequence, now: float) -> None:
         seq.drop_placeholders()
@@ -119,7 +118,7 @@ class OverlapCore(EngineCore):
         self.scheduler.advance(seqs)
         self.in_flight.append((batch, seqs, pending))
 
-    def step(self, stream: bool = True) -> StepOutput | None:
+    def step(self) -> StepOutput | None:
         """Have two steps in flight, then look at the results of the first; None if there is
         nothing to do."""
         with self.transaction():
@@ -132,8 +131,8 @@ class OverlapCore(EngineCore):
             batch, seqs, pending = self.in_flight.popleft()
             output = pending.result()
             self.listener.ran()
-            told = [s for s in seqs if stream and not s.is_finished]  # others: in vain
-            finished = self.scheduler.deliver(seqs, output, None)
+            told = [s for s in seqs if not s.is_finished]  # others: in vain
+            finished = self.scheduler.deliver(seqs, output)
             self.listener.ended()
             return StepOutput(batch, told, output, finished, time.perf_counter() - start)
 

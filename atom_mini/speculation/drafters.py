@@ -21,7 +21,6 @@ from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..loading import checkpoint_files, open_file
 from ..memory import kvcache_block_bytes
-from ..model_runner import pack_output
 from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
@@ -213,8 +212,8 @@ class DraftModel(ModelDrafter):
         size, wishes = self.vocab_size, [s.sampling_params for s in seqs]
         # below 0: it has too many
         logits = pad(logits, (0, size - logits.shape[1]), value=float("-inf"))
-        meta = SamplingMetaData.pack(wishes, lens, {}, size, self.runner.upload)
-        q = final_probs(logits, meta)  # without histories there are no penalties
+        meta = SamplingMetaData.pack(wishes, lens, size, self.runner.upload)
+        q = final_probs(logits, meta)  # without penalties: they are the target's
         for seq, probs in zip(seqs, q, strict=True):
             self.probs[seq.id].append(probs)
         return draft_tokens(q, [w.seed or 0 for w in wishes], lens)
@@ -225,11 +224,12 @@ class DraftModel(ModelDrafter):
             return super().judge(runner, rows)
         logits, size = runner.run_model(*runner.prepare_model(rows)), self.vocab_size
         wishes, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
-        meta = SamplingMetaData.pack(wishes, lens, rows.histories, size, runner.upload)
+        adjusted = runner.extras.adjust(rows, logits, None, runner.upload)
+        meta = SamplingMetaData.pack(wishes, lens, size, runner.upload)
         drafts, none = np.append(rows.scheduled_tokens[1:], -1), logits.new_zeros(size)
         drafts[counts.cumsum() - 1] = -1  # of each sequence's last row
         known = zip(rows.whole.req_ids, counts.tolist(), strict=True)
         q = torch.stack([x for id, n in known for x in (*self.probs[id][: n - 1], none)])
         x, seeds = torch.from_numpy(drafts).to(q.device), [w.seed or 0 for w in wishes]
-        kept = RejectionSampler()(final_probs(logits, meta), q, x, seeds, lens)
-        return pack_output(rows, logits, without_broken(kept, logits).tolist())
+        kept = RejectionSampler()(final_probs(adjusted, meta), q, x, seeds, lens)
+        return runner.pack_output(rows, logits, without_broken(kept, logits).tolist())

@@ -71,8 +71,6 @@ def final_probs(logits: Tensor, meta: SamplingMetaData) -> Tensor:
     """What `Sampler` draws from by logits [R, V] and the wishes of these R rows:
     float32 [R, V], each row of sum 1."""
     sampler, heat, logits = Sampler(), meta.temperature, logits.float()
-    if meta.penalty is not None:
-        logits = sampler._penalise(logits, meta.penalty, meta.seen)
     greedy = one_hot(logits.argmax(-1), logits.shape[-1]).float()
     if heat is None:
         return greedy

@@ -21,7 +21,7 @@ from ..config import is_bool, is_count, is_whole
 from ..engine_core import EngineCore
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
-from ..sequence import RequestOutput, Sequence, SequenceType
+from ..sequence import Sequence, SequenceType
 
 # %% auto #0
 __all__ = ['Seqs', 'Drafts', 'Tokens', 'METHODS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Drafter', 'Verifier',
@@ -255,14 +255,13 @@ class SpecScheduler(TurnScheduler):
             self.note("verified", seq, **facts)
 
     def postprocess(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None = None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         verified = [seq for seq in seqs if seq.id in self.drafts]
         for seq in verified:
             seq.num_scheduled_tokens = len(output.token_ids[seq.id])
         self.drafter.observe(seqs, self.batch, output.token_ids)
-        finished = super().postprocess(seqs, output, stream_outputs)
+        finished = super().postprocess(seqs, output)
         for seq in verified:
             self._settle(seq, len(output.token_ids[seq.id]))
         if self.batch.type is SequenceType.DECODE:
