@@ -46,8 +46,9 @@ class Extras:
     """What a request may ask of a step beside a token: nothing, here."""
 
     def adjust(
-        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None, upload: Upload
-    ) -> Tensor:
+        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
+        upload: Upload,
+    ) -> Tensor:  # fmt: skip
         """The logits to sample from, by those of the model: [R, vocabulary]."""
         return logits
 
@@ -62,7 +63,7 @@ class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
     Fills in `config.num_kvcache_blocks`.
-    Source: ATOM's `model_runner.py` (prepare_model / run_model; sample is its postprocess).
+    Source: ATOM's `model_runner.py` (prepare_model, run_model, postprocess).
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out

@@ -43,8 +43,9 @@ class Extras:
         return np.array([*chain(*pairs)], np.int64).reshape(-1, 2).T
 
     def adjust(
-        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None, upload: Any
-    ) -> Tensor:
+        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
+        upload: Any,
+    ) -> Tensor:  # fmt: skip
         """The logits to sample from, by those of the model: [R, V], float32 if somebody is
         penalised, else as they came. `newest` [R]: what stands for a token id of -1."""
         seen = self.find_seen(batch) if batch.histories else np.empty((2, 0))
