@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,20 @@ def test_a_refusal_is_a_fault_where_none_is_expected() -> None:
     lost = f"del sys.modules['atom_mini.families.latent_kernel'].LATENT_LAUNCHES['gfx942']; {launch}"
     (fault,) = faults_of("gfx942", lost, "decode latents bf16")["refused"]
     assert "on gfx942: set attention='torch'" in fault
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx1201"])
+def test_readme_says_what_float32_heads_of_256_spill(target: str) -> None:
+    """They are in no row of the table."""
+    spilled = run(f"""
+with tool.recorded({target!r}) as launches:
+    for phase in ('decode', 'prefill'):
+        tool.attend(tool.GEMMA, phase, 'fp32', 16, '4 GiB')
+result = max(tool.amd_facts(kernel.asm["amdgcn"])["spills"] for _, kernel in launches)
+""")
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text()
+    said = re.search(rf"heads of 256, .*\b(\d+)( registers)? on `{target}`", readme)
+    assert said and spilled == int(said[1]) > 0
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx1102", "gfx1201"])

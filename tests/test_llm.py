@@ -1094,8 +1094,14 @@ HUGE = 10**400
 
 @pytest.mark.parametrize("name", [*NUMBERS])
 def test_integers_of_400_digits_in_a_wish(name: str) -> None:
-    if name != "seed":  # only its last 64 bits count
-        refused(lambda: SamplingParams(**{name: HUGE}), f"{name}=1000")
+    refused(lambda: SamplingParams(**{name: HUGE}), f"{name}=1000")
+
+
+def test_a_seed_of_400_digits(llm: LLM) -> None:
+    """Its last 64 bits count."""
+    seeds = (HUGE + 5, (HUGE + 5) % 2**64, HUGE + 6)
+    outs = [llm.generate("Once", SamplingParams(temperature=1.5, seed=seed), use_tqdm=False)[0] for seed in seeds]
+    assert outs[0].token_ids == outs[1].token_ids != outs[2].token_ids
 
 
 @pytest.mark.parametrize(
