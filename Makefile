@@ -9,7 +9,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test bench kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
+.PHONY: run test test-rest test-all test-seconds bench kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -38,12 +38,27 @@ $(VENV)/lab: $(VENV)/dev
 run: $(VENV)/run
 	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
 
-# Tests run side by side, JOBS at a time; then, one by one, those that look at a clock or at other processes.
+# Some minutes: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
+# other processes. `make test-all` has the rest, too; nothing runs twice.
 test: $(VENV)/dev
+	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py
+	$(PY) -m pytest --quick -n $(JOBS) --dist loadfile -m "not slow and not alone"
+	$(PY) -m pytest --quick -m "alone and not slow"
+	@$(PY) tests/quick.py
+
+test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not alone"
-	$(PY) -m pytest -m "alone and not slow"
+	$(PY) -m pytest --rest -n $(JOBS) --dist loadfile -m "not slow and not alone"
+	$(PY) -m pytest --rest -m "alone and not slow"
+
+test-all: test test-rest
+
+# How long each test takes, for tests/quick.py; on a quiet machine.
+test-seconds: $(VENV)/dev
+	rm -f tests/seconds.json
+	$(PY) -m pytest --record -n $(JOBS) --dist loadfile -m "not slow and not alone"
+	$(PY) -m pytest --record -m "alone and not slow"
 
 bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py

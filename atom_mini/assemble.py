@@ -21,48 +21,12 @@ if TYPE_CHECKING:  # torch loads when an engine is made
     from atom_mini.model_runner import ModelRunner
 
 # %% auto #0
-__all__ = ['PARTS', 'WITH_TORCH', 'attach', 'choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_engine_core',
-           'Machine']
-
-# %% ../nbs/12b_assemble.ipynb #9db6a3c7
-def attach(parts: dict[str, str]) -> None:
-    """Let in the variants of `parts`, module -> its variant; a folder that is not there
-    is left out."""
-    for module, name in parts.items():
-        if find_spec(f"atom_mini.{module.partition('.')[0]}"):
-            variant = getattr(import_module(f"atom_mini.{module}"), name)
-            if variant not in VARIANTS:
-                VARIANTS.append(variant)
-
-# %% ../nbs/12b_assemble.ipynb #0131e52f
-PARTS = {
-    "refinements.turns": "TurnKnobs",
-    "refinements.overlap": "OverlapKnobs",
-    "instruments.trace": "TraceKnobs",
-    "systems.radix_cache": "RadixKnobs",
-    "systems.spyre": "SpyreKnobs",
-    "speculation.verify": "Speculation",
-    "families.records": "FamilyNames",
-    "processes.data_parallel": "DataParallel",
-    "processes.knobs": "ProcessKnobs",
-    "processes.cuts": "TensorParallel",
-}
-WITH_TORCH = {  # attached when an engine is made
-    "refinements.cpu_decode": "CpuDecode",
-    "refinements.rope_scaling": "RopeScaling",
-    "refinements.launcher": "Launching",
-    "systems.spyre_runner": "Rectangles",
-    "families.latent": "Latents",
-    "families.slots": "Slots",
-    "families.quantised": "Quantised",
-    "families.spread": "SpreadExperts",
-}
+__all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_engine_core', 'Machine', 'let_in']
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler) for this device; ValueError where they cannot run."""
     from atom_mini.model_runner import plain_ops
-    from atom_mini.models import head_dim
     from atom_mini.sampler import Sampler
 
     on_gpu = device.type == "cuda"
@@ -71,8 +35,9 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     check_triton(on_gpu)
     from atom_mini.triton_ops import TritonOps
 
-    heads = config.hf_config.num_attention_heads, config.hf_config.num_key_value_heads
-    ops = TritonOps(device, *heads, head_dim(config.hf_config), dtype)
+    spec = config.spec
+    heads = spec.num_attention_heads, spec.num_key_value_heads
+    ops = TritonOps(device, *heads, spec.head_dim, dtype)
     return ops, Sampler(ops.sample)
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
@@ -103,13 +68,13 @@ def choose_runner(config: Config) -> type[ModelRunner]:
 # %% ../nbs/12b_assemble.ipynb #212be9ad
 def make_runner(config: Config) -> ModelRunner:
     """The runner for `config`. The checkpoint is loaded here."""
-    attach(WITH_TORCH)
+    let_in("WITH_TORCH")
     return config.pick("make_runner", choose_runner(config))(config)
 
 # %% ../nbs/12b_assemble.ipynb #9baf5b9c
 def make_engine_core(config: Config) -> EngineCore:
     """The engine core that `config` asks for, with its runner."""
-    attach(WITH_TORCH)
+    let_in("WITH_TORCH")
     if make := config.pick("make_core", None):
         return make(config)
     return EngineCore(config, make_runner(config))
@@ -117,7 +82,7 @@ def make_engine_core(config: Config) -> EngineCore:
 # %% ../nbs/12b_assemble.ipynb #318e30fa
 @dataclass
 class Machine(Variant):
-    """What this machine computes with: always chosen, and overruled by any other."""
+    """What this machine computes with: always chosen. Others wrap it."""
 
     attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
@@ -134,6 +99,13 @@ class Machine(Variant):
         eager = ("enforce_eager", is_bool, "True or False")
         check_rules(config, [one_of("attention", None, "triton", "torch"), eager])
 
+# %% ../nbs/12b_assemble.ipynb #01e74508
+def let_in(parts: str) -> None:
+    """Attach the table `parts` of later parts, if there are any."""
+    if find_spec("atom_mini.parts"):
+        later = import_module("atom_mini.parts")
+        later.attach(getattr(later, parts))
+
 # %% ../nbs/12b_assemble.ipynb #2a68c460
 VARIANTS[:] = [Machine]
-attach(PARTS)
+let_in("PARTS")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 # %% auto #0
 __all__ = ['causal_mask', 'plain_attention', 'store_kv_cache', 'gather_kv', 'AttentionMetaData', 'split_batch',
            'reference_attention', 'fused_attention', 'paged_attention', 'set_forward_context', 'get_forward_context',
-           'reset_forward_context', 'Attention']
+           'Attention']
 
 # %% ../nbs/05_attention.ipynb #b6e82e8d
 def causal_mask(num_queries: int, context_len: int, device: Any = None) -> Tensor:
@@ -44,7 +45,8 @@ def store_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> Non
 
     `slots` [T] int64: where each token goes, all distinct.
     """
-    blocks, places = slots // kv_cache.shape[3], slots % kv_cache.shape[3]
+    blocks = slots // kv_cache.shape[3]
+    places = slots % kv_cache.shape[3]
     kv_cache[0][blocks, :, places] = k
     kv_cache[1][blocks, :, places] = v
 
@@ -89,7 +91,8 @@ def reference_attention(
 # %% ../nbs/05_attention.ipynb #af06a155
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """`plain_attention` by torch's fused kernel: q [n, H, D], k, v [K, L, D]."""
-    n, length = len(q), k.shape[1]
+    n = len(q)
+    length = k.shape[1]
     mask = causal_mask(n, length, q.device) if 1 < n < length else None
     out = nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], mask,
@@ -109,9 +112,14 @@ def paged_attention(
 _of_this_thread = threading.local()
 
 
-def set_forward_context(meta: AttentionMetaData) -> None:
-    """Called by the runner before a forward pass."""
+@contextmanager
+def set_forward_context(meta: AttentionMetaData) -> Iterator[None]:
+    """For one forward pass: `get_forward_context` gives `meta`, in this thread."""
     _of_this_thread.meta = meta
+    try:
+        yield
+    finally:
+        _of_this_thread.meta = None
 
 # %% ../nbs/05_attention.ipynb #ad21976a
 def get_forward_context() -> AttentionMetaData:
@@ -119,11 +127,6 @@ def get_forward_context() -> AttentionMetaData:
     meta = getattr(_of_this_thread, "meta", None)
     assert meta is not None, "set_forward_context first"
     return meta
-
-# %% ../nbs/05_attention.ipynb #3eb0f99b
-def reset_forward_context() -> None:
-    """Called by the runner after a forward pass: nobody reads a stale context."""
-    _of_this_thread.meta = None
 
 # %% ../nbs/05_attention.ipynb #13e33814
 class Attention(nn.Module):
@@ -134,7 +137,8 @@ class Attention(nn.Module):
 
     def __init__(self, head_dim: int, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.scale, self.attend = head_dim**-0.5, attend
+        self.scale = head_dim**-0.5
+        self.attend = attend
         self.kv_cache = torch.empty(0)
 
     def forward(self, q: Tensor) -> Tensor:

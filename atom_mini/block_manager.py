@@ -5,8 +5,8 @@
 # %% ../nbs/03_block_manager.ipynb #2430c015
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -30,7 +30,8 @@ class Block:
     """
 
     def __init__(self, block_id: int) -> None:
-        self.block_id, self.ref_count = block_id, 0
+        self.block_id = block_id
+        self.ref_count = 0
         self.hash = NO_HASH  # its key in the prefix index, while that points at it
         self.token_ids: list[int] = []
         self.content_id = self.parent_id = -1
@@ -89,7 +90,8 @@ class PrefixIndex:
     """
 
     def __init__(self, blocks: list[Block], block_size: int) -> None:
-        self.blocks, self.block_size = blocks, block_size
+        self.blocks = blocks
+        self.block_size = block_size
         self.hash_to_block_id: dict[int, int] = {}
         self.pending: dict[Any, int] = {}  # hash -> block id
         self._content_ids = count(ROOT + 1)
@@ -103,7 +105,8 @@ class PrefixIndex:
 
     def _lookup(self, seq: Sequence, i: int, parent_id: int) -> Block | None:
         """The block that holds the i-th of `seq` after the content `parent_id`, or None."""
-        hash, token_ids = self._hash(seq, i), tokens_of(seq, i)
+        hash = self._hash(seq, i)
+        token_ids = tokens_of(seq, i)
         block_id = self.hash_to_block_id.get(hash, self.pending.get(hash))
         if block_id is None:
             return None
@@ -115,7 +118,8 @@ class PrefixIndex:
         """Note the blocks of `seq` that are full once this step has computed its first
         `num_tokens` tokens."""
         for i in range(seq.num_published_blocks, num_tokens // self.block_size):
-            block, hash = self.blocks[seq.block_table[i]], self._hash(seq, i)
+            block = self.blocks[seq.block_table[i]]
+            hash = self._hash(seq, i)
             block.token_ids = tokens_of(seq, i)
             block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else ROOT
             twin = self._lookup(seq, i, block.parent_id)
@@ -136,7 +140,8 @@ class PrefixIndex:
 
     def find(self, seq: Sequence) -> list[int]:
         """Ids of the leading blocks of `seq` that exist; never its last token's."""
-        found, parent_id = [], ROOT
+        found = []
+        parent_id = ROOT
         for i in range((seq.num_tokens - 1) // self.block_size):
             block = self._lookup(seq, i, parent_id)
             if block is None:
@@ -150,12 +155,6 @@ class PrefixIndex:
         if block.hash != NO_HASH:
             del self.hash_to_block_id[block.hash]
             block.hash = NO_HASH
-
-    def check(self) -> None:
-        """Assert that a block has a hash if and only if the index points at it."""
-        known = {(b.hash, b.block_id) for b in self.blocks if b.hash != NO_HASH}
-        wrong = known ^ self.hash_to_block_id.items()
-        assert not wrong, f"(hash, block) on one side only: {wrong}"
 
 # %% ../nbs/03_block_manager.ipynb #2199be1d
 @dataclass(eq=False)
@@ -193,7 +192,8 @@ class BlockManager:
         return block.block_id
 
     def _write_row(self, seq: Sequence, start: int) -> None:
-        end, width = len(seq.block_table), self.block_tables.shape[1]
+        end = len(seq.block_table)
+        width = self.block_tables.shape[1]
         if end > width:  # by more than twice
             self.block_tables = np.pad(self.block_tables, ((0, 0), (0, end)))
         self.block_tables[seq.row, start:end] = seq.block_table[start:]
@@ -223,13 +223,15 @@ class BlockManager:
         shared, the rest fresh."""
         for block_id in cached:
             self.pool.share(block_id)
-        seq.block_table, seq.row = cached[:], self._free_rows.pop()
+        seq.block_table = cached[:]
+        seq.row = self._free_rows.pop()
         self._write_row(seq, 0)
         self.extend(seq, num_blocks or seq.num_blocks)
         seq.num_computed_tokens = len(cached) * self.block_size
         if not seq.num_preemptions:
             seq.num_cached_tokens = seq.num_computed_tokens
-        seq.num_published_blocks, seq.blocks_needed = len(cached), 0
+        seq.num_published_blocks = len(cached)
+        seq.blocks_needed = 0
 
     def stage(self, seq: Sequence, num_tokens: int) -> None:
         """The step being scheduled computes `seq` up to `num_tokens`: note the blocks that
@@ -243,7 +245,8 @@ class BlockManager:
         for block_id in reversed(seq.block_table):
             self.pool.release(block_id)
         self._free_rows.append(seq.row)
-        seq.block_table, seq.row = [], -1
+        seq.block_table = []
+        seq.row = -1
         seq.num_computed_tokens = seq.num_published_blocks = 0
 
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
@@ -258,22 +261,3 @@ class BlockManager:
     def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
         """Grow the table to hold them; mostly nothing to do."""
         self.extend(seq, len(seq.block_table) + self._num_missing(seq, num_new_tokens))
-
-    def check(self, seqs: Iterable[Sequence]) -> None:
-        """Assert that the books balance, given every sequence that holds blocks: references
-        equal owners, a block is free or owned, tables and contents are right."""
-        seqs, pool = list(seqs), self.pool
-        owners = Counter(i for seq in seqs for i in set(seq.block_table))
-        for i, n in enumerate(block.ref_count for block in pool.blocks):
-            assert n == owners[i], f"block {i}: {n} references, {owners[i]} owners"
-            assert (n == 0) == (i in pool.free_block_ids), f"block {i}: free and owned"
-        self.index.check()
-        for seq in seqs:
-            table, end = seq.block_table, seq.num_computed_tokens
-            assert len(table) * self.block_size >= end, f"{seq}: K/V without a block"
-            row = self.block_tables[seq.row, : len(table)]
-            assert row.tolist() == table, f"{seq}: its row is {row}"
-            for i in range(min(seq.num_published_blocks, end // self.block_size)):
-                held = pool.blocks[table[i]].token_ids
-                assert held == tokens_of(seq, i), f"{seq}: block {i} holds {held}"
-        assert len(self._free_rows) == self.max_num_seqs - len(seqs), "rows are lost"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['WANTED', 'COUNTED', 'FIELDS', 'SUPPORTED_ARCHITECTURES', 'NEEDS', 'UNWRAP', 'SAMPLING', 'require', 'read_json',
-           'resolve_model', 'is_number', 'is_whole', 'is_end', 'check_fields', 'read_config', 'read_defaults']
+__all__ = ['WANTED', 'COUNTED', 'FIELDS', 'COPIED', 'NAMES', 'FAMILIES', 'SAMPLING', 'require', 'read_json', 'resolve_model',
+           'is_number', 'is_whole', 'is_end', 'check_fields', 'ModelSpec', 'read_rope', 'read_spec', 'check_supported',
+           'read_dense', 'find_family', 'choose_scale', 'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def require(condition: bool, message: str) -> None:
@@ -91,45 +93,174 @@ def check_fields(file: Path, raw: dict[str, Any]) -> None:
             require(holds(value), f"{file}: {name}={value!r} must be {words}")
 
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
-SUPPORTED_ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-NEEDS: dict[str, str] = {}  # how a name begins -> what this engine lacks
-UNWRAP: dict[str, Callable[[Any], Any]] = {}  # model type -> config of its decoder
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a decoder is made of, by the names of transformers' configs.
+
+    Builders are functions, or "module:name" in this package; None: chapter 06a's.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int  # numbers per head
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: dict[str, Any]  # the rotation's parameters, see `read_rope`
+    rope_scale: Any = None  # what changes its frequencies (chapter 22)
+    tie_word_embeddings: bool = False  # the head is the embedding's table
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    has_qk_norm: bool = False  # each head of q and k
+    dtype: str | None = None  # of the checkpoint's weights
+    eos_token_id: Any = None
+    attention: Any = None  # builds a layer's first half
+    mlp: Any = None  # and its second
+    rotary: Any = None
+    adapters: tuple[Any, ...] = ()  # what changes readers of weights, one after another
+    storage: Any = None  # how weights are stored, if not as they are used
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token: keys and values, heads, numbers of each."""
+        return 2, self.num_key_value_heads, self.head_dim
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers keep that."""
+        return self.num_hidden_layers
+
+# %% ../nbs/01a_checkpoint.ipynb #2dbe4bde
+def read_rope(cfg: Any) -> dict[str, Any]:
+    """Parameters of the rotation, as transformers 5 lays them out (`rope_parameters`)
+    or 4 (`rope_theta`, `rope_scaling`). ValueError without a `rope_theta`."""
+    given = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None)
+    given = given or {}
+    rope = {
+        "rope_theta": getattr(cfg, "rope_theta", None),
+        "rope_type": given.get("type", "default"),
+        "partial_rotary_factor": getattr(cfg, "partial_rotary_factor", None) or 1,
+        "original_max_position_embeddings": cfg.max_position_embeddings,
+    } | given
+    what = "the config has neither rope_parameters nor rope_theta"
+    require(rope["rope_theta"] is not None, f"{what}: positions cannot be told")
+    return rope
+
+# %% ../nbs/01a_checkpoint.ipynb #4bc72cba
+COPIED = [*COUNTED, "rms_norm_eps", "tie_word_embeddings", "model_type", "eos_token_id"]
 
 
-def read_config(folder: Path) -> Any:
-    """The transformers config in `folder`; ValueError if it is missing or unknown."""
-    file, known = folder / "config.json", SUPPORTED_ARCHITECTURES
-    require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
-    raw = read_json(file)
+def read_spec(cfg: Any, kind: type[ModelSpec] = ModelSpec, **more: Any) -> Any:
+    """The spec in a transformers config, nothing checked; `more`: fields that differ."""
+    found: dict[str, Any] = {name: getattr(cfg, name, None) for name in COPIED}
+    heads = cfg.num_attention_heads
+    found["head_dim"] = getattr(cfg, "head_dim", None) or cfg.hidden_size // heads
+    bias = getattr(cfg, "attention_bias", False)
+    found["qkv_bias"] = bias or cfg.model_type == "qwen2"
+    found["out_bias"] = bias and cfg.model_type != "qwen2"
+    found["mlp_bias"] = getattr(cfg, "mlp_bias", False)
+    found["has_qk_norm"] = cfg.model_type == "qwen3"
+    if dtype := getattr(cfg, "dtype", None):
+        found["dtype"] = str(dtype).removeprefix("torch.")
+    return kind(rope=read_rope(cfg), **found | more)
+
+# %% ../nbs/01a_checkpoint.ipynb #6e5c4131
+def check_supported(cfg: Any, kinds: tuple[str, ...] = ("full_attention",)) -> None:
+    """ValueError for what the decoder does not compute; `kinds`: of layers it knows."""
+    act = cfg.hidden_act
+    layers = getattr(cfg, "layer_types", None) or []
+    others = sorted({*layers} - {*kinds})
+    slides = getattr(cfg, "use_sliding_window", False)
+    known = " and ".join(kinds)
+    require(act == "silu", f"hidden_act={act!r} is not supported: 'silu' is")
+    require(not others, f"layer_types={others} are not supported: {known} are")
+    is_known = "sliding_attention" in kinds or not slides
+    require(is_known, "sliding-window attention is not supported: full attention is")
+
+
+def read_dense(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
+    """The spec of a Qwen3, Qwen2 or Llama; ValueError for what is not computed."""
+    check_supported(cfg)
+    is_quantised = getattr(cfg, "quantization_config", None) is not None
+    require(not is_quantised, "quantised weights are not supported: float ones are")
+    spec = read_spec(cfg)
+    part = spec.rope["partial_rotary_factor"]
+    require(part == 1, f"partial_rotary_factor={part} is not supported: 1 is")
+    return spec
+
+# %% ../nbs/01a_checkpoint.ipynb #ad1a96a7
+NAMES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+FAMILIES: dict[str, Any] = dict.fromkeys(NAMES, read_dense)
+
+
+def find_family(folder: Path, raw: dict[str, Any], families: dict[str, Any]) -> Any:
+    """What reads the spec of this `config.json`; ValueError for unknown architectures.
+
+    `families`: architecture -> reader, or how its name begins -> what it needs.
+    """
     names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
     are_texts = isinstance(names, list) and all(isinstance(n, str) for n in names)
-    require(are_texts, f"{file}: architectures={names!r} must be a list of texts")
+    wrong = f"{folder / 'config.json'}: architectures={names!r} must be a list of texts"
+    require(are_texts, wrong)
     name = names[0]
-    lacks = [what for begin, what in NEEDS.items() if name.startswith(begin)]
+    known = [n for n, family in families.items() if callable(family)]
+    lacks = [families[n] for n in families if n not in known and name.startswith(n)]
     named = f"{name} (it needs {lacks[0]})" if lacks else name
     require(name in known, f"{folder} holds {named}: supported are {', '.join(known)}")
+    return families[name]
+
+# %% ../nbs/01a_checkpoint.ipynb #4249cade
+def choose_scale(spec: Any, rope_types: dict[str, Any] | None = None) -> Any:
+    """`spec` with what changes its rotation's frequencies, from the functions by
+    `rope_type`; ValueError for a type that is not among them."""
+    types = {"default": None} | (rope_types or {})
+    kind = spec.rope["rope_type"]
+    known = ", ".join(types)
+    require(kind in types, f"rope type {kind!r} is not supported: {known} are")
+    return replace(spec, rope_scale=types[kind])
+
+# %% ../nbs/01a_checkpoint.ipynb #6eac53bc
+def read_model(
+    folder: Path, families: dict[str, Any] = FAMILIES,
+    rope_types: dict[str, Any] | None = None,
+) -> ModelSpec:  # fmt: skip
+    """The spec of the checkpoint in `folder`; ValueError if it is none, or unknown.
+
+    `rope_types`: what changes the rotation's frequencies, by the config's `rope_type`.
+    """
+    file = folder / "config.json"
+    require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
+    raw = read_json(file)
+    read = find_family(folder, raw, families)
     check_fields(file, raw)
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        cfg = AutoConfig.from_pretrained(folder)
     except Exception as error:  # contradicts itself; transformers has many names for it
         why = " ".join(str(error).split())
         raise ValueError(f"{file} is refused by transformers: {why}") from None
-    config.in_file = [*raw]  # names: transformers has defaults for the others
-    return UNWRAP.get(config.model_type, lambda whole: whole)(config)
+    return choose_scale(read(cfg, raw), rope_types)
 
 # %% ../nbs/01a_checkpoint.ipynb #38bf8d2c
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 SAMPLING |= {"top_k": 0, "min_p": 0.0}  # what transformers takes if nothing is said
 
 
-def read_defaults(folder: Path, hf_config: Any) -> tuple[tuple, dict]:
-    """(every id that ends a text, the authors' sampling by name) in `folder`."""
+def read_defaults(folder: Path, eos: Any) -> tuple[tuple, dict]:
+    """(every id that ends a text, the authors' sampling by name) in `folder`.
+
+    `eos`: the id or ids that the model's config names, if nothing better is there.
+    """
     path = folder / "generation_config.json"
     raw = read_json(path) if path.is_file() else {}
     check_fields(path, raw)
-    eos = raw.get("eos_token_id", getattr(hf_config, "eos_token_id", None))
+    eos = raw.get("eos_token_id", eos)
     if not raw.get("do_sample"):
         raw["temperature"] = 0.0
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]

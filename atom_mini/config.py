@@ -6,25 +6,28 @@
 from __future__ import annotations
 
 import difflib
-import operator
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from .checkpoint import is_number, is_whole, read_config, read_defaults
-from .checkpoint import require, resolve_model
+from .checkpoint import FAMILIES, is_number, is_whole, read_defaults
+from .checkpoint import read_model, require, resolve_model
 
 # %% auto #0
-__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'VARIANTS', 'check_options', 'is_count',
-           'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config', 'Variant',
-           'settle']
+__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'Role', 'VARIANTS', 'check_options',
+           'is_count', 'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config',
+           'Variant']
 
 # %% ../nbs/01b_config.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
     """Refuse an option that `kind` does not have, with the nearest name that it has."""
     for name in [n for n in options if n not in known]:
-        near = difflib.get_close_matches(name, known, n=1)
+        longer = [k for k in known if k.endswith(f"_{name}")]
+        near = longer or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise ValueError(f"{kind} has no option {name!r}: {hint}")
 
@@ -49,29 +52,25 @@ def check_rules(owner: Any, rules: list[Rule]) -> None:
     """ValueError with the name, its value, the rule it breaks and where to set it."""
     for names, holds, words in rules:
         for name in names.split():
-            value, kind = getattr(owner, name), type(owner)
+            value = getattr(owner, name)
+            kind = type(owner)
             is_open = value is None and getattr(kind, name, "") is None
             wrong = f"{name}={value!r} must be {words}: set {kind.__name__}({name}=...)"
             require(is_open or holds(value), wrong)
 
 # %% ../nbs/01b_config.ipynb #829ff1bf
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: whatever has `__index__`, as NumPy's integers do, but no bool.
+    """`values` as ints: what is an `Integral`, as NumPy's integers are, but no bool.
 
     Raises ValueError, with the type, for what is no whole number.
     """
     ids = list(values)
-    if set(map(type, ids)) <= {int}:  # as a rule
-        return ids
-    for i, value in enumerate(ids):
-        try:
-            is_truth = "bool" in type(value).__name__  # NumPy's, too
-            whole: Any = None if is_truth else value
-            ids[i] = operator.index(whole)
-        except TypeError:  # a float's, an array's, None's
-            wrong = f"token id {value!r} in {what} is of type {type(value).__name__}"
-            raise ValueError(f"{wrong}: ids are whole numbers") from None
-    return ids
+    for kind in dict.fromkeys(map(type, ids)):  # mostly one
+        value = next(v for v in ids if type(v) is kind)
+        wrong = f"token id {value!r} in {what} is of type {kind.__name__}"
+        is_whole = issubclass(kind, Integral) and kind is not bool
+        require(is_whole, f"{wrong}: ids are whole numbers")
+    return [*map(int, ids)]
 
 # %% ../nbs/01b_config.ipynb #771ef795
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    max_tokens: int = 64
+    max_tokens: int | None = 64  # None: to the end of the context
     stop: str | list[str] | tuple[str, ...] = ()  # texts
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -113,6 +112,10 @@ class SamplingParams:
         unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **unsaid)
 
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty not in (None, 1)
+
 # %% ../nbs/01b_config.ipynb #127b3fe1
 def are_texts(value: Any) -> bool:
     many = [value] if isinstance(value, str) else value
@@ -121,14 +124,15 @@ def are_texts(value: Any) -> bool:
 
 
 LEAST = 1e-30  # above 0: the sampler computes in float32, for which 1e-46 is 0
-FROM_LEAST, TO_ONE = f"a number from {LEAST}", f"[{LEAST}, 1]"
+FROM_LEAST = f"a number from {LEAST}"
+TO_ONE = f"[{LEAST}, 1]"
 WISHES: list[Rule] = [
     ("temperature", lambda v: is_number(v) and v >= 0, "a number from 0 to 3e38"),
     ("top_p", lambda v: is_number(v) and LEAST <= v <= 1, f"a number in {TO_ONE}"),
     ("top_k", lambda v: is_whole(v) and v >= -1, "a whole number from -1 (off)"),
     ("min_p", lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 (off) to 1"),
     ("repetition_penalty", lambda v: is_number(v) and v >= LEAST, FROM_LEAST),
-    ("max_tokens", is_count, "a whole number, at least 1"),
+    ("max_tokens", lambda v: v is None or is_count(v), "None or whole, at least 1"),
     ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
     ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
     ("ignore_eos", is_bool, "True or False"),
@@ -158,22 +162,47 @@ class Config:
     enable_chunked_prefill: bool = True
 
     folder: Path | None = field(default=None, init=False, repr=False)
-    hf_config: Any = field(default=None, init=False, repr=False)
+    spec: Any = field(default=None, init=False, repr=False)  # a `ModelSpec`
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
     sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
 
+    def taker(self, role: str) -> type[Variant] | None:
+        """The chosen variant that takes `role`. ValueError if there are two, and neither
+        wraps the other."""
+        takers = [v for v in VARIANTS if getattr(v, role) and v.is_chosen(self)]
+        wrapped = {name for v in takers for name in v.wraps}
+        first = [v for v in takers if v.__name__ not in wrapped]
+        knobs = [f for v in first for f in fields(cast(Any, v)) if f.init]
+        turned = [f.name for f in knobs if getattr(self, f.name) != f.default]
+        wrong = f"{' and '.join(turned)} each bring a {role} of their own"
+        require(len(first) < 2, f"{wrong}: leave out all but one")
+        return first[0] if first else None
+
+    def pick(self, role: str, default: Any) -> Any:
+        """What the chosen variant offers for `role`, or `default`; errors: see `taker`."""
+        variant = self.taker(role)
+        offer = getattr(variant, role) if variant else default
+        if isinstance(offer, str):
+            module, name = offer.split(":")
+            return getattr(import_module(f"atom_mini.{module}"), name)
+        return offer
+
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
-        self.hf_config = read_config(self.folder)
-        ends, self.sampling_defaults = read_defaults(self.folder, self.hf_config)
-        longest = self.hf_config.max_position_embeddings
+        self.dtype = None if self.dtype == "auto" else self.dtype
+        families = self.pick("families", FAMILIES)
+        self.spec = read_model(self.folder, families, self.pick("rope_types", {}))
+        ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
+        longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
         require(asked <= longest, wrong)
-        self.eos_token_ids, self.max_model_len = ends, asked
+        self.eos_token_ids = ends
+        self.max_model_len = asked
 
     def _check_chunks(self) -> None:
-        longest, budget = self.max_model_len, self.max_num_batched_tokens
+        longest = self.max_model_len
+        budget = self.max_num_batched_tokens
         fits = longest is not None and longest <= budget
         what = f"a sequence of max_model_len={longest} tokens must fit in one step of "
         what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
@@ -195,12 +224,11 @@ class Config:
         given = {n for n in options if not (options[n] is defaults[n] is None)}
         for variant in VARIANTS:
             variant.check(self, given)
+        if settle := self.pick("settle", None):
+            settle(self, given)
+        for variant in VARIANTS:
+            variant.together(self, given)
         self._check_chunks()
-
-    def pick(self, role: str, default: Any) -> Any:
-        """What the chosen variants offer for `role`, or `default`."""
-        chosen = [v for v in reversed(VARIANTS) if v.is_chosen(self) and hasattr(v, role)]
-        return getattr(chosen[0], role) if chosen else default
 
     def __getattr__(self, name: str) -> Any:
         """Only for names that it lacks; says to a type checker that variants add some."""
@@ -216,16 +244,45 @@ RULES: list[Rule] = [
     ("num_kvcache_blocks max_model_len", is_count, COUNT),
     ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
     ("enable_prefix_caching enable_chunked_prefill", is_bool, "True or False"),
-    one_of("dtype", None, "float32", "float16", "bfloat16"),
+    one_of("dtype", None, "auto", "float32", "float16", "bfloat16"),
 ]
 
 # %% ../nbs/01b_config.ipynb #6f3c1858
+Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
+
+
 class Variant:
     """Something that can take the place of a room of the engine, with its own knobs.
 
     A subclass is a dataclass, never instantiated: its fields become options and
-    attributes of every `Config`. Its other attributes are what it offers, by role.
+    attributes of every `Config`. What it offers stands under the name of a role, and
+    all roles are declared here; ValueError for a name that is none.
     """
+
+    wraps: tuple[str, ...] = ()  # variants whose work it does, too
+    make_engine: Role = None  # config -> the core that an LLM steps
+    make_core: Role = None  # config -> engine core, with its runner
+    make_runner: Role = None  # config -> runner
+    make_ops: Role = None  # config, device, dtype -> operations, sampler
+    make_torch_ops: Role = None  # -> operations
+    make_scheduler: Role = None  # config -> scheduler
+    make_index: Role = None  # blocks, block size -> prefix index
+    make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
+    make_metrics: Role = None  # -> counters of steps
+    make_trace: Role = None  # core, tokenizer -> what will record it, or None
+    make_extras: Role = None  # -> what a request may ask for beside a token
+    max_rows: Role = None  # config -> rows of the largest decode
+    bytes_beside: Role = None  # config, dtype -> bytes in all, per token
+    make_front: Role = None  # config -> what stands before other processes
+    make_loop: Role = None  # core, sockets -> what runs in another process
+    families: Any = None  # architecture -> reader of its spec, or what it lacks
+    rope_types: Any = None  # type -> what changes the rotation's frequencies
+    settle: Role = None  # config, given: set what others need, refuse what contradicts
+
+    def __init_subclass__(cls) -> None:
+        own = inspect.get_annotations(cls)
+        offered = [n for n in vars(cls) if n not in own and not n.startswith("_")]
+        check_options(cls.__name__, dict.fromkeys(offered), [*vars(Variant)])
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -234,18 +291,11 @@ class Variant:
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        """ValueError if its knobs do not fit; `given`: the options that were given."""
+        """ValueError if its own knobs are wrong; `given`: what the user has set."""
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """ValueError if they do not go with others; called once all have checked."""
 
 
-VARIANTS: list[type[Variant]] = []  # all that can be chosen; the later one goes first
-
-# %% ../nbs/01b_config.ipynb #6aa3f940
-def settle(config: Config, given: set[str], asked: str, needs: dict[str, Any]) -> None:
-    """Set options as `asked` needs them, where nobody said otherwise; ValueError for
-    what was given otherwise. Options that no part knows are left out."""
-    known = vars(config)
-    for name in [n for n in needs if n in known]:
-        value, only = known[name], needs[name]
-        wrong = f"{name}={value!r} does not go with {asked}: set it to {only!r}"
-        require(name not in given or value == only, wrong)
-        known[name] = only
+VARIANTS: list[type[Variant]] = []  # all that can be chosen, in any order

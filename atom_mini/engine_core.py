@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from .config import Config
 from atom_mini.scheduler import (
@@ -17,7 +17,7 @@ from atom_mini.scheduler import (
 from .sequence import RequestOutput, Sequence
 
 # %% auto #0
-__all__ = ['Runner', 'StepOutput', 'Listener', 'EngineCore']
+__all__ = ['Runner', 'StepOutput', 'EngineCore']
 
 # %% ../nbs/09a_engine_core.ipynb #f5fe1313
 class Runner(Protocol):
@@ -40,21 +40,6 @@ class StepOutput(NamedTuple):
         """The new tokens of each sequence that got some, at whatever time it is asked."""
         return self.output.for_requests(self.seqs, self.finished)
 
-# %% ../nbs/09a_engine_core.ipynb #c5b839ad
-class Listener:
-    """Hears of every step of a scheduler, and remembers nothing."""
-
-    trace: Any = None  # what a listener that remembers has written
-
-    def __init__(self, scheduler: BaseScheduler) -> None:
-        """It starts with the scheduler, whose queues are empty."""
-
-    def hear(self, *args: Any, **kwargs: Any) -> None:
-        """The scheduler has decided; the runner has returned; the results are in the
-        books; all that was begun is undone."""
-
-    scheduled = ran = ended = rolled_back = hear
-
 # %% ../nbs/09a_engine_core.ipynb #e1e7e9ec
 class EngineCore:
     """add -> schedule -> run -> postprocess, one step at a time (ATOM's `EngineCore`,
@@ -66,21 +51,14 @@ class EngineCore:
         self.config = config
         self.runner = runner
         self.scheduler = scheduler or config.pick("make_scheduler", Scheduler)(config)
-        self.listener: Listener = config.pick("make_listener", Listener)(self.scheduler)
         self.is_torn = False  # something has begun and is not done
-
-    @property
-    def trace(self) -> Any:
-        """What the listener has written; None if it remembers nothing."""
-        return self.listener.trace
 
     def is_finished(self) -> bool:
         return self.scheduler.is_finished()
 
-    def rollback(self, error: BaseException | None) -> None:
+    def rollback(self) -> None:
         """All requests wait again, with the tokens they have."""
         self.scheduler.rollback()
-        self.listener.rolled_back(error)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -89,12 +67,12 @@ class EngineCore:
         If even that was interrupted, `is_torn` says so, and the next one begins with it.
         """
         if self.is_torn:
-            self.rollback(None)
+            self.rollback()
         self.is_torn = True
         try:
             yield
-        except BaseException as error:  # KeyboardInterrupt too
-            self.rollback(error)
+        except BaseException:  # KeyboardInterrupt too
+            self.rollback()
             self.is_torn = False
             raise
         self.is_torn = False
@@ -105,28 +83,25 @@ class EngineCore:
         with self.transaction():
             self.scheduler.add(seq)
 
-    def abort(self, request_id: int) -> Sequence | None:
+    def abort(self, request_id: int, why: str = "abort") -> Sequence | None:
         """Take a request back; None if it is not in the engine."""
         with self.transaction():
-            return self.scheduler.abort(request_id)
+            return self.scheduler.abort(request_id, why)
 
-    def step(self, stream: bool = True) -> StepOutput | None:
-        """Run one step; None if there is nothing to do. With `stream=False` its `outputs`
-        are empty."""
+    def step(self) -> StepOutput | None:
+        """Run one step; None if there is nothing to do."""
         with self.transaction():
             start = time.perf_counter()
             scheduled = self.scheduler.schedule()
             if scheduled is None:
                 assert self.is_finished(), "a step schedules something, or all is finished"
                 return None
-            batch, seqs = scheduled[0], list(scheduled[1].values())
-            self.listener.scheduled(batch, seqs, start)
+            batch = scheduled[0]
+            seqs = list(scheduled[1].values())
             output = self.runner.forward(batch)
-            self.listener.ran()
             finished = self.scheduler.postprocess(seqs, output)
-            self.listener.ended()
             seconds = time.perf_counter() - start
-            return StepOutput(batch, seqs if stream else [], output, finished, seconds)
+            return StepOutput(batch, seqs, output, finished, seconds)
 
     def close(self) -> None:
         """End what the runner has started, if anything; let go of it and of its memory."""

@@ -25,8 +25,8 @@ from .scheduler import ScheduledBatch
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'one_row_each',
-           'GraphRunner', 'left_bytes']
+__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'GraphRunner',
+           'left_bytes']
 
 # %% ../nbs/12a_graphs.ipynb #caab1f1a
 class DeviceGraph:
@@ -69,7 +69,8 @@ def padded(array: np.ndarray, size: int, value: int) -> np.ndarray:
 # %% ../nbs/12a_graphs.ipynb #3e4e06c8
 def first_decodes(count: int) -> ScheduledBatch:
     """A decode of `count` sequences at their first token, each in its own block."""
-    ids, ones = np.arange(count), np.ones(count, dtype=np.int32)
+    ids = np.arange(count)
+    ones = np.ones(count, dtype=np.int32)
     greedy = [SamplingParams(temperature=0)] * count
     return ScheduledBatch(
         type=SequenceType.DECODE, req_ids=ids.tolist(), scheduled_tokens=ids,
@@ -81,7 +82,7 @@ def first_decodes(count: int) -> ScheduledBatch:
 def is_plain(params: SamplingParams) -> bool:
     """Whether a request wants no more than a temperature."""
     filters = params.min_p or params.top_p not in (None, 1) or (params.top_k or 0) > 0
-    extras = params.repetition_penalty not in (None, 1) or params.logprobs is not None
+    extras = params.is_penalised or params.logprobs is not None
     return not filters and not extras
 
 # %% ../nbs/12a_graphs.ipynb #7c799e70
@@ -89,14 +90,10 @@ class Wishes:
     """How the requests of a batch are sampled."""
 
     def __init__(self, params: list[SamplingParams]) -> None:
-        self.params, self.is_plain = params, all(map(is_plain, params))
+        self.params = params
+        self.is_plain = all(map(is_plain, params))
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
-
-# %% ../nbs/12a_graphs.ipynb #342b8c25
-def one_row_each(config: Config) -> int:
-    """Rows of the largest decode: every sequence has one. A variant may want more."""
-    return config.max_num_seqs
 
 # %% ../nbs/12a_graphs.ipynb #c0309130
 class GraphRunner(ModelRunner):
@@ -106,8 +103,11 @@ class GraphRunner(ModelRunner):
     ops: Any  # Triton's: the others have no plan
 
     def __init__(self, config: Config, record: Callable = DeviceGraph) -> None:
-        self.record, self.graphs, self.wishes = record, dict[int, Any](), Wishes([])
-        self.max_rows = config.pick("max_rows", one_row_each)(config)
+        self.record = record
+        self.graphs = dict[int, Any]()
+        self.wishes = Wishes([])
+        rows = config.pick("max_rows", None)
+        self.max_rows = rows(config) if rows else config.max_num_seqs
         super().__init__(config)
         most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
         self._capture(graph_sizes(most))
@@ -117,7 +117,8 @@ class GraphRunner(ModelRunner):
         temperatures, random numbers, plan. Rows of padding write to the spare block."""
         if batch.sampling_params != self.wishes.params:
             self.wishes = Wishes(batch.sampling_params)
-        lens, block_size = batch.context_lens, self.config.kv_cache_block_size
+        lens = batch.context_lens
+        block_size = self.config.kv_cache_block_size
         plan = self.ops.plan(*batch.queries)
         positions, slots, *_ = locate(batch, block_size)
         u = uniforms(self.wishes.seeds, lens)
@@ -127,7 +128,8 @@ class GraphRunner(ModelRunner):
         return self.static.upload([*arrays, plan.data])
 
     def _largest_plan(self, size: int) -> Any:
-        longest, block_size = self.config.max_model_len, self.config.kv_cache_block_size
+        longest = self.config.max_model_len
+        block_size = self.config.kv_cache_block_size
         return self.ops.largest_decode_plan(size, longest, block_size)
 
     @torch.inference_mode()
@@ -191,7 +193,7 @@ class GraphRunner(ModelRunner):
             return hidden, token_ids
         with torch.inference_mode():
             logits = self.model.compute_logits(hidden)
-            return logits, self.postprocess(batch, logits, ids)
+            return logits, self.sample(batch, logits, ids)
 
 # %% ../nbs/12a_graphs.ipynb #af2da0fe
 def left_bytes(device: torch.device) -> int:

@@ -14,11 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .checkpoint import read_json, require
-from .models import CausalLM, Linear, Readers, TorchOps, family_of
+from .checkpoint import ModelSpec, read_json, require
+from .models import CausalLM, Linear, TorchOps, find
 
 # %% auto #0
-__all__ = ['weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'load_weights', 'blank_model', 'load_model']
+__all__ = ['Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'load_weights', 'blank_model',
+           'load_model']
 
 # %% ../nbs/06b_loading.ipynb #680c3671
 def weight_targets(model: nn.Module) -> dict[str, Tensor]:
@@ -84,6 +85,9 @@ def fill(target: Tensor, tensor: Tensor, what: str) -> None:
     require(bool(total.isfinite()), f"{what}, or set dtype='float32'")
 
 # %% ../nbs/06b_loading.ipynb #400164f0
+Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> what reads it
+
+
 def load_weights(
     model: nn.Module, folder: Path, adapt: Callable[[Readers], Readers] = dict
 ) -> None:
@@ -91,7 +95,8 @@ def load_weights(
 
     ValueError names the weights that are missing, extra or mis-shaped.
     """
-    targets, files = weight_targets(model), checkpoint_files(folder)
+    targets = weight_targets(model)
+    files = checkpoint_files(folder)
     readers = adapt({n: partial(read_tensor, file, n) for n, file in files.items()})
     known = {"lm_head.weight", *targets}  # some store the tied matrix a second time
     missing = [n for n in targets if n not in readers]
@@ -102,32 +107,38 @@ def load_weights(
     require(not extra, f"{what}: {', '.join(extra[:5])}")
     for name, target in targets.items():
         tensor = readers[name]()
-        theirs, ours = list(tensor.shape), list(target.shape)
-        what = f"weight {name} is {theirs} in the file, {ours} in the model"
-        require(theirs == ours, what)
+        sizes = f"{list(tensor.shape)} in the file, {list(target.shape)} in the model"
+        require(tensor.shape == target.shape, f"weight {name} is {sizes}")
         fill(target, tensor, f"weight {name} in {folder}")
 
 # %% ../nbs/06b_loading.ipynb #23bef2f8
 def blank_model(
-    cfg: Any, max_position: int, device: torch.device, dtype: torch.dtype, ops: TorchOps
-) -> CausalLM:
-    """A `CausalLM` of this type on this device, its weights not yet filled."""
+    spec: ModelSpec, max_position: int, device: torch.device, dtype: torch.dtype,
+    ops: TorchOps,
+) -> CausalLM:  # fmt: skip
+    """A `CausalLM` of this kind on this device, its weights not yet filled."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return CausalLM(cfg, max_position, ops)
+            return CausalLM(spec, max_position, ops)
     finally:
         torch.set_default_dtype(default)
 
 # %% ../nbs/06b_loading.ipynb #1014d3f8
 def load_model(
-    cfg: Any, folder: Path, max_position: int, device: torch.device, dtype: torch.dtype,
-    ops: TorchOps | None = None,
+    spec: ModelSpec, folder: Path, max_position: int, device: torch.device,
+    dtype: torch.dtype, ops: TorchOps | None = None,
 ) -> CausalLM:  # fmt: skip
     """A `CausalLM` with the checkpoint's weights. `ops`: `TorchOps` unless given."""
-    model = blank_model(cfg, max_position, device, dtype, ops or TorchOps())
-    load_weights(model, folder, family_of(cfg).adapt)
+    model = blank_model(spec, max_position, device, dtype, ops or TorchOps())
+
+    def adapt(readers: Readers) -> Readers:
+        for adapter in spec.adapters:
+            readers = find(adapter)(readers, spec, model)
+        return readers
+
+    load_weights(model, folder, adapt)
     for module in model.modules():
         if isinstance(module, Linear):
             module.pack()

@@ -9,22 +9,20 @@ import math
 import os
 from collections import deque
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .models import family_of
+from .checkpoint import ModelSpec
 
 # %% auto #0
 __all__ = ['CPU_KVCACHE_BYTES', 'NUM_STAGED', 'kvcache_block_bytes', 'free_host_bytes', 'InputBuffer']
 
 # %% ../nbs/08a_memory.ipynb #2e19e297
-def kvcache_block_bytes(hf_config: Any, block_size: int, dtype: torch.dtype) -> int:
+def kvcache_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block of `block_size` tokens over all layers."""
-    family = family_of(hf_config)
-    numbers = math.prod(family.kv_shape()) * family.kv_layers()
+    numbers = math.prod(spec.kv_shape) * spec.kv_layers
     return numbers * block_size * dtype.itemsize
 
 # %% ../nbs/08a_memory.ipynb #bfcdea34
@@ -53,7 +51,8 @@ class InputBuffer:
     def __init__(
         self, device: torch.device, num_bytes: int = 2**20, grows: bool = True
     ) -> None:
-        self.device, self.grows = device, grows
+        self.device = device
+        self.grows = grows
         num_places = NUM_STAGED if device.type == "cuda" else 0
         self.copied = deque(torch.cuda.Event() for _ in range(num_places))
         self._allocate(num_bytes)
@@ -74,7 +73,8 @@ class InputBuffer:
         if (end := starts.pop()) > len(self.there):
             assert self.grows, (end, len(self.there))
             self._allocate(2 * end)
-        views, host = [], self.staged[0].numpy()
+        views = []
+        host = self.staged[0].numpy()
         for array, start in zip(arrays, starts, strict=True):
             stop = start + array.nbytes
             host[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -14,20 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention import Attention, AttentionMetaData
-from .attention import reset_forward_context, set_forward_context
+from .attention import Attention, AttentionMetaData, set_forward_context
 from .checkpoint import require
 from .config import Config
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, InputBuffer
 from .memory import free_host_bytes, kvcache_block_bytes
-from .models import TorchOps, family_of
-from .sampler import Sampler, SamplingMetaData, gather_logprobs, on_cpu
+from .models import TorchOps
+from .sampler import Sampler, SamplingMetaData, Upload, on_cpu
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'plain_ops', 'pack_output', 'nothing_beside']
+__all__ = ['Inputs', 'FillIn', 'locate', 'Extras', 'ModelRunner', 'choose_device', 'plain_ops', 'nothing_beside']
 
 # %% ../nbs/08b_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -35,7 +34,8 @@ def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
 
     Sequence b has the tokens from ends[b] to ends[b + 1].
     """
-    scheduled, lens = batch.num_scheduled_tokens, batch.context_lens
+    scheduled = batch.num_scheduled_tokens
+    lens = batch.context_lens
     ends = np.concatenate([[0], scheduled.cumsum()])
     owner = np.repeat(np.arange(len(scheduled)), scheduled)
     positions = np.arange(ends[-1]) + np.repeat(lens - ends[1:], scheduled)
@@ -43,19 +43,35 @@ def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
     return positions, blocks * block_size + positions % block_size, ends
 
 # %% ../nbs/08b_model_runner.ipynb #d44c0bcd
+class Extras:
+    """What a request may ask of a step beside a token: nothing, here."""
+
+    def adjust(
+        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
+        upload: Upload,
+    ) -> Tensor:
+        """The logits to sample from, by those of the model: [R, vocabulary]."""
+        return logits
+
+    def report(
+        self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
+    ) -> dict[int, list[dict[int, float]]]:
+        """Log probabilities of the requests that ask for them."""
+        return {}
+
+
 class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
     Fills in `config.num_kvcache_blocks`.
-    Source: ATOM's `model_runner.py` (prepare_model / run_model / postprocess).
+    Source: ATOM's `model_runner.py` (prepare_model / run_model / postprocess: `sample`).
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
 
     def _choose_dtype(self) -> torch.dtype:
-        cfg, asked = self.config.hf_config, self.config.dtype
-        best = torch.float32 if self.device.type == "cpu" else cfg.dtype or torch.float32
-        return getattr(torch, asked) if asked else best
+        stored = None if self.device.type == "cpu" else self.config.spec.dtype
+        return getattr(torch, self.config.dtype or stored or "float32")
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
         make = self.config.pick("make_ops", plain_ops)
@@ -64,7 +80,7 @@ class ModelRunner:
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool, [layers, 2, N, K, S, D], and give each layer its part."""
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
-        halves, heads, dim = family_of(self.config.hf_config).kv_shape()
+        halves, heads, dim = self.config.spec.kv_shape
         size = self.config.kv_cache_block_size
         shape = len(layers), halves, num_blocks, heads, size, dim
         self.kv_cache = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -73,7 +89,8 @@ class ModelRunner:
 
     def prepare_model(self, batch: ScheduledBatch) -> Inputs:
         """(ids [T], positions [T], metadata, places [R] of the last tokens that sample)."""
-        queries, lens = batch.num_scheduled_tokens, batch.context_lens
+        queries = batch.num_scheduled_tokens
+        lens = batch.context_lens
         where, slots, ends = locate(batch, self.config.kv_cache_block_size)
         plan = self.ops.plan(*batch.queries)
         tables = batch.block_tables if plan is None else plan.data  # a plan holds them
@@ -90,11 +107,8 @@ class ModelRunner:
         self, ids: Tensor, positions: Tensor, meta: AttentionMetaData
     ) -> Tensor:
         """Hidden states [T, hidden] of all tokens, whose K/V is stored on the way."""
-        set_forward_context(meta)
-        try:
+        with set_forward_context(meta):
             return self.model(ids, positions)
-        finally:
-            reset_forward_context()
 
     @torch.inference_mode()
     def run_model(
@@ -106,22 +120,18 @@ class ModelRunner:
         return self.model.compute_logits(hidden[last]) if len(last) else hidden[:0]
 
     @torch.inference_mode()
-    def postprocess(
+    def sample(
         self, batch: ScheduledBatch, logits: Tensor,
         newest: Tensor | None = None,
     ) -> Tensor:
-        """A token for each row of `logits`: [R] int64, on the device.
+        """A token for each row of `logits` [R, vocabulary]: [R] int64, on the device.
 
         `newest` [R]: the last token of each request that samples.
         """
-        rows = np.flatnonzero(batch.is_sampled).tolist()
-        params = [batch.sampling_params[row] for row in rows]
-        known = batch.histories
-        past = {i: known[row] for i, row in enumerate(rows) if row in known}
-        lens, size = batch.context_lens[batch.is_sampled], logits.shape[-1]
-        meta = SamplingMetaData.pack(params, lens, past, size, self.upload)
-        if meta.seen is not None and newest is not None:
-            meta.seen[1] = torch.where(meta.seen[1] < 0, newest[meta.seen[0]], meta.seen[1])
+        logits = self.extras.adjust(batch, logits, newest, self.upload)
+        params = [*compress(batch.sampling_params, batch.is_sampled)]
+        lens = batch.context_lens[batch.is_sampled]
+        meta = SamplingMetaData.pack(params, lens, logits.shape[-1], self.upload)
         return self.sampler(logits, meta)
 
     def launch(
@@ -135,16 +145,25 @@ class ModelRunner:
         if fill_in is not None:
             fill_in(batch, ids)
         logits = self.run_model(ids, positions, meta, last)
-        return logits, self.postprocess(batch, logits, ids[last])
+        return logits, self.sample(batch, logits, ids[last])
+
+    def pack_output(
+        self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
+    ) -> ScheduledBatchOutput:
+        """For the scheduler: `token_ids` [R], sampled from `logits` [R, vocabulary]."""
+        ids = compress(batch.req_ids, batch.is_sampled)
+        tokens: dict[int, tuple[int, ...]] = dict(zip(ids, zip(token_ids), strict=True))
+        return ScheduledBatchOutput(tokens, self.extras.report(batch, logits, token_ids))
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step; `tolist` is its only wait for the device."""
         logits, token_ids = self.launch(batch)
-        return pack_output(batch, logits, token_ids.tolist())
+        return self.pack_output(batch, logits, token_ids.tolist())
 
     def _largest_batch(self) -> ScheduledBatch:
         """A prefill of as many tokens as a step may have."""
-        size, tokens = self.config.kv_cache_block_size, self.config.max_num_batched_tokens
+        size = self.config.kv_cache_block_size
+        tokens = self.config.max_num_batched_tokens
         n = min(tokens, self.config.max_model_len or tokens)
         lens = np.full(tokens // n, n, np.int32)
         table = np.arange(-(-n // size), dtype=np.int32)
@@ -174,7 +193,8 @@ class ModelRunner:
     def _decide_num_blocks(self) -> int:
         config = self.config
         beside, each = config.pick("bytes_beside", nothing_beside)(config, self.dtype)
-        needed, free = self.block_bytes + each, self._free_bytes() - beside
+        needed = self.block_bytes + each
+        free = self._free_bytes() - beside
         longest = -(-(config.max_model_len or 0) // config.kv_cache_block_size)
         most = min(free // needed, config.max_num_seqs * longest)
         blocks = config.num_kvcache_blocks or most
@@ -188,15 +208,19 @@ class ModelRunner:
         return blocks
 
     def __init__(self, config: Config) -> None:
-        self.config, self.device = config, choose_device(config.device)
+        self.config = config
+        self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
-        cfg, folder, longest = config.hf_config, config.folder, config.max_model_len
+        self.extras = config.pick("make_extras", Extras)()
+        spec = config.spec
+        folder = config.folder
+        longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
-        self.model = load_model(cfg, folder, longest, self.device, self.dtype, self.ops)
+        self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
         on_host = self.device.type == "cpu"
         self.upload = on_cpu if on_host else InputBuffer(self.device).upload
-        self.block_bytes = kvcache_block_bytes(cfg, config.kv_cache_block_size, self.dtype)
+        self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
         self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
 
@@ -219,17 +243,6 @@ Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]
 
 # %% ../nbs/08b_model_runner.ipynb #15d1d9c3
 FillIn = Callable[[ScheduledBatch, Tensor], None]
-
-# %% ../nbs/08b_model_runner.ipynb #70a9c56c
-def pack_output(
-    batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
-) -> ScheduledBatchOutput:
-    """For the scheduler: `token_ids`, sampled from `logits`, and log probabilities."""
-    ids = [*compress(batch.req_ids, batch.is_sampled)]
-    counts = [p.logprobs for p in compress(batch.sampling_params, batch.is_sampled)]
-    found = gather_logprobs(logits, token_ids, counts)
-    logprobs = {ids[i]: [values] for i, values in found.items()}
-    return ScheduledBatchOutput(dict(zip(ids, zip(token_ids), strict=True)), logprobs)
 
 # %% ../nbs/08b_model_runner.ipynb #231935e1
 def nothing_beside(config: Config, dtype: torch.dtype) -> tuple[int, int]:

@@ -5,8 +5,7 @@
 # %% ../nbs/06a_models.ipynb #5de9a152
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,43 +16,27 @@ from torch import Tensor, nn
 from atom_mini.attention import (
     Attention, AttentionMetaData, get_forward_context, paged_attention, store_kv_cache,
 )  # fmt: skip
-from .checkpoint import require
+from .checkpoint import ModelSpec
 
 # %% auto #0
-__all__ = ['Scale', 'ROPE_TYPES', 'Readers', 'FAMILIES', 'BEFORE', 'rotary_frequencies', 'RotaryEmbedding', 'rotate',
-           'uses_onednn', 'round_rows', 'linear', 'unfilled', 'Linear', 'TorchOps', 'head_dim', 'Heads', 'dense_heads',
-           'RMSNorm', 'SelfAttention', 'MLP', 'Dense', 'family_of', 'DecoderLayer', 'Decoder', 'check_supported',
-           'CausalLM']
-
-# %% ../nbs/06a_models.ipynb #0322c49c
-# (frequencies [dim / 2], the checkpoint's parameters, dim) -> (frequencies, factor)
-Scale = Callable[[Tensor, dict[str, Any], int], tuple[Tensor, float]]
-ROPE_TYPES: dict[str, Scale] = {"default": lambda freqs, p, dim: (freqs, 1.0)}
+__all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'uses_onednn', 'round_rows', 'linear', 'unfilled', 'Linear',
+           'TorchOps', 'RMSNorm', 'SelfAttention', 'MLP', 'find', 'DecoderLayer', 'Decoder', 'CausalLM']
 
 # %% ../nbs/06a_models.ipynb #26db5f50
-def rotary_frequencies(cfg: Any, dim: int) -> tuple[Tensor, float]:
-    """(radians per token of each pair [dim / 2], factor on cos and sin).
-
-    ValueError names a rope type that is not in `ROPE_TYPES`.
-    """
-    p: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
-    p |= {"original_max_position_embeddings": cfg.max_position_embeddings}
-    p |= getattr(cfg, "rope_parameters", None) or {}
-    kind = p["rope_type"]
-    part = p.get("partial_rotary_factor", 1)
-    require(part == 1, f"partial_rotary_factor={part} is not supported: 1 is")
-    known = ", ".join(ROPE_TYPES)
-    require(kind in ROPE_TYPES, f"rope type {kind!r} is not supported: {known} are")
-    freqs = p["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
-    return ROPE_TYPES[kind](freqs, p, dim)
+def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
+    """(radians per token of each pair [dim / 2], factor on cos and sin)."""
+    freqs = spec.rope["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
+    if spec.rope_scale is None:
+        return freqs, 1.0
+    return spec.rope_scale(freqs, spec.rope, dim)
 
 # %% ../nbs/06a_models.ipynb #b9bf14ea
 class RotaryEmbedding(nn.Module):
     """Tables [positions, D] of cos and signed sin: looked up once per step."""
 
-    def __init__(self, cfg: Any, head_dim: int, max_position: int) -> None:
+    def __init__(self, spec: ModelSpec, max_position: int, dim: int = 0) -> None:
         super().__init__()
-        freqs, factor = rotary_frequencies(cfg, head_dim)
+        freqs, factor = rotary_frequencies(spec, dim or spec.head_dim)
         angles = torch.outer(torch.arange(max_position).float(), freqs)
         self.cos = torch.cat([angles.cos(), angles.cos()], -1) * factor
         self.sin = torch.cat([-angles.sin(), angles.sin()], -1) * factor
@@ -100,11 +83,13 @@ class Linear(nn.Module):
 
     def __init__(self, size: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__()
-        self.parts, rows = parts, sum(parts.values())
+        self.parts = parts
+        rows = sum(parts.values())
         self.weight = unfilled(rows, size)
         self.bias = unfilled(rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [T, size] -> [T, sum of parts]."""
         return linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
@@ -116,6 +101,8 @@ class Linear(nn.Module):
 # %% ../nbs/06a_models.ipynb #8ba2639e
 class TorchOps:
     """What a layer does between its products, in plain torch; each kernel's twin."""
+
+    is_triton = False
 
     def plan(self, query_lens: ndarray, context_lens: ndarray, tables: ndarray) -> Any:
         """`AttentionMetaData.plan` of a step [B], [B], [B, W]: `attend` needs none."""
@@ -157,25 +144,6 @@ class TorchOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
-# %% ../nbs/06a_models.ipynb #a0714480
-def head_dim(cfg: Any) -> int:
-    """Numbers per head."""
-    return getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
-
-# %% ../nbs/06a_models.ipynb #08e65d9e
-@dataclass(frozen=True)
-class Heads:
-    """How one kind's attention differs from another's."""
-
-    bias: bool = False  # on q, k, v
-    out_bias: bool = False  # on o
-    is_normed: bool = False  # each head of q and k
-
-
-def dense_heads(cfg: Any) -> Heads:
-    kind, bias = cfg.model_type, getattr(cfg, "attention_bias", False)
-    return Heads(bias or kind == "qwen2", bias and kind != "qwen2", kind == "qwen3")
-
 # %% ../nbs/06a_models.ipynb #ebb1f7be
 class RMSNorm(nn.Module):
     """Norm over the last axis of x + residual; returns (norm, sum)."""
@@ -186,33 +154,40 @@ class RMSNorm(nn.Module):
         self.eps, self.ops = eps, ops
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x and residual [T, size] -> norm, sum."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 # %% ../nbs/06a_models.ipynb #d96ca034
 class SelfAttention(nn.Module):
     """x [T, hidden] -> [T, hidden], keys and values through the paged cache."""
 
-    def __init__(self, cfg: Any, ops: TorchOps, heads: Heads | None = None) -> None:
+    def __init__(self, spec: ModelSpec, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        heads = heads or dense_heads(cfg)
-        self.num_kv_heads, dim = cfg.num_key_value_heads, head_dim(cfg)
-        q, kv = cfg.num_attention_heads * dim, self.num_kv_heads * dim
+        self.ops = ops
+        self.eps = spec.rms_norm_eps
+        self.head_dim = spec.head_dim
+        self.num_kv_heads = spec.num_key_value_heads
+        q = spec.num_attention_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv = Linear(cfg.hidden_size, parts, heads.bias)
-        self.o = Linear(q, {"o_proj": cfg.hidden_size}, heads.out_bias)
-        self.attn, self.head_dim, self.ops = Attention(dim, ops.attend), dim, ops
-        self.eps, self.is_normed = cfg.rms_norm_eps, heads.is_normed
-        if self.is_normed:
-            self.q_norm, self.k_norm = (RMSNorm(dim, self.eps, ops) for _ in "qk")
+        self.qkv = Linear(spec.hidden_size, parts, spec.qkv_bias)
+        self.o = Linear(q, {"o_proj": spec.hidden_size}, spec.out_bias)
+        self.attn = Attention(self.head_dim, ops.attend)
+        self.has_qk_norm = spec.has_qk_norm
+        if self.has_qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, self.eps, ops)
+            self.k_norm = RMSNorm(self.head_dim, self.eps, ops)
 
     def project(self, x: Tensor) -> Tensor:
         """q, k and v [T, H + 2K, D] of x [T, hidden], not yet normed or turned."""
         return self.qkv(x).view(len(x), -1, self.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, hidden], `cos` and `sin` [T, 1, D] -> [T, hidden]."""
         qkv = self.project(x)
-        norm = (self.q_norm.weight, self.k_norm.weight) if self.is_normed else None
-        cache, slots = self.attn.kv_cache, get_forward_context().slot_mapping
+        norm = (self.q_norm.weight, self.k_norm.weight) if self.has_qk_norm else None
+        cache = self.attn.kv_cache
+        slots = get_forward_context().slot_mapping
         q = self.ops.rotate_and_store(qkv, norm, self.eps, cos, sin, cache, slots)
         return self.o(self.attn(q).flatten(1))
 
@@ -220,78 +195,43 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, cfg: Any, ops: TorchOps, size: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        size, bias = size or cfg.intermediate_size, getattr(cfg, "mlp_bias", False)
-        parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up = Linear(cfg.hidden_size, parts, bias)
-        self.down = Linear(size, {"down_proj": cfg.hidden_size}, bias)
         self.ops = ops
+        size = spec.intermediate_size
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up = Linear(spec.hidden_size, parts, spec.mlp_bias)
+        self.down = Linear(size, {"down_proj": spec.hidden_size}, spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
         return self.down(self.ops.silu_and_mul(self.gate_up(x)))
 
 # %% ../nbs/06a_models.ipynb #cd433908
-Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> what reads it
-
-
-class Dense:
-    """What a model with the config `cfg` is made of."""
-
-    def __init__(self, cfg: Any) -> None:
-        self.cfg = cfg
-
-    def attention(self, layer: int, ops: TorchOps) -> nn.Module:
-        """The first half of the layer, with an `Attention` in it."""
-        return SelfAttention(self.cfg, ops)
-
-    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
-        """The second half: x [T, hidden] -> [T, hidden]."""
-        return MLP(self.cfg, ops)
-
-    def kv_shape(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token: keys and values, heads, numbers of each."""
-        return 2, self.cfg.num_key_value_heads, head_dim(self.cfg)
-
-    def kv_layers(self) -> int:
-        """How many layers keep that."""
-        return self.cfg.num_hidden_layers
-
-    def rotary(self, max_position: int) -> RotaryEmbedding:
-        return RotaryEmbedding(self.cfg, head_dim(self.cfg), max_position)
-
-    def adapt(self, readers: Readers) -> Readers:
-        """The checkpoint's weights as `Linear.parts` name them."""
-        return readers
-
-    def check(self) -> None:
-        """ValueError for what the config asks for and this does not compute."""
-        check_supported(self.cfg)
-
-# %% ../nbs/06a_models.ipynb #9aba7419
-FAMILIES: dict[str, type[Dense]] = {}  # model type -> what it is made of, if not Dense
-BEFORE: dict[int, type[Dense]] = {}  # what stands before all of these, in this order
-
-
-def family_of(cfg: Any) -> Dense:
-    kind = FAMILIES.get(getattr(cfg, "model_type", ""), Dense)
-    before = [BEFORE[place] for place in sorted(BEFORE)]
-    return type(kind.__name__, (*before, kind), {})(cfg)
+def find(builder: Any, ours: Any = None) -> Any:
+    """A builder of the spec: a function, or a "module:name" in this package; `ours`
+    if there is none."""
+    if not isinstance(builder, str):
+        return builder or ours
+    module, name = builder.split(":")
+    return getattr(import_module(f"atom_mini.{module}"), name)
 
 # %% ../nbs/06a_models.ipynb #e49a3646
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the last addition still to do."""
 
-    def __init__(self, cfg: Any, ops: TorchOps, layer: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        size, eps, family = cfg.hidden_size, cfg.rms_norm_eps, family_of(cfg)
-        self.self_attn, self.mlp = family.attention(layer, ops), family.mlp(layer, ops)
-        self.input_layernorm = RMSNorm(size, eps, ops)
-        self.post_attention_layernorm = RMSNorm(size, eps, ops)
+        size = spec.hidden_size
+        self.self_attn = find(spec.attention, SelfAttention)(spec, ops, layer)
+        self.mlp = find(spec.mlp, MLP)(spec, ops, layer)
+        self.input_layernorm = RMSNorm(size, spec.rms_norm_eps, ops)
+        self.post_attention_layernorm = RMSNorm(size, spec.rms_norm_eps, ops)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """x and residual [T, hidden], `cos` and `sin` [T, 1, D] -> x, residual."""
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, cos, sin)
         x, residual = self.post_attention_layernorm(x, residual)
@@ -299,47 +239,40 @@ class DecoderLayer(nn.Module):
 
 # %% ../nbs/06a_models.ipynb #62fd289a
 class Decoder(nn.Module):
-    """Embedding, layers, norm: token ids and positions [T] -> hidden [T, hidden]."""
+    """Embedding, layers, norm."""
 
-    def __init__(self, cfg: Any, max_position: int, ops: TorchOps) -> None:
+    def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        table = torch.empty(cfg.vocab_size, cfg.hidden_size)  # torch would fill its own
-        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size, _weight=table)
-        layers = (DecoderLayer(cfg, ops, i) for i in range(cfg.num_hidden_layers))
+        size = spec.hidden_size
+        table = torch.empty(spec.vocab_size, size)  # torch would fill its own
+        self.embed_tokens = nn.Embedding(spec.vocab_size, size, _weight=table)
+        layers = [DecoderLayer(spec, ops, i) for i in range(spec.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, ops)
-        self.rotary = family_of(cfg).rotary(max_position)
+        self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
+        self.rotary = find(spec.rotary, RotaryEmbedding)(spec, max_position)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+        """Token ids and positions [T] -> hidden [T, hidden]."""
+        x = self.embed_tokens(input_ids)
+        residual = None
         cos, sin = self.rotary(positions, x.dtype)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin)
         return self.norm(x, residual)[0]
 
-# %% ../nbs/06a_models.ipynb #f3c32e14
-def check_supported(cfg: Any) -> None:
-    """ValueError for a feature of the config that this decoder does not compute."""
-    act, layers = cfg.hidden_act, getattr(cfg, "layer_types", None) or []
-    others = sorted({*layers} - {"full_attention"})
-    slides = getattr(cfg, "use_sliding_window", False)
-    is_quantised = getattr(cfg, "quantization_config", None) is not None
-    require(act == "silu", f"hidden_act={act!r} is not supported: 'silu' is")
-    require(not others, f"layer_types={others} are not supported: full_attention is")
-    require(not slides, "sliding-window attention is not supported: full attention is")
-    require(not is_quantised, "quantised weights are not supported: float ones are")
-
 # %% ../nbs/06a_models.ipynb #2bfa490a
 class CausalLM(nn.Module):
-    """A decoder with a head: `forward` -> hidden [T, hidden]."""
+    """A decoder with a head."""
 
-    def __init__(self, cfg: Any, max_position: int, ops: TorchOps) -> None:
+    def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        family_of(cfg).check()
-        self.model, parts = Decoder(cfg, max_position, ops), {"lm_head": cfg.vocab_size}
-        self.head = None if cfg.tie_word_embeddings else Linear(cfg.hidden_size, parts)
+        self.model = Decoder(spec, max_position, ops)
+        self.head = None
+        if not spec.tie_word_embeddings:
+            self.head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions [T] -> hidden [T, hidden]."""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

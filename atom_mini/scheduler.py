@@ -38,7 +38,7 @@ class ScheduledBatch:
     block_tables: np.ndarray  # [B, W] int32; past a sequence's own blocks: anything
     is_sampled: np.ndarray  # [B] bool: False for a chunk that does not end its prompt
     sampling_params: list[SamplingParams]
-    # place in the batch -> all its token ids, where a penalty needs them
+    # place in the batch -> all its token ids, for requests that are penalised
     histories: dict[int, list[int]] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)  # in the matrix of block tables
 
@@ -50,20 +50,22 @@ class ScheduledBatch:
         """Pack `seqs`, whose `num_scheduled_tokens` are set and whose blocks are theirs."""
         scheduled = np.array([s.num_scheduled_tokens for s in seqs], dtype=np.int32)
         computed = np.array([s.num_computed_tokens for s in seqs], dtype=np.int32)
-        context_lens, wishes = computed + scheduled, [s.sampling_params for s in seqs]
-        tokens, rows = [s.last_token for s in seqs], [s.row for s in seqs]
+        context_lens = computed + scheduled
+        params = [s.sampling_params for s in seqs]
+        tokens = [s.last_token for s in seqs]
+        rows = [s.row for s in seqs]
         if type is SequenceType.PREFILL:
             tokens = []
             for s in seqs:
                 tokens += s.token_ids[s.num_computed_tokens :][: s.num_scheduled_tokens]
         width = -(-int(context_lens.max()) // manager.block_size)
-        penalised = [i for i, w in enumerate(wishes) if (w.repetition_penalty or 1) != 1]
+        past = {i: s.token_ids[:] for i, s in enumerate(seqs) if params[i].is_penalised}
         return cls(
-            type=type, req_ids=[s.id for s in seqs], sampling_params=wishes, rows=rows,
+            type=type, req_ids=[s.id for s in seqs], sampling_params=params, rows=rows,
             scheduled_tokens=np.array(tokens, np.int64), num_scheduled_tokens=scheduled,
             context_lens=context_lens, block_tables=manager.block_tables[rows, :width],
             is_sampled=context_lens == np.array([s.num_tokens for s in seqs], np.int32),
-            histories={i: seqs[i].token_ids[:] for i in penalised},
+            histories=past,
         )
 
     @property
@@ -133,7 +135,8 @@ class BaseScheduler:
 
     def check_prompt(self, num_tokens: int) -> None:
         """ValueError if a prompt of `num_tokens` tokens can never run."""
-        blocks, size = self.config.num_kvcache_blocks, self.config.kv_cache_block_size
+        blocks = self.config.num_kvcache_blocks
+        size = self.config.kv_cache_block_size
         require(
             num_tokens < self.max_len,
             f"prompt of {num_tokens} tokens: with one to generate it must fit "
@@ -144,6 +147,10 @@ class BaseScheduler:
     def check(self, seq: Sequence) -> None:
         """ValueError if `seq` cannot be added."""
         self.check_prompt(seq.num_prompt_tokens)
+        wish = seq.sampling_params
+        asks = wish.is_penalised or wish.logprobs is not None
+        missing = "repetition_penalty and logprobs need atom_mini.refinements.extras"
+        require(not asks or self.config.pick("make_extras", None) is not None, missing)
         require(seq.id not in self.seqs, f"id {seq.id} is in the engine: take another")
 
     def add(self, seq: Sequence) -> None:
@@ -177,14 +184,18 @@ class BaseScheduler:
         (self.waiting if is_waiting else self.running).remove(seq)
         if seq.block_table:
             self.block_manager.deallocate(seq)
-        seq.status, seq.leave_time = SequenceStatus.FINISHED, now
+        seq.status = SequenceStatus.FINISHED
+        seq.leave_time = now
         del self.seqs[seq.id]
         self.note("finished", seq, why=seq.leave_reason)
 
-    def abort(self, request_id: int) -> Sequence | None:
-        """Take a request back, between two steps; None if it is not in the engine."""
+    def abort(
+        self, request_id: int, why: str = "abort"
+    ) -> Sequence | None:
+        """Take a request back, between two steps; None if it is not in the engine. `why`:
+        its `leave_reason`."""
         if seq := self.seqs.get(request_id):
-            seq.leave_reason = "abort"
+            seq.leave_reason = why
             self._finish(seq, time.perf_counter())
         return seq
 
@@ -193,8 +204,6 @@ class BaseScheduler:
         but "not_finite": the model's logits were no numbers, and there is no token."""
         if token_id == NO_TOKEN:
             return "not_finite"
-        if seq.stop_checker is not None and seq.stop_checker(token_id):
-            return "stop_sequence"
         if token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos:
             return "eos"
         if token_id in seq.stop_ids:
@@ -213,11 +222,11 @@ class BaseScheduler:
             seq.num_computed_tokens += seq.num_scheduled_tokens
 
     def deliver(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         """Append the sampled tokens; returns the sequences that are finished."""
-        now, finished = time.perf_counter(), []
+        now = time.perf_counter()
+        finished = []
         for seq in seqs:
             new = output.token_ids.get(seq.id, ())  # none: its prompt goes on
             logprobs = output.logprobs.get(seq.id, [])
@@ -235,18 +244,15 @@ class BaseScheduler:
                     self._finish(seq, now)
                     finished.append(seq)
                     break
-        if stream_outputs is not None:
-            stream_outputs += output.for_requests(seqs, finished)
         return finished
 
     def postprocess(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None = None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         """The step has run: count it, append the sampled tokens, and return the sequences
-        that are finished. `stream_outputs` receives what each sequence got."""
+        that are finished."""
         self.advance(seqs)
-        return self.deliver(seqs, output, stream_outputs)
+        return self.deliver(seqs, output)
 
     def rollback(self) -> None:
         """Undo whatever was begun: all wait again, in the order in which they came."""
@@ -287,32 +293,34 @@ class Scheduler(BaseScheduler):
         self.block_manager.stage(seq, seq.num_computed_tokens + n)
         return seq
 
-    def _may_grow(self, seq: Sequence) -> bool:
+    def _can_grow(self, seq: Sequence) -> bool:
         """Whether it may yet ask for a block; its last token needs no slot."""
         return seq.limit - 1 > len(seq.block_table) * seq.block_size
 
     def _admit(self, budget: int, seqs: list[Sequence]) -> None:
         """Let in who waits, first come first served, and schedule it behind `seqs`."""
-        reserve = sum(map(self._may_grow, self.running)) if self.waiting else 0
+        reserve = sum(map(self._can_grow, self.running)) if self.waiting else 0
         while self.waiting and budget and len(self.running) < self.config.max_num_seqs:
             seq = self.waiting[0]
             cached = self.block_manager.can_allocate(seq, reserve)
             if cached is None:
                 break
-            start, end = len(cached) * seq.block_size, seq.num_tokens
+            start = len(cached) * seq.block_size
+            end = seq.num_tokens
             n = next_chunk(start, end, budget, seq.block_size, not seqs)
             if n == 0 or not (start + n == end or self.config.enable_chunked_prefill):
                 break
             self.admit(seq, cached)
             seqs.append(self._schedule_tokens(seq, n))
             budget -= n
-            reserve += self._may_grow(seq)
+            reserve += self._can_grow(seq)
         if self.waiting:
             self._explain(budget, reserve)
 
     def _explain(self, budget: int, reserve: int) -> None:
         """Tell the listener why the first in line waits on."""
-        seq, why = self.waiting[0], "token budget"
+        seq = self.waiting[0]
+        why = "token budget"
         needed = seq.blocks_needed or seq.num_blocks
         if budget and len(self.running) >= self.config.max_num_seqs:
             why = "max_num_seqs"
@@ -323,9 +331,11 @@ class Scheduler(BaseScheduler):
     def _schedule_prefill(self) -> list[Sequence]:
         """Prompts that were cut go on, then those that wait are admitted."""
         seqs: list[Sequence] = []
-        budget, size = self.config.max_num_batched_tokens, self.config.kv_cache_block_size
+        budget = self.config.max_num_batched_tokens
+        size = self.config.kv_cache_block_size
         for seq in self.running:
-            start, end = seq.num_computed_tokens, seq.num_tokens
+            start = seq.num_computed_tokens
+            end = seq.num_tokens
             if end - start > 1 and (n := next_chunk(start, end, budget, size, not seqs)):
                 seqs.append(self._schedule_tokens(seq, n))
                 budget -= n
@@ -349,7 +359,8 @@ class Scheduler(BaseScheduler):
 
     def _schedule_decode(self, decodable: list[Sequence]) -> list[Sequence]:
         seqs: list[Sequence] = []
-        manager, size = self.block_manager, self.config.kv_cache_block_size
+        manager = self.block_manager
+        size = self.config.kv_cache_block_size
         for seq in decodable[: self.config.max_num_batched_tokens]:
             if seq.status is SequenceStatus.WAITING:
                 break  # preempted for somebody before it, and so is everyone behind it

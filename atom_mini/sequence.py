@@ -5,9 +5,9 @@
 # %% ../nbs/02_sequence.ipynb #ca30c0bd
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
@@ -17,7 +17,7 @@ from .checkpoint import require
 from .config import SamplingParams, as_token_ids
 
 # %% auto #0
-__all__ = ['PLACEHOLDER', 'NO_TOKEN', 'SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
+__all__ = ['NO_TOKEN', 'SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
 
 # %% ../nbs/02_sequence.ipynb #d2316756
 class SequenceStatus(Enum):
@@ -63,10 +63,9 @@ class Sequence:
 
     def _resize(self) -> None:
         """The list of tokens has changed: derive what follows from it."""
-        self.num_tokens, self.last_token = len(self.token_ids), self.token_ids[-1]
+        self.num_tokens = len(self.token_ids)
+        self.last_token = self.token_ids[-1]
         self.num_blocks = -(-self.num_tokens // self.block_size)
-        full = (self.num_blocks - 1) * self.block_size
-        self.last_block_num_tokens = self.num_tokens - full
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -77,7 +76,6 @@ class Sequence:
         block_size: int,
         sampling_params: SamplingParams | None = None,
         id: int | None = None,
-        stop_checker: Callable[[int], str | None] | None = None,
     ) -> None:
         require(len(token_ids) > 0, "empty prompt (0 tokens): it needs at least 1")
         self.token_ids = as_token_ids(token_ids)  # prompt, then generated
@@ -86,16 +84,16 @@ class Sequence:
         self.id = next(Sequence._ids) if id is None else id  # an explicit 0 counts
         self.block_size = block_size  # tokens
         self.sampling_params = sampling_params or SamplingParams()
-        self.stop_checker = stop_checker  # new token id -> the stop string it completes
         self.stop_ids = frozenset(self.sampling_params.stop_token_ids)
         self.num_prompt_tokens = self.num_known_tokens = len(token_ids)
         self._resize()
-        self.limit = self.num_prompt_tokens + self.sampling_params.max_tokens
+        most = self.sampling_params.max_tokens or sys.maxsize
+        self.limit = self.num_prompt_tokens + most
         self._begin()
 
     def append_token(self, token_id: int, why: str | None = None) -> None:
-        """Add a generated token, in the place of a placeholder if there is one; the next
-        step computes its K/V. `why`: the `leave_reason`, if the sequence ends with it."""
+        """Add a generated token; the next step computes its K/V. `why`: the `leave_reason`,
+        if the sequence ends with it. What stood behind the known tokens makes room."""
         place = self.num_known_tokens
         self.token_ids[place : place + 1] = [token_id]
         self._resize()
@@ -118,25 +116,14 @@ class Sequence:
         state = f"{self.status.name}, {size}, {self.num_computed_tokens} computed"
         return f"Sequence({self.id}, {state}, blocks {self.block_table})"
 
-    def append_placeholder(self) -> None:
-        """Reserve the place of a token that is being computed."""
-        self.token_ids.append(PLACEHOLDER)
-        self._resize()
-
-    def drop_placeholders(self) -> None:
-        """Cut it to the tokens that are known."""
-        del self.token_ids[self.num_known_tokens :]
-        self._resize()
-
     def restart(self) -> None:
         """Back to the tokens that are known, without blocks, as if it had just come."""
-        self.drop_placeholders()
+        del self.token_ids[self.num_known_tokens :]
+        self._resize()
         del self.logprobs[self.num_completion_tokens :]
-        self.block_table, self.row = [], -1
+        self.block_table = []
+        self.row = -1
         self.num_computed_tokens = self.num_published_blocks = self.blocks_needed = 0
-
-# %% ../nbs/02_sequence.ipynb #3ad7621a
-PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
 
 # %% ../nbs/02_sequence.ipynb #7e40ee66
 NO_TOKEN = -1  # what a step brings in place of a token if its logits were no numbers

@@ -8,10 +8,8 @@ from __future__ import annotations
 import random
 import re
 import warnings
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 from .checkpoint import read_json, require
@@ -19,8 +17,8 @@ from .config import Config, SamplingParams, as_token_ids
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NOT_FINITE', 'decode', 'byte_tokens', 'Progress', 'IncrementalDetokenizer', 'CompletionOutput', 'TextPiece',
-           'check_unicode', 'load_tokenizer', 'InputOutputProcessor', 'Request']
+__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'CompletionOutput', 'TextPiece', 'check_unicode',
+           'load_tokenizer', 'InputOutputProcessor', 'Request']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
 def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
@@ -28,20 +26,10 @@ def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     return tokenizer.decode(list(token_ids), **options)
 
-# %% ../nbs/09b_text.ipynb #b7698ec1
-@lru_cache(maxsize=8)
-def byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """The ids of `<0x00>` to `<0xFF>`, if it has bytes for letters that it lacks."""
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    ids: Any = getattr(tokenizer, "convert_tokens_to_ids", lambda names: [None])(names)
-    known = None not in ids and tokenizer.convert_ids_to_tokens(ids) == names
-    return frozenset(ids if known and decode(tokenizer, ids[-1:]) == "\ufffd" else [])
-
 # %% ../nbs/09b_text.ipynb #ba1a1f2f
 class Progress(NamedTuple):
     """How far a text has come after `num` tokens."""
 
-    ids: list[int]  # the first `num` of them count
     num: int = 0
     text: str = ""  # what no later token can change
     context: tuple[int, ...] = ()  # the ids at its end, and what they say by themselves
@@ -54,67 +42,60 @@ class Progress(NamedTuple):
 class IncrementalDetokenizer:
     """Tokens in, text out, up to the first stop string.
 
-    The pieces joined are the tokenizer's own text of all tokens. `push` and `flush`
+    The pieces joined are the tokenizer's own text of all tokens. `read` and `flush`
     change nothing but by their last assignment.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
-        self.bytes = byte_tokens(tokenizer)
-        self.progress, self._taken = Progress([]), 0
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.progress = Progress()
+        self._taken = 0  # characters
 
-    def _may_break(
-        self, window: tuple[int, ...], text: str
-    ) -> bool:
-        """Whether a run of byte tokens is open: a broken byte more changes it backwards."""
-        broken = self.tokenizer.convert_tokens_to_ids("<0xFF>")
-        return decode(self.tokenizer, (*window, broken)) != text + "\ufffd"
+    def _news(self, progress: Progress) -> str:
+        """What the window says beyond its context, if no later token can change it."""
+        text = decode(self.tokenizer, progress.context + progress.held)
+        is_whole = text.startswith(progress.alone) and not text.endswith("\ufffd")
+        return text[len(progress.alone) :] if is_whole else ""
 
-    def _whole(self, progress: Progress) -> Progress:
-        text = decode(self.tokenizer, progress.ids[: progress.num])
+    def _whole(self, ids: list[int]) -> Progress:
+        """The end: all that `ids` say, up to the first stop string."""
+        text = decode(self.tokenizer, ids)
         hits = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
         _, end, stopped = min(hits, default=(0, len(text), None))
-        return progress._replace(text=text[:end], held=(), stopped=stopped, is_done=True)
+        return Progress(len(ids), text[:end], stopped=stopped, is_done=True)
 
-    def _after(self, progress: Progress, token_id: int) -> Progress:
-        progress.ids[progress.num :] = [token_id]
-        held = (*progress.held, token_id)
-        progress = progress._replace(num=progress.num + 1, held=held)
-        if progress.is_done or (token_id in self.bytes and not self.stop):
-            return progress
-        window, old = (*progress.context, *held), progress.alone
-        new = decode(self.tokenizer, window)
-        if len(new) <= len(old) or not new.startswith(old) or new.endswith("\ufffd"):
-            return progress
-        text = progress.text + new[len(old) :]
-        if any(s in text for s in self.stop):
-            return self._whole(progress)
-        if not self.bytes.isdisjoint(held) and self._may_break(window, new):
-            return progress
-        first = len(progress.context)
+    def _moved(self, progress: Progress, news: str) -> Progress:
+        """The held tokens are said: they become the context."""
+        window, first = progress.context + progress.held, len(progress.context)
         while not (alone := decode(self.tokenizer, window[first:])):
             first -= 1
-        return progress._replace(text=text, context=window[first:], alone=alone, held=())
+        return Progress(progress.num, progress.text + news, window[first:], alone)
 
-    def push(
-        self, token_id: int, position: int | None = None
-    ) -> str | None:
-        """Add a token; returns the stop string if one is complete now.
+    def _after(self, ids: list[int]) -> Progress:
+        """The progress after one more of `ids`."""
+        num = self.progress.num + 1
+        held = (*self.progress.held, ids[num - 1])
+        progress = self.progress._replace(num=num, held=held)
+        news = self._news(progress)
+        if not news:
+            return progress
+        if any(s in progress.text + news for s in self.stop):
+            return self._whole(ids[:num])
+        return self._moved(progress, news)
 
-        `position`: how many come before it. What was pushed from there on is forgotten.
-        """
-        progress = self.progress
-        num = progress.num if position is None else position
-        assert num <= progress.num
-        if num < progress.num:  # a step was undone: seldom
-            progress = reduce(self._after, progress.ids[:num], Progress([]))
-        self.progress = self._after(progress, token_id)
+    def read(self, ids: list[int]) -> str | None:
+        """Go on to the end of `ids`, or to where a stop string is complete; returns it."""
+        while self.progress.num < len(ids) and not self.progress.is_done:
+            self.progress = self._after(ids)
         return self.progress.stopped
 
-    def flush(self) -> None:
-        """No more tokens: the text is what the tokenizer itself makes of all of them."""
+    def flush(self, ids: list[int]) -> None:
+        """No more tokens: the text is what the tokenizer itself makes of all `ids`."""
+        if self.stop:
+            self.read(ids)  # one by one, as nothing counts behind a stop string
         if not self.progress.is_done:
-            self.progress = self._whole(self.progress)
+            self.progress = self._whole(ids)
 
     @property
     def text(self) -> str:
@@ -198,7 +179,9 @@ class InputOutputProcessor:
     """Prompt -> `Sequence` -> `CompletionOutput`: tokenises, checks, detokenises."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
+        self.make = config.pick("make_detokenizer", IncrementalDetokenizer)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a prompt; ValueError if it is no Unicode text."""
@@ -206,59 +189,80 @@ class InputOutputProcessor:
         return self.tokenizer.encode(text, **options)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        size = self.config.hf_config.vocab_size
+        size = self.config.spec.vocab_size
         bad = [i for i in ids if not 0 <= i < size][:1]
         limit = f"the vocabulary of {size} tokens"
         require(not bad, f"token id {bad} in {name} is outside {limit}")
 
-    def preprocess(
-        self, prompt: str | list[int], params: SamplingParams,
-        stream: bool,
-    ) -> Request:
-        """Check and tokenise one prompt; ValueError says what is wrong with it."""
-        params = params.resolve(self.config.sampling_defaults)
-        if params.temperature and params.seed is None:
-            params = replace(params, seed=random.getrandbits(63))
-        text, kind = prompt if isinstance(prompt, str) else None, type(prompt).__name__
-        has_text, name = text is not None or bool(params.stop), self.config.model
-        require(self.tokenizer or not has_text, f"{name} has no tokenizer: pass token ids")
-        good = isinstance(prompt, str | list | tuple)
+    def _check(self, prompt: Any, params: Any) -> None:
+        """ValueError unless this is a prompt, with parameters that it can have."""
+        kind = type(params).__name__
+        require(isinstance(params, SamplingParams), f"{kind} is no SamplingParams")
+        good, kind = isinstance(prompt, str | list | tuple), type(prompt).__name__
         require(good, f"a prompt is text or token ids, not {kind}")
+        has_text = isinstance(prompt, str) or len(params.stop) > 0
+        wrong = f"{self.config.model} has no tokenizer: pass token ids"
+        require(self.tokenizer is not None or not has_text, wrong)
         for stop in params.stop:
             check_unicode(stop, "stop string")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+
+    def _settle(self, params: SamplingParams) -> SamplingParams:
+        """`params` with nothing left open."""
+        longest = {"max_tokens": self.config.max_model_len}
+        params = params.resolve(self.config.sampling_defaults | longest)
+        if params.temperature and params.seed is None:
+            params = replace(params, seed=random.getrandbits(63))
+        return params
+
+    def preprocess(
+        self, prompt: str | list[int], params: SamplingParams
+    ) -> Request:
+        """Check and tokenise one prompt; ValueError says what is wrong with it."""
+        self._check(prompt, params)
+        text = prompt if isinstance(prompt, str) else None
         ids = as_token_ids(prompt) if text is None else self.encode(text)
         self._check_ids("prompt", ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        seq = Sequence(ids, self.config.kv_cache_block_size, params)
-        if self.tokenizer is None or not (stream or params.stop):
+        seq = Sequence(ids, self.config.kv_cache_block_size, self._settle(params))
+        if self.tokenizer is None:
             return Request(seq, None, text)
-        detokenizer = IncrementalDetokenizer(self.tokenizer, tuple(params.stop))
-        here = weakref.proxy(seq)  # `seq` holds the checker, so that does not hold `seq`
-        seq.stop_checker = lambda i: detokenizer.push(i, here.num_completion_tokens)
-        return Request(seq, detokenizer, text)
+        return Request(seq, self.make(self.tokenizer, tuple(params.stop)), text)
+
+    def _finish(
+        self, request: Request
+    ) -> tuple[str, int, str | None]:
+        """(text, number of tokens that count, stop string) of a request that has ended."""
+        ids = request.seq.completion_token_ids
+        if request.detokenizer is None:
+            return "", len(ids), None
+        request.detokenizer.flush(ids)
+        progress = request.detokenizer.progress
+        return progress.text, progress.num, progress.stopped
 
     def postprocess(self, request: Request) -> CompletionOutput:
         """The result of a finished (or aborted) request."""
-        seq, detokenizer = request.seq, request.detokenizer
-        ids, wish, stopped = seq.completion_token_ids, seq.sampling_params, None
-        text = decode(self.tokenizer, ids) if self.tokenizer and not detokenizer else ""
-        if detokenizer is not None:
-            detokenizer.flush()
-            text, stopped = detokenizer.text, detokenizer.progress.stopped
+        seq = request.seq
+        text, num, stopped = self._finish(request)
         finish_reason, stop_reason = _explain(seq, stopped)
         if finish_reason == "error":
             warnings.warn(f"request {seq.id} failed: {stop_reason}", stacklevel=3)
         first = seq.first_token_time or seq.leave_time
+        has_logprobs = seq.sampling_params.logprobs is not None
         return CompletionOutput(
-            request_id=seq.id, prompt=request.prompt, text=text, token_ids=ids,
+            request_id=seq.id,
+            prompt=request.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            finish_reason=finish_reason, stop_reason=stop_reason,
-            num_cached_tokens=seq.num_cached_tokens, ttft=first - seq.arrive_time,
-            tpot=(seq.leave_time - first) / max(1, len(ids) - 1),
+            text=text,
+            token_ids=seq.completion_token_ids[:num],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=seq.num_cached_tokens,
+            ttft=first - seq.arrive_time,
+            tpot=(seq.leave_time - first) / max(1, num - 1),
             latency=seq.leave_time - seq.arrive_time,
-            logprobs=seq.logprobs if wish.logprobs is not None else None,
+            logprobs=seq.logprobs[:num] if has_logprobs else None,
             metrics=dict(seq.metrics),
-        )  # fmt: skip
+        )
 
 # %% ../nbs/09b_text.ipynb #0cca6840
 @dataclass
@@ -266,7 +270,7 @@ class Request:
     """A sequence and its text side."""
 
     seq: Sequence
-    detokenizer: IncrementalDetokenizer | None
+    detokenizer: IncrementalDetokenizer | None  # None without a tokenizer
     prompt: str | None
     num_sent: int = 0  # tokens that a stream has given out
 

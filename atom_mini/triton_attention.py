@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +21,9 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by NumPy, on the CPU
 
 # %% auto #0
-__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'LAUNCHES', 'RELATIVES', 'FEW_TOKENS', 'cut_queries', 'part_size',
-           'cut_keys', 'AttentionPlan', 'plan_attention', 'paged_attention_kernel', 'merge_kernel', 'Launch', 'nearest',
-           'architecture', 'launch_options', 'product_type', 'PagedAttention']
+__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'MAX_ITEMS', 'FEW_TOKENS', 'ANYWHERE', 'cut_queries', 'part_size',
+           'most_parts', 'cut_keys', 'AttentionPlan', 'plan_attention', 'paged_attention_kernel', 'merge_kernel',
+           'Launch', 'launches', 'product_type', 'PagedAttention']
 
 # %% ../nbs/10_triton_attention.ipynb #62e25316
 def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -31,48 +33,59 @@ def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # %% ../nbs/10_triton_attention.ipynb #b4ea5f86
 def cut_queries(
-    query_lens: np.ndarray, context_lens: np.ndarray, width: int, tile_tokens: int
+    query_lens: np.ndarray, context_lens: np.ndarray, tile_tokens: np.ndarray
 ) -> np.ndarray:
-    """Tiles [n, 4]: first query row, tokens, position of the first, and where the block
-    table begins among tables of `width` entries."""
+    """Tiles [n, 4] of up to `tile_tokens` [B] tokens: first query row, tokens, position
+    of the first, sequence."""
     seq, number = _pieces(-(-query_lens // tile_tokens))
-    first = number * tile_tokens
-    tokens = np.minimum(tile_tokens, query_lens[seq] - first)
+    first = number * tile_tokens[seq]
+    tokens = np.minimum(tile_tokens[seq], query_lens[seq] - first)
     row = (query_lens.cumsum() - query_lens)[seq] + first
     position = (context_lens - query_lens)[seq] + first
-    return np.stack([row, tokens, position, seq * width], 1)
+    return np.stack([row, tokens, position, seq], 1)
 
 # %% ../nbs/10_triton_attention.ipynb #cb13d922
-SPLIT_KEYS, MAX_SPLITS = 256, 32
+SPLIT_KEYS = 256  # keys in a part
+MAX_SPLITS = 32  # parts of a context
 
 # %% ../nbs/10_triton_attention.ipynb #7a010e39
-def part_size(lens: np.ndarray) -> np.ndarray:
-    """Keys in each part of contexts of `lens` keys: whole `SPLIT_KEYS`."""
-    return -(-lens // (MAX_SPLITS * SPLIT_KEYS)) * SPLIT_KEYS
+def part_size(lens: np.ndarray, most: np.ndarray | int) -> np.ndarray:
+    """Keys in each of at most `most` parts of `lens` keys: whole `SPLIT_KEYS`."""
+    return -(-lens // (most * SPLIT_KEYS)) * SPLIT_KEYS
+
+# %% ../nbs/10_triton_attention.ipynb #10a00002
+MAX_ITEMS = 64  # of a sequence, unless it has more tiles of queries
+
+
+def most_parts(num_tiles: np.ndarray) -> np.ndarray:
+    """Into how many parts the keys of sequences with `num_tiles` tiles are cut, at
+    most."""
+    return np.clip(MAX_ITEMS // num_tiles, 1, MAX_SPLITS)
 
 # %% ../nbs/10_triton_attention.ipynb #94cc93c0
-def cut_keys(tiles: np.ndarray, is_decode: bool) -> tuple[np.ndarray, np.ndarray]:
+def cut_keys(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Items [n, 8] of `tiles`, the longest first, and merges [m, 4]: see below."""
-    row, tokens, position, _ = tiles.T
+    row, tokens, position, seq = tiles.T
     end = position + tokens
-    size = part_size(end) if is_decode else end
+    size = part_size(end, most_parts(np.bincount(seq)[seq]))
     parts = -(-end // size)
     partials = np.where(parts > 1, parts * tokens, 0)
     partial = partials.cumsum() - partials  # the first one of each tile
     tile, part = _pieces(parts)
     begin = part * size[tile]
-    to = np.where(parts[tile] > 1, partial[tile] + part * tokens[tile], -1)
     ends = np.minimum(begin + size[tile], end[tile])
+    to = np.where(parts[tile] > 1, partial[tile] + part * tokens[tile], -1)
     items = np.column_stack([tiles[tile], begin, ends, to, np.zeros_like(to)])
     tile, token = _pieces(np.where(parts > 1, tokens, 0))
-    which = row[tile] + token, partial[tile] + token, tokens[tile], parts[tile]
-    return items[np.argsort(begin - ends, kind="stable")], np.stack(which, 1)
+    merges = [row[tile] + token, partial[tile] + token, tokens[tile], parts[tile]]
+    return items[np.argsort(begin - ends, kind="stable")], np.stack(merges, 1)
 
 # %% ../nbs/10_triton_attention.ipynb #9963a060
 @dataclass
 class AttentionPlan:
-    """A step's attention as work items. `data` int32: a header of 8 (items, merges,
-    where items begin, query rows), merges, items, block tables.
+    """A step's attention as work items. `data` int32: a header of 8 (small items,
+    merges, where small items begin, 0, large items, 0, where they begin, 0), merges,
+    items, block tables.
 
     An item is 8 numbers: first query row, query tokens, position of the first, where
     its block table begins, first key, end of keys, row in the partial results (-1:
@@ -81,26 +94,39 @@ class AttentionPlan:
     """
 
     data: Any  # np.ndarray where it was made, a Tensor on the device for the kernel
-    is_decode: bool  # few query tokens per sequence: small tiles, cut along the keys
-    num_items: int
+    num_small: int  # items of sequences with few new tokens
+    num_large: int
     num_merges: int
     num_partials: int
 
+    @property
+    def num_items(self) -> int:
+        return self.num_small + self.num_large
+
 # %% ../nbs/10_triton_attention.ipynb #b2539bce
+FEW_TOKENS = 16  # new ones of a sequence, for small tiles
+
+
 def plan_attention(
     query_lens: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray,
-    tile_tokens: int, is_decode: bool,
+    tile_tokens: tuple[int, int],
 ) -> AttentionPlan:
-    """A step, `query_lens` and `context_lens` [B], `block_tables` [B, W], as items."""
-    tiles = cut_queries(query_lens, context_lens, block_tables.shape[1], tile_tokens)
-    items, merges = cut_keys(tiles, is_decode)
-    items_at = 8 + merges.size
-    items[:, 3] += items_at + items.size
-    header = [len(items), len(merges), items_at, int(query_lens.sum()), 0, 0, 0, 0]
+    """A step, `query_lens` and `context_lens` [B], `block_tables` [B, W], as items:
+    `tile_tokens` tokens in a small tile, in a large one."""
+    is_large = query_lens > FEW_TOKENS
+    sizes = np.where(is_large, tile_tokens[1], tile_tokens[0])
+    items, merges = cut_keys(cut_queries(query_lens, context_lens, sizes))
+    large = is_large[items[:, 3]]
+    items = items[np.argsort(large, kind="stable")]
+    num_large = int(large.sum())
+    num_small = len(items) - num_large
+    begin = 8 + merges.size
+    items[:, 3] = items[:, 3] * block_tables.shape[1] + begin + items.size
+    header = [num_small, len(merges), begin, 0, num_large, 0, begin + 8 * num_small, 0]
     pieces = header, merges.ravel(), items.ravel(), block_tables.ravel()
     data = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
     num_partials = int(merges[:, 3].sum())
-    return AttentionPlan(data, is_decode, len(items), len(merges), num_partials)
+    return AttentionPlan(data, num_small, num_large, len(merges), num_partials)
 
 # %% ../nbs/10_triton_attention.ipynb #8da09157
 @triton.jit
@@ -109,6 +135,11 @@ def _load(ptr, mask, MASKED: tl.constexpr):
         return tl.load(ptr, mask=mask, other=0)
     else:
         return tl.load(ptr)
+
+# %% ../nbs/10_triton_attention.ipynb #10a00011
+@triton.jit
+def _causal(keys, seen_to):
+    return keys[None, :] < seen_to[:, None]
 
 # %% ../nbs/10_triton_attention.ipynb #69421f6d
 @triton.jit
@@ -126,12 +157,13 @@ def _load_blocks(
 def _attend(
     q, acc, top, total, begin, end, seen_to, cache_ptr, v_offset, block_stride,
     table_ptr, scale, D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SEES: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
+    MASKED: tl.constexpr = SEES is not None
     BLOCK_D: tl.constexpr = q.shape[1]
     LOAD_MASKED: tl.constexpr = MASKED or D != BLOCK_D
-    n, dims = tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
+    n = tl.arange(0, KEYS)
+    dims = tl.arange(0, BLOCK_D)
     block = _load_blocks(table_ptr, begin, n, begin + n < end, S, KEYS, True)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         place = n % S if KEYS % S == 0 else (start + n) % S
@@ -146,10 +178,7 @@ def _attend(
         k = _load(at, inside, LOAD_MASKED)
         scores = tl.dot(q, tl.trans(k).to(PRODUCT), input_precision="ieee") * scale
         if MASKED:
-            seen = (start + n)[None, :] < seen_to[:, None]
-            if WINDOW:
-                seen = seen & ((start + n)[None, :] >= seen_to[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(SEES(start + n, seen_to), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -162,96 +191,120 @@ def _attend(
         top = new_top
     return acc, top, total
 
-# %% ../nbs/10_triton_attention.ipynb #727f687f
+# %% ../nbs/10_triton_attention.ipynb #10a00007
 @triton.jit
-def _sink(sink_ptr, top):
-    """The weight of a sink, as that of a key where `top` is the largest score."""
-    return tl.exp2(tl.load(sink_ptr).to(tl.float32) * 1.4426950408889634 - top)
+def _rows(kv_head, G: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    return row // G, kv_head * G + row % G
+
+# %% ../nbs/10_triton_attention.ipynb #10a00008
+@triton.jit
+def _queries(
+    q_ptr, first, count, token, head, H: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    row = (first + token).to(tl.int64) * H + head
+    inside = (token < count)[:, None] & (dims < D)[None, :]
+    return tl.load(q_ptr + row[:, None] * D + dims[None, :], mask=inside, other=0.0)
+
+# %% ../nbs/10_triton_attention.ipynb #10a0000a
+@triton.jit
+def _store(
+    acc, top, total, first, count, partial, token, head, out_ptr, partial_ptr, lse_ptr,
+    H: tl.constexpr, D: tl.constexpr,
+):
+    dims = tl.arange(0, acc.shape[1])
+    valid = token < count
+    inside = valid[:, None] & (dims < D)[None, :]
+    acc = acc / tl.maximum(total, 1e-30)[:, None]
+    if partial < 0:
+        row = (first + token).to(tl.int64) * H + head
+        out = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * D + dims[None, :], out, mask=inside)
+    else:
+        row = (partial + token).to(tl.int64) * H + head
+        tl.store(partial_ptr + row[:, None] * D + dims[None, :], acc, mask=inside)
+        tl.store(lse_ptr + row, top + tl.log2(total), mask=valid)
 
 # %% ../nbs/10_triton_attention.ipynb #e7fa7a93
 @triton.jit
 def paged_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, v_offset, block_stride,
     scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    S: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    PRODUCT: tl.constexpr, WINDOW: tl.constexpr = 0, sink_ptr=None,
+    S: tl.constexpr, LARGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """Work items, for one K/V head each: q, out [T, H, D], cache [2, N, K, S, D];
-    `partial` [R, H, D] and `lse` [R, H] are the results of parts."""
-    G: tl.constexpr = H // K
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    num_items, items = tl.load(plan_ptr), plan_ptr + tl.load(plan_ptr + 2)
+    """The small or the LARGE items, for one K/V head each: q, out [T, H, D], cache
+    [2, N, K, S, D]; `partial` [R, H, D] and `lse` [R, H] are the results of parts."""
+    num_items = tl.load(plan_ptr + 4 * LARGE)
+    items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)
     for i in range(tl.program_id(0), num_items * K, tl.num_programs(0)):
-        item, kv_head = items + i // K * 8, i % K
-        q_row, q_len, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-        table, begin = tl.load(item + 3), tl.load(item + 4)
-        end, partial = tl.load(item + 5), tl.load(item + 6)
-        token, head = rows // G, kv_head * G + rows % G
-        valid = (token < q_len)[:, None] & (dims < D)[None, :]
-        at = ((q_row + token).to(tl.int64) * H + head)[:, None] * D + dims[None, :]
-        q = tl.load(q_ptr + at, mask=valid, other=0.0).to(PRODUCT)
+        item = items + i // K * 8
+        kv_head = i % K
+        token, head = _rows(kv_head, H // K, ROWS)
+        first = tl.load(item)
+        count = tl.load(item + 1)
+        position = tl.load(item + 2)
+        partial = tl.load(item + 6)
+        q = _queries(q_ptr, first, count, token, head, H, D, BLOCK_D).to(PRODUCT)
+        table_ptr = plan_ptr + tl.load(item + 3)
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+        seen_to = position + token + 1
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        total, top = tl.zeros([ROWS], tl.float32), tl.full([ROWS], -1e30, tl.float32)
-        heads_ptr, seen_to = cache_ptr + kv_head * S * D, position + token + 1
-        if WINDOW:  # begins with the tile of the first key that a query sees
-            begin = tl.maximum(begin, (position + 1 - WINDOW) // KEYS * KEYS)
-        seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)  # by all queries
-        full = begin + (0 if WINDOW else seen // KEYS * KEYS)
+        total = tl.zeros([ROWS], tl.float32)
+        top = tl.full([ROWS], -1e30, tl.float32)
+        heads_ptr = cache_ptr + kv_head * S * D
+        seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)  # by all
+        full = begin + seen // KEYS * KEYS
         acc, top, total = _attend(
             q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset, block_stride,
-            plan_ptr + table, scale, D, S, KEYS, False, STAGES, PRODUCT, WINDOW,
+            table_ptr, scale, D, S, KEYS, None, STAGES, PRODUCT,
         )
         acc, top, total = _attend(
             q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride,
-            plan_ptr + table, scale, D, S, KEYS, True, 1, PRODUCT, WINDOW,
+            table_ptr, scale, D, S, KEYS, _causal, 1, PRODUCT,
         )
-        if sink_ptr is not None:  # one key more, of value 0; or the merge adds it
-            total += tl.where(partial < 0, _sink(sink_ptr + head, top), 0.0)
-        acc = acc / tl.maximum(total, 1e-30)[:, None]
-        if partial < 0:
-            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=valid)
-        else:
-            to = (partial + token).to(tl.int64) * H + head
-            tl.store(partial_ptr + to[:, None] * D + dims[None, :], acc, mask=valid)
-            tl.store(lse_ptr + to, top + tl.log2(total), mask=token < q_len)
+        _store(
+            acc, top, total, first, count, partial, token, head, out_ptr, partial_ptr,
+            lse_ptr, H, D,
+        )
 
 # %% ../nbs/10_triton_attention.ipynb #a29b0a6a
 @triton.jit
 def merge_kernel(
     partial_ptr, lse_ptr, out_ptr, plan_ptr,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    sink_ptr=None,
 ):
     """One query token's head: the mean of its partial results [R, H, D], weighed by
     their log-sum-exp [R, H]."""
     if tl.program_id(0) < tl.load(plan_ptr + 1):
-        merge, head = plan_ptr + 8 + tl.program_id(0) * 4, tl.program_id(1)
-        q_row, first = tl.load(merge), tl.load(merge + 1)
-        stride, count = tl.load(merge + 2), tl.load(merge + 3)
-        splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-        row = (first + splits * stride).to(tl.int64) * H + head
-        lse = tl.load(lse_ptr + row, mask=splits < count, other=float("-inf"))
+        merge = plan_ptr + 8 + tl.program_id(0) * 4
+        head = tl.program_id(1)
+        splits = tl.arange(0, SPLITS)
+        dims = tl.arange(0, BLOCK_D)
+        exists = splits < tl.load(merge + 3)
+        row = (tl.load(merge + 1) + splits * tl.load(merge + 2)).to(tl.int64) * H + head
+        lse = tl.load(lse_ptr + row, mask=exists, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, 0))
-        total = tl.sum(weights, 0)
-        if sink_ptr is not None:
-            total += _sink(sink_ptr + head, tl.max(lse, 0))
-        inside = (splits < count)[:, None] & (dims < D)[None, :]
+        inside = exists[:, None] & (dims < D)[None, :]
         at = row[:, None] * D + dims[None, :]
         parts = tl.load(partial_ptr + at, mask=inside, other=0.0)
-        out = tl.sum(parts * weights[:, None], 0) / total
-        to = (q_row.to(tl.int64) * H + head) * D + dims
+        out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+        to = (tl.load(merge).to(tl.int64) * H + head) * D + dims
         tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 # %% ../nbs/10_triton_attention.ipynb #d97e5391
 class Launch(NamedTuple):
-    """How the attention kernel is launched on one architecture."""
+    """How a kernel is launched."""
 
     rows: int  # of a query tile; a row is one head of one token
     key_bytes: int  # of a tile of keys
     warps: int
     stages: int  # tiles of keys and values in flight
     programs: int  # per compute unit
-    waves: int = 0  # AMD: per SIMD, to leave registers for; 0: as the compiler likes
+    extra: dict[str, int] | None = None  # options that one vendor's compiler has
 
     def tile(self, head_dim: int, itemsize: int, group: int) -> tuple[int, int]:
         """(query rows, keys) of a tile: heads of `head_dim` numbers of `itemsize` bytes,
@@ -261,49 +314,20 @@ class Launch(NamedTuple):
         keys = self.key_bytes // size // (2 if head_dim > 128 else 1)  # registers are few
         return rows, max(16, min(SPLIT_KEYS, keys))
 
-# %% ../nbs/10_triton_attention.ipynb #09335577
-LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # decode, prefill
-    "sm_80": (Launch(16, 2**13, 4, 3, 4), Launch(64, 2**13, 4, 3, 2)),
-    "sm_90": (Launch(16, 2**13, 4, 3, 4), Launch(128, 2**14, 8, 3, 1)),
-    "gfx90a": (Launch(16, 2**13, 2, 2, 4, 2), Launch(128, 2**13, 4, 1, 2, 2)),
-    "gfx942": (Launch(16, 2**13, 2, 2, 4, 2), Launch(128, 2**13, 4, 1, 2, 2)),
-    "gfx950": (Launch(16, 2**13, 2, 3, 3, 2), Launch(128, 2**13, 4, 1, 2, 2)),
-    "gfx1100": (Launch(16, 2**12, 8, 2, 3, 6), Launch(32, 2**12, 8, 1, 3, 5)),
-    "gfx1102": (Launch(16, 2**12, 8, 2, 2, 4), Launch(32, 2**12, 8, 1, 2, 4)),
-    "gfx1201": (Launch(16, 2**13, 4, 1, 7), Launch(128, 2**13, 8, 1, 2)),
-    "float32": 2 * (Launch(16, 0, 8, 1, 2),),  # but on CDNA, with a matrix unit for it
-}
+    def options(self) -> dict[str, int]:
+        """What the compiler is told."""
+        return {"num_warps": self.warps, "num_stages": self.stages} | (self.extra or {})
 
-# %% ../nbs/10_triton_attention.ipynb #5c1a30ae
-RELATIVES = {
-    "gfx": "gfx1100", "gfx9": "gfx942", "gfx1103": "gfx1102", "gfx115": "gfx1102",
-    "gfx1151": "gfx1100", "gfx120": "gfx1201",
-}  # fmt: skip
+# %% ../nbs/10_triton_attention.ipynb #10a0000d
+ANYWHERE = Launch(rows=16, key_bytes=2**12, warps=8, stages=1, programs=2)
 
 
-def nearest(name: str) -> str:
-    """The row of `LAUNCHES` for an AMD GPU: its own, or that of what it starts like."""
-    if name in LAUNCHES:
-        return name
-    starts = (name[:n] for n in range(len(name), 2, -1))
-    return next(RELATIVES[start] for start in starts if start in RELATIVES)
-
-# %% ../nbs/10_triton_attention.ipynb #28fd9e2b
-def architecture(device: torch.device) -> str:
-    """The key into `LAUNCHES` for a device: its own or its nearest relative's."""
-    if device.type == "cpu":
-        return "sm_80"  # the interpreter does not care
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is None:
-        return "sm_90" if properties.major >= 9 else "sm_80"
-    return nearest(properties.gcnArchName.split(":")[0])
-
-# %% ../nbs/10_triton_attention.ipynb #21906375
-def launch_options(arch: str, launch: Launch) -> dict[str, int]:
-    """The compiler's options for a launch."""
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    amd = {"waves_per_eu": launch.waves, "matrix_instr_nonkdim": 16}
-    return options | amd if arch.startswith("gfx") else options
+def launches(device: torch.device, dtype: torch.dtype) -> tuple[Launch, Launch]:
+    """For small tiles and for large ones: this GPU's in the table, if there is one."""
+    if find_spec("atom_mini.instruments") is None:
+        return ANYWHERE, ANYWHERE
+    table = import_module("atom_mini.instruments.launches")
+    return table.launches_for(device, dtype, table.LAUNCHES)
 
 # %% ../nbs/10_triton_attention.ipynb #6880270c
 def product_type(dtype: torch.dtype) -> tl.dtype:
@@ -319,14 +343,15 @@ class PagedAttention:
         self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int,
         dtype: torch.dtype,
     ) -> None:
-        self.heads, self.kv_heads, self.dim = num_heads, num_kv_heads, head_dim
-        self.group, self.arch = num_heads // num_kv_heads, architecture(device)
+        self.heads = num_heads
+        self.kv_heads = num_kv_heads
+        self.dim = head_dim
+        self.group = num_heads // num_kv_heads
         self.units = 4
         if device.type != "cpu":
             properties = torch.cuda.get_device_properties(device)
             self.units = properties.multi_processor_count
-        has_matrix_unit = dtype != torch.float32 or self.arch.startswith("gfx9")
-        self.launches = LAUNCHES[self.arch if has_matrix_unit else "float32"]
+        self.launches = launches(device, dtype)
         sizes = head_dim, dtype.itemsize, self.group
         self.tiles = [launch.tile(*sizes) for launch in self.launches]
 
@@ -336,9 +361,8 @@ class PagedAttention:
     ) -> AttentionPlan:
         """A step, `query_lens` and `context_lens` [B], `block_tables` [B, W], as work
         items; `data` is on the host."""
-        is_decode = int(query_lens.max()) <= FEW_TOKENS
-        tokens = self.tiles[0 if is_decode else 1][0] // self.group
-        return plan_attention(query_lens, context_lens, block_tables, tokens, is_decode)
+        small, large = (rows // self.group for rows, _ in self.tiles)
+        return plan_attention(query_lens, context_lens, block_tables, (small, large))
 
     def largest_decode_plan(
         self, num_seqs: int, longest: int, block_size: int
@@ -346,32 +370,40 @@ class PagedAttention:
         """As large as the plan of `num_seqs` decodes of up to `longest` tokens can get, or
         of as many rows in fewer sequences; its `data` say nothing."""
         splits = min(MAX_SPLITS, -(-longest // SPLIT_KEYS))
-        items, cut = num_seqs * splits, num_seqs if splits > 1 else 0
+        items = num_seqs * splits
+        cut = num_seqs if splits > 1 else 0
         size = 8 + 4 * cut + 8 * items + num_seqs * -(-longest // block_size)
-        return AttentionPlan(np.zeros(size, np.int32), True, items, cut, cut * splits)
+        return AttentionPlan(np.zeros(size, np.int32), items, 0, cut, cut * splits)
+
+    def merge(
+        self, plan: AttentionPlan, partial: Tensor, lse: Tensor, out: Tensor
+    ) -> None:
+        """`partial` [R, H, D] by `lse` [R, H] into `out` [T, H, D], where keys are cut."""
+        if plan.num_merges:
+            block_d = triton.next_power_of_2(self.dim)
+            merge_kernel[(plan.num_merges, self.heads)](
+                partial, lse, out, plan.data, self.heads, self.dim, block_d, MAX_SPLITS
+            )
 
     def __call__(
         self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan,
-        scale: float, window: int = 0, sinks: Tensor | None = None,
+        scale: float, kernel: Any = paged_attention_kernel, **more: Any,
     ) -> Tensor:
-        """`reference_attention` in one launch, or two where keys are cut: `q` [T, H, D]
-        -> [T, H, D]. `plan.data` is on the device. `window`: the keys that a query sees (0:
-        all); `sinks` [H]: a logit of each head that takes weight and gives nothing."""
-        phase, shape = 0 if plan.is_decode else 1, (plan.num_partials, self.heads)
-        launch, block_d = self.launches[phase], triton.next_power_of_2(self.dim)
-        out, lse = torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
-        partial = q.new_empty((*shape, self.dim), dtype=torch.float32)
-        programs = min(self.units * launch.programs, plan.num_items * self.kv_heads)
-        paged_attention_kernel[(programs,)](
-            q, kv_cache, out, partial, lse, plan.data, *kv_cache.stride()[:2],
-            scale * math.log2(math.e), self.heads, self.kv_heads, self.dim, block_d,
-            kv_cache.shape[3], *self.tiles[phase], launch.stages, product_type(q.dtype),
-            window, sinks, **launch_options(self.arch, launch),
-        )
-        if plan.num_merges:
-            args = partial, lse, out, plan.data, self.heads, self.dim, block_d
-            merge_kernel[(plan.num_merges, self.heads)](*args, MAX_SPLITS, sinks)
+        """`reference_attention`: `q` [T, H, D] -> [T, H, D]; `plan.data` is on the device.
+        `kernel` with `more` arguments attends to the items."""
+        out = torch.empty_like(q)
+        lse = q.new_empty(plan.num_partials, self.heads, dtype=torch.float32)
+        partial = q.new_empty(*lse.shape, self.dim, dtype=torch.float32)
+        block_d = triton.next_power_of_2(self.dim)
+        for large, count in enumerate((plan.num_small, plan.num_large)):
+            if count:
+                launch = self.launches[large]
+                programs = min(self.units * launch.programs, count * self.kv_heads)
+                kernel[(programs,)](
+                    q, kv_cache, out, partial, lse, plan.data, *kv_cache.stride()[:2],
+                    scale * math.log2(math.e), self.heads, self.kv_heads, self.dim, block_d,
+                    kv_cache.shape[3], large, *self.tiles[large], launch.stages,
+                    product_type(q.dtype), **more, **launch.options(),
+                )
+        self.merge(plan, partial, lse, out)
         return out
-
-# %% ../nbs/10_triton_attention.ipynb #9814628d
-FEW_TOKENS = 16  # new ones of a sequence, in a decode

@@ -22,17 +22,20 @@ __all__ = ['SAMPLE_CHUNK', 'TritonOps', 'add_rms_norm_kernel', 'rotate_and_store
 class TritonOps(PagedAttention, TorchOps):
     """`TorchOps` as Triton kernels, for one kind of head on one device."""
 
+    is_triton = True
+
     def attend(
-        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float,
-        window: int = 0, sinks: Tensor | None = None,
+        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
     ) -> Tensor:
-        return self(q, kv_cache, meta.plan, scale, window, sinks)
+        return self(q, kv_cache, meta.plan, scale)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        (rows, size), block = x.shape, triton.next_power_of_2(x.shape[1])
-        out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        (rows, size) = x.shape
+        block = triton.next_power_of_2(x.shape[1])
+        out = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
         warps = max(1, min(8, block // 512))  # 8 numbers of 16 bits to a lane: 128 bits
         add_rms_norm_kernel[(rows,)](
             x, residual, weight, out, total, eps, size, block, residual is not None,
@@ -44,8 +47,10 @@ class TritonOps(PagedAttention, TorchOps):
         self, qkv: Tensor, qk_norm: tuple[Tensor, Tensor] | None, eps: float,
         cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
     ) -> Tensor:
-        (tokens, heads, dim), (_, _, K, S, _) = qkv.shape, kv_cache.shape
-        q, strides = qkv.new_empty(tokens, heads - 2 * K, dim), kv_cache.stride()[:2]
+        (tokens, heads, dim) = qkv.shape
+        (_, _, K, S, _) = kv_cache.shape
+        q = qkv.new_empty(tokens, heads - 2 * K, dim)
+        strides = kv_cache.stride()[:2]
         group = 8 if tokens > 256 else 1  # heads per program
         rotate_and_store_kernel[(tokens, triton.cdiv(heads, group))](
             qkv, *(qk_norm or (qkv, qkv)), cos, sin, slot_mapping, q, kv_cache, *strides,
@@ -55,18 +60,22 @@ class TritonOps(PagedAttention, TorchOps):
         return q
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out, grid = gate_up.new_empty(tokens, size), (tokens, triton.cdiv(size, 1024))
+        tokens = gate_up.shape[0]
+        size = gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, size)
+        grid = (tokens, triton.cdiv(size, 1024))
         silu_and_mul_kernel[grid](gate_up, out, size, 1024, num_warps=2)
         return out
 
     def sample(self, logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
         """`sampler.sample`: logits [B, V], temperature and u [B] float32 -> tokens [B]."""
-        (rows, vocab), chunks = logits.shape, triton.cdiv(logits.shape[1], SAMPLE_CHUNK)
+        (rows, vocab) = logits.shape
+        chunks = triton.cdiv(logits.shape[1], SAMPLE_CHUNK)
         top, mass = logits.new_empty((2, rows, chunks), dtype=torch.float32)
         best = logits.new_empty((rows, chunks), dtype=torch.int32)
         out = logits.new_empty(rows, dtype=torch.int64)
-        sizes, pow2 = (vocab, SAMPLE_CHUNK, chunks), triton.next_power_of_2(chunks)
+        sizes = (vocab, SAMPLE_CHUNK, chunks)
+        pow2 = triton.next_power_of_2(chunks)
         survey_kernel[(rows, chunks)](logits, temperature, top, best, mass, *sizes)
         pick_kernel[(rows,)](logits, temperature, u, top, best, mass, out, *sizes, pow2)
         return out
@@ -83,7 +92,8 @@ def add_rms_norm_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):
     """One row: sum = x + residual, out = norm of the sum."""
-    row, columns = tl.program_id(0).to(tl.int64) * SIZE, tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     x = _read(x_ptr + row + columns, inside)
     if ADD:
@@ -98,7 +108,8 @@ def add_rms_norm_kernel(
 # %% ../nbs/11_small_kernels.ipynb #659d8b8a
 @triton.jit
 def _weights(is_q, q_ptr, k_ptr, dims, inside):
-    q, k = _read(q_ptr + dims, inside), _read(k_ptr + dims, inside)
+    q = _read(q_ptr + dims, inside)
+    k = _read(k_ptr + dims, inside)
     return tl.where(is_q[:, None], q[None, :], k[None, :])
 
 # %% ../nbs/11_small_kernels.ipynb #667149fa
@@ -111,17 +122,22 @@ def rotate_and_store_kernel(
     """One token's `HEADS` heads from number `program_id(1) * HEADS` on; first those of
     q, then of k, then of v."""
     half: tl.constexpr = D // 2
-    token, dims = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)
-    head, fits = tl.program_id(1) * HEADS + tl.arange(0, HEADS), dims < half
-    is_q, is_v = head < H, head >= H + K
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, HALF)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    fits = dims < half
+    is_q = head < H
+    is_v = head >= H + K
     inside = (head < H + 2 * K)[:, None] & fits[None, :]
     at = (token * (H + 2 * K) + head)[:, None] * D + dims[None, :]
     v1 = tl.load(qkv_ptr + at, mask=inside, other=0.0)
     v2 = tl.load(qkv_ptr + at + half, mask=inside, other=0.0)
-    x1, x2 = v1.to(tl.float32), v2.to(tl.float32)
+    x1 = v1.to(tl.float32)
+    x2 = v2.to(tl.float32)
     if NORM:
         mean = (tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D
-        x1, x2 = x1 * tl.rsqrt(mean + eps)[:, None], x2 * tl.rsqrt(mean + eps)[:, None]
+        x1 = x1 * tl.rsqrt(mean + eps)[:, None]
+        x2 = x2 * tl.rsqrt(mean + eps)[:, None]
         x1 *= _weights(is_q, q_weight_ptr, k_weight_ptr, dims, fits)
         x2 *= _weights(is_q, q_weight_ptr + half, k_weight_ptr + half, dims, fits)
     cos = _read(cos_ptr + token * D + dims, fits)[None, :]
@@ -131,7 +147,8 @@ def rotate_and_store_kernel(
     q_at = (token * H + head)[:, None] * D + dims[None, :]
     tl.store(q_ptr + q_at, y1, mask=is_q[:, None] & fits[None, :])
     tl.store(q_ptr + q_at + half, y2, mask=is_q[:, None] & fits[None, :])
-    slot, stored = tl.load(slot_ptr + token), inside & (head >= H)[:, None]
+    slot = tl.load(slot_ptr + token)
+    stored = inside & (head >= H)[:, None]
     place = slot // S * block_stride + slot % S * D + tl.where(is_v, v_offset, 0)
     cache_at = (place + (head - H) % K * S * D)[:, None] + dims[None, :]
     tl.store(cache_ptr + cache_at, y1, mask=stored)
@@ -164,10 +181,13 @@ def survey_kernel(
 ):
     """Of one piece of one row: the largest logit, its token, and the sum of
     exp((logit - largest) / temperature)."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     x = _logits(logits_ptr + row * VOCAB, tokens, VOCAB)
-    top, t, at = tl.max(x, 0), tl.load(temperature_ptr + row), row * CHUNKS + chunk
+    top = tl.max(x, 0)
+    t = tl.load(temperature_ptr + row)
+    at = row * CHUNKS + chunk
     base = tl.where(top == float("-inf"), 0.0, top)  # only -inf: weighs 0, not NaN
     tl.store(top_ptr + at, top)
     tl.store(best_ptr + at, tl.argmax(x, 0) + chunk * CHUNK)
@@ -189,8 +209,10 @@ def pick_kernel(
 ):
     """One row's token: first the piece in which the cumulated mass passes u, then the
     token in it. NaN and +inf make the mass NaN: such a row has no token, -1."""
-    row, chunks = tl.program_id(0).to(tl.int64), tl.arange(0, POW2)
-    t, there = tl.load(temperature_ptr + row), chunks < CHUNKS
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, POW2)
+    t = tl.load(temperature_ptr + row)
+    there = chunks < CHUNKS
     tops = tl.load(top_ptr + row * CHUNKS + chunks, mask=there, other=float("-inf"))
     top = tl.max(tops, 0)
     mass = _read(mass_ptr + row * CHUNKS + chunks, there)

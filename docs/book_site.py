@@ -10,7 +10,10 @@ import nbformat
 from map import ROOT, draw, parts, read_book
 from player import player
 
-sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
+from atom_mini.parts import as_markdown
+
+sys.path += [str(ROOT / "kernels"), str(ROOT / "nbs")]  # appended: a folder of ours hides no installed package
+import book as books
 import machines
 
 STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "node_modules/mathjax/es5/tex-svg.js"))
@@ -21,9 +24,10 @@ KINDS = "exercise|check|solution"
 def stage_chapter(room: dict) -> str:
     """The notebook as the site shows it: no hidden cells, no `#|` lines, alt texts, under its title a line of links.
 
-    Of an exercise the solution is folded; the stylesheet says what the other cells are.
+    An exercise's solution stands folded under its check; the stylesheet says what the other cells are.
     """
     notebook, api = room["notebook"], ", ".join(f"[{module}](api/{module}.md)" for module in room["modules"])
+    notebook.cells = books.unmove_solutions(notebook.cells)
     _, promise, *rest = notebook.cells[0].source.split("\n\n")
     links = f"{{.lead-links}}\n{room['part']} · this page is a notebook, `nbs/{room['chapter']}.ipynb`"
     head = [f"# {room['title']}", promise, f"{links} · API of {api}" if api else links]
@@ -72,6 +76,7 @@ def stage() -> dict[str, str]:
         part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
     }
     files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme, "machines.txt": machines.whole()}
+    files["together.txt"] = as_markdown()
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"

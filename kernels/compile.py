@@ -37,10 +37,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from atom_mini import triton_attention
 from atom_mini.attention import AttentionMetaData
-from atom_mini.families import grouped
+from atom_mini.families import grouped, window_kernel
 from atom_mini.families.latent_kernel import LatentOps
+from atom_mini.instruments import launches as table
 from atom_mini.triton_attention import AttentionPlan
 from atom_mini.triton_ops import TritonOps
 
@@ -76,6 +76,10 @@ for name, (cards, registers, granule) in RDNA.items():
 WAIVERS: dict[tuple[str, str], str] = {
     ("gfx11", "decode 256"): "the query alone takes 128 of the 256 registers; right, but slow",
     ("gfx11", "prefill 256"): "the same",
+    ("gfx9", "decode 256 fp32"): "a head takes twice the registers of bfloat16; right, but slow",
+    ("gfx9", "prefill 256 fp32"): "the same",
+    ("gfx12", "decode 256 fp32"): "no matrix instruction for float32: the query's rows take the registers; right, but slow",
+    ("gfx12", "prefill 256 fp32"): "the same",
 }
 # (start of the target, in the case): why a kernel may refuse
 REFUSALS: dict[tuple[str, str], str] = {
@@ -101,6 +105,7 @@ QWEN = Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151936, True)
 LLAMA = Shape("Llama-3.1-8B", 32, 8, 128, 4096, 14336, 128256, False)
 LLAMA_1B = Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192, 128256, False)
 PHI = Shape("Phi-3-mini", 32, 32, 96, 3072, 8192, 32064, False)
+GPT = Shape("gpt-oss-20b", 64, 8, 64, 2880, 2880, 201088, False)
 GEMMA = Shape("Gemma-2-9B", 16, 8, 256, 3584, 14336, 256000, False)
 
 
@@ -168,8 +173,7 @@ def recorded(name: str) -> Iterator[list[tuple[str, Any]]]:
     with (
         patch.object(JITFunction, "run", compile_only),
         patch.object(triton.runtime.driver, "_active", driver),
-        patch.object(triton_attention, "architecture", lambda device: triton_attention.nearest(name)),
-        patch.object(grouped, "architecture", lambda device: triton_attention.nearest(name)),
+        patch.object(table, "architecture", lambda device: table.nearest(name)),
     ):
         yield launches
 
@@ -178,15 +182,30 @@ class Refused(Exception):
     """A kernel says that it does not run on a target."""
 
 
+def make_plan(phase: str) -> AttentionPlan:
+    """Of a decode that is cut along the keys, or of a prefill that is not."""
+    counts = (2**16, 0, 64) if phase == "decode" else (0, 2**16, 0)
+    return AttentionPlan(empty([4096], torch.int32), *counts, 64)
+
+
 def attend(shape: Shape, phase: str, dtype: str, block_size: int, pool: str, misaligned: bool = False) -> None:
     """Launch attention for one kind of step."""
     number = TYPES[dtype]
     block = (shape.kv_heads, block_size, shape.dim)
     blocks = POOLS[pool] // (2 * torch.Size(block).numel() * number.itemsize)
-    plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
+    plan = make_plan(phase)
     q, cache = empty((64, shape.heads, shape.dim), number, misaligned), empty((2, blocks, *block), number, misaligned)
     meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=plan)
     make_ops(shape, dtype).attend(q, cache, meta, 0.1)
+
+
+def attend_windows(shape: Shape, phase: str, dtype: str, window: int, has_sinks: bool) -> None:
+    """The same with sinks and windows."""
+    number = TYPES[dtype]
+    q, cache = empty((64, shape.heads, shape.dim), number), empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
+    meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=make_plan(phase))
+    sinks = empty([shape.heads]) if has_sinks else None  # in 32 bits: no narrow loads, which are a fault of rows
+    window_kernel.attend(make_ops(shape, dtype), q, cache, meta, 0.1, window, sinks)
 
 
 def make_ops(shape: Shape, dtype: str) -> TritonOps:
@@ -200,7 +219,7 @@ def attend_latents(heads: int, phase: str, dtype: str, block_size: int, pool: st
         ops = LatentOps(torch.device("cpu"), heads, 512, 64, number)
     except ValueError as error:
         raise Refused(str(error)) from None
-    plan = AttentionPlan(empty([4096], torch.int32), phase == "decode", 2**16, 64 if phase == "decode" else 0, 64)
+    plan = make_plan(phase)
     blocks = POOLS[pool] // (block_size * 576 * number.itemsize)
     cache = empty((1, blocks, 1, block_size, 576), number).expand(2, -1, -1, -1, -1)
     meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=plan)
@@ -243,14 +262,19 @@ Case = tuple[str, Callable[[], None]]
 def cases(quick: bool = False) -> Iterator[Case]:
     """(name, launches) of all variants; `quick`: those most likely to fail."""
     variants = [(shape, "bf16", 16) for shape in (LLAMA_1B, PHI, QWEN, LLAMA, GEMMA)]
-    variants += [(LLAMA, "bf16", 1), (LLAMA, "bf16", 256), (LLAMA, "fp16", 16), (LLAMA, "fp32", 16)]
+    variants += [(LLAMA, "bf16", 1), (LLAMA, "bf16", 256), (LLAMA, "fp16", 16), (LLAMA, "fp32", 16), (GEMMA, "fp32", 16)]
     if quick:
-        variants = [(LLAMA, "bf16", 16), (GEMMA, "bf16", 16), (LLAMA, "fp32", 16)]
+        variants = [(LLAMA, "bf16", 16), (GEMMA, "bf16", 16), (LLAMA, "fp32", 16), (GEMMA, "fp32", 16)]
     for shape, dtype, size in variants:
         for phase in ("decode", "prefill"):
             for pool in list(POOLS)[quick:]:
                 name = f"{phase} {shape.dim} {dtype}, {shape.heads}/{shape.kv_heads} heads, blocks of {size}, {pool}"
                 yield name, lambda a=(shape, phase, dtype, size, pool): attend(*a)
+    windows = [(GPT, 128, True), (GPT, 0, True), (LLAMA, 4096, False)]
+    for shape, window, has_sinks in windows[: 1 if quick else None]:
+        for phase in ("decode", "prefill"):
+            name = f"{phase} {shape.dim} bf16, window of {window}" + ", sinks" * has_sinks
+            yield name, lambda a=(shape, phase, "bf16", window, has_sinks): attend_windows(*a)
     latents = [(16, "bf16", 16), (20, "bf16", 16), (128, "bf16", 16), (16, "bf16", 1), (16, "fp16", 256), (16, "fp32", 16)]
     for heads, dtype, size in latents[: 1 if quick else None]:
         for phase in ("decode", "prefill"):
@@ -348,7 +372,8 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
     return rows
 
 
-STREAMS = ("paged_attention_kernel", "latent_attention_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
+ATTENTION = ("paged_attention_kernel", "windowed_kernel", "latent_attention_kernel")
+STREAMS = (*ATTENTION, "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
 
 
 def reason(row: Row) -> str:
@@ -370,7 +395,7 @@ def faults(row: Row) -> list[str]:
     if row.lds > TARGETS[row.target].program_lds:
         found.append(f"{row.lds} bytes of LDS, the limit is {TARGETS[row.target].program_lds}")
     has_matrix = "fp32" not in row.case or row.target in ("gfx90a", "gfx942", "gfx950")
-    if row.kernel in ("paged_attention_kernel", "latent_attention_kernel", "expert_kernel") and has_matrix:
+    if row.kernel in (*ATTENTION, "expert_kernel") and has_matrix:
         is_wide = row.kernel != "latent_attention_kernel" and "prefill" in row.case  # 64 rows and more
         wanted = "wgmma" if row.target == "sm_90" and is_wide else ""
         if not row.matrix or wanted not in row.matrix:
@@ -420,7 +445,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 def label(row: Row) -> str:
     """The kernel, in what phase, and what makes it another one: the size of heads, float32."""
     name, found = row.kernel.removesuffix("_kernel").replace("_", " "), re.match(r"(decode|prefill)( \d+)?", row.case)
-    if found and name in ("paged attention", "latent attention", "expert"):
+    if found and name in ("paged attention", "windowed", "latent attention", "expert"):
         name += f", {found[1]}" + f", heads of{found[2]}" * bool(found[2])
     return name + ", float32" * ("fp32" in row.case)
 

@@ -25,7 +25,6 @@ import atom_mini.loading
 from atom_mini import LLM, SamplingParams
 from atom_mini.assemble import make_runner
 from atom_mini.config import Config
-from atom_mini.families.records import read_experts, read_routing
 from atom_mini.models import Linear
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -106,7 +105,7 @@ class Model:
     @classmethod
     def of(cls, runner: Any) -> Model:
         """The figures of the model that a `ModelRunner` holds."""
-        model, cfg = runner.model, runner.config.hf_config
+        model, cfg = runner.model, runner.config.spec
         head = cfg.vocab_size * cfg.hidden_size
         looked_up = 0 if cfg.tie_word_embeddings else head * runner.dtype.itemsize  # a few rows of the table, not all
         inner = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
@@ -122,10 +121,10 @@ class Model:
 
     @staticmethod
     def _experts(model: Any, cfg: Any) -> tuple[int, int, int]:
-        if (experts := read_experts(cfg)) is None:
+        if (experts := getattr(cfg, "experts", None)) is None:
             return 0, 1, 1
         size = sum(w.nbytes for n, w in model.named_parameters() if n.endswith(("mlp.gate_up.weight", "mlp.down.weight")))
-        return size, experts.count, read_routing(cfg).top_k
+        return size, experts.count, cfg.routing.top_k
 
     def decode_bytes(self, live_tokens: int, rows: int = 0) -> int:
         """Every weight once, of the experts those that `rows` tokens are expected to touch; every live K/V byte once."""
@@ -150,7 +149,7 @@ def make_batch(runner: Any, query_lens: list[int], context: int) -> ScheduledBat
     return ScheduledBatch(
         type=SequenceType.DECODE if max(query_lens) == 1 else SequenceType.PREFILL,
         req_ids=list(range(num)),
-        scheduled_tokens=rng.integers(0, runner.config.hf_config.vocab_size, sum(query_lens)),
+        scheduled_tokens=rng.integers(0, runner.config.spec.vocab_size, sum(query_lens)),
         num_scheduled_tokens=np.array(query_lens, dtype=np.int32),
         context_lens=np.full(num, context, dtype=np.int32),
         block_tables=rng.permutation(blocks)[: num * width].reshape(num, width).astype(np.int32),

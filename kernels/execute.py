@@ -35,9 +35,8 @@ import machines  # noqa: E402
 import torch  # noqa: E402
 import pytest  # noqa: E402
 import test_kernels as kernels  # noqa: E402
-from atom_mini import triton_attention  # noqa: E402
-from atom_mini.families import grouped  # noqa: E402
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES  # noqa: E402
+from atom_mini.instruments import launches as table  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}  # twice what was seen
@@ -78,6 +77,13 @@ def attend(dtype: str, lens: kernels.Lens, dim: int = 64, group: int = 2, kv_hea
     ops = kernels.make_ops(kv_heads, group, dim, TYPES[dtype])
     ops.units = 1  # so few programs that each has several items: its registers then hold another one's numbers
     return kernels.Step(lens, 16, kv_heads, group, dim, TYPES[dtype]).error(ops)
+
+
+def windows(dtype: str, lens: kernels.Lens, window: int) -> Error:
+    from test_windows import by_column, in_triton, some_sinks
+
+    step, sinks = kernels.Step(lens, 16, 1, 2, 64, TYPES[dtype]), some_sinks(2, TYPES[dtype])
+    return kernels.relative_error(in_triton(step, window, sinks), by_column(step, window, sinks))
 
 
 def experts(dtype: str, tokens: int, choices: int = 2, packed: bool = False) -> Error:
@@ -121,13 +127,16 @@ CASES: dict[str, Callable[[], Error]] = {
     "prefill fp16, heads of 128": lambda: attend("fp16", [(40, 70)], dim=128, group=4),
     "prefill fp32, heads of 64": lambda: attend("fp32", [(33, 40)]),
     "prefill bf16, heads of 256": lambda: attend("bf16", [(33, 40)], dim=256, group=4),
+    "a chunk bf16, two parts": lambda: attend("bf16", [(17, 300), (1, 20)], group=4),
+    "windows bf16, decode": lambda: windows("bf16", [(1, 300), (1, 40)], 50),
+    "windows fp16, prefill": lambda: windows("fp16", [(20, 290)], 30),
     "experts fp32": lambda: experts("fp32", 5),
     "experts bf16, packed": lambda: experts("bf16", 40, packed=True),
     "latents bf16, decode": lambda: latents("bf16", [(1, 40), (1, 300)]),
     "latents fp16, prefill": lambda: latents("fp16", [(20, 30)]),
 }
 # (target, start of a case): kernels that a target refuses
-NOT_THERE = {(t, "latents") for t in TARGETS if triton_attention.nearest(t) not in LATENT_LAUNCHES}
+NOT_THERE = {(t, "latents") for t in TARGETS if table.nearest(t) not in LATENT_LAUNCHES}
 
 
 class Row(NamedTuple):
@@ -152,8 +161,7 @@ def execute(target: str, case: str, **options) -> tuple[Row, list[Launch]]:
     """Run one case; a fault of the machine, or too large an error, is told in the row."""
     launches: list[Launch] = []
     error, fault = math.inf, ""
-    name_it: Callable = lambda device: triton_attention.nearest(target)  # noqa: E731
-    with patch.object(triton_attention, "architecture", name_it), patch.object(grouped, "architecture", name_it):
+    with patch.object(table, "architecture", lambda device: table.nearest(target)):
         try:
             with emulated(target, **options) as launches:
                 error = CASES[case]()
@@ -195,7 +203,7 @@ class Everything:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self) -> None:
-        patch.object(triton_attention, "architecture", lambda device: triton_attention.nearest(self.target)).start()
+        patch.object(table, "architecture", lambda device: table.nearest(self.target)).start()
         self.emulation = emulated(self.target)
         self.launches = self.emulation.__enter__()
 

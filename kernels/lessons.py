@@ -17,7 +17,7 @@ import triton.language as tl
 from amd.group import Launch
 from amd.launch import emulated
 
-from atom_mini import triton_attention
+from atom_mini.instruments import launches as table
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def record(target: str, row: str) -> dict[str, list[Launch]]:
         triton.knobs.amd.use_buffer_ops = False  # masked loads then change the execution mask
         with emulated(target, runs=False) as found["lessons"]:
             lessons()
-    architecture = patch.object(triton_attention, "architecture", lambda device: row)
+    architecture = patch.object(table, "architecture", lambda device: row)
     with architecture, emulated(target, runs=False) as found["decode"]:
         execute.attend("bf16", [(1, 300)])
     return found

@@ -19,6 +19,7 @@ from atom_mini import triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families.grouped import Stack, grouped_experts
 from atom_mini.families.latent_kernel import LatentOps
+from atom_mini.instruments import launches
 from atom_mini.models import TorchOps
 from atom_mini.triton_attention import PagedAttention
 from atom_mini.triton_ops import TritonOps
@@ -400,15 +401,15 @@ def kernels(bench: Bench, results: dict[str, Any]) -> None:
 @contextmanager
 def launched_as(bench: Bench, is_decode: bool, options: dict[str, int]) -> Iterator[None]:
     """The attention kernel with another `Launch` and another `SPLIT_KEYS` in this block."""
-    arch, split = triton_attention.architecture(bench.device), triton_attention.SPLIT_KEYS
-    old = triton_attention.LAUNCHES[arch]
+    arch, split = launches.architecture(bench.device), triton_attention.SPLIT_KEYS
+    old = launches.LAUNCHES[arch]
     changed = old[0 if is_decode else 1]._replace(**{k: v for k, v in options.items() if k != "split"})
     try:
-        triton_attention.LAUNCHES[arch] = (changed, old[1]) if is_decode else (old[0], changed)
+        launches.LAUNCHES[arch] = (changed, old[1]) if is_decode else (old[0], changed)
         triton_attention.SPLIT_KEYS = options["split"]
         yield
     finally:
-        triton_attention.LAUNCHES[arch], triton_attention.SPLIT_KEYS = old, split
+        launches.LAUNCHES[arch], triton_attention.SPLIT_KEYS = old, split
 
 
 def sweep(bench: Bench, results: dict[str, Any]) -> None:
@@ -432,8 +433,8 @@ def sweep(bench: Bench, results: dict[str, Any]) -> None:
 def sweep_case(bench: Bench, case: PagedCase, is_decode: bool) -> list[tuple[float, str]]:
     """(microseconds, options) of every launch that compiles, the fastest first; the present one is among them."""
     grid = DRY_SWEEP if bench.dry else SWEEP[is_decode]
-    if triton_attention.architecture(bench.device).startswith("gfx"):
-        grid = grid | {"waves": (0, 2)}
+    if launches.architecture(bench.device).startswith("gfx"):
+        grid = grid | {"extra": (launches.amd(0), launches.amd(2))}
     tried, start = [(case.seconds(20 if is_decode else 4) * 1e6, "as it is")], time.perf_counter()
     for values in itertools.product(*grid.values()):
         options: dict[str, int] = dict(zip(grid, values, strict=True))

@@ -1,15 +1,18 @@
-"""Keeps the book in order: `python nbs/book.py run|export|readme [NOTEBOOK ...]`.
+"""Keeps the book in order: `python nbs/book.py run|export|readme|solutions [NOTEBOOK ...]`.
 
-run     execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow), store outputs, clean
-export  write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
-readme  write README.md from index.ipynb
+run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow), store outputs, clean
+export     write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
+readme     write README.md from index.ipynb
+solutions  move the solutions of exercises to the end of their chapters
 
-An exercise is a text cell, then code cells that begin with `#| exercise` (what the reader fills in), `#| check` (it
-fails until then) and `#| solution` (with the tag hide-input). tests/test_exercises.py runs them; nothing else does.
+An exercise is a text cell, then code cells that begin with `#| exercise` (what the reader fills in) and `#| check` (it
+fails until then). Its solution begins with `#| solution` and `# Exercise 1`, under `## Solutions` at the chapter's end;
+while it is being written it may stand under its check, without a number. tests/test_exercises.py runs them, nothing else.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -18,18 +21,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from execnb.nbio import NbCell, read_nb, write_nb
+from execnb.nbio import NbCell, mk_cell, read_nb, write_nb
 from execnb.shell import CaptureShell
 from fold import fold
 from nbdev.clean import clean_nb
 from nbdev.config import add_init, get_config
-from nbdev.doclinks import _build_modidx
 from nbdev.export import nb_export
 from nbdev.maker import ModuleMaker
 
 ROOT = Path(__file__).resolve().parent.parent
 EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order in which they stand
 SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|{'|'.join(EXERCISE)})\b", re.MULTILINE)
+NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
+SOLUTIONS = "## Solutions"
 SETUP = "%config InlineBackend.figure_formats = ['png']"
 
 
@@ -68,13 +72,65 @@ def run(path: Path) -> None:
     print(f"{path.name}: {time.perf_counter() - started:.1f} s")
 
 
+def kind_of(cell: NbCell) -> str:
+    """`exercise`, `check`, `solution`, or nothing."""
+    found = re.match(rf"#\|\s*({'|'.join(EXERCISE)})\n", cell.source) if cell.cell_type == "code" else None
+    return found[1] if found else ""
+
+
+def pair(cells: list[NbCell]) -> list[dict[str, NbCell]]:
+    """Of each exercise, its cells by kind. ValueError if one lacks a kind, has two of it, or they are out of order."""
+    found: list[dict[str, NbCell]] = []
+    kinds = [kind for cell in cells if (kind := kind_of(cell))]
+    for cell in cells:
+        number = NUMBER.match(cell.source)
+        if kind_of(cell) == "exercise":
+            found.append({})
+        place = int(number[1]) - 1 if number else len(found) - 1
+        if kind := kind_of(cell):
+            expected = (*EXERCISE, "")[len(found[place])] if 0 <= place < len(found) else ""
+            if kind != expected or (not number and place != len(found) - 1):
+                raise ValueError(f"{kinds} should be {EXERCISE}, again and again, the solutions there or numbered at the end")
+            found[place][kind] = cell
+    if any(len(cells) < len(EXERCISE) for cells in found):
+        raise ValueError(f"{kinds} should be {EXERCISE}, again and again, the solutions there or numbered at the end")
+    return found
+
+
 def exercises(path: Path) -> list[dict[str, str]]:
-    """Of each exercise, the source of its cells by kind. ValueError if one lacks a kind or they are out of order."""
-    cells = [c.source for c in read_nb(path).cells if c.cell_type == "code"]
-    found = [(m[1], s) for s in cells if (m := re.match(rf"#\|\s*({'|'.join(EXERCISE)})\n", s))]
-    if [kind for kind, _ in found] != [*EXERCISE] * (len(found) // 3):
-        raise ValueError(f"{path.name}: {[k for k, _ in found]} should be {EXERCISE}, again and again")
-    return [dict(found[i : i + 3]) for i in range(0, len(found), 3)]
+    """Of each exercise, the source of its cells by kind. ValueError as `pair` says."""
+    try:
+        return [{kind: cell.source for kind, cell in cells.items()} for cells in pair(read_nb(path).cells)]
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def move_solutions(cells: list[NbCell]) -> list[NbCell]:
+    """The cells with all solutions behind the others, numbered, under one heading; as they are if they stand so."""
+    solutions = [each["solution"] for each in pair(cells)]
+    if not solutions:
+        return cells
+    for number, cell in enumerate(solutions, 1):
+        if not NUMBER.match(cell.source):
+            cell.source = cell.source.replace("\n", f"\n# Exercise {number}\n", 1)
+    headings = [cell for cell in cells if cell.source == SOLUTIONS] or [mk_cell(SOLUTIONS, "markdown")]
+    headings[0].id = headings[0].get("id") or hashlib.sha1(solutions[0].id.encode()).hexdigest()[:8]
+    moved = {cell.id for cell in (*headings, *solutions)}
+    return [cell for cell in cells if cell.id not in moved] + headings + solutions
+
+
+def unmove_solutions(cells: list[Any]) -> list[Any]:
+    """Each solution under its check, without its number, and no heading: as the site shows them, folded."""
+    behind = {each["check"].id: each["solution"] for each in pair(cells)}
+    placed: list[Any] = []
+    for cell in cells:
+        if kind_of(cell) != "solution" and cell.source != SOLUTIONS:
+            placed.append(cell)
+        if cell.id in behind:
+            solution = behind[cell.id]
+            solution.source = NUMBER.sub(lambda found: found[0].split("\n")[0] + "\n", solution.source)
+            placed.append(solution)
+    return placed
 
 
 class FoldingMaker(ModuleMaker):
@@ -92,11 +148,15 @@ class FoldingMaker(ModuleMaker):
 
 
 def export(paths: list[Path]) -> None:
-    """Write the modules of these notebooks, an `__init__.py` into each folder of modules, and nbdev's index of names."""
+    """Write the modules of these notebooks, and an `__init__.py` into each folder of modules.
+
+    settings.ini's `lib_path` is no folder on purpose: nbdev_export, which folds nothing, stops there before it writes.
+    """
+    package = ROOT / get_config().lib_name
     for path in paths:
-        nb_export(path, mod_maker=FoldingMaker)
-    add_init(get_config().lib_path)
-    _build_modidx()
+        nb_export(path, lib_path=package, mod_maker=FoldingMaker)
+    add_init(package)
+    (package / "_modidx.py").unlink(missing_ok=True)  # nbdev's index of names, which nothing reads
 
 
 def readme(path: Path | None = None) -> str:
@@ -130,6 +190,11 @@ def main(command: str, *names: str) -> None:
                 subprocess.run([sys.executable, __file__, "run", path], check=True)
     elif command == "export":
         export(notebooks(list(names)))
+    elif command == "solutions":
+        for path in notebooks(list(names)):
+            nb = read_nb(path)
+            nb.cells = move_solutions(nb.cells)
+            write_nb(nb, path)
     elif command == "readme":
         (ROOT / "README.md").write_text(readme())
     else:

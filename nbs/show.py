@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import colorsys
 import os
+import subprocess
+import sys
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from atom_mini.block_manager import NO_HASH, tokens_of
 from atom_mini.config import SamplingParams
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
@@ -120,10 +125,39 @@ def play(engine, seqs, arrivals=None, forward=None) -> list[Played]:
         elif (scheduled := scheduler.schedule()) is not None:
             batch, running = scheduled
             scheduler.postprocess(list(running.values()), forward(batch))
-            manager.check(scheduler.running)
+            check_blocks(manager, scheduler.running)
         clock += 1
     assert manager.num_free_blocks == len(manager.pool.blocks)
     return steps
+
+
+def check_index(index) -> None:
+    """Assert that a block has a hash if and only if the index points at it."""
+    if hasattr(index, "check"):  # a later one, that knows better
+        return index.check()
+    known = {(b.hash, b.block_id) for b in index.blocks if b.hash != NO_HASH}
+    wrong = known ^ index.hash_to_block_id.items()
+    assert not wrong, f"(hash, block) on one side only: {wrong}"
+
+
+def check_blocks(manager, seqs) -> None:
+    """Assert that a block manager's books balance, given every sequence that holds
+    blocks: references equal owners, a block is free or owned, tables and contents are
+    right."""
+    pool, owners = manager.pool, Counter(i for s in seqs for i in set(s.block_table))
+    for i, n in enumerate(block.ref_count for block in pool.blocks):
+        assert n == owners[i], f"block {i}: {n} references, {owners[i]} owners"
+        assert (n == 0) == (i in pool.free_block_ids), f"block {i}: free and owned"
+    check_index(manager.index)
+    for seq in seqs:
+        table, end = seq.block_table, seq.num_computed_tokens
+        assert len(table) * manager.block_size >= end, f"{seq}: K/V without a block"
+        row = manager.block_tables[seq.row, : len(table)]
+        assert row.tolist() == table, f"{seq}: its row is {row}"
+        for i in range(min(seq.num_published_blocks, end // manager.block_size)):
+            held = pool.blocks[table[i]].token_ids
+            assert held == tokens_of(seq, i), f"{seq}: block {i} holds {held}"
+    assert len(manager._free_rows) == manager.max_num_seqs - len(seqs), "rows are lost"
 
 
 def admit(manager, *seqs) -> None:
@@ -188,17 +222,17 @@ def make_step(shapes, H=4, K=2, D=8, S=4, seed=0, device="cpu") -> tuple:
 
 def logits_by_token(engine, runner, seqs, forward=None) -> tuple[dict, list]:
     """`play`: {(request, length): logits [V]} of what is sampled; the batches."""
-    record, postprocess = {}, runner.postprocess
+    record, sample = {}, runner.sample
 
     def noting(batch, logits, *rest):
         record.update(zip(sampled(batch), logits.clone(), strict=True))
-        return postprocess(batch, logits, *rest)
+        return sample(batch, logits, *rest)
 
-    runner.postprocess = noting
+    runner.sample = noting
     try:
         return record, [step.batch for step in play(engine, seqs, forward=forward)]
     finally:
-        del runner.postprocess
+        del runner.sample
 
 
 def seconds(action, repeat=7, warm_up=True) -> float:
@@ -349,3 +383,49 @@ def run_ranks(size, work) -> list:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started (Linux)."""
+    stats = [(p.parent.name, p.read_text()) for p in Path("/proc").glob("[0-9]*/stat")]
+    parents = {int(name): int(s.rpartition(")")[2].split()[1]) for name, s in stats}
+    return [child for child, parent in parents.items() if parent == pid]
+
+
+def is_there(pid: int) -> bool:
+    """Not gone, and not a zombie that somebody has yet to bury."""
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    state = subprocess.run(command, capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")
+
+
+def struck(llm, blow, prompt="Once upon a time", max_tokens=600) -> tuple[float, str]:
+    """(seconds from `blow()` until the waiting ends, what is said); a request runs."""
+    from atom_mini.processes.core_client import EngineDead
+
+    llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    for _ in range(3):
+        llm.step()
+    start = time.perf_counter()
+    blow()
+    try:
+        while llm.step():
+            pass
+    except EngineDead as error:
+        return time.perf_counter() - start, str(error)
+    raise AssertionError("nobody has noticed it")
+
+
+def after_front(code: str, whose=lambda pid: pid) -> float:
+    """A Python runs `code`, which prints an engine's process id, and is killed then: the
+    seconds until `whose(id)` has gone, too."""
+    command = [sys.executable, "-c", code + "\nimport time\ntime.sleep(60)"]
+    front = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    pid = whose(int(front.stdout.readline()))
+    start = time.perf_counter()
+    front.kill()
+    while is_there(pid):
+        time.sleep(0.001)
+    front.communicate()
+    return time.perf_counter() - start

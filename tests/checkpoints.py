@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from show import check_blocks
 from torch import Tensor
 
 from atom_mini import LLM
@@ -101,6 +102,15 @@ def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed:
     return model
 
 
+def spec_of(cfg: Any) -> Any:
+    """What the engine reads in a transformers config, of any family, whatever scales its rotation."""
+    from atom_mini.checkpoint import choose_scale
+    from atom_mini.families.records import read_family
+    from atom_mini.refinements.rope_scaling import RopeScaling
+
+    return choose_scale(read_family(cfg), RopeScaling.rope_types)
+
+
 def save_family(kind: str, folder: Path, seed: int = 0, **options: Any) -> Any:
     """Save a small model of one of `families.FAMILY_CASES`' kinds, every weight visible, and return it."""
     torch.manual_seed(seed)
@@ -126,14 +136,12 @@ import json, re, sys, time
 from pathlib import Path
 import torch, transformers
 from atom_mini.config import Config
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.loading import load_model
-attach(WITH_TORCH)
 config = Config(sys.argv[1], max_model_len=512)
 def peak():  # not getrusage's: that one remembers the parent's
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 before, start = peak(), time.perf_counter()
-model = load_model(config.hf_config, config.folder, 512, torch.device("cpu"), getattr(torch, sys.argv[2]))
+model = load_model(config.spec, config.folder, 512, torch.device("cpu"), getattr(torch, sys.argv[2]))
 seconds = time.perf_counter() - start
 weights = sum(w.numel() * w.element_size() for w in model.parameters())
 print(json.dumps({"seconds": seconds, "weights": weights, "peak": peak() - before}))
@@ -187,7 +195,7 @@ def recorded(llm: LLM) -> Iterator[Recorder]:
     """Record all logits of `llm` in this block; a position computed twice must come out the same to 1e-4."""
     runner: Any = llm.engine_core.runner
     recorder, hidden = Recorder(), []
-    forward, postprocess = runner.forward, runner.postprocess
+    forward, sample = runner.forward, runner.sample
     hook = runner.model.register_forward_hook(lambda module, args, output: hidden.append(output))
 
     def note(record: dict[tuple[int, int], Tensor], key: tuple[int, int], row: Tensor) -> None:
@@ -205,25 +213,25 @@ def recorded(llm: LLM) -> Iterator[Recorder]:
                 note(recorder.every, (i, position), next(logits).clone())
         return output
 
-    def noting_postprocess(batch: ScheduledBatch, logits: Tensor, *rest: Tensor) -> Tensor:
+    def noting_sample(batch: ScheduledBatch, logits: Tensor, *rest: Tensor) -> Tensor:
         keys = [(i, int(n) - 1) for i, n in zip(batch.req_ids, batch.context_lens, strict=True)]
         keys = [key for key, is_sampled in zip(keys, batch.is_sampled, strict=True) if is_sampled]
         for key, row in zip(keys, logits.float().cpu(), strict=True):
             note(recorder.sampled, key, row.clone())
-        return postprocess(batch, logits, *rest)
+        return sample(batch, logits, *rest)
 
-    runner.forward, runner.postprocess = noting_forward, noting_postprocess
+    runner.forward, runner.sample = noting_forward, noting_sample
     try:
         yield recorder
     finally:
         hook.remove()
-        del runner.forward, runner.postprocess  # the methods of the class show again
+        del runner.forward, runner.sample  # the methods of the class show again
 
 
 def is_empty(llm: LLM) -> bool:
     """Whether nobody is in the engine and every block is free, the books balanced."""
     scheduler = llm.engine_core.scheduler
-    scheduler.block_manager.check([*scheduler.running, *scheduler.waiting])
+    check_blocks(scheduler.block_manager, [*scheduler.running, *scheduler.waiting])
     free = scheduler.block_manager.num_free_blocks == llm.config.num_kvcache_blocks
     return not scheduler.waiting and not scheduler.running and not scheduler.seqs and free
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,10 @@ from atom_mini.instruments.command_line import spin_less
 
 spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
 
+import book  # noqa: E402
 import torch  # noqa: E402
+
+pytest_plugins = ["quick"]
 
 torch.set_num_threads(1)  # small models: more threads only wait for each other, above all on a busy machine
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -23,5 +28,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """GPU tests are skipped with a reason where there is no GPU."""
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):  # a folder of that name is a keyword, too
                 item.add_marker(pytest.mark.skip(reason="no CUDA or ROCm device"))
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Part I's modules and chapters, and nothing else of the project."""
+    root, home = Path(__file__).resolve().parent.parent, tmp_path_factory.mktemp("alone")
+    shutil.copytree(root / "atom_mini" / "tiny", home / "atom_mini" / "tiny")
+    shutil.copy(root / "atom_mini" / "__init__.py", home / "atom_mini")
+    shutil.copytree(root / "nbs", home / "nbs", ignore=shutil.ignore_patterns("*.ipynb", "__pycache__"))
+    for path in filter(book.is_part_one, book.notebooks([])):
+        shutil.copy(path, home / "nbs")
+        if module := book.module_of(path):
+            shutil.copy(root / "atom_mini" / f"{module}.py", home / "atom_mini")
+    for name in ("settings.ini", "pyproject.toml"):
+        shutil.copy(root / name, home)
+    return home

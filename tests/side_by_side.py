@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from atom_mini.assemble import make_engine_core
 from atom_mini.config import Config
+from atom_mini.processes.cuts import TensorParallel
 from atom_mini.processes.group import open_group
+from atom_mini.processes.knobs import ProcessKnobs
 from atom_mini.processes.messages import decode
-from atom_mini.processes.rank_process import Step, pack_batch, unpack_batch
+from atom_mini.processes.ranks import Known, ToRank, pack_batch, take_news, unpack_batch
 from atom_mini.processes.shards import make_rank
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
@@ -29,6 +32,7 @@ class SideBySide:
         blocks = {r.config.num_kvcache_blocks for r in self.runners}
         (config.num_kvcache_blocks,) = blocks
         self.model, self.kv_cache, self.num_steps = Face(self), Pools(self), 0
+        self.sent, *self.known = (Known(config.max_num_seqs) for _ in range(n))
 
     def all(self, work: Callable[[int], Any]) -> list[Any]:
         """`work(rank)` on every rank's thread at the same time."""
@@ -40,16 +44,29 @@ class SideBySide:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step; what the others get went over the wire."""
-        if "postprocess" in vars(self):  # a test listens
-            self.runners[0].postprocess = self.postprocess
-        frame = pack_batch(batch)
+        if "sample" in vars(self):  # a test listens
+            self.runners[0].sample = self.sample
+        frames = pack_batch(batch, self.sent)
         self.num_steps += 1
-        first, *others = self.all(lambda r: self.runners[r].forward(unpack_batch(decode(frame, Step)) if r else batch))
+
+        def told(rank: int) -> ScheduledBatch:
+            *news, step = (decode(frame, ToRank) for frame in frames)
+            for one in news:
+                take_news(one, self.known[rank - 1])
+            return unpack_batch(step, self.known[rank - 1])
+
+        first, *others = self.all(lambda r: self.runners[r].forward(told(r) if r else batch))
         assert all(other == first for other in others), "the ranks drew different tokens"
         return first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self.runners[0]), name).__get__(self.runners[0])
+
+
+def in_this_process(patch: Any, make: Callable[..., Any] = SideBySide) -> None:
+    """From now on an engine on several ranks has them all in this process."""
+    patch.setattr(TensorParallel, "make_runner", staticmethod(make))
+    patch.setattr(ProcessKnobs, "make_engine", staticmethod(make_engine_core))
 
 
 class Face:

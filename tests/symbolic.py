@@ -18,18 +18,20 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from types import SimpleNamespace
+
+from show import check_blocks
 
 import atom_mini.model_runner as model_runner
 import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
+from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
-from atom_mini.sequence import PLACEHOLDER, Sequence, SequenceType
-from atom_mini.speculation.verify import Drafter, SpecScheduler, Verifier
+from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, Verifier
 
 
 def mix(state: int, value: int) -> int:
@@ -172,6 +174,7 @@ class SymbolicDrafter(Drafter):
     """Drafts as many tokens as it likes; each is what will come with probability `right`."""
 
     def __init__(self, alphabet: int, right: float, luck: random.Random) -> None:
+        super().__init__()
         self.alphabet, self.right, self.luck = alphabet, right, luck
         self.has_cache = luck.random() < 0.5
 
@@ -217,17 +220,11 @@ class Request:
     abort_at: int | None = None
     stop_pair: tuple[int, int] | None = None
 
-    def stop_checker(self) -> Callable[[int], str | None] | None:
-        """As the text side makes them: called once per new token, and it remembers."""
+    def stopped(self, tokens: list[int]) -> int | None:
+        """How many of `tokens` there are where the two that stop it are complete; None if they are not."""
         if self.stop_pair is None:
             return None
-        seen: list[int] = []
-
-        def check(token_id: int) -> str | None:
-            seen.append(token_id)
-            return "stop" if tuple(seen[-2:]) == self.stop_pair else None
-
-        return check
+        return next((n for n, pair in enumerate(pairwise(tokens), 2) if pair == self.stop_pair), None)
 
 
 @dataclass
@@ -250,12 +247,12 @@ class Trial:
         """(token ids, hashes, leave reason) by recomputing everything from the token list."""
         tokens: list[int] = []
         hashes: list[int] = []
-        params, check = request.params, request.stop_checker()
+        params = request.params
         for token, state in continuation(request.prompt, params.seed, self.alphabet):
             tokens.append(token)
             hashes.append(state)
             total = len(request.prompt) + len(tokens)
-            if check and check(token):
+            if request.stopped(tokens[-2:]):
                 return tokens, hashes, "stop_sequence"
             if token in self.eos_token_ids and not params.ignore_eos:
                 return tokens, hashes, "eos"
@@ -364,8 +361,8 @@ def run_trial(
             runner.max_rows = trial.config.max_num_batched_tokens
             scheduler = SpecScheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
-            scheduler.drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
-            core = EngineCore(trial.config, Verifier(runner), scheduler)
+            drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
+            core = SpecCore(trial.config, Verifier(runner, drafter), scheduler)
             stats = play(trial, core, runner, strict, clock.perf_counter)
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()
@@ -374,6 +371,7 @@ def run_trial(
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
         trial.config.scheduler_delay_factor = 0.0  # refused with overlap
+        trial.config.overlap = True
         late = luck.choice((0.0, 0.5, 1.0))
         launching = LaunchingSymbolicRunner(trial.config, trial.alphabet, strict, fails, lambda: luck.random() < late)
         return play(trial, OverlapCore(trial.config, launching), launching, strict, clock.perf_counter)
@@ -398,7 +396,7 @@ def play(
         while todo and trial.requests[todo[-1]].arrival <= step:
             i = todo.pop()
             request = trial.requests[i]
-            seq = Sequence(request.prompt, trial.config.kv_cache_block_size, request.params, i, request.stop_checker())
+            seq = Sequence(request.prompt, trial.config.kv_cache_block_size, request.params, i)
             seq.arrive_time = now()
             try:
                 core.add(seq)
@@ -429,10 +427,14 @@ def play(
                 streams[output.request_id] += output.output_tokens
                 if output.finished:
                     ended[output.request_id] = output.finish_reason
+            for i, seq in seqs.items():  # as the text side does it
+                if ended.get(i) != "abort" and trial.requests[i].stopped(seq.completion_token_ids):
+                    ended[i] = "stop_sequence"
+                    core.abort(i, "stop_sequence")
         stats["steps"] += 1
         step += 1
         if strict:
-            manager.check(scheduler.running)
+            check_blocks(manager, scheduler.running)
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"
@@ -443,9 +445,12 @@ def play(
         tokens, hashes, reason = trial.expected(trial.requests[i])
         if ended[i] == "abort":
             tokens, hashes, reason = tokens[: len(streams[i])], hashes[: len(streams[i])], "abort"
-        assert streams[i] == seq.completion_token_ids == tokens, f"request {i}: other tokens than the oracle's"
-        assert [h for entry in seq.logprobs for h in entry.values()] == hashes, f"request {i} saw another past"
-        assert ended[i] == seq.leave_reason == reason and seq.is_finished, f"request {i}: {seq.leave_reason}"
+        assert streams[i] == seq.completion_token_ids, f"request {i}: other tokens than those of its stream"
+        kept = trial.requests[i].stopped(streams[i]) or len(streams[i])
+        assert streams[i][:kept] == tokens, f"request {i}: other tokens than the oracle's"
+        assert [h for entry in seq.logprobs[:kept] for h in entry.values()] == hashes, f"request {i} saw another past"
+        assert ended[i] == reason and seq.is_finished, f"request {i}: {seq.leave_reason}"
+        assert seq.leave_reason == reason or reason == "stop_sequence", f"request {i}: {seq.leave_reason}"
         stats[reason.split("_")[0] if reason[-1].isdigit() else reason] += 1
         stats["tokens"] += len(tokens)
         stats["prefix_hits"] += seq.num_cached_tokens > 0

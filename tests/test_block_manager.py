@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from show import check_blocks
 
 import atom_mini.block_manager as block_manager_module
 from atom_mini.block_manager import NO_HASH, BlockManager, BlockPool, PrefixIndex, compute_hash
@@ -134,7 +135,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """Whatever the hash: a block that can be found holds the whole past that its finder will have."""
         if not hasattr(self, "manager"):
             return
-        self.manager.check(self.held + self.step)
+        check_blocks(self.manager, self.held + self.step)
         for block in self.manager.pool.blocks:
             if block.hash == NO_HASH:  # check() has shown that the index does not know it
                 continue
@@ -151,7 +152,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.fail_step()
             for seq in self.held:
                 self.manager.deallocate(seq)
-            self.manager.check([])
+            check_blocks(self.manager, [])
             assert self.free == len(self.content)
             self.patch.undo()
 

@@ -60,12 +60,12 @@ def test_no_faults(target: str) -> None:
 
 
 def with_launch(target: str, launch: str, phase: str = "prefill", shape: str = "LLAMA") -> str:
-    change = f"tool.triton_attention.LAUNCHES[{target!r}] = 2 * (tool.triton_attention.Launch({launch}),)"
+    change = f"tool.table.LAUNCHES[{target!r}] = 2 * (tool.table.Launch({launch}),)"
     return f"{change}; tool.attend(tool.{shape}, {phase!r}, 'bf16', 16, '4 GiB')"
 
 
 def test_spills_are_found() -> None:
-    launch = with_launch("gfx942", "rows=128, key_bytes=2**14, warps=4, stages=1, programs=2, waves=2")
+    launch = with_launch("gfx942", "rows=128, key_bytes=2**14, warps=4, stages=1, programs=2, extra=tool.table.amd(2)")
     faults = faults_of("gfx942", launch, "prefill")["paged_attention_kernel"]
     assert any("spills" in fault for fault in faults)
 
@@ -104,7 +104,7 @@ with tool.recorded({target!r}) as launches:
     tool.attend(tool.LLAMA, 'decode', 'bf16', 16, '4 GiB')
     tool.run_small(tool.QWEN, 64)
     if {target!r} == 'gfx1201':  # what happens with a row that asks for six waves
-        tool.triton_attention.LAUNCHES['gfx1201'] = tool.triton_attention.LAUNCHES['gfx1100']
+        tool.table.LAUNCHES['gfx1201'] = tool.table.LAUNCHES['gfx1100']
         tool.attend(tool.LLAMA, 'decode', 'bf16', 16, '4 GiB')
 for n, (name, kernel) in enumerate(launches):
     text = kernel.asm["amdgcn"]

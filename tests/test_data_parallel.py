@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint, save_family
+from show import check_blocks
 from test_engine_process import (  # noqa: F401
     PROMPTS,
     SMALL,
@@ -44,10 +45,10 @@ from atom_mini.assemble import make_runner
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.processes import knobs
+from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.data_parallel import devices, make_loop, make_one
-from atom_mini.processes.far_core import EngineDead
 from atom_mini.processes.group import open_group
-from atom_mini.processes.lockstep import Agreement, LockstepLoop, dummy_batch, with_spare_block
+from atom_mini.processes.lockstep import Agreement, LockstepProc, dummy_batch, with_spare_block
 from atom_mini.processes.messages import (
     Abort,
     Add,
@@ -55,7 +56,6 @@ from atom_mini.processes.messages import (
     FromEngine,
     Output,
     Shutdown,
-    Taken,
     Utility,
     Wave,
     decode,
@@ -66,7 +66,7 @@ from atom_mini.processes.replicas import Replica, Replicas, chain, longest_match
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
-pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
+alone = pytest.mark.alone  # it starts processes or looks at the clock
 PAIR: dict[str, Any] = {"data_parallel_size": 2, **SMALL}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True}
 
@@ -113,6 +113,8 @@ def expect_empty(core: Replicas) -> None:
     wait_for(lambda: whole.items() <= core.metrics().items())
 
 
+@alone
+@pytest.mark.smoke
 def test_same_answers(both: LLM, here: Any) -> None:
     """Tokens, texts, log probabilities and reasons of one engine: greedy, seeded, with stop strings, in streams."""
     assert answers(both) == here
@@ -121,6 +123,7 @@ def test_same_answers(both: LLM, here: Any) -> None:
     expect_empty(core)
 
 
+@alone
 def test_many_threads(both: LLM) -> None:
     """Eight threads, in calls and streams, some dropped; everyone gets the answers that it gets alone."""
     jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(20)]
@@ -141,6 +144,7 @@ def test_many_threads(both: LLM) -> None:
     expect_empty(replicas_of(both))
 
 
+@alone
 def test_ctrl_c_at_any_line(both: LLM) -> None:
     """Some lines of a call of the front; the next call is right, and nothing is left in an engine."""
     prompts, wish = PROMPTS[:3], SamplingParams(max_tokens=5, stop="zebra", ignore_eos=True)
@@ -157,6 +161,7 @@ def test_ctrl_c_at_any_line(both: LLM) -> None:
     expect_empty(replicas_of(both))
 
 
+@alone
 def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Each gets its own tokens, and all of them; others are taken back in between. None is lost, doubled or crossed."""
     monkeypatch.setenv("FAKE_STEP", "0")
@@ -174,6 +179,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@alone
 def test_idle_engines_sleep(both: LLM) -> None:
     """With nothing to do they take less than a twentieth of a core; and they wake up."""
     both.generate("Once", SamplingParams(max_tokens=4))
@@ -186,6 +192,7 @@ def test_idle_engines_sleep(both: LLM) -> None:
     assert both.generate("Once", SamplingParams(max_tokens=4))[0].token_ids
 
 
+@alone
 def test_nobody_listens_but_on_loopback(both: LLM) -> None:
     for pid in (os.getpid(), *pids_of(replicas_of(both))):
         inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
@@ -237,7 +244,7 @@ def test_the_front_knows_what_is_in_the_index(seed: int) -> None:
         if rng.random() < 0.1 and core.scheduler.seqs:
             core.abort(rng.choice([*core.scheduler.seqs]))
         if rng.random() < 0.02:
-            core.rollback(None)
+            core.rollback()
         if not (step := core.step()):
             continue
         loop.steps += 1
@@ -251,6 +258,7 @@ def test_the_front_knows_what_is_in_the_index(seed: int) -> None:
     assert dropped > 5
 
 
+@alone
 def test_without_prefix_routing_nothing_is_noted(locked: LLM) -> None:
     loop = on_page(near_config(routing="load"), Counting())
     assert type(loop.core.scheduler.block_manager.index).__name__ == "PrefixIndex"
@@ -261,6 +269,7 @@ def test_without_prefix_routing_nothing_is_noted(locked: LLM) -> None:
     assert not any(engine.hashes for engine in replicas_of(locked).engines)
 
 
+@alone
 def test_the_chain_is_that_of_the_block_manager(routed: LLM) -> None:
     """A prompt that has just been computed is found at the front, block by block, and there alone."""
     core, text = replicas_of(routed), [7, 8, 9, 10] * 6
@@ -285,6 +294,7 @@ def conversations(llm: LLM, policy: str) -> float:
     return found / asked
 
 
+@alone
 def test_prefix_routing_beats_least_load(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=500)
     rates = {policy: conversations(llm, policy) for policy in ("load", "prefix")}
@@ -294,6 +304,7 @@ def test_prefix_routing_beats_least_load(fake: Callable[..., Any]) -> None:  # n
     llm.close()
 
 
+@alone
 def test_prefix_routing_starves_nobody(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Everybody has the same beginning, and one replica has it: it gets some more than its share, and no more."""
     monkeypatch.setenv("FAKE_STEP", "0.002")
@@ -340,6 +351,7 @@ def test_the_rule(loads: tuple[int, int], length: int, where: int) -> None:
 # Deaths
 
 
+@alone
 def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     """Its requests end with "abort" and a warning, the others get their tokens, and it gets nothing more."""
     llm = fake(kind=LLM, data_parallel_size=2)
@@ -380,6 +392,7 @@ def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm.close()
 
 
+@alone
 def test_numbers_of_those_that_live(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm = fake(kind=LLM, data_parallel_size=2)
     core = replicas_of(llm)
@@ -392,6 +405,7 @@ def test_numbers_of_those_that_live(fake: Callable[..., Any]) -> None:  # noqa: 
     llm.close()
 
 
+@alone
 def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm = fake(kind=LLM, data_parallel_size=2, ping_timeout=1.0)
     core = replicas_of(llm)
@@ -406,6 +420,7 @@ def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm.close()
 
 
+@alone
 def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
     """All end, and nothing is left of any (`tidy` looks)."""
     with pytest.raises(EngineDead, match="exit code 3"):
@@ -436,6 +451,7 @@ def front(then: str, **options: Any) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [*map(int, process.stdout.readline().split())]
 
 
+@alone
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa: F811
     process, engines = front("signal.pause()" if how == "kill" else "")
@@ -451,11 +467,12 @@ def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa
         process.stdout.close()
 
 
+@alone
 def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> None:  # noqa: F811
     """They find nobody, and leave no folder, neither of sockets nor to meet in."""
     import json
 
-    slow = 'import sys, time\nif "atom_mini.processes.engine_process" in sys.orig_argv:\n    time.sleep(2)\n'
+    slow = 'import sys, time\nif "atom_mini.processes.engine_process:load_engine" in sys.orig_argv:\n    time.sleep(2)\n'
     (tmp_path / "sitecustomize.py").write_text(slow)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
     command = [sys.executable, "-c", FRONT.format(then=""), json.dumps(PAIR | {"lockstep": True})]
@@ -467,6 +484,7 @@ def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> Non
     wait_for(lambda: not [*tidy.iterdir()])
 
 
+@alone
 def test_death_in_lockstep_is_the_death_of_all(tidy: Path) -> None:  # noqa: F811
     llm = LLM("tiny", lockstep=True, **PAIR)
     assert [*tidy.iterdir()] == []
@@ -510,7 +528,7 @@ class Inbox:
             self.frames.extend(map(encode, messages))
             self.news.notify()
 
-    def poll(self, timeout: int | None) -> bool:
+    def poll(self, timeout: int | None = None) -> bool:
         with self.news:
             if timeout is None:
                 self.news.wait_for(lambda: self.frames)
@@ -518,6 +536,20 @@ class Inbox:
 
     def recv(self) -> bytes:
         return self.frames.popleft()
+
+
+class Outbox:
+    """Takes what it says, as long as the front reads."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.num_read = 0
+
+    def send(self, frame: bytes) -> None:
+        self.said.append(decode(frame, FromEngine))
+
+    def poll(self, timeout: float, flags: int) -> bool:
+        return len(self.said) < self.num_read + 16
 
 
 class Noting(Counting):
@@ -569,13 +601,12 @@ class Together:
 
     def live(self, rank: int) -> None:
         try:
-            said: list[Any] = []
-            outbox = SimpleNamespace(send=lambda frame: said.append(decode(frame, FromEngine)))
+            outbox = Outbox()
             core = self.make_core(rank)
             core.scheduler.eos_token_ids = frozenset()
-            core.config.hf_config = SimpleNamespace(vocab_size=1000)
-            loop: Any = LockstepLoop(core, self.inboxes[rank], outbox)
-            loop.said, self.loops[rank] = said, loop
+            core.config.spec = SimpleNamespace(vocab_size=1000)
+            loop: Any = LockstepProc(core, self.inboxes[rank], outbox)
+            loop.said, self.loops[rank] = outbox.said, loop
             loop.run()
         except BaseException as error:
             self.errors.append(error)
@@ -599,9 +630,9 @@ class Together:
         return found
 
     def take(self) -> None:
-        """Say that all results have been used."""
-        for loop, inbox in zip(self.loops, self.inboxes, strict=True):
-            inbox.put(Taken(loop.steps))
+        """Read all results."""
+        for loop in self.loops:
+            loop.outbox.num_read = len(loop.said)
         self.wake()
 
     def serve(self, holds: Callable[[], bool], limit: float = 20.0) -> None:
@@ -625,6 +656,7 @@ class Together:
         assert not self.errors, self.errors
 
 
+@alone
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_collectives_on_all_ranks(seed: int) -> None:
     """Requests, aborts, pings and waves, each to whom it concerns, in any order and at any time."""
@@ -655,6 +687,7 @@ def test_the_same_collectives_on_all_ranks(seed: int) -> None:
     together.close()
 
 
+@alone
 def test_a_dummy_is_not_noticed() -> None:
     """Rank 1 has nothing: it comes along, and nothing that can be asked for says so but the count of dummies."""
     together = Together()
@@ -668,10 +701,11 @@ def test_a_dummy_is_not_noticed() -> None:
     assert after.pop("dummies") == 9 and after.pop("collectives") == together.loops[0].metrics()["collectives"]
     assert after.items() <= before.items() and loop.said == [] and loop.steps == 0
     assert manager.num_free_blocks == SMALL["num_kvcache_blocks"] and len(manager.index) == 0
-    manager.check([])
+    check_blocks(manager, [])
     together.close()
 
 
+@alone
 def test_a_message_to_one_wakes_only_that_one() -> None:
     """A ping is answered, a request without its wave waits; nobody sets out alone. The wave brings it."""
     together = Together(limit=1.0)
@@ -686,6 +720,7 @@ def test_a_message_to_one_wakes_only_that_one() -> None:
     together.close()
 
 
+@alone
 def test_a_wave_that_comes_late_to_one_rank() -> None:
     """One has heard of the next wave when both agree that nobody has work: they turn on until the other has, too."""
     together = Together()
@@ -702,6 +737,7 @@ def test_a_wave_that_comes_late_to_one_rank() -> None:
     together.close()
 
 
+@alone
 def test_who_is_told_to_end_waits_for_the_others() -> None:
     together = Together()
     together.inboxes[1].put(Shutdown(0))
@@ -714,6 +750,7 @@ def test_who_is_told_to_end_waits_for_the_others() -> None:
     together.close()
 
 
+@alone
 def test_it_does_not_run_ahead_nor_spin() -> None:
     """Who is too far ahead of its front sleeps like everybody, and goes on when the front does."""
     together = Together()
@@ -736,6 +773,7 @@ def test_the_dummy_writes_to_the_spare_block_alone() -> None:
     assert changed == [SMALL["num_kvcache_blocks"]]
 
 
+@alone
 def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
     """For eight rows, of which it has none: the recorded step runs, and touches no block."""
     pytest.importorskip("triton")
@@ -750,7 +788,7 @@ def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
     for n, graph in runner.graphs.items():
         graph.replay = lambda n=n, replay=graph.replay: (replays.append(n), replay())
     vars(config).update(ranks=None, routing="load")
-    loop: Any = LockstepLoop(EngineCore(config, runner), None, None)
+    loop: Any = LockstepProc(EngineCore(config, runner), None, None)
     others = [5, 0, 3, -3, 1]  # another rank decodes five
     loop.ranks = SimpleNamespace(agree=lambda *mine: [*map(max, mine, others)], num_rows=0)
     runner.kv_cache.fill_(7.0)
@@ -762,6 +800,7 @@ def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
     assert replays == [8] and loop.ranks.num_rows == 5
 
 
+@alone
 def test_engines_that_cannot_meet_end(tidy: Path) -> None:  # noqa: F811
     """A rank that does not come to the group's folder: the others wait as long as `ready_timeout` says."""
     start = time.perf_counter()
@@ -784,6 +823,8 @@ IDS = [[5, 6, 7], [8] * 9, [20, 30, 40, 50, 3], [9, 8, 7, 6, 5], [77, 3]] * 2
 HOW = [SamplingParams(max_tokens=4 + 3 * i, temperature=0.8 * (i % 2), seed=i, logprobs=1) for i in range(10)]
 
 
+@alone
+@pytest.mark.smoke
 def test_experts_over_ranks(mixture: Path) -> None:
     """The same tokens as one engine that has them all; also when one rank only comes along."""
     with LLM(str(mixture), **SMALL) as llm:
@@ -872,10 +913,10 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
             {"data_parallel_size": 2, "routing": "prefix", "prefix_cache": "radix"},
             "prefix_cache='radix' does not go with routing='prefix': set it to 'hash'",
         ),
-        ({"data_parallel_size": 2, "trace": True}, "trace=True does not go with data_parallel_size=2"),
+        ({"data_parallel_size": 2, "trace": True}, "trace=True does not go with engine_process=True"),
         (
             {"data_parallel_size": 2, "engine_process": False},
-            "engine_process=False does not go with data_parallel_size=2: set it to True",
+            "engine_process=False does not go with data_parallel_size above 1: set it to True",
         ),
         (
             {"data_parallel_size": 2, "lockstep": True, "overlap": True},
@@ -892,7 +933,7 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "0 experts"),
         (
             {"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False},
-            "lockstep=False does not go with enable_expert_parallel=True: set it to True",
+            "lockstep=False does not go with enable_expert_parallel=True over engines: set it to True",
         ),
     ],
 )
@@ -918,7 +959,7 @@ def test_a_gpu_for_each() -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "msgspec" else object())
-    with pytest.raises(ValueError, match=r"data_parallel_size=2 needs msgspec: install atom_mini\[serve\]"):
+    with pytest.raises(ValueError, match=r"data_parallel_size=2 needs msgspec: install atom_mini\[processes\]"):
         Config("tiny", data_parallel_size=2)
 
 

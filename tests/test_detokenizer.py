@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import atom_mini
 from atom_mini import LLM, SamplingParams
+from atom_mini.refinements.byte_tokens import byte_tokens, make_detokenizer
 from atom_mini.text import IncrementalDetokenizer
 
 TINY = Path(atom_mini.__file__).parent / "tiny"
@@ -54,16 +55,16 @@ def stopped_text(texts: list[str], stops: Seq[str]) -> tuple[str, str | None, in
 def check(
     tokenizer: Any, ids: list[int], stops: Seq[str] = (), probes: Seq[list[int]] | None = None
 ) -> IncrementalDetokenizer:
-    """Push token after token as the engine does, and compare all that is shown with the decode of all tokens.
+    """Read token after token as the engine does, and compare all that is shown with the decode of all tokens.
 
     `probes`: continuations; what is the same before all of them must be shown.
     """
     texts = [whole_text(tokenizer, ids[:n]) for n in range(len(ids) + 1)]
     wanted, stop, last = stopped_text(texts, stops)
-    detokenizer, shown = IncrementalDetokenizer(tokenizer, tuple(stops)), ""
+    detokenizer, shown = make_detokenizer(tokenizer, tuple(stops)), ""
     longest = max(map(len, stops), default=1)
-    for n, token in enumerate(ids[:last], 1):
-        reached = detokenizer.push(token)
+    for n in range(1, last + 1):
+        reached = detokenizer.read(ids[:n])
         shown += detokenizer.take()
         assert wanted.startswith(shown), f"{shown!r} was shown of {wanted!r}"
         assert (reached is not None) == (n == last and stop is not None and not texts[n].endswith("\ufffd"))
@@ -71,10 +72,10 @@ def check(
             letters = zip(texts[n], *(whole_text(tokenizer, ids[:n] + more) for more in probes), strict=False)
             sure = sum(1 for _ in itertools.takewhile(lambda four: len(set(four)) == 1, letters))
             assert len(shown) >= sure - longest + 1, "held back for no reason"
-    detokenizer.flush()
+    detokenizer.flush(ids[:last])
     shown += detokenizer.take()
     assert shown == detokenizer.text == wanted
-    assert detokenizer.progress.stopped == stop
+    assert (detokenizer.progress.stopped, detokenizer.progress.num) == (stop, last)
     return detokenizer
 
 
@@ -151,9 +152,10 @@ def test_a_run_of_bytes_that_breaks_after_a_whole_character(stops: tuple[str, ..
     ids = tokenizer.convert_tokens_to_ids(["▁", "<0xE0>", "<0xA4>", "<0x95>", "<0xE0>"])
     assert whole_text(tokenizer, ids[:4]) == "क" and whole_text(tokenizer, ids) == "\ufffd" * 4
     assert check(tokenizer, ids, stops).text == ("" if stops and stops != ("never",) else "\ufffd" * 4)
-    detokenizer, shown = IncrementalDetokenizer(tokenizer), []
-    for token in [*ids[:4], tokenizer.convert_tokens_to_ids("b")]:
-        detokenizer.push(token)
+    detokenizer, shown = make_detokenizer(tokenizer, ()), []
+    closed = [*ids[:4], tokenizer.convert_tokens_to_ids("b")]
+    for n in range(1, 6):
+        detokenizer.read(closed[:n])
         shown.append(detokenizer.take())
     assert shown == ["", "", "", "", "कb"]
     special = [*ids[:3], tokenizer.eos_token_id, ids[3], tokenizer.eos_token_id, *ids[4:]]
@@ -279,52 +281,64 @@ def test_transformers_adds_nothing() -> None:
     for name in ("tiny", "llama, added tokens"):
         plain = Plain(TOKENIZERS[name]())
         tokenizer, rng = PreTrainedTokenizerFast(tokenizer_object=plain.tokenizer), random.Random(1)
-        assert IncrementalDetokenizer(tokenizer).bytes == IncrementalDetokenizer(plain).bytes
+        assert byte_tokens(tokenizer) == byte_tokens(plain) and bool(byte_tokens(plain)) == (name != "tiny")
         for _ in range(100):
             check(tokenizer, random_ids(plain, rng))
 
 
-# a push is exact, may come twice, and costs the same after a thousand others
+# reading is exact, may come late or twice, and costs the same after a thousand others
 
 
 @pytest.mark.parametrize("name", ["byte level", "llama"])
-def test_pushed_again(name: str) -> None:
-    """A step that is undone may give the same token again, or another: what counts is the last at each position."""
-    tokenizer, rng = Plain(TOKENIZERS[name]()), random.Random(2)
+def test_read_late_and_again(name: str) -> None:
+    """Several tokens may come at once, and behind a stop string, too: all is as if it had read one by one and stopped."""
+    tokenizer, rng, beyond = Plain(TOKENIZERS[name]()), random.Random(2), 0
     for i in range(300):
         ids = random_ids(tokenizer, rng)
         whole = whole_text(tokenizer, ids)
         stops = (whole[len(whole) // 2 :][:2],) if i % 2 and whole else ()
-        wanted, detokenizer = IncrementalDetokenizer(tokenizer, stops), IncrementalDetokenizer(tokenizer, stops)
-        for position, token in enumerate(ids):
-            reached = wanted.push(token)
-            for wrong in rng.choices(random_ids(tokenizer, rng), k=rng.choice((0, 0, 1))):
-                detokenizer.push(wrong, position)
-            if position and rng.random() < 0.2:  # from further back
-                start = rng.randrange(position)
-                for again in range(start, position):
-                    detokenizer.push(ids[again], again)
+        wanted, detokenizer = make_detokenizer(tokenizer, stops), make_detokenizer(tokenizer, stops)
+        last = next((n for n in range(1, len(ids) + 1) if wanted.read(ids[:n])), len(ids))
+        beyond += last < len(ids)
+        n = 0
+        while n < len(ids):
+            n = min(len(ids), n + rng.choice((1, 1, 2, 5)))
             for _ in range(rng.choice((1, 1, 2))):
-                assert detokenizer.push(token, position) == reached
-            assert said(detokenizer) == said(wanted)
-            if reached:
-                break
-        wanted.flush()
-        detokenizer.flush()
+                assert (detokenizer.read(ids[:n]) is not None) == (wanted.progress.stopped is not None and last <= n)
         assert said(detokenizer) == said(wanted)
+        wanted.flush(ids[:last])
+        detokenizer.flush(ids)
+        assert said(detokenizer) == said(wanted) and detokenizer.progress.num == last
+    assert beyond > 30
+
+
+@pytest.mark.parametrize("name", ["byte level", "llama"])
+def test_flushed_at_once(name: str) -> None:
+    """Without a single `read` before: as `generate` does it."""
+    tokenizer, rng = Plain(TOKENIZERS[name]()), random.Random(3)
+    for i in range(300):
+        ids = random_ids(tokenizer, rng)
+        whole = whole_text(tokenizer, ids)
+        stops = (whole[len(whole) // 2 :][:2],) if i % 2 and whole else ()
+        slow, fast = make_detokenizer(tokenizer, stops), make_detokenizer(tokenizer, stops)
+        for n in range(1, len(ids) + 1):
+            slow.read(ids[:n])
+        slow.flush(ids)
+        fast.flush(ids)
+        assert said(fast) == said(slow)
 
 
 def said(detokenizer: IncrementalDetokenizer) -> tuple[Any, ...]:
-    progress = detokenizer.progress
-    return progress.ids[: progress.num], progress[1:], detokenizer.shown()
+    return detokenizer.progress, detokenizer.shown()
 
 
 def interrupted(action: Any, line: int) -> bool:
-    """Run `action`, with a KeyboardInterrupt before its `line`-th line in atom_mini.text; whether it came so far."""
+    """Run `action`, with a KeyboardInterrupt before its `line`-th line in the text's rooms; whether it came so far."""
     lines = itertools.count()
+    files = {sys.modules[f"atom_mini.{name}"].__file__ for name in ("text", "refinements.byte_tokens")}
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != sys.modules["atom_mini.text"].__file__:
+        if frame.f_code.co_filename not in files:
             return None
         if event == "line" and next(lines) == line:
             raise KeyboardInterrupt
@@ -342,12 +356,12 @@ def interrupted(action: Any, line: int) -> bool:
 
 
 @pytest.mark.parametrize("stops", [(), ("b",)], ids=str)
-def test_interrupted_push(stops: tuple[str, ...]) -> None:
-    """At any line: all is as before it or as after it, and the same push again makes it whole."""
+def test_interrupted_read(stops: tuple[str, ...]) -> None:
+    """At any line: all is as before it or as after it, and the same again makes it whole."""
     tokenizer = sentencepiece("llama")
     names = ["▁the", "<0xC3>", "<0xA9>", "▁a", "</s>", "▁", "b", "<0xC3>"]
     ids, num_interrupts = tokenizer.convert_tokens_to_ids(names), 0
-    plain, detokenizer = IncrementalDetokenizer(tokenizer, stops), IncrementalDetokenizer(tokenizer, stops)
+    plain, detokenizer = make_detokenizer(tokenizer, stops), make_detokenizer(tokenizer, stops)
 
     def try_all(change: Any) -> None:
         nonlocal num_interrupts
@@ -360,17 +374,16 @@ def test_interrupted_push(stops: tuple[str, ...]) -> None:
         assert said(detokenizer) == said(plain)
         num_interrupts += line
 
-    for position, token in enumerate(ids):
-        for wrong in (ids[0], token):
-            try_all(lambda d, wrong=wrong, position=position: d.push(wrong, position))
+    for n in range(1, len(ids) + 1):
+        try_all(lambda d, n=n: d.read(ids[:n]))
         if plain.progress.stopped:
             break
-    try_all(lambda d: d.flush())
-    assert num_interrupts > 150
+    try_all(lambda d: d.flush(ids[:n]))
+    assert num_interrupts > 100
 
 
 @pytest.mark.parametrize("kind", ["text", "bytes", "spaces"])
-def test_a_push_looks_at_few_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_looks_at_few_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the text: on average a handful are decoded per token, in a long run of bytes too."""
     tokenizer = Plain(TOKENIZERS["llama"]())
     names = {"text": ["▁the", "b", "."], "bytes": [f"<0x{b:02X}>" for b in "漢".encode()], "spaces": ["▁"]}[kind]
@@ -381,10 +394,10 @@ def test_a_push_looks_at_few_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) 
         return decode(ids, **options)
 
     monkeypatch.setattr(tokenizer, "decode", counted)
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    for token in ids:
-        detokenizer.push(token)
-    detokenizer.flush()
+    detokenizer = make_detokenizer(tokenizer, ())
+    for n in range(0, len(ids) + 1, 7):
+        detokenizer.read(ids[:n])
+    detokenizer.flush(ids)
     assert detokenizer.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert decoded[0] < 8 * len(ids)
 

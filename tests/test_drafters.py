@@ -90,8 +90,8 @@ def test_the_lookup_is_the_definition() -> None:
             seq.append_token(luck.randrange(3))
             if luck.random() < 0.1:
                 seq.restart()
-        drafter.forget(trial)
-        assert not drafter.seen
+        drafter.keep({trial + 1})
+        assert not drafter.known
 
 
 @pytest.mark.parametrize("wish", WISHES)
@@ -104,7 +104,7 @@ def test_the_lookup_changes_no_text(room: str, wish: str) -> None:
         assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
         scheduler: Any = llm.engine_core.scheduler
         assert scheduler.spec_stats.proposed.total() > 0
-        assert not scheduler.drafter.seen, "it remembers requests that have left"
+        assert not llm.engine_core.drafter.known, "it remembers those who have left"  # type: ignore[attr-defined]
 
 
 def test_recall_takes_fewer_steps() -> None:
@@ -129,7 +129,7 @@ def test_a_draft_model_changes_no_text(room: str, wish: str, short: str) -> None
         assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
         scheduler: Any = llm.engine_core.scheduler
         assert scheduler.spec_stats.accepted.total() > 0
-        assert not scheduler.drafter.known
+        assert not llm.engine_core.drafter.known  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("room", ["plain", "chunks", "tight", "radix"])
@@ -183,8 +183,8 @@ def test_a_conversation_goes_on_with_all_accepted(restless: str, room: dict[str,
     drafts = {"method": "draft_model", "model": restless, "num_speculative_tokens": 4}
     prompts: list[list[int]] = [[5, 6, 7], [9] * 12, [5, 6, 7, 8, 5, 6, 7], list(range(3, 40)), [2]]
     with LLM(restless, **options, speculative_config=drafts) as llm:
-        scheduler: Any = llm.engine_core.scheduler
-        runner, most_rows = scheduler.drafter.runner, []
+        drafter: Any = llm.engine_core.drafter  # type: ignore[attr-defined]
+        runner, most_rows = drafter.runner, []
         launch = runner.launch
         runner.launch = lambda rows, fill: most_rows.append(rows.total_seqs_num) or launch(rows, fill)
         for n in (12, 13, 17, 16, 22):
@@ -245,7 +245,7 @@ def test_a_step_that_fails_costs_the_drafter_nothing(short: str, monkeypatch: py
     for at in (0, 3, 7, 20):
         with drafting("tiny") as llm:
             core: Any = llm.engine_core
-            drafter, calls = core.scheduler.drafter, iter(range(10**6))
+            drafter, calls = core.drafter, iter(range(10**6))
             for runner in (drafter.runner, core.runner.runner):
                 compute = runner.compute_hidden
 
@@ -406,14 +406,12 @@ def test_nothing_to_draw_from_is_refused(method: str) -> None:
 
 
 def test_closing_gives_the_drafters_memory_back(short: str) -> None:
-    for adaptive in (False, True):
-        wanted = {"method": "draft_model", "model": short, "adaptive": adaptive}
-        llm = LLM("tiny", **BASE, speculative_config=wanted)
-        cache = weakref.ref(llm.engine_core.scheduler.drafter.runner.kv_cache)  # type: ignore[attr-defined]
-        llm.generate("Once", GREEDY, use_tqdm=False)
-        llm.close()
-        gc.collect()
-        assert cache() is None
+    llm = LLM("tiny", **BASE, speculative_config={"method": "draft_model", "model": short})
+    cache = weakref.ref(llm.engine_core.drafter.runner.kv_cache)  # type: ignore[attr-defined]
+    llm.generate("Once", GREEDY, use_tqdm=False)
+    llm.close()
+    gc.collect()
+    assert cache() is None
 
 
 # ---- what a drafter costs, and what is said of it ----
@@ -427,8 +425,8 @@ def test_memory_of_a_drafter_is_set_aside(method: str, short: str, monkeypatch: 
     wanted = {"method": method} | ({"model": short} if method == "draft_model" else {})
     with LLM("tiny", device="cpu") as plain, LLM("tiny", device="cpu", speculative_config=wanted) as llm:
         core: Any = llm.engine_core
-        own = core.scheduler.drafter
-        pools = [core.runner.runner.kv_cache, own.kv_cache if method == "eagle3" else own.runner.kv_cache]
+        own = core.drafter
+        pools = [core.runner.kv_cache, own.kv_cache if method == "eagle3" else own.runner.kv_cache]
         weights, block = own.memory(llm.config, torch.float32)
         used = weights + sum(pool.nbytes for pool in pools)
         assert used <= free < used + core.runner.block_bytes + block

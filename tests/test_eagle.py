@@ -14,19 +14,19 @@ import pytest
 import torch
 from checkpoints import edit_json, random_model, save_checkpoint
 from safetensors.torch import load_file, save_file
+from script import load
 from torch import Tensor
 
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.appendix.tiny_model import KINDS, encoder, prompt_and_answer, recall_doc, story_doc, sum_doc
 from atom_mini.assemble import make_runner
 from atom_mini.block_manager import BlockManager
-from atom_mini.engine_core import EngineCore
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.eagle import EagleDrafter, Taps, find_taps
-from atom_mini.speculation.verify import SpecStats, Verifier
+from atom_mini.speculation.verify import SpecCore, SpecStats, Verifier
 
 torch.set_num_threads(1)
+tiny = load("90_tiny_model")
 HEAD: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -155,7 +155,7 @@ def test_taps_are_what_enters_the_layers(target: Path, tmp_path: Path) -> None:
     """Transformers' `hidden_states[i]` is what enters layer i; the norm behind the last layer can be tapped, too."""
     save_head(tmp_path)
     runner, drafter = make_drafter(target, tmp_path)
-    assert drafter.taps.ids == [0, 1, 3]
+    assert [*drafter.taps.ids] == [0, 1, 3]
     seq, manager = Sequence([*range(20, 41)], 4), BlockManager(40, 4)
     manager.allocate(seq, [])
     seq.num_scheduled_tokens = len(seq)
@@ -238,11 +238,12 @@ def make_prompts(kind: str, count: int) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tok = AutoTokenizer.from_pretrained(Config("tiny").folder)
-    encode, rng = encoder(tok), random.Random(f"held out {kind}")
+    encode, rng = tiny.encoder(tok), random.Random(f"held out {kind}")
     if kind == "stories":
-        return [encode(story_doc(rng, False))[0][: rng.randrange(6, 30)] for _ in range(count)]
-    docs = [recall_doc(rng, 20, 1, KINDS, True) if kind == "recall" else sum_doc(rng, True, True) for _ in range(count)]
-    return [tok.encode(prompt_and_answer(doc)[0]) for doc in docs]
+        return [encode(tiny.story_doc(rng, False))[0][: rng.randrange(6, 30)] for _ in range(count)]
+    make = {"recall": lambda: tiny.recall_doc(rng, 20, 1, tiny.KINDS, True), "sums": lambda: tiny.sum_doc(rng, True, True)}
+    docs = [make[kind]() for _ in range(count)]
+    return [tok.encode(tiny.prompt_and_answer(doc)[0]) for doc in docs]
 
 
 def run(prompts: list[Any], wishes: Any, k: int = 3, **options: Any) -> tuple[list[list[int]], Any]:
@@ -252,7 +253,7 @@ def run(prompts: list[Any], wishes: Any, k: int = 3, **options: Any) -> tuple[li
         outs = llm.generate(prompts, wishes, use_tqdm=False)
         scheduler: Any = llm.engine_core.scheduler
         if k:
-            assert not scheduler.drafter.known, "somebody left and was not forgotten"
+            assert not llm.engine_core.drafter.known, "somebody left and was not forgotten"
         return [out.token_ids for out in outs], (getattr(scheduler, "spec_stats", None), scheduler)
 
 
@@ -307,8 +308,9 @@ def test_floors_see_what_the_text_does_not(mistake: Any) -> None:
     for kind in ("stories", "sums"):
         prompts = make_prompts(kind, 24)
         with LLM("tiny", **TINY, speculative_config={"method": "eagle3", "num_speculative_tokens": 3}) as llm:
-            scheduler: Any = llm.engine_core.scheduler
-            mistake(scheduler.drafter, llm.engine_core.runner.model)  # type: ignore[attr-defined]
+            core: Any = llm.engine_core
+            scheduler = core.scheduler
+            mistake(core.drafter, core.runner.model)
             outs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [out.token_ids for out in outs] == run(prompts, GREEDY, 0)[0]
         found[kind] = scheduler.spec_stats.tokens_per_step
@@ -364,8 +366,7 @@ def test_replayed_steps_feed_the_head() -> None:
         room = {"num_kvcache_blocks": 24, "max_num_seqs": 1, "max_model_len": 128, "attention": "triton"}
         config = Config("tiny", device="cpu", speculative_config=wanted, **room)
         runner = GraphRunner(config, load_recorded_graph()) if graphs else make_runner(config)
-        core = EngineCore(config, Verifier(runner))
-        core.scheduler.attach(EagleDrafter(config, runner), runner)  # type: ignore[attr-defined]
+        core = SpecCore(config, Verifier(runner, EagleDrafter(config, runner)))
         core.add(seq := Sequence(make_prompts("stories", 1)[0], 16, SamplingParams(temperature=0, max_tokens=9)))
         while core.step():
             pass
@@ -382,15 +383,15 @@ def test_a_draft_depends_on_its_place_alone(engine: str) -> None:
         given: dict[tuple[int, int], list[int]] = {}
         drafts = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
         with LLM("tiny", **TINY | options | drafts, enable_prefix_caching=False) as llm:
-            scheduler: Any = llm.engine_core.scheduler
-            propose = scheduler.drafter.propose
+            core: Any = llm.engine_core
+            scheduler, propose = core.scheduler, core.drafter.propose
 
             def noting(seqs: Any, most: Any, propose: Any = propose, given: Any = given) -> Any:
                 drafts = propose(seqs, most)
                 given.update({(s.id, s.num_tokens): draft for s, draft in zip(seqs, drafts, strict=True)})
                 return drafts
 
-            scheduler.drafter.propose = noting
+            core.drafter.propose = noting
             llm.generate(make_prompts("stories", 8), GREEDY, use_tqdm=False)
         first = min(id for id, _ in given)
         found.append({(id - first, place): draft for (id, place), draft in given.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -43,3 +44,16 @@ def test_readme_commands_run() -> None:
         words = re.sub(r"^(python -m atom_mini|atom-mini)", f"{sys.executable} -m atom_mini", command)
         result = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert result.returncode == 0, (command, result.stderr)
+
+
+def test_readme_figures_are_the_recorded_ones() -> None:
+    """Every number in the tables of the section *Figures*, and on which machine and day they were measured."""
+    recorded = json.loads((ROOT / "tests" / "bench" / "results" / "readme.json").read_text())
+    section = (ROOT / "README.md").read_text().split("## Figures")[1].split("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert len(tables) == len(recorded["tables"])
+    for table, rows in zip(tables, recorded["tables"], strict=True):
+        lines = [line for line in table.splitlines() if not re.fullmatch(r"[|\- ]+", line)]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        assert {name: values for name, *values in cells} == rows
+    assert recorded["machine"] in section and recorded["date"] in section

@@ -1,87 +1,71 @@
-"""Every exercise can be done, and not by doing nothing: its check fails on the stub and passes on the solution."""
+"""Chapters run, and every exercise can be done, but not by doing nothing: its check fails on the stub and on a wrong
+answer (tests/wrong_answers), and passes on the solution. Part I runs without the other parts."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
+import subprocess
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import book
 import pytest
-import torch
-from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
-from fastcore.xtras import working_directory
+from exercises import check_exercise, run, wrong_answers
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if "#| exercise" in p.read_text()]
+WRONG = ROOT / "tests" / "wrong_answers"
+CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
 CASES = [pytest.param(p, id=p.stem, marks=[pytest.mark.alone] * (p.stem[0] == "7")) for p in CHAPTERS]  # 7: processes
-LIMIT = 120  # seconds for a check
-CHAPTER_LIMIT = 900  # and for a chapter with all of its own
-UNSOLVED = ("AssertionError", "NotImplementedError")
+START = """
+import sys
+if sys.argv[2] == "alone":  # else the whole house would be found
+    sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]
+from pathlib import Path
+import exercises
+exercises.serve(Path(sys.argv[1]))
+"""
 
 
-def run(shell: CaptureShell, source: str) -> str:
-    """Run a cell; the name of the exception it ended with, or nothing."""
-    shell.run(source)
-    return type(shell.exc).__name__ if shell.exc else ""
+def start(home: Path, paths: str, which: str) -> subprocess.Popen[str]:
+    """A process that knows the house in `home`, and answers how a chapter went."""
+    env = os.environ | {"PYTHONPATH": paths, "IN_TEST": "1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", START, str(WRONG), which], cwd=home / "nbs", env=env, **pipes)
 
 
-def apart(work: Callable[[], list[str]], limit: int = LIMIT) -> list[str]:
-    """What `work` returns in a copy of this process: whatever it changes, the next one does not see."""
-    read, write = os.pipe()
-    if (child := os.fork()) == 0:
-        signal.alarm(limit)
-        torch.set_num_threads(1)  # OpenMP's other threads are not copied
-        code = 1
-        try:
-            os.write(write, "\n".join(work()).encode())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        result = pipe.read().split("\n")
-    assert os.waitpid(child, 0)[1] == 0, f"it failed, was killed, or took longer than {limit} s"
-    return result
+@pytest.fixture(scope="module")
+def study(alone: Path) -> Iterator[Any]:
+    """Path -> how the chapter went, in the house of Part I or in the whole one."""
+    processes = []
+
+    @cache
+    def ask(is_part_one: bool) -> subprocess.Popen[str]:
+        home = alone if is_part_one else ROOT
+        paths = [str(p) for p in (home, home / "nbs", ROOT / "tests")]
+        processes.append(start(home, ":".join(paths), "alone" if is_part_one else "whole"))
+        return processes[-1]
+
+    def studied(path: Path) -> dict[str, Any]:
+        process, is_part_one = ask(book.is_part_one(path)), book.is_part_one(path)
+        print((alone if is_part_one else ROOT) / "nbs" / path.name, file=process.stdin, flush=True)
+        return json.loads(process.stdout.readline())
+
+    yield studied
+    for process in processes:
+        process.communicate(timeout=60)
 
 
-def check_exercise(shell: CaptureShell, cells: dict[str, str]) -> None:
-    """Stub and check, then solution and check, each from where the chapter stands now."""
-    stub, check, solution = (cells[kind] for kind in book.EXERCISE)
-    errors = apart(lambda: [run(shell, stub), run(shell, check)])
-    assert errors[0] == "", f"the stub must run, it raises {errors[0]}:\n{stub}"
-    assert errors[1] in UNSOLVED, f"on the stub the check gives {errors[1] or 'no error'}, not {UNSOLVED}:\n{check}"
-    errors = apart(lambda: [run(shell, solution), run(shell, check)])
-    assert errors == ["", ""], f"{errors} from the solution and its check:\n{solution}\n{check}"
-
-
-def study(path: Path) -> list[str]:
-    """Run the chapter, and each exercise where it stands: all cells before it are what the reader has."""
-    exercises, done = iter(book.exercises(path)), []
-    shell = CaptureShell(path)
-    with torch.enable_grad(), working_directory(path.parent):
-        for cell in read_nb(path).cells:
-            if cell.cell_type == "code" and cell.source.startswith("#| solution"):
-                check_exercise(shell, next(exercises))
-                done.append("done")
-            elif cell.cell_type == "code" and not book.SKIP.search(cell.source):
-                error = run(shell, cell.source)
-                assert not error, f"{error}: {shell.exc}\n{cell.source}"
-    return done
-
-
+@pytest.mark.share(40)
 @pytest.mark.parametrize("path", CASES)
-def test_exercises(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a chapter's, in a copy of this process: a chapter may change the package's own tables."""
-    monkeypatch.setenv("IN_TEST", "1")
-    assert apart(lambda: study(path), CHAPTER_LIMIT) == ["done"] * len(book.exercises(path))
+def test_chapter_runs_and_its_exercises_bite(path: Path, study: Any) -> None:
+    found = study(path)
+    assert not found["error"], found["error"]
+    assert found == {"done": len(book.exercises(path)), "wrong": len(wrong_answers(path, WRONG)), "error": ""}
 
 
 SHELL = {"exercise": "#| exercise\nanswer = None", "check": "#| check\nassert answer == 3"}
@@ -121,3 +105,30 @@ def test_incomplete_exercises_are_noticed(tmp_path: Path) -> None:
         write_nb(new_nb([mk_cell(f"#| {kind}\npass", "code") for kind in kinds]), tmp_path / "x.ipynb")
         with pytest.raises(ValueError, match="should be"):
             book.exercises(tmp_path / "x.ipynb")
+
+
+@pytest.mark.parametrize("path", CHAPTERS[::7], ids=lambda p: p.stem)
+def test_solutions_move_to_the_end_and_the_site_puts_them_back(path: Path) -> None:
+    """The same exercises, in the same order; moved twice is moved once; only numbers and one heading are new."""
+    cells = book.read_nb(path).cells
+    before = book.unmove_solutions(book.read_nb(path).cells)
+    moved = book.move_solutions(book.move_solutions(cells))
+    number = len(book.exercises(path))
+    assert moved[-number - 1].source == book.SOLUTIONS and len({cell.id for cell in moved}) == len(moved)
+    assert [book.NUMBER.match(cell.source)[1] for cell in moved[-number:]] == [*map(str, range(1, number + 1))]
+    assert [cell.source for cell in book.unmove_solutions(moved)] == [cell.source for cell in before]
+
+
+def test_a_solution_of_another_exercise_is_noticed(tmp_path: Path) -> None:
+    from execnb.nbio import mk_cell, new_nb, write_nb
+
+    exercise = ["#| exercise\npass", "#| check\npass"]
+    for numbers, fine in (([1, 2], True), ([2, 1], True), ([1], False), ([1, 1], False), ([1, 3], False)):
+        sources = [*exercise * 2, *(f"#| solution\n# Exercise {n}\n{n}" for n in numbers)]
+        write_nb(new_nb([mk_cell(source, "code") for source in sources]), tmp_path / "x.ipynb")
+        if fine:
+            found = book.exercises(tmp_path / "x.ipynb")
+            assert [cells["solution"][-1] for cells in found] == ["1", "2"]
+        else:
+            with pytest.raises(ValueError, match="should be"):
+                book.exercises(tmp_path / "x.ipynb")

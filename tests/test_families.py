@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, measure_loading, recorded, save_family
+from checkpoints import edit_json, measure_loading, recorded, save_family, spec_of
 from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
-from atom_mini.checkpoint import NEEDS, read_config
-from atom_mini.families import mixture
-from atom_mini.families.records import LACKING, Routing, is_sparse, read_experts, read_routing
+from atom_mini.config import Config
+from atom_mini.families import mixture, records
+from atom_mini.families.records import ARCHITECTURES, LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
-from atom_mini.models import family_of
+from atom_mini.models import ModelSpec, SelfAttention, find
+from atom_mini.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
@@ -88,7 +88,6 @@ def weigh_evenly(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, expe
     return LOOP(x, ids, weights.mean(-1, keepdim=True).repeat(1, ids.shape[1]), expert)
 
 
-HEADS = mixture.read_heads
 MISTAKES: dict[str, tuple[str, str, Any]] = {
     "not renormalised": ("Qwen3-MoE", "route", rerouted(renormalize=False)),
     "renormalised": ("OLMoE", "route", rerouted(renormalize=True)),
@@ -99,8 +98,8 @@ MISTAKES: dict[str, tuple[str, str, Any]] = {
     "corrected scores as weights": ("GLM-4.5", "route", route_by_choice),
     "no correction": ("GLM-4.5", "route", lambda logits, routing, bias: ROUTE(logits, routing)),
     "all weights alike": ("Mixtral", "loop_over_experts", weigh_evenly),
-    "shared expert not gated": ("Qwen2-MoE", "read_experts", None),
-    "turns everywhere": ("SmolLM3", "read_heads", lambda cfg, i: HEADS(cfg, 0)),
+    "shared expert not gated": ("Qwen2-MoE", "", None),
+    "turns everywhere": ("SmolLM3", "", None),
     "norm of single heads": ("OLMoE", "VariedAttention.project", None),
     "rows as they come": ("GLM-4.5", "reorder", lambda read, order: read()),
     "the other half turns": ("GLM-4.5", "rotary_order", lambda dim, n: torch.arange(dim).roll(dim // 2)),
@@ -112,8 +111,11 @@ def break_it(mistake: str, name: str, change: Any, patch: pytest.MonkeyPatch) ->
         def change(cfg: Any) -> Any:
             found = read_experts(cfg)
             return type(found)(**vars(found) | {"is_gated": False})
+        patch.setattr(records, "read_experts", change)
         patch.setitem(mixture.RENAMED, ".mlp.shared_expert_gate.weight", ".rotary_emb")  # or the loader would say it
-    if mistake == "norm of single heads":
+    elif mistake == "turns everywhere":
+        patch.setattr(mixture.VariedAttention, "forward", SelfAttention.forward)
+    elif mistake == "norm of single heads":
         def project(self: Any, x: torch.Tensor) -> torch.Tensor:
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x).split(self.widths, -1))
             normed = [torch.nn.functional.rms_norm(y, y.shape[-1:]) * norm.weight.view(y.shape[1:])
@@ -185,7 +187,7 @@ def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> No
 
 
 def load(folder: Path) -> Any:
-    return load_model(read_config(folder), folder, 64, torch.device("cpu"), torch.float32)
+    return load_model(Config(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
 
 
 EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
@@ -250,7 +252,6 @@ def test_layers_for_mtp_only_if_announced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj"):
         load(tmp_path)
     edit_json(tmp_path / "config.json", num_nextn_predict_layers=None, num_mtp_layers=None)  # transformers says 1
-    assert read_config(tmp_path).num_mtp_layers == 1
     with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj"):
         load(tmp_path)
 
@@ -266,7 +267,10 @@ def test_every_weight_is_read_once(tmp_path: Path) -> None:
         return found
 
     readers = {name: partial(counted, file, name) for name, file in checkpoint_files(tmp_path).items()}
-    found = [reader() for reader in mixture.Mixture(read_config(tmp_path)).adapt(readers).values()]
+    spec = Config(str(tmp_path)).spec
+    for adapter in spec.adapters:
+        readers = find(adapter)(readers, spec, None)
+    found = [reader() for reader in readers.values()]
     sizes = {name: tensor.numel() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert read == sizes and sum(t.numel() for t in found) == sum(sizes.values())
 
@@ -301,9 +305,9 @@ def test_refused_architectures_say_what_they_need(tmp_path: Path) -> None:
     for name, needed in names.items():
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
         with pytest.raises(ValueError) as error:
-            read_config(tmp_path)
+            Config(str(tmp_path))
         assert name in str(error.value) and needed in str(error.value)
-    assert LACKING.items() <= NEEDS.items()
+    assert LACKING.items() <= ARCHITECTURES.items()
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -324,37 +328,45 @@ def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words
     from transformers import AutoConfig
 
     usual = {"num_hidden_layers": 4, "num_experts_per_tok": 2}
-    family_of(AutoConfig.for_model(kind, **usual)).check()
+    spec_of(AutoConfig.for_model(kind, **usual))
     with pytest.raises(ValueError, match=words):
-        family_of(AutoConfig.for_model(kind, **usual | options)).check()
+        spec_of(AutoConfig.for_model(kind, **usual | options))
 
 
 LOOK = """
-import importlib, sys, types
+import importlib, sys
+from atom_mini.parts import PARTS, WITH_TORCH, attach
+from atom_mini.checkpoint import FAMILIES
+before = dict(FAMILIES)
 importlib.import_module("atom_mini." + sys.argv[1])
-from atom_mini.assemble import WITH_TORCH, attach
-attach(WITH_TORCH)
-if len(sys.argv) > 2:
-    import atom_mini.processes.shards
-from atom_mini.models import FAMILIES, family_of
-for kind in ["llama", *FAMILIES]:
-    family = type(family_of(types.SimpleNamespace(model_type=kind)))
-    print(kind, *[base.__name__ for base in family.__mro__[1:-1] if base.__name__ != "Mixture"])
+attach(PARTS | WITH_TORCH)
+from atom_mini.config import Config
+assert FAMILIES == before, "an import changed Part I's table"
+spec = Config("tiny").spec
+print(type(spec).__name__, spec.attention, spec.mlp, spec.rotary, spec.rope_scale, spec.adapters)
 """
 MODULES = ["mixture", "windows", "quantised", "latent", "state", "slots", "spread"]
 
 
 @pytest.mark.parametrize("module", [*[f"families.{name}" for name in MODULES], "processes.shards"])
-def test_the_order_of_imports_changes_nothing(module: str) -> None:
-    """Whatever comes first: what is dealt stands before what unpacks, before each kind of model."""
-    ranks = ["with ranks"] if module == "processes.shards" and find_spec("msgspec") else []
-    done = subprocess.run([sys.executable, "-c", LOOK, module, *ranks], capture_output=True, text=True, check=True)
-    found = {kind: names for kind, *names in map(str.split, done.stdout.splitlines())}
-    before = ["Sharded"] * ("shards" in module) + ["Spread", "Stored"]
-    own = {"llama": [], "qwen3": ["WholeHeads", "Windowed"], "deepseek_v3": ["Latent"], "qwen3_5_text": ["Hybrid"],
-           "gpt_oss": ["GptOss", "Windowed"], "qwen3_moe": ["Windowed"]}  # fmt: skip
-    assert all(names[: len(before)] == before for names in found.values()), found
-    assert {kind: found[kind] for kind in own} == {kind: [*before, *names, "Dense"] for kind, names in own.items()}
+def test_no_import_changes_what_a_model_is(module: str) -> None:
+    """Whatever is imported: the built-in model has Part I's spec, which names no builder."""
+    if module == "processes.shards" and not find_spec("msgspec"):
+        pytest.skip("needs msgspec")
+    done = subprocess.run([sys.executable, "-c", LOOK, module], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["ModelSpec", "None", "None", "None", "None", "()"]
+
+
+def test_specs_are_frozen_and_configs_left_alone() -> None:
+    from transformers import AutoConfig
+
+    for kind in ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text"):
+        cfg = AutoConfig.for_model(kind, num_experts_per_tok=2)
+        before = dict(vars(cfg))
+        spec: Any = spec_of(cfg)
+        assert vars(cfg) == before and isinstance(spec, ModelSpec)
+        with pytest.raises(AttributeError):
+            spec.hidden_size = 1
 
 
 # On the kernels, in the interpreter

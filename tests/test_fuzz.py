@@ -62,6 +62,7 @@ from atom_mini.sequence import Sequence
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.smoke
 def test_outputs_equal_the_oracle_whatever_happens_on_the_way() -> None:
     """And everything that can happen does happen, often; otherwise equality would say little."""
     stats = run_many(3000)

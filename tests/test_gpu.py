@@ -13,7 +13,7 @@ from checkpoints import save_checkpoint, save_family
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.graphs import GraphRunner, first_decodes
-from atom_mini.sequence import PLACEHOLDER
+from atom_mini.refinements.overlap import PLACEHOLDER
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["Once upon a time", "12 + 7 =", "Ada lives in Rome. Ben lives in Oslo. Where does Ada live?", "Mia has a red cat. " * 20]

@@ -18,6 +18,8 @@ from test_speculation import FromABook
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from show import check_blocks
+
 from atom_mini.assemble import make_runner
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
@@ -33,7 +35,7 @@ from atom_mini.model_runner import ModelRunner
 from atom_mini.refinements.launcher import Launcher
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.sequence import Sequence
-from atom_mini.speculation.verify import Verifier
+from atom_mini.speculation.verify import SpecCore, Verifier
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -73,9 +75,9 @@ def run(
     drafter: Any = None, everyone: list[Sequence] | None = None,
 ) -> Any:  # fmt: skip
     """(tokens, log probabilities) of one request per wish, and the engine they went through."""
-    rng, core = random.Random(seed), EngineCore(runner.config, Verifier(runner) if drafter else runner)
+    rng, core = random.Random(seed), EngineCore(runner.config, runner)
     if drafter:
-        core.scheduler.attach(drafter, runner)  # type: ignore[attr-defined]
+        core = SpecCore(runner.config, Verifier(runner, drafter))
     if overlap:
         core = OverlapCore(runner.config, Launcher(runner.config, lambda config: runner))
     seqs = []
@@ -87,7 +89,7 @@ def run(
     if everyone is not None:
         everyone += seqs
     while core.step():
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     return [(s.completion_token_ids, s.logprobs) for s in seqs], core
 
 

@@ -1,13 +1,12 @@
-"""Part I stands alone: without the later parts it runs, names none of them, and imports only what was read before."""
+"""Part I stands alone: without the later parts it generates (and its chapters run: test_exercises), names none of them,
+and imports only what was read before."""
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tokenize
@@ -29,38 +28,10 @@ WITHOUT_EDITABLE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]  # it would find the whole house
 """
-RUN = f"""{WITHOUT_EDITABLE}
-import json
-from pathlib import Path
-import torch
-from nbdev.test import test_nb
-for path in map(Path, sys.argv[1:]):
-    with torch.enable_grad():
-        fine, _ = test_nb(path, skip_flags=["gpu", "slow", "exercise", "check", "solution"], basepath=path.parent)
-    print("ran", json.dumps([path.stem, fine]), flush=True)
-"""
 
 
 def module_path(name: str) -> Path:
     return (ROOT / "atom_mini" / name.replace(".", "/")).with_suffix(".py")
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with Part I's modules and chapters, and nothing else of the project."""
-    home = tmp_path_factory.mktemp("alone")
-    shutil.copytree(ROOT / "atom_mini" / "tiny", home / "atom_mini" / "tiny")
-    shutil.copy(ROOT / "atom_mini" / "__init__.py", home / "atom_mini")
-    (home / "nbs").mkdir()
-    for path in PART_ONE:
-        shutil.copy(path, home / "nbs")
-        if path in MODULES:
-            shutil.copy(module_path(MODULES[path]), home / "atom_mini")
-    for name in ("show.py", "patch.py"):
-        shutil.copy(ROOT / "nbs" / name, home / "nbs")
-    for name in ("settings.ini", "pyproject.toml"):
-        shutil.copy(ROOT / name, home)
-    return home
 
 
 def python(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -85,20 +56,6 @@ with LLM("tiny", device="cpu") as llm:
 """
     result = python(alone, "-c", code)
     assert result.stdout == f"{alone / 'atom_mini' / '__init__.py'}  19\n", result.stderr
-
-
-@pytest.fixture(scope="module")
-def chapters(alone: Path) -> dict[str, bool]:
-    """Chapter -> whether it ran, one after the other in one process."""
-    result = python(alone, "-c", RUN, *(str(alone / "nbs" / p.name) for p in PART_ONE))
-    found = dict(json.loads(line[4:]) for line in result.stdout.splitlines() if line.startswith("ran "))
-    print(result.stdout, result.stderr)  # shown if a chapter failed
-    return found
-
-
-@pytest.mark.parametrize("path", PART_ONE, ids=lambda p: p.stem)
-def test_chapter_runs_alone(path: Path, chapters: dict[str, bool]) -> None:
-    assert chapters.get(path.stem), f"{path.stem} fails without the later parts"
 
 
 @pytest.mark.parametrize("name", [MODULES[p] for p in PART_ONE if p in MODULES])

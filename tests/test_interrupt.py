@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from show import check_blocks
 from symbolic import LaunchingSymbolicRunner, Request, SymbolicRunner, Trial
 from test_spyre import RectangularSymbols
 
@@ -15,6 +16,7 @@ import atom_mini
 from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
 from atom_mini.engine_core import EngineCore
+from atom_mini.instruments.trace import record
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence
@@ -94,12 +96,13 @@ def serve(core: EngineCore, seqs: list[Sequence]) -> None:
 
 def expect_whole(core: EngineCore) -> None:
     scheduler = core.scheduler
-    scheduler.block_manager.check(scheduler.running)
+    check_blocks(scheduler.block_manager, scheduler.running)
     queued = [*scheduler.running, *scheduler.waiting]
     assert sorted(s.id for s in queued) == sorted(scheduler.seqs), "a request is in no queue"
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.smoke
 def test_interrupted_at_any_line(kind: str) -> None:
     """One line in `STRIDE`; then the same requests go on, and others come, and all see the oracle's tokens."""
     trial, at, places = Trial(make_core(KINDS[kind]).config, (), 12, [], 0.0), 0, set()
@@ -107,6 +110,7 @@ def test_interrupted_at_any_line(kind: str) -> None:
     while True:
         at += STRIDE
         core, wire = make_core(KINDS[kind]), Tripwire(at)
+        trace = record(core) if core.config.trace else None
         seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)]
         if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
             break
@@ -120,8 +124,8 @@ def test_interrupted_at_any_line(kind: str) -> None:
         for seq, (tokens, hashes) in zip(seqs + later, expected * 2, strict=True):
             assert seq.completion_token_ids == tokens, f"{wire.where}: request {seq.id} has other tokens"
             assert [h for entry in seq.logprobs for h in entry.values()] == hashes, wire.where
-        if core.trace is not None:
-            core.trace.check()
+        if trace is not None:
+            trace.check()
     assert len(places) > 60, "the wire hardly trips"
 
 

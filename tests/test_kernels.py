@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,7 @@ from atom_mini import sampler, triton_attention, triton_ops
 from atom_mini.attention import AttentionMetaData, reference_attention
 from atom_mini.models import TorchOps
 from atom_mini.sampler import draw
-from atom_mini.triton_attention import FEW_TOKENS, AttentionPlan, plan_attention
+from atom_mini.triton_attention import FEW_TOKENS, MAX_ITEMS, AttentionPlan, plan_attention
 from atom_mini.triton_ops import TritonOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,7 +112,7 @@ class Step:
 
 
 def make_lens(kind: str, size: int) -> Lens:
-    """Around the borders of blocks (of `size` tokens) and of splits (of 256 keys)."""
+    """Around the borders of blocks (of `size` tokens) and of parts (of 256 keys)."""
     lens = sorted({1, max(1, size - 1), size, size + 1, 255, 256, 257, 530} | ({2049, 4095, 4096} if FULL else set()))
     if kind == "decode":
         return [(1, length) for length in lens]
@@ -160,8 +161,9 @@ def test_more_keys_than_splits(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", DTYPES if FULL else DTYPES[::2], ids=str)
 @pytest.mark.parametrize(
     "lens",
-    [[(1, 40), (1, 600), (1, 16), (1, 257), (2, 300)], [(6, 6), (40, 300), (33, 64), (50, 50)]],
-    ids=["decode", "prefill"],
+    [[(1, 40), (1, 600), (1, 16), (1, 257), (2, 300)], [(6, 6), (40, 300), (33, 64), (50, 50)],
+     [(1, 600), (17, 530), (70, 600), (16, 290), (1, 40)]],
+    ids=["decode", "prefill", "mixed"],
 )
 def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
     """A sequence's rows do not change by a bit with its company, its place, or the number of programs that share it."""
@@ -174,15 +176,24 @@ def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
         assert all(torch.equal(out[at], together[i]) for at, i in enumerate(order)), (order, units)
 
 
-def check_plan(plan: AttentionPlan, lens: Lens, tables: np.ndarray, tile_tokens: int, max_splits: int) -> None:
-    """Every query token meets every key of its tile exactly once, and every part is merged exactly once."""
-    num_items, num_merges, items_at = plan.data[:3].tolist()
-    items, merges = plan.data[items_at:][: 8 * num_items].reshape(-1, 8), plan.data[8:items_at].reshape(-1, 4)
-    assert (num_items, num_merges) == (plan.num_items, plan.num_merges) == (len(items), len(merges))
+def check_plan(
+    plan: AttentionPlan, lens: Lens, tables: np.ndarray, tile_tokens: tuple[int, int], max_splits: int
+) -> None:
+    """Every query token meets every key of its tile exactly once, and every part is merged exactly once. Small items
+    are of sequences with few new tokens, large ones of the others. A sequence has `MAX_ITEMS`, or a tile an item."""
+    num_small, num_merges, items_at, _, num_large, _, large_at, _ = plan.data[:8].tolist()
+    assert large_at == items_at + 8 * num_small
+    items, merges = plan.data[items_at:][: 8 * plan.num_items].reshape(-1, 8), plan.data[8:items_at].reshape(-1, 4)
+    counts = num_small, num_large, num_merges
+    assert counts == (plan.num_small, plan.num_large, plan.num_merges) and num_merges == len(merges)
+    by_sequence: Counter[int] = Counter()
+    tiles_of = [-(-n // tile_tokens[n > FEW_TOKENS]) for n, _ in lens]
     owner = [(b, length - n + i) for b, (n, length) in enumerate(lens) for i in range(n)]  # of rows, with the position
     tiles: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-    for row, tokens, position, table, begin, end, partial, _ in items.tolist():
-        assert begin < end and 1 <= tokens <= tile_tokens
+    for at, (row, tokens, position, table, begin, end, partial, _) in enumerate(items.tolist()):
+        is_large = lens[owner[row][0]][0] > FEW_TOKENS
+        assert begin < end and 1 <= tokens <= tile_tokens[is_large] and is_large == (at >= num_small)
+        by_sequence[owner[row][0]] += 1
         assert owner[row : row + tokens] == [(owner[row][0], position + i) for i in range(tokens)]
         assert np.array_equal(plan.data[table:][: tables.shape[1]], tables[owner[row][0]])
         tiles.setdefault((row, tokens, position), []).append((begin, end, partial))
@@ -198,39 +209,64 @@ def check_plan(plan: AttentionPlan, lens: Lens, tables: np.ndarray, tile_tokens:
     assert len(merges) == len(wanted)
     assert {row: [first + i * stride for i in range(count)] for row, first, stride, count in merges.tolist()} == wanted
     assert sorted(itertools.chain(*wanted.values())) == list(range(plan.num_partials))
+    assert all(by_sequence[b] <= max(MAX_ITEMS, count) for b, count in enumerate(tiles_of))
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 500) | st.integers(0, 20000)), min_size=1, max_size=8),
-    st.integers(1, 16), st.booleans(), st.sampled_from([32, 256]), st.sampled_from([2, 4, 32]),
+    st.tuples(st.integers(1, 16), st.integers(1, 40)), st.sampled_from([32, 256]), st.sampled_from([2, 4, 32]),
 )  # fmt: skip
-def test_plan(before: Lens, tile_tokens: int, is_decode: bool, split_keys: int, max_splits: int) -> None:
-    """What `check_plan` says, for any step; a prefill is never split, and all tiles but a sequence's last are full."""
+def test_plan(before: Lens, tile_tokens: tuple[int, int], split_keys: int, max_splits: int) -> None:
+    """What `check_plan` says, for any step, and a sequence is cut as if it were alone."""
     lens = [(n, n + seen) for n, seen in before]
     tables = np.arange(3 * len(lens), dtype=np.int32).reshape(-1, 3) + 1000  # not looked into
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "SPLIT_KEYS", split_keys)
         patch.setattr(triton_attention, "MAX_SPLITS", max_splits)
         query_lens, context_lens = np.array(lens).T
-        plan = plan_attention(query_lens, context_lens, tables, tile_tokens, is_decode)
-    check_plan(plan, lens, tables, tile_tokens, max_splits if is_decode else 1)
-    if not is_decode:
-        assert plan.num_items == sum(-(-n // tile_tokens) for n, _ in lens)
+        plan = plan_attention(query_lens, context_lens, tables, tile_tokens)
+        each = [plan_attention(*np.array([pair]).T, tables[:1], tile_tokens) for pair in lens]
+    check_plan(plan, lens, tables, tile_tokens, max_splits)
+    for name in ("num_small", "num_large", "num_merges", "num_partials"):
+        assert getattr(plan, name) == sum(getattr(one, name) for one in each)
+    first = np.array([n for n, _ in lens]).cumsum() - query_lens
+    alone = [(row + a, *rest) for a, one in zip(first, each, strict=True) for row, *rest in keys_of(one)]
+    assert sorted(alone) == sorted(keys_of(plan))
+
+
+def keys_of(plan: AttentionPlan) -> list[tuple[int, ...]]:
+    """(first query row, tokens, first key, end of keys) of each item."""
+    return [tuple(item[[0, 1, 4, 5]].tolist()) for item in plan.data[plan.data[2] :][: 8 * plan.num_items].reshape(-1, 8)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 15, 16, 17, 18, 33, 64, 128, 129, 500, 1000, 2048, 4096])
+@pytest.mark.parametrize("tile_tokens", [(4, 32), (4, 16), (2, 8), (8, 128)])
+def test_new_tokens_after_a_long_prefix_fill_a_gpu(tokens: int, tile_tokens: tuple[int, int]) -> None:
+    """Programs of a model with 8 K/V heads: 17 tokens have no fewer than a lone decode has, whatever a tile holds."""
+    counts, table = np.array([tokens]), np.zeros((1, 800), np.int32)
+    plan = plan_attention(counts, counts + 8192, table, tile_tokens)
+    decode = plan_attention(np.array([1]), np.array([8193]), table, tile_tokens)
+    tiles = -(-tokens // tile_tokens[tokens > FEW_TOKENS])
+    assert plan.num_items >= decode.num_items / 2 and 8 * plan.num_items >= 132  # multiprocessors of an H200
+    assert plan.num_items <= max(MAX_ITEMS, tiles)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from([16, 64, 128, 256]))
 def test_plan_fits_the_tile(group: int, queries: list[int], dim: int) -> None:
-    """No item has more tokens than its tile has rows for, and only few tokens per sequence count as a decode."""
+    """No item has more tokens than its tile has rows for; few new tokens of a sequence go into small tiles."""
     ops = make_ops(1, group, dim, torch.float16)
     lens = np.array(queries) + 300
     plan = ops.plan(np.array(queries), lens, np.zeros((len(queries), 30), dtype=np.int32))
     items = plan.data[plan.data[2] :][: 8 * plan.num_items].reshape(-1, 8)
-    assert items[:, 1].max() * group <= ops.tiles[0 if plan.is_decode else 1][0]
-    assert plan.is_decode  # in as many tiles as it takes
+    assert items[:, 1].max() * group <= ops.tiles[0][0]
+    assert not plan.num_large  # in as many tiles as it takes
     longer = np.array([*queries, FEW_TOKENS + 1])
-    assert not ops.plan(longer, longer + 300, np.zeros((len(longer), 30), dtype=np.int32)).is_decode
+    mixed = ops.plan(longer, longer + 300, np.zeros((len(longer), 30), dtype=np.int32))
+    large = mixed.data[mixed.data[6] :][: 8 * mixed.num_large].reshape(-1, 8)
+    assert mixed.num_small == plan.num_small and large[:, 1].max() * group <= ops.tiles[1][0]
+    assert set(large[:, 0]) >= {sum(queries)}
 
 
 def test_launched_for_a_larger_decode() -> None:
@@ -254,7 +290,7 @@ def test_several_queries_of_a_sequence(tokens: int, group: int) -> None:
     step, ops = Step(lens, 16, 1, group, 32, torch.float32), make_ops(1, group, 32, torch.float32)
     plans: list[AttentionPlan] = []
     assert step.error(ops, plans.append) < 1e-5
-    assert plans[0].is_decode and plans[0].num_merges >= tokens
+    assert not plans[0].num_large and plans[0].num_merges >= tokens
 
 
 @settings(max_examples=50, deadline=None)
@@ -267,7 +303,7 @@ def test_rows_of_few_sequences_fit_a_graph(shapes: list[tuple[int, int]], group:
     lens = counts + np.array([before for _, before in shapes])
     tables = np.zeros((len(lens), -(-int(lens.max()) // 16)), dtype=np.int32)
     plan, largest = ops.plan(counts, lens, tables), ops.largest_decode_plan(int(counts.sum()), int(lens.max()), 16)
-    assert plan.is_decode and len(plan.data) <= len(largest.data)
+    assert not plan.num_large and len(plan.data) <= len(largest.data)
     for name in ("num_items", "num_merges", "num_partials"):
         assert getattr(plan, name) <= getattr(largest, name)
 
@@ -280,7 +316,7 @@ def test_largest_decode_plan(lens: list[int], more: int, longer: int) -> None:
     tables = np.zeros((len(lens), -(-longest // 16)), dtype=np.int32)
     plan = ops.plan(np.ones(len(lens), dtype=np.int64), np.array(lens), tables)
     largest = ops.largest_decode_plan(len(lens) + more, longest, 16)
-    assert plan.is_decode and largest.is_decode and len(plan.data) <= len(largest.data)
+    assert not plan.num_large and not largest.num_large and len(plan.data) <= len(largest.data)
     for name in ("num_items", "num_merges", "num_partials"):
         assert getattr(plan, name) <= getattr(largest, name)
 

@@ -13,16 +13,16 @@ import checkpoints
 import pytest
 import torch
 import transformers
-from checkpoints import Recorder, random_model, recorded
+from checkpoints import Recorder, random_model, recorded, spec_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import atom_mini.families.latent as latent
 from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
-from atom_mini.attention import AttentionMetaData, plain_attention, reset_forward_context, set_forward_context
+from atom_mini.attention import AttentionMetaData, plain_attention, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
-from atom_mini.models import RMSNorm, TorchOps, family_of, rotate
+from atom_mini.models import RMSNorm, RotaryEmbedding, TorchOps, rotate
+from atom_mini.parts import WITH_TORCH, attach
 
 KINDS: dict[str, Any] = {
     "deepseek_v2": transformers.DeepseekV2Config,
@@ -176,16 +176,15 @@ def expanded(layer: latent.LatentAttention, x: Tensor, cos: Tensor, sin: Tensor)
 @pytest.mark.parametrize("case", CASES)
 def test_absorbed_equals_expanded(case: str) -> None:
     kind, options = CASES[case]
-    cfg = KINDS[kind](**checkpoints.SMALL | options)
-    layer, n = latent.LatentAttention(cfg, TorchOps()), 90
+    spec = spec_of(KINDS[kind](**checkpoints.SMALL | options))
+    layer, n = latent.LatentAttention(spec, TorchOps()), 90
     for name, weight in layer.named_parameters():
         torch.nn.init.normal_(weight, float("norm" in name), 0.3)
-    x, tables = torch.randn(n, 64), family_of(cfg).rotary(99)(torch.arange(n), torch.float32)
+    x, tables = torch.randn(n, 64), RotaryEmbedding(spec, 99)(torch.arange(n), torch.float32)
     layer.attn.kv_cache = torch.full((1, 1, 1, 96, 48), math.nan)
     lens, table = torch.tensor([n]).int(), torch.zeros(1, 1).int()
-    set_forward_context(AttentionMetaData(lens, table, torch.arange(n), [n], [n]))
-    out, right = layer(x, *tables), expanded(layer, x, *tables)
-    reset_forward_context()
+    with set_forward_context(AttentionMetaData(lens, table, torch.arange(n), [n], [n])):
+        out, right = layer(x, *tables), expanded(layer, x, *tables)
     assert right.std() > 0.5
     torch.testing.assert_close(out, right, atol=1e-4, rtol=0)
 
@@ -223,30 +222,30 @@ PUBLISHED: dict[str, tuple[Any, int]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_bytes_per_token_of_published_shapes(name: str) -> None:
     cfg, wanted = PUBLISHED[name]
-    assert kvcache_block_bytes(cfg, 1, torch.bfloat16) == wanted
-    assert kvcache_block_bytes(cfg, 16, torch.bfloat16) == 16 * wanted
+    assert kvcache_block_bytes(spec_of(cfg), 1, torch.bfloat16) == wanted
+    assert kvcache_block_bytes(spec_of(cfg), 16, torch.bfloat16) == 16 * wanted
 
 
 @pytest.mark.parametrize(("factor", "all_dim", "wanted"), [(40.0, 0.707, 1.590), (40.0, 1.0, 1.874), (1.0, 1.0, 1.0)])
 def test_scale_of_published_models(factor: float, all_dim: float, wanted: float) -> None:
     rope = YARN | {"factor": factor, "mscale": all_dim, "mscale_all_dim": all_dim}
-    cfg = transformers.DeepseekV3Config(rope_parameters=rope)
-    assert math.isclose(latent.softmax_scale(cfg) * 192**0.5, wanted, abs_tol=5e-4)
-    assert float(family_of(cfg).rotary(8).cos[0, 0]) == 1.0  # the factor on cos and sin
+    spec = spec_of(transformers.DeepseekV3Config(rope_parameters=rope))
+    assert math.isclose(latent.softmax_scale(spec) * 192**0.5, wanted, abs_tol=5e-4)
+    assert float(RotaryEmbedding(spec, 8).cos[0, 0]) == 1.0  # the factor on cos and sin
 
 
 def test_bias_beside_none_is_refused() -> None:
     cfg = transformers.DeepseekV2Config(q_lora_rank=None, attention_bias=True, num_experts_per_tok=6)
     with pytest.raises(ValueError, match="attention_bias=True needs q_lora_rank"):
-        family_of(cfg).check()
+        spec_of(cfg)
 
 
 def test_rows_are_sorted_once() -> None:
     """Each head's; other weights are left alone."""
-    cfg = KINDS["deepseek_v3"](**checkpoints.SMALL | V3)
+    cfg = KINDS["deepseek_v3"](**checkpoints.SMALL | V3 | GROUPS)
     rows = torch.arange(4.0 * 48).view(-1, 1)
     readers: Any = {"a.q_b_proj.weight": lambda: rows, "a.o_proj.weight": lambda: rows, "lm_head.weight": lambda: rows}
-    found = family_of(cfg).adapt(readers)
+    found = latent.sort_latents(readers, spec_of(cfg), None)
     assert found["a.o_proj.weight"] is readers["a.o_proj.weight"] and found["lm_head.weight"]() is rows
     assert found["a.q_b_proj.weight"]()[48 + 30 : 48 + 36, 0].tolist() == [78, 79, 80, 82, 84, 86]
 

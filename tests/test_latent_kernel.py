@@ -19,14 +19,14 @@ from test_kernels import DEVICE, DTYPES, FULL, LIMITS, Lens, Step, make_lens, re
 from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 
 import atom_mini.families.latent as latent
-import atom_mini.triton_attention as triton_attention
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import reference_attention
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
 from atom_mini.graphs import GraphRunner
+from atom_mini.instruments import launches
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
+from atom_mini.parts import WITH_TORCH, attach
 
 __all__ = ["record"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
@@ -124,6 +124,7 @@ EXPERTS = pytest.mark.skipif(find_spec("atom_mini.families.grouped") is None, re
 
 
 @pytest.mark.parametrize("case", ["V3, dense, no query rank", pytest.param("GLM-4.7-Flash", marks=EXPERTS)])
+@pytest.mark.smoke
 def test_engine_on_the_kernel_equals_transformers(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, decodes, prefix hits, through the kernel alone, and with that of the experts."""
     kind, options = CASES[case]
@@ -172,10 +173,10 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
     it is asked for."""
     with pytest.raises(ValueError, match=r"500 and 64 numbers .* set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 500, 64, torch.bfloat16)
-    monkeypatch.setattr(triton_attention, "architecture", lambda device: "gfx1100")
+    monkeypatch.setattr(launches, "architecture", lambda device: "gfx1100")
     with pytest.raises(ValueError, match="on gfx1100: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16)
-    monkeypatch.setattr(triton_attention, "architecture", lambda device: "gfx1201")
+    monkeypatch.setattr(launches, "architecture", lambda device: "gfx1201")
     assert LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16).launches == LATENT_LAUNCHES["gfx1201"]
     with pytest.raises(ValueError, match=r"float32\) on gfx1201: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.float32)
@@ -185,5 +186,5 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
 
 def test_every_target_of_the_paged_kernel_is_named() -> None:
     """Or refused on purpose."""
-    assert triton_attention.LAUNCHES.keys() - LATENT_LAUNCHES.keys() == {"gfx1100", "gfx1102"}
+    assert launches.LAUNCHES.keys() - LATENT_LAUNCHES.keys() == {"gfx1100", "gfx1102"}
     assert all(launch.rows in (16, 32) for pair in LATENT_LAUNCHES.values() for launch in pair)

@@ -93,6 +93,114 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == [] and list(llm.stream([], GREEDY)) == []
 
 
+def test_prompts_as_dicts(llm: LLM) -> None:
+    """As vLLM takes them, one or several, beside plain ones; streamed and by hand, too."""
+    (wanted,) = llm.generate(PROMPT, GREEDY)
+    ids = {"prompt_token_ids": wanted.prompt_token_ids}
+    for prompts in ({"prompt": PROMPT}, [{"prompt": PROMPT}], ids, [ids, {"prompt": PROMPT}, PROMPT]):
+        outs = llm.generate(prompts, GREEDY)
+        assert [out.text for out in outs] == [wanted.text] * (len(prompts) if isinstance(prompts, list) else 1)
+    assert "".join(piece.text for piece in llm.stream(ids, GREEDY)) == wanted.text
+    assert llm.abort(llm.add_request({"prompt": PROMPT}, GREEDY))
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_no_max_tokens_is_the_rest_of_the_context(processes: bool) -> None:
+    options = OPTIONS | {"max_model_len": 60} | ({"engine_process": True} if processes else {})
+    with LLM("tiny", **options) as llm:
+        (out,) = llm.generate([5] * 20, replace(GREEDY, max_tokens=None))
+        assert (len(out.token_ids), out.finish_reason, out.stop_reason) == (40, "length", "max_model_len")
+        (out,) = llm.generate([5] * 20, SamplingParams(max_tokens=None, temperature=0))
+        assert out.stop_reason == "eos" or len(out.token_ids) == 40
+    assert SamplingParams().max_tokens == 64  # as before
+
+
+def test_dtype_auto_means_none() -> None:
+    for dtype in ("auto", None):
+        with LLM("tiny", dtype=dtype, **OPTIONS) as llm:
+            assert llm.config.dtype is None and next(llm.engine_core.runner.model.parameters()).dtype is torch.float32  # type: ignore[attr-defined]
+
+
+def test_the_hint_is_the_option_that_ends_so() -> None:
+    """vLLM's `block_size` is our `kv_cache_block_size`, and not the `chunk_size` that looks more alike."""
+    refused(lambda: LLM("tiny", block_size=16), "block_size", "'kv_cache_block_size'")
+    refused(lambda: LLM("tiny", max_num_seq=4), "max_num_seq", "'max_num_seqs'")
+
+
+def bring(llm: LLM, token_ids: Seq[int], at_once: int) -> None:
+    """Let every request's tokens be these, `at_once` of them a step, as a step with drafts brings them."""
+    forward, done = llm.engine_core.runner.forward, dict[int, int]()
+
+    def brought(batch: Any) -> Any:
+        out = forward(batch)
+        new = {}
+        for i in out.token_ids:
+            new[i] = tuple(token_ids[done.get(i, 0) :][:at_once])
+            done[i] = done.get(i, 0) + at_once
+        logprobs = {i: [{t: -float(t)} for t in new[i]] for i in out.logprobs}
+        return replace(out, token_ids=new, logprobs=logprobs)
+
+    llm.engine_core.runner.forward = brought  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_tokens", [3, 4, 5, 9])
+def test_nothing_counts_behind_a_stop_string(at_once: int, max_tokens: int) -> None:
+    """It may end in the middle of a step's tokens, and the request by max_tokens in the same step: the earlier one wins.
+
+    Tokens, text, log probabilities and pieces are cut alike, and the engine holds nothing any more.
+    """
+    with LLM("tiny", **OPTIONS) as llm:
+        said = llm.tokenizer.encode(" a cat and a dog and a red hen")
+        names = [llm.tokenizer.decode([i]) for i in said]
+        n = next(n for n in range(len(names)) if " and" in "".join(names[: n + 1])) + 1
+        bring(llm, said, at_once)
+        wish = SamplingParams(max_tokens=max_tokens, stop=" and", ignore_eos=True, logprobs=0)
+        (out,) = llm.generate(PROMPT, wish)
+        kept = min(n, max_tokens)
+        assert out.token_ids == said[:kept] and [[*entry] for entry in out.logprobs or ()] == [[i] for i in said[:kept]]
+        assert out.text == "".join(names[:kept]).removesuffix(" and")
+        stops = ("stop", " and") if n <= max_tokens else ("length", "max_tokens")
+        assert (out.finish_reason, out.stop_reason) == stops and is_empty(llm)
+    with LLM("tiny", **OPTIONS) as llm:
+        bring(llm, said, at_once)
+        check_pieces(collect(llm.stream(PROMPT, wish))[0], out)
+        request = llm.add_request(PROMPT, wish)
+        finished: list[int] = []
+        while not finished:
+            step = llm.step()
+            assert step is not None
+            finished += [seq.id for seq in step.finished]
+        assert finished == [request] and is_empty(llm)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the abort", "after it"])
+def test_interrupted_where_a_text_is_read(after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are in the books, and their text is not read, or not acted upon: the next step makes up for it."""
+    with LLM("tiny", **OPTIONS) as llm:
+        said = llm.tokenizer.encode(" a cat and a dog and a red hen")
+        bring(llm, said, 1)
+        wish = SamplingParams(max_tokens=9, stop=" and", ignore_eos=True)
+        (wanted,) = llm.generate(PROMPT, wish)
+        abort, request = llm.engine_core.abort, llm._prepare(PROMPT, wish)[0]
+        llm._add([request])
+
+        def interrupted(*args: Any) -> Any:
+            if after:
+                abort(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm.engine_core, "abort", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            while llm.step():
+                pass
+        monkeypatch.undo()
+        while not request.seq.is_finished:
+            llm.step()
+        out = llm.processor.postprocess(request)
+        assert (out.text, out.token_ids, out.stop_reason) == (wanted.text, wanted.token_ids, " and") and is_empty(llm)
+
+
 def test_token_ids_of_every_kind(llm: LLM) -> None:
     """Whatever is a whole number, in lists and arrays; what comes back is int."""
     ids = llm.tokenizer.encode(PROMPT)
@@ -513,7 +621,9 @@ def refused(action: Callable[[], Any], *words: str) -> None:
         (1.5, ["float"]),
         (None, ["NoneType"]),
         (b"ab", ["bytes"]),
-        ({"prompt": "a"}, ["dict"]),
+        ({"prompt": "a", "multi_modal_data": {}}, ["multi_modal_data", "'prompt'"]),
+        ([{"prompt_token_ids": [5]}, {"text": "a"}], ["text", "'prompt_token_ids'"]),
+        ({}, [r"\[\]", "'prompt'"]),
     ],
     ids=lambda value: str(value)[:24] if not isinstance(value, list) or len(value) < 9 else f"{len(value)} tokens",
 )
@@ -1082,7 +1192,7 @@ def test_a_draft_model_whose_logits_are_no_numbers(draft_sampling: bool, tmp_pat
         wanted = llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids
     drafts = {"method": "draft_model", "model": str(tmp_path), "draft_sampling": draft_sampling}
     with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40, speculative_config=drafts) as llm:
-        drafter: Any = llm.engine_core.scheduler.drafter  # type: ignore[attr-defined]
+        drafter: Any = llm.engine_core.drafter  # type: ignore[attr-defined]
         with torch.no_grad():
             drafter.runner.model.model.embed_tokens.weight[5] = torch.nan
         assert llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids == wanted

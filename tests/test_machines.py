@@ -102,7 +102,7 @@ def test_the_digest_is_of_kernels_and_launches(tmp_path: Path, monkeypatch: pyte
 
     assert after('"gfx1201"', '"gfx1299"') != before
     assert after("tl.maximum(top,", "tl.minimum(top,") != before
-    assert after('"num_warps": launch.warps', '"num_warps": 2 * launch.warps') != before
+    assert after('"num_warps": self.warps', '"num_warps": 2 * self.warps') != before
     assert after("# as in `LAUNCHES`", "# as there") == before
     assert after('"""Work items, in', '"""Pieces, in') == before
     assert after("class PagedAttention:", "class PagedAttention(object):") == before

@@ -20,7 +20,7 @@ from nbdev.test import test_nb as run_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "nbs").glob("*.ipynb"))
-MODULES = [p for p in sorted((ROOT / "atom_mini").rglob("*.py")) if p.name != "_modidx.py"]
+MODULES = sorted((ROOT / "atom_mini").rglob("*.py"))
 BY_HAND = {"__init__.py", "__main__.py"}
 by_name = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 
@@ -59,18 +59,54 @@ def test_chapter_teaches(path: Path) -> None:
     assert any("image/png" in o.get("data", {}) for c in nb.cells if c.cell_type == "code" for o in c.outputs)
 
 
+ENV = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # set by nbdev's test_nb; exports do nothing then
+
+
+def copy_tree(home: Path) -> None:
+    """What the book is made of, without the model."""
+    for name in ("nbs", "atom_mini"):
+        shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("tiny", "__pycache__"))
+    for name in ("settings.ini", "Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, home)
+
+
 def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
     """Export a copy of the tree, methods folded into their classes, and compare every module."""
-    for name in ("nbs", "atom_mini"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("tiny", "__pycache__"))
-    shutil.copy(ROOT / "settings.ini", tmp_path)
+    copy_tree(tmp_path)
     for module in (tmp_path / "atom_mini").rglob("*.py"):
         if module.name not in BY_HAND:
             module.unlink()
-    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # set by nbdev's test_nb; exports do nothing then
-    subprocess.run([sys.executable, "nbs/book.py", "export"], cwd=tmp_path, env=env, check=True, capture_output=True)
+    subprocess.run([sys.executable, "nbs/book.py", "export"], cwd=tmp_path, env=ENV, check=True, capture_output=True)
+    written = sorted(p.relative_to(tmp_path) for p in (tmp_path / "atom_mini").rglob("*.py"))
+    assert written == [module.relative_to(ROOT) for module in MODULES]  # no module of a chapter that is gone
     for module in MODULES:
         assert (tmp_path / module.relative_to(ROOT)).read_text() == module.read_text(), module.name
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("nbdev_export", "the package is written by: make export"),
+        ("nbdev_prepare", "the package is written by: make export"),
+        ("nbdev_clean", ""),
+        ("nbdev_test --path nbs/01a_checkpoint.ipynb", ""),
+    ],
+)
+def test_nbdevs_own_commands_change_nothing(command: str, says: str, tmp_path: Path) -> None:
+    """The export cannot fold, so it stops before it writes; what is clean stays clean; exercises are not run."""
+    copy_tree(tmp_path)
+    (tmp_path / "atom_mini" / "tiny").symlink_to(ROOT / "atom_mini" / "tiny")
+
+    def files() -> dict[Path, bytes]:
+        paths = (p for p in tmp_path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        return {path: path.read_bytes() for path in paths}
+
+    before, (name, *arguments) = files(), command.split()
+    env = ENV | {"PYTHONPATH": f"{tmp_path}:{tmp_path / 'nbs'}"}
+    command = [Path(sys.executable).with_name(name), *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (result.returncode != 0) == bool(says) and says in (result.stderr.splitlines() or [""])[-1], result.stderr
+    assert files() == before
 
 
 def test_readme_is_in_sync_with_the_index() -> None:

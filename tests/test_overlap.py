@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 import symbolic
+from show import check_blocks
 from symbolic import run_trial
 from test_fuzz import mutate
 
 import atom_mini.refinements.overlap as overlap
 from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
-from atom_mini.refinements.overlap import OverlapCore, OverlapScheduler
+from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
-from atom_mini.sequence import PLACEHOLDER, Sequence
+from atom_mini.sequence import Sequence
 from atom_mini.systems.spyre import SpyreScheduler
 
 Patch = pytest.MonkeyPatch
@@ -74,12 +75,12 @@ def plant(patch: Patch, name: str, old: str, new: str) -> None:
 
 def keeps_placeholders(patch: Patch) -> None:
     """ATOM, defect A: what stood for a token to come stays in the context of a sequence that lost its blocks."""
-    mutate(patch, Sequence, "restart", "self.drop_placeholders()", "self.num_known_tokens = self.num_tokens")
+    mutate(patch, Sequence, "restart", "del self.token_ids[self.num_known_tokens :]", "self.num_known_tokens = self.num_tokens")
 
 
 def drops_one_placeholder_of_two(patch: Patch) -> None:
     """ATOM again: the number is derived, not counted."""
-    old = "self.drop_placeholders()"
+    old = "del self.token_ids[self.num_known_tokens :]"
     cut = "self.num_known_tokens = max(self.num_known_tokens, self.num_tokens - 1)"
     mutate(patch, Sequence, "restart", old, f"{cut}; {old}")
 
@@ -162,7 +163,8 @@ class Answering:
 
 
 def make_core(**options: Any) -> OverlapCore:
-    return OverlapCore(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 16, **options}), Waiting())
+    knobs = {"kv_cache_block_size": 4, "num_kvcache_blocks": 16, "overlap": True}
+    return OverlapCore(Config(**knobs | options), Waiting())
 
 
 def tables(core: OverlapCore) -> list[list[int]]:
@@ -205,7 +207,7 @@ def test_abort_under_way_frees_once() -> None:
     assert core.abort(seqs[0].id) is seqs[0] and core.abort(seqs[0].id) is None
     assert not seqs[0].block_table and seqs[0].completion_token_ids == [5] and PLACEHOLDER not in seqs[0].token_ids
     while core.step():
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     assert core.scheduler.block_manager.num_free_blocks == 16 and seqs[1].num_completion_tokens == 9
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import recorded, reference_logits, save_checkpoint
+from checkpoints import recorded, reference_logits, save_checkpoint, spec_of
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.loading import load_model
@@ -174,7 +174,7 @@ def test_rotary_table_does_not_depend_on_the_dtype(case: str, tmp_path: Path) ->
     """Frequencies are computed in float32 also for a bfloat16 model: 8 bits of a frequency are lost by position 256."""
     kind, options = CASES[case]
     model = save_checkpoint(kind, tmp_path, **options)
-    tables = [load_model(model.config, tmp_path, 256, torch.device("cpu"), dtype).model.rotary
+    tables = [load_model(spec_of(model.config), tmp_path, 256, torch.device("cpu"), dtype).model.rotary
               for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
     assert torch.equal(tables[0].cos, tables[1].cos) and torch.equal(tables[0].sin, tables[1].sin)
 

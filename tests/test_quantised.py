@@ -21,6 +21,7 @@ from checkpoints import (
     reference_logits,
     save_checkpoint,
     save_family,
+    spec_of,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,11 +29,11 @@ from torch import Tensor
 import atom_mini.families.quantised as quantised
 import atom_mini.loading
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
-from atom_mini.families.quantised import adapt_quantised, dequantise_fp8, dequantise_mxfp4
+from atom_mini.families.quantised import dequantise_fp8, dequantise_mxfp4, unpack
+from atom_mini.families.records import Storage
 from atom_mini.instruments.command_line import describe
 from atom_mini.loading import load_model, read_tensor
-from atom_mini.models import family_of
+from atom_mini.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 # As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.
@@ -44,10 +45,10 @@ IDS = [(7 * i * i + 3) % 300 for i in range(30)]
 
 
 class As:
-    """A config that is stored so."""
+    """A spec of what is stored so."""
 
-    def __init__(self, how: dict[str, Any] | None) -> None:
-        self.quantization_config = how
+    def __init__(self, how: dict[str, Any]) -> None:
+        self.storage = Storage(how["quant_method"])
 
 
 def plain_value(byte: int, high: bool) -> float:
@@ -236,7 +237,7 @@ def logits(folder: Path) -> Tensor:
 def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Its logits are those of the same weights stored whole, exactly, and transformers' for those to 1e-4."""
     packed, whole, model = quantise(tmp_path, kind, **options)
-    assert Config(str(packed)).hf_config.quantization_config["quant_method"] == "fp8"
+    assert Config(str(packed)).spec.storage.method == "fp8"
     ours = logits(packed)
     assert ours.equal(logits(whole))
     torch.testing.assert_close(ours, reference_logits(model, IDS), atol=1e-4, rtol=0)
@@ -326,11 +327,12 @@ def test_the_rest_of_the_config_is_still_checked(changes: dict[str, Any], tmp_pa
         logits(packed)
 
 
-def test_checking_changes_no_config(tmp_path: Path) -> None:
+def test_reading_changes_no_config(tmp_path: Path) -> None:
     packed, _, _ = quantise(tmp_path)
-    cfg = Config(str(packed)).hf_config
-    family_of(cfg).check()
-    assert cfg.quantization_config == FP8
+    cfg = transformers.AutoConfig.from_pretrained(packed)
+    before = dict(vars(cfg))
+    assert spec_of(cfg).storage.block == tuple(FP8["weight_block_size"])
+    assert vars(cfg) == before and cfg.quantization_config == FP8
 
 
 def test_peak_memory(tmp_path: Path) -> None:
@@ -345,8 +347,7 @@ def test_speed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     packed, whole, _ = quantise(tmp_path)
     with caplog.at_level(logging.INFO, logger="atom_mini"):
         for folder in (whole, packed):
-            cfg = Config(str(folder)).hf_config
-            model = load_model(cfg, folder, 64, torch.device("cpu"), torch.float32)
+            model = load_model(Config(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
             assert len(caplog.records) == (folder is packed)
     assert model and "GB/s" in caplog.text
     size = (whole / "model.safetensors").stat().st_size / 1e9  # what came out
@@ -385,7 +386,7 @@ def experts(tmp_path: Path) -> tuple[dict[str, Any], Tensor, list]:
 def test_parts_of_experts(part: Any, experts: tuple) -> None:
     """As an index into what the file in 16 bits holds; of other experts nothing is read."""
     readers, wanted, reads = experts
-    adapted = adapt_quantised(readers, As(MXFP4))
+    adapted = unpack(readers, As(MXFP4), None)
     assert adapted.keys() == {NAME, f"{NAME}_bias"} and not reads
     ours = adapted[NAME]() if part is None else adapted[NAME](part)
     assert same_bits(ours, wanted if part is None else wanted[part])
@@ -395,9 +396,8 @@ def test_parts_of_experts(part: Any, experts: tuple) -> None:
 
 def test_other_tensors_stay(experts: tuple) -> None:
     readers, _, _ = experts
-    assert adapt_quantised(readers, As(None)) is readers
     bias = f"{NAME}_bias"
-    adapted = adapt_quantised(readers, As(MXFP4))
+    adapted = unpack(readers, As(MXFP4), None)
     assert adapted[bias]().equal(readers[bias]()) and adapted[bias](slice(2)).equal(readers[bias](slice(2)))
 
 
@@ -405,13 +405,13 @@ def test_blocks_without_scales(experts: tuple) -> None:
     """They keep their name, for which the loader has no place; scales without blocks are refused."""
     readers, _, _ = experts
     alone = {name: read for name, read in readers.items() if not name.endswith("_scales")}
-    adapted = adapt_quantised(alone, As(MXFP4))
+    adapted = unpack(alone, As(MXFP4), None)
     assert f"{NAME}_blocks" in adapted
     with pytest.raises(ValueError, match="without scales"):
         adapted[f"{NAME}_blocks"]()
     alone = {name: read for name, read in readers.items() if not name.endswith("_blocks")}
     with pytest.raises(ValueError, match=f"{NAME}_scales"):
-        adapt_quantised(alone, As(MXFP4))
+        unpack(alone, As(MXFP4), None)
 
 
 def test_the_layout_of_transformers() -> None:
@@ -421,7 +421,7 @@ def test_the_layout_of_transformers() -> None:
     blocks = torch.randint(0, 256, (3, 8, 4, 16), generator=g).byte()
     scales = torch.randint(100, 140, (3, 8, 4), generator=g).byte()
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales)
-    assert same_bits(quantised.read_mxfp4(lambda p: blocks, lambda p: scales, {}).contiguous(), theirs)
+    assert same_bits(quantised.read_mxfp4(lambda p: blocks, lambda p: scales, Storage("mxfp4")).contiguous(), theirs)
 
 
 def test_tiny_in_fp8(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
+from show import check_blocks
 from symbolic import run_trial
 from test_fuzz import mutate
 
@@ -116,7 +117,7 @@ def test_hits_equal_the_hash_caches_on_whole_blocks(seed: int) -> None:
         tables = [[(s.block_table, s.num_cached_tokens) for s in seqs] for seqs in running]
         assert tables[0] == tables[1]
         for manager, seqs in zip(managers, running, strict=True):
-            manager.check(seqs)
+            check_blocks(manager, seqs)
             for seq in seqs:
                 manager.deallocate(seq)
 

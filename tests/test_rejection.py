@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from atom_mini.config import SamplingParams
+from atom_mini.refinements.extras import penalise
 from atom_mini.sampler import NEUTRAL, Sampler, SamplingMetaData, draw, soften
 from atom_mini.speculation import rejection
 from atom_mini.speculation.rejection import RejectionSampler, draft_tokens, final_probs, numbers
@@ -64,7 +65,7 @@ def joint(wish: dict[str, Any]) -> np.ndarray:
 
 def probs_after(table: Tensor, last: Tensor, seen: Tensor, wish: dict[str, Any]) -> Tensor:
     """Final probabilities [B, V] after tokens `last` [B], where `seen` [B, V] have been seen."""
-    B, rows = len(last), torch.arange(len(last))
+    B, rows, logits = len(last), torch.arange(len(last)), table[last]
     meta = SamplingMetaData(temperature=torch.full((B,), wish["temperature"]))
     if "min_p" in wish:
         meta.min_p = torch.full((B,), wish["min_p"])
@@ -72,8 +73,8 @@ def probs_after(table: Tensor, last: Tensor, seen: Tensor, wish: dict[str, Any])
         meta.sorted_rows, meta.top_k = rows, torch.full((B,), wish["top_k"])
         meta.top_p = torch.full((B,), wish.get("top_p", 1.0))
     if "repetition_penalty" in wish:
-        meta.penalty, meta.seen = torch.full((B,), wish["repetition_penalty"]), seen.nonzero().T
-    return rejection.final_probs(table[last], meta)
+        logits = penalise(logits, torch.full((B,), wish["repetition_penalty"]), seen.nonzero().T)
+    return rejection.final_probs(logits, meta)
 
 
 Drafter = Callable[
@@ -400,9 +401,9 @@ def test_seeds_of_any_size_and_sign() -> None:
 # ---- final probabilities, and a whole step ----
 
 
-def pack(wishes: list[dict[str, Any]], lens: list[int], histories: dict[int, list[int]], size: int) -> SamplingMetaData:
-    params = [SamplingParams(**(NEUTRAL | wish)) for wish in wishes]
-    return SamplingMetaData.pack(params, np.array(lens), histories, size)
+def pack(wishes: list[dict[str, Any]], lens: list[int], size: int) -> SamplingMetaData:
+    params = [SamplingParams(**({**NEUTRAL, "repetition_penalty": 1} | wish)) for wish in wishes]
+    return SamplingMetaData.pack(params, np.array(lens), size)
 
 
 def test_final_probs_are_what_the_sampler_draws_from() -> None:
@@ -410,8 +411,10 @@ def test_final_probs_are_what_the_sampler_draws_from() -> None:
     wishes: list[dict[str, Any]] = [{}, *WISHES, {"repetition_penalty": 3.0}, {"temperature": 2.0, "top_p": 0.6}]
     rows = [{"seed": i, **wishes[i % len(wishes)]} for i in range(4000)]
     logits = torch.randn(4000, 30, generator=torch.Generator().manual_seed(9)).bfloat16()
-    histories = {i: [i % 30, i % 7] for i, wish in enumerate(rows) if "repetition_penalty" in wish}
-    meta = pack(rows, list(range(4000)), histories, 30)
+    past = [(i, token) for i, wish in enumerate(rows) if "repetition_penalty" in wish for token in {i % 30, i % 7}]
+    by = torch.tensor([wish.get("repetition_penalty", 1.0) for wish in rows])
+    logits = penalise(logits.float(), by, torch.tensor(past).T)
+    meta = pack(rows, list(range(4000)), 30)
     probs, tokens = final_probs(logits, meta), Sampler()(logits, meta)
     assert probs.dtype == torch.float32 and torch.allclose(probs.sum(-1), torch.ones(4000))
     assert (probs.gather(1, tokens[:, None]) > 0).all()
@@ -422,5 +425,6 @@ def test_final_probs_are_what_the_sampler_draws_from() -> None:
 
 def test_all_greedy_with_a_penalty() -> None:
     logits = torch.tensor([[2.0, 1.9, 0.0]])
-    meta = pack([{"repetition_penalty": 2.0}], [4], {0: [0]}, 3)
+    logits = penalise(logits, torch.tensor([2.0]), torch.tensor([[0], [0]]))
+    meta = pack([{"repetition_penalty": 2.0}], [4], 3)
     assert final_probs(logits, meta).tolist() == [[0, 1, 0]]

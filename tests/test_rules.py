@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+from show import check_blocks
 
 import atom_mini.block_manager as block_manager_module
 from atom_mini.block_manager import NO_HASH, BlockManager, PrefixIndex
@@ -61,7 +62,7 @@ def run(core: EngineCore, steps: int = 1000) -> list[ScheduledBatch]:
     batches = []
     while len(batches) < steps and (step := core.step()):
         batches.append(step.batch)
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     assert len(batches) < 1000
     return batches
 
@@ -245,7 +246,7 @@ def test_may_append_grows_to_the_ceiling_however_many_tokens_came(size: int) -> 
                     assert len(seq.block_table) == needed
                     manager.may_append(seq, new)  # nothing to do twice
                     assert len(seq.block_table) == needed
-                    manager.check([seq])
+                    check_blocks(manager, [seq])
 
 
 def test_blocks_of_one_token_work() -> None:
@@ -265,7 +266,7 @@ def test_check_sees_books_that_do_not_balance(damage: str) -> None:
     add(core, seq, other)
     run(core, 1)
     manager, held = core.scheduler.block_manager, [seq, other]
-    manager.check(held)
+    check_blocks(manager, held)
     block = manager.pool.blocks[seq.block_table[1]]
     if damage == "reference":
         block.ref_count += 1
@@ -284,7 +285,7 @@ def test_check_sees_books_that_do_not_balance(damage: str) -> None:
     elif damage == "kv":
         seq.num_computed_tokens = 17
     with pytest.raises((AssertionError, KeyError)):
-        manager.check(held)
+        check_blocks(manager, held)
 
 
 # ---- scheduling ----
@@ -545,7 +546,7 @@ def test_an_abort_in_flight_frees_once(cache: str) -> None:
     add(core, seq, twin)
     run(core, 2)
     assert core.abort(seq.id) is seq and core.abort(seq.id) is None
-    core.scheduler.block_manager.check([twin])
+    check_blocks(core.scheduler.block_manager, [twin])
     run(core)
     assert core.scheduler.block_manager.num_free_blocks == 64 and twin.completion_token_ids == generated(twin)
 
@@ -568,10 +569,10 @@ def test_a_joined_stream_equals_the_decoded_whole() -> None:
         data = "".join(rng.choices(pieces, k=rng.randint(0, 6))).encode()
         data = data[: rng.randint(0, len(data))] + rng.randbytes(rng.choice((0, 0, 1, 2)))
         detokenizer, text = IncrementalDetokenizer(ByteTokenizer()), ""
-        for token in data:
-            detokenizer.push(token)
+        for n in range(1, len(data) + 1):
+            detokenizer.read([*data[:n]])
             text += detokenizer.take()
-        detokenizer.flush()
+        detokenizer.flush([*data])
         text += detokenizer.take()
         wrong += text != data.decode("utf-8", errors="replace")
     assert wrong == 0
@@ -580,9 +581,9 @@ def test_a_joined_stream_equals_the_decoded_whole() -> None:
 def test_a_stop_string_is_found_in_the_text_and_held_back_until_it_cannot_match() -> None:
     """ATOM compares separately encoded tokens, and misses what was tokenised in another way."""
     detokenizer = IncrementalDetokenizer(ByteTokenizer(), ("STOP", "ST!"))
-    shown = []
-    for token in b"aSTSTxSTOPz":
-        stopped = detokenizer.push(token)
+    shown, data = [], [*b"aSTSTxSTOPz"]
+    for n in range(1, len(data) + 1):
+        stopped = detokenizer.read(data[:n])
         shown.append(detokenizer.take())
         if stopped:
             break

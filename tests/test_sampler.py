@@ -17,8 +17,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from atom_mini.config import SamplingParams
-from atom_mini.sampler import Sampler, SamplingMetaData, draw, gather_logprobs, keep_mask, uniforms
+import atom_mini.config as config_module
+from atom_mini.config import Config, SamplingParams
+from atom_mini.refinements.extras import Extras, gather_logprobs, penalise
+from atom_mini.sampler import Sampler, SamplingMetaData, draw, keep_mask, on_cpu, uniforms
+from atom_mini.scheduler import ScheduledBatch, Scheduler
+from atom_mini.sequence import Sequence, SequenceType
 
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 LAST = 1 - 2**-24  # the largest number that `uniforms` gives
@@ -30,15 +34,28 @@ def some_logits(rows: int, vocabulary: int, seed: int = 0, scale: float = 2.0) -
 
 def pack(
     wishes: list[dict[str, Any]], positions: int | np.ndarray, vocabulary: int,
-    histories: dict[int, list[int]] | None = None,
 ) -> SamplingMetaData:  # fmt: skip
     made = {id(wish): SamplingParams(**wish).resolve(DEFAULTS) for wish in {id(w): w for w in wishes}.values()}
     params = [made[id(wish)] for wish in wishes]
-    return SamplingMetaData.pack(params, np.broadcast_to(positions, len(params)), histories or {}, vocabulary)
+    return SamplingMetaData.pack(params, np.broadcast_to(positions, len(params)), vocabulary)
 
 
-def sample(logits: Tensor, wishes: list[dict[str, Any]], positions: int | np.ndarray = 10, **kwargs: Any) -> list[int]:
-    return Sampler()(logits.clone(), pack(wishes, positions, logits.shape[-1], **kwargs)).tolist()
+def adjusted(logits: Tensor, wishes: list[dict[str, Any]], histories: dict[int, list[int]]) -> Tensor:
+    """What chapter 24 makes of the logits of a decode in which everybody samples."""
+    B, params = len(wishes), [SamplingParams(**wish).resolve(DEFAULTS) for wish in wishes]
+    ones, table = np.ones(B, np.int32), np.zeros((B, 1), np.int32)
+    batch = ScheduledBatch(
+        SequenceType.DECODE, [*range(B)], ones.astype(np.int64), ones, ones, table, ones > 0, params, histories
+    )
+    return Extras().adjust(batch, logits, None, on_cpu)
+
+
+def sample(
+    logits: Tensor, wishes: list[dict[str, Any]], positions: int | np.ndarray = 10,
+    histories: dict[int, list[int]] | None = None,
+) -> list[int]:  # fmt: skip
+    logits = adjusted(logits, wishes, histories) if histories else logits.clone()
+    return Sampler()(logits, pack(wishes, positions, logits.shape[-1])).tolist()
 
 
 def closed_form(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
@@ -235,9 +252,10 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     logits[:, 5] = 0.0
     ids = torch.tensor([[1, 5, 5, 7, 29], [0, 1, 2, 3, 4], [9, 9, 9, 9, 9]])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    meta = pack([{"repetition_penalty": penalty}] * 3, 5, 30, {row: ids[row].tolist() for row in range(3)})
-    assert meta.penalty is not None
-    assert torch.equal(Sampler._penalise(logits, meta.penalty, meta.seen), expected)
+    seen = torch.tensor([(row, token) for row in range(3) for token in set(ids[row].tolist())]).T
+    assert torch.equal(penalise(logits, torch.full((3,), penalty), seen), expected)
+    assert torch.equal(adjusted(logits, [{"repetition_penalty": penalty}] * 3,
+                                {row: ids[row].tolist() for row in range(3)}), expected)  # fmt: skip
     assert sample(logits, [{"temperature": 0, "repetition_penalty": penalty}] * 3,
                   histories={row: ids[row].tolist() for row in range(3)}) == expected.argmax(-1).tolist()  # fmt: skip
 
@@ -264,7 +282,7 @@ def test_greedy_is_exactly_argmax_also_among_random_ones() -> None:
 
 def test_a_batch_of_greedy_requests_packs_nothing_else() -> None:
     meta = pack([{"temperature": 0, "top_p": 0.5}] * 4, 10, 100)
-    assert meta.temperature is None and meta.sorted_rows is None and meta.min_p is None and meta.penalty is None
+    assert meta.temperature is None and meta.sorted_rows is None and meta.min_p is None
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-5, 1e-10, 1e-30, 1e-38, 1e-44, 1e-60])
@@ -339,3 +357,33 @@ def test_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
     exact = logits.double().log_softmax(-1)[0]
     ((token, value),) = gather_logprobs(logits, [11], [0])[0].items()
     assert token == 11 and abs(value - exact[11].item()) < 1e-4
+
+
+# ---- the part that does both ----
+
+
+def test_places_are_counted_among_the_rows_that_sample_and_the_newest_is_filled_in() -> None:
+    """A prompt that goes on has no row; -1 is the token that only the device knows, here the penalised 2."""
+    params = [SamplingParams(), SamplingParams(repetition_penalty=2.0, logprobs=0)]
+    ones = np.ones(2, np.int32)
+    batch = ScheduledBatch(
+        SequenceType.PREFILL, [7, 8], np.ones(2, np.int64), ones, ones, np.zeros((2, 1), np.int32),
+        np.array([False, True]), params, {1: [0, 0, -1]},
+    )  # fmt: skip
+    logits = torch.tensor([[4.0, 3.0, -1.0]])
+    assert Extras().adjust(batch, logits, torch.tensor([2]), on_cpu).tolist() == [[2.0, 3.0, -2.0]]
+    ((token, value),) = Extras().report(batch, logits, [1])[8][0].items()
+    assert token == 1 and abs(value - logits.log_softmax(-1)[0, 1].item()) < 1e-6  # the model's own
+    assert [*Extras().report(batch, logits, [1])] == [8]
+
+
+@pytest.mark.parametrize("wish", [{"repetition_penalty": 1.1}, {"logprobs": 0}], ids=str)
+def test_without_the_part_such_requests_are_refused(wish: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(Config(num_kvcache_blocks=8))
+    seq = Sequence([5], 16, SamplingParams(**wish))
+    scheduler.check(seq)
+    monkeypatch.setattr(config_module, "VARIANTS", [v for v in config_module.VARIANTS if v.__name__ != "ExtraWishes"])
+    with pytest.raises(ValueError, match="repetition_penalty and logprobs need"):
+        scheduler.add(seq)
+    assert not scheduler.waiting and not scheduler.seqs
+    scheduler.add(Sequence([5], 16, SamplingParams(repetition_penalty=1.0)))  # it asks for nothing

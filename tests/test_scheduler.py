@@ -5,12 +5,12 @@ What the field learned the hard way has tests by name in test_rules.py; whole ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from typing import Any
 
 import numpy as np
 import pytest
+from show import check_blocks
 
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
@@ -43,7 +43,7 @@ def step(scheduler: Scheduler, token: int = 1) -> tuple[SequenceType, dict[int, 
     assert scheduled is not None
     batch, seqs = scheduled
     scheduler.postprocess(list(seqs.values()), answer(batch, token))
-    scheduler.block_manager.check(scheduler.running)
+    check_blocks(scheduler.block_manager, scheduler.running)
     return batch.type, dict(zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True))
 
 
@@ -270,7 +270,7 @@ def test_a_failed_step_leaves_the_queues_in_their_order() -> None:
     scheduler.rollback()
     assert [s.id for s in scheduler.waiting] == [0, 1, 2, 3] and not scheduler.running
     assert scheduler.block_manager.num_free_blocks == 64
-    scheduler.block_manager.check([])
+    check_blocks(scheduler.block_manager, [])
     assert step(scheduler) == (PREFILL, {0: 5, 1: 5})
 
 
@@ -296,7 +296,7 @@ def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseExcepti
         except error:
             raised += 1
             assert [len(s) for s in seqs] == [7, 7]  # what two steps gave is kept
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     assert raised == 1 and all(s.completion_token_ids == [1] * 5 for s in seqs)
     assert core.step() is None
 
@@ -304,11 +304,11 @@ def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseExcepti
 # ---- stops and streams ----
 
 
-def finish(tokens: tuple[int, ...], checker: Callable[[int], str | None] | None = None, **params: Any) -> Sequence:
+def finish(tokens: tuple[int, ...], **params: Any) -> Sequence:
     """One step that answers `tokens`, as speculative decoding will; ids 0 and 2 end a text."""
     scheduler = make()
     scheduler.eos_token_ids = frozenset([0, 2])
-    seq = Sequence([5, 6, 7], 4, SamplingParams(**params), stop_checker=checker)
+    seq = Sequence([5, 6, 7], 4, SamplingParams(**params))
     scheduler.add(seq)
     assert scheduler.schedule() is not None
     logprobs = {seq.id: [{t: -float(i)} for i, t in enumerate(tokens)]}
@@ -339,19 +339,6 @@ def test_stop_order(tokens: tuple[int, ...], params: dict[str, Any], reason: str
     assert len(seq.logprobs) == kept, "log probabilities are cut with their tokens"
 
 
-def test_a_stop_string_comes_before_an_id_at_the_same_token_but_not_before_an_earlier_one() -> None:
-    at_nine = lambda token: "end" if token == 9 else None  # noqa: E731
-    assert finish((4, 9, 4), at_nine, stop_token_ids=[9]).leave_reason == "stop_sequence"
-    assert finish((4, 0, 9), at_nine).leave_reason == "eos"
-
-
-def test_the_stop_checker_sees_each_kept_token_once_in_order() -> None:
-    """The text side counts on it: a token after the stop, or one twice, would be in the text."""
-    seen: list[int] = []
-    finish((4, 5, 0, 6), seen.append, max_tokens=9)
-    assert seen == [4, 5, 0]
-
-
 @pytest.mark.parametrize(
     ("prompt", "options", "reason", "length"),
     [
@@ -377,14 +364,15 @@ def test_a_wish_that_ends_exactly_at_the_pool_is_max_tokens() -> None:
     assert (seq.leave_reason, seq.num_tokens) == ("max_tokens", 13)
 
 
-def test_stream_outputs_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
+def test_records_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
     scheduler = make(max_num_batched_tokens=8)
     add(scheduler, request(0, 3, max_tokens=2), request(1, 9, max_tokens=1))
     streams: list[list[RequestOutput]] = []
     while scheduled := scheduler.schedule():
-        streams.append([])
         batch, seqs = scheduled
-        finished = scheduler.postprocess(list(seqs.values()), answer(batch, 7), streams[-1])
+        output = answer(batch, 7)
+        finished = scheduler.postprocess(list(seqs.values()), output)
+        streams.append(output.for_requests(list(seqs.values()), finished))
         assert [s.id for s in finished] == [o.request_id for o in streams[-1] if o.finished]
     assert streams == [
         [RequestOutput(0, (7,))],  # the chunk of request 1 has nothing to say
@@ -413,16 +401,12 @@ def test_records_of_a_step_are_made_when_somebody_asks(monkeypatch: pytest.Monke
     assert first.outputs == [RequestOutput(i, (7,)) for i in range(2)]  # by now they are finished; then they were not
 
 
-def test_records_hold_what_was_kept_and_only_if_wanted() -> None:
+def test_records_hold_what_was_kept() -> None:
     core, seq = engine(), request(0, 5, max_tokens=9, stop_token_ids=[9])
     core.add(seq)
     core.runner.forward = lambda batch: ScheduledBatchOutput({0: (4, 9, 8)})  # type: ignore[method-assign]
     step = core.step()
     assert step is not None and step.outputs == [RequestOutput(0, (4, 9), True, "stop_9")]
-    core = engine()
-    core.add(request(0, 5))
-    quiet = core.step(stream=False)
-    assert quiet is not None and quiet.outputs == []
 
 
 def test_times_and_status_of_a_life(clock: list[float]) -> None:
@@ -460,7 +444,7 @@ def test_abort_in_every_state(state: str) -> None:
         assert aborted is seq and seq.is_finished and seq.leave_reason == "abort" and seq.leave_time > 0
         assert seq.token_ids == tokens and seq not in scheduler.running and seq not in scheduler.waiting
         assert scheduler.abort(1) is None
-    scheduler.block_manager.check(scheduler.running)
+    check_blocks(scheduler.block_manager, scheduler.running)
     run(scheduler)
     assert scheduler.block_manager.num_free_blocks == 5
 

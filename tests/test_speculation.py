@@ -14,22 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import symbolic
+from show import check_blocks
 from symbolic import Request, SymbolicDrafter, SymbolicRunner, Trial, continuation, make_trial, run_trial
 from test_fuzz import mutate
 from test_interrupt import STRIDE, Tripwire, expect_whole, serve
 
+import atom_mini.speculation.knobs as knobs
 import atom_mini.speculation.verify as verify
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.engine_core import EngineCore
+from atom_mini.instruments.trace import record
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
+from atom_mini.speculation.knobs import SpeculativeConfig, read_speculative
 from atom_mini.speculation.verify import (
     Drafter,
+    SpecCore,
     SpecScheduler,
     SpecStats,
-    SpeculativeConfig,
     Verifier,
-    read_speculative,
 )
 
 Patch = pytest.MonkeyPatch
@@ -86,14 +88,14 @@ def test_drafts_change_nothing_in_the_pool(monkeypatch: Patch) -> None:
 # ---- planted bugs: each is found by the fuzz ----
 
 
-def plant(patch: Patch, name: str, old: str, new: str) -> None:
-    """Break the method `name` of `SpecScheduler`."""
-    source = textwrap.dedent(inspect.getsource(getattr(SpecScheduler, name)))
+def plant(patch: Patch, name: str, old: str, new: str, owner: Any = SpecScheduler) -> None:
+    """Break the method `name` of `owner`."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
     assert source.count(old) == 1, f"{old!r} must stand once in {name}"
     namespace: dict[str, Any] = {}
-    source = source.replace(old, new).replace("super()", "super(SpecScheduler, self)")
+    source = source.replace(old, new).replace("super()", f"super({owner.__name__}, self)")
     exec("from __future__ import annotations\n" + source, vars(verify), namespace)
-    patch.setattr(SpecScheduler, name, namespace[name])
+    patch.setattr(owner, name, namespace[name])
 
 
 def counts_rejected_drafts_as_computed(patch: Patch) -> None:
@@ -109,8 +111,8 @@ def rolls_back_one_too_few(patch: Patch) -> None:
 
 def publishes_drafts(patch: Patch) -> None:
     """nano-vLLM's PR 147, vLLM 41838: blocks enter the index before their tokens are known."""
-    old = "            self.drafts[seq.id] = draft[:n]"
-    new = old + "\n            self._publish_drafts(seq, draft[:n])"
+    old = "            seq.num_scheduled_tokens = 1 + len(self.drafts[seq.id])"
+    new = old + "\n            self._publish_drafts(seq, self.drafts[seq.id])"
 
     def publish(self: SpecScheduler, seq: Sequence, draft: list[int]) -> None:
         seq.token_ids += draft
@@ -118,7 +120,7 @@ def publishes_drafts(patch: Patch) -> None:
         del seq.token_ids[len(seq.token_ids) - len(draft) :]
 
     patch.setattr(SpecScheduler, "_publish_drafts", publish, raising=False)
-    plant(patch, "_schedule_decode", old, new)
+    plant(patch, "add_drafts", old, new)
 
 
 def takes_the_bonus_from_the_next_row(patch: Patch) -> None:
@@ -137,14 +139,14 @@ def forgets_the_limit(patch: Patch) -> None:
     """More tokens than were asked for, in a pool without a place for them."""
     plant(
         patch,
-        "_most_drafts",
+        "most_drafts",
         "min(self.num_drafts, seq.limit - seq.num_tokens - 1, left)",
         "min(self.num_drafts, left)",
     )
 
 
 def forgets_the_budget(patch: Patch) -> None:
-    plant(patch, "_most_drafts", "seq.num_tokens - 1, left)", "seq.num_tokens - 1)")
+    plant(patch, "most_drafts", "seq.num_tokens - 1, left)", "seq.num_tokens - 1)")
 
 
 def takes_blocks_that_are_not_there(patch: Patch) -> None:
@@ -187,8 +189,8 @@ def test_an_oracle_takes_as_few_steps_as_can_be(k: int) -> None:
         config = Config(kv_cache_block_size=4, num_kvcache_blocks=30, max_num_batched_tokens=16, max_num_seqs=2)
         runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
         runner.max_rows = 16
-        scheduler.num_drafts, scheduler.drafter = k, SymbolicDrafter(12, 1.0, random.Random(0))
-        core = EngineCore(config, Verifier(runner), scheduler)
+        scheduler.num_drafts = k
+        core = SpecCore(config, Verifier(runner, SymbolicDrafter(12, 1.0, random.Random(0))), scheduler)
         core.add(seq := Sequence([1, 2, 3], 4, SamplingParams(max_tokens=1 + n)))
         while core.step():
             pass
@@ -204,8 +206,8 @@ def test_statistics_do_not_count_what_an_end_token_cuts_off() -> None:
     tokens = [t for t, _ in itertools.islice(continuation([1, 2, 3], None, 12), 6)]
     last = next(i for i in range(2, 6) if tokens[i] not in tokens[:i])
     runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
-    scheduler.num_drafts, scheduler.drafter = 8, SymbolicDrafter(12, 1.0, random.Random(0))
-    core = EngineCore(config, Verifier(runner), scheduler)
+    scheduler.num_drafts = 8
+    core = SpecCore(config, Verifier(runner, SymbolicDrafter(12, 1.0, random.Random(0))), scheduler)
     core.add(seq := Sequence([1, 2, 3], 4, SamplingParams(max_tokens=20, stop_token_ids=[tokens[last]])))
     core.step()
     step = core.step()
@@ -221,24 +223,25 @@ REQUESTS = [
 ]
 
 
-def make_core(trace: bool) -> EngineCore:
+def make_core() -> SpecCore:
     config = Config(
-        kv_cache_block_size=4, num_kvcache_blocks=7, max_num_batched_tokens=10, max_num_seqs=4, trace=trace
+        kv_cache_block_size=4, num_kvcache_blocks=7, max_num_batched_tokens=10, max_num_seqs=4
     )  # fmt: skip
     scheduler = SpecScheduler(config)
-    scheduler.num_drafts, scheduler.drafter = 3, SymbolicDrafter(12, 0.8, random.Random(1))
+    scheduler.num_drafts = 3
     runner = SymbolicRunner(config, 12, strict=False)
-    return EngineCore(config, Verifier(runner), scheduler)
+    return SpecCore(config, Verifier(runner, SymbolicDrafter(12, 0.8, random.Random(1))), scheduler)
 
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_interrupted_at_any_line(trace: bool) -> None:
     """As in test_interrupt: the same requests go on, others come, and all see the oracle's tokens."""
-    trial, at, places = Trial(make_core(trace).config, (), 12, [], 0.0), 0, set()
+    trial, at, places = Trial(make_core().config, (), 12, [], 0.0), 0, set()
     expected = [trial.expected(request)[0] for request in REQUESTS]
     while True:
         at += STRIDE
-        core, wire = make_core(trace), Tripwire(at)
+        core, wire = make_core(), Tripwire(at)
+        written = record(core) if trace else None
         seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)]
         if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
             break
@@ -249,16 +252,17 @@ def test_interrupted_at_any_line(trace: bool) -> None:
         expect_whole(core)
         for seq, tokens in zip(seqs + later, expected * 2, strict=True):
             assert seq.completion_token_ids == tokens, f"{wire.where}: request {seq.id} has other tokens"
-        if core.trace is not None:
-            core.trace.check()
+        if written is not None:
+            written.check()
     assert len(places) > 60, "the wire hardly trips"
 
 
 def test_the_trace_knows_what_was_verified() -> None:
     """Accepted and rejected drafts are in it, its books balance, and it survives its own file."""
-    core = make_core(trace=True)
+    core = make_core()
+    trace = record(core)
     serve(core, [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)])
-    trace, stats = core.trace, core.scheduler.spec_stats  # type: ignore[attr-defined]
+    stats = core.scheduler.spec_stats
     trace.check()
     verified = [e for step in trace.steps for e in step.after if e["event"] == "verified"]
     assert sum(e["accepted"] + e["rejected"] for e in verified) == stats.proposed.total() > 5
@@ -300,6 +304,7 @@ class FromABook(Drafter):
     """Knows what comes, except every `gap`-th token."""
 
     def __init__(self, books: dict[tuple[int, ...], list[int]], gap: int) -> None:
+        super().__init__()
         self.books, self.gap = books, gap
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
@@ -325,15 +330,15 @@ def test_text_is_what_it_is_without(room: str, wish: str) -> None:
     books = {tuple(o.prompt_token_ids): o.token_ids for o in plain}
     for k, gap in ((1, 10**6), (3, 4), (5, 2), (8, 7)):
         with LLM("tiny", **options, speculative_config={"num_speculative_tokens": k}) as llm:
-            scheduler: Any = llm.engine_core.scheduler
-            scheduler.drafter = FromABook(books, gap)
+            core: Any = llm.engine_core
+            core.runner.drafter, scheduler = FromABook(books, gap), core.scheduler
             outs = llm.generate(PROMPTS, WISHES[wish], use_tqdm=False)
             assert outcome(outs) == outcome(plain)
             for ours, theirs in zip(outs, plain, strict=True):
                 for found, wanted in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
                     assert found == pytest.approx(wanted, abs=1e-4)
             assert scheduler.spec_stats.accepted.total() > 0
-            scheduler.block_manager.check([])
+            check_blocks(scheduler.block_manager, [])
             assert scheduler.block_manager.num_free_blocks == len(scheduler.block_manager.pool.blocks)
             if llm.trace is not None:
                 llm.trace.check()
@@ -342,8 +347,9 @@ def test_text_is_what_it_is_without(room: str, wish: str) -> None:
 def test_metrics_count_tokens_that_came() -> None:
     """Not rows: drafts that were thrown away are no tokens."""
     with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 4}) as llm:
-        scheduler: Any = llm.engine_core.scheduler
-        scheduler.drafter = type("Wrong", (Drafter,), {"propose": lambda self, seqs, most: [[1] * n for n in most]})()
+        core: Any = llm.engine_core
+        scheduler = core.scheduler
+        core.runner.drafter = type("Wrong", (Drafter,), {"propose": lambda self, seqs, most: [[1] * n for n in most]})()
         llm.generate("Once", WISHES["greedy"], use_tqdm=False)
         assert llm.metrics.num_decode_tokens == 19 and scheduler.spec_stats.proposed.total() > 30
 
@@ -386,7 +392,7 @@ def test_refused(options: dict[str, Any], words: list[str]) -> None:
 def test_zero_drafts_is_off() -> None:
     """And then nothing is refused that goes without drafts."""
     config = Config("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
-    assert not verify.Speculation.is_chosen(config) and config.speculative_config is None
+    assert not knobs.Speculation.is_chosen(config) and config.speculative_config is None
     for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}):
         Config("tiny", **options, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
     with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 0}) as llm:

@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from show import check_blocks
 from symbolic import Request, SymbolicRunner, Trial, play
 
 import atom_mini.model_runner as model_runner
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.instruments.trace import record
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.systems.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
@@ -92,7 +94,7 @@ def replay(
         result = core.step()
         step += 1
         arrive(step)
-        spyre.block_manager.check(spyre.running)
+        check_blocks(spyre.block_manager, spyre.running)
         if result is None:
             yield Row("idle", 0, [], set(), set(), set(), 0)
             continue
@@ -569,15 +571,14 @@ def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons: Counter[str] = Counter()
     for seed in range(200):
         trial = make_spyre_trial(seed)
-        trial.config.trace = True
         runner = RectangularSymbols(trial.config, trial.alphabet)
         with monkeypatch.context() as patch:
             patch.setattr(model_runner, "locate", locate_redirected(model_runner.locate, runner))
             core = EngineCore(trial.config, runner)
+            trace = record(core)
             play(trial, core, runner, True, time.perf_counter)
-        assert core.trace is not None
-        core.trace.check()
-        refused = [e["why"] for step in core.trace.steps for e in step.events if e["event"] == "refused"]
+        trace.check()
+        refused = [e["why"] for step in trace.steps for e in step.events if e["event"] == "refused"]
         reasons.update(why.split(":")[0] for why in refused)
     known = {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks", "one prefill at a time"}
     assert reasons.keys() == known
@@ -650,18 +651,18 @@ def test_least_padding_keeps_the_context_without_the_length_rule(monkeypatch: py
 def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> dict[tuple[int, int], Any]:
     """{(request, length): the logits its next token is drawn from} of a run."""
     runner, record = core.runner, {}
-    postprocess = runner.postprocess  # type: ignore[attr-defined]
+    sample = runner.sample  # type: ignore[attr-defined]
 
     def noting(batch: ScheduledBatch, logits: Any, *rest: Any) -> Any:
         keys = [(i, int(n)) for i, n, s in zip(batch.req_ids, batch.context_lens, batch.is_sampled, strict=True) if s]
         record.update(zip(keys, logits.clone(), strict=True))
-        return postprocess(batch, logits, *rest)
+        return sample(batch, logits, *rest)
 
-    runner.postprocess = noting  # type: ignore[attr-defined]
+    runner.sample = noting  # type: ignore[attr-defined]
     for i, prompt in enumerate(prompts):
         core.add(Sequence(prompt, core.config.kv_cache_block_size, params, id=i))
     while core.step():
-        core.scheduler.block_manager.check(core.scheduler.running)
+        check_blocks(core.scheduler.block_manager, core.scheduler.running)
     return record
 
 

@@ -22,15 +22,13 @@ from test_fuzz import mutate
 from torch import Tensor
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import WITH_TORCH, attach
-from atom_mini.checkpoint import read_config
 from atom_mini.config import Config
 from atom_mini.families import mixture, slots, state
-from atom_mini.families.records import WITH_STATE, has_state, read_experts, read_routing
+from atom_mini.families.records import FamilySpec, StateSpec, read_experts, read_family, read_routing
 from atom_mini.instruments.command_line import describe, describe_state
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
-from atom_mini.models import family_of
+from atom_mini.parts import STATE, TOGETHER, WITH_TORCH, attach
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 attach(WITH_TORCH)
@@ -299,7 +297,7 @@ def slots_by_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def whole_head_turns(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mixture, "turned_dim", mixture.head_dim)
+    patch.setattr(FamilySpec, "turned_dim", property(lambda spec: spec.head_dim))
 
 
 @pytest.mark.parametrize("plant", [kept_after_preemption, slots_by_place, whole_head_turns])
@@ -443,14 +441,13 @@ def test_a_step_that_fails_half_way_leaves_no_trace(tmp_path: Path) -> None:
 
 # Memory
 
-QWEN35_9B = transformers.Qwen3_5TextConfig()
+QWEN35_9B: Any = read_family(transformers.Qwen3_5TextConfig())
 
 
 def test_bytes_of_the_published_shape() -> None:
     assert kvcache_block_bytes(QWEN35_9B, 1, torch.bfloat16) == 32768
-    family: Any = family_of(QWEN35_9B)
-    assert family.state_bytes(torch.bfloat16) == 51511296
-    assert (family.kv_layers(), family.kv_shape()) == (8, (2, 4, 256))
+    assert state.state_bytes(QWEN35_9B, torch.bfloat16) == 51511296
+    assert (QWEN35_9B.kv_layers, QWEN35_9B.kv_shape) == (8, (2, 4, 256))
 
 
 def test_the_pool_is_what_was_counted(tmp_path: Path) -> None:
@@ -496,7 +493,7 @@ def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (name,) = knobs
-    with pytest.raises(ValueError, match=rf"{name}=.* does not go with layers that keep a state \(.*\): set it to"):
+    with pytest.raises(ValueError, match=rf"{name}=.* does not go with layers that keep a state: set it to .* \(.*\)"):
         LLM(str(tmp_path), device="cpu", **knobs)
 
 
@@ -511,13 +508,14 @@ def test_it_cannot_draft(tmp_path: Path) -> None:
 def test_defaults_that_fit(tmp_path: Path) -> None:
     """What nobody set is set; what fits may be said, too."""
     save("dense", tmp_path)
-    fitting: dict[str, Any] = {name: only for name, (only, _) in WITH_STATE.items()}
+    rows = [row for row in TOGETHER if row.asked == STATE]
+    fitting: dict[str, Any] = {name: values[0] for row in rows for name, values in row.needs.items()}
     no_drafts: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 0}}
     caches: list[dict[str, Any]] = [{"prefix_cache": "none"}, {"prefix_cache": None}, {"enable_prefix_caching": False}]
     for given in ({}, fitting | {"data_parallel_size": 2}, no_drafts, *caches):
         config = Config(str(tmp_path), **given)
         assert {name: getattr(config, name) for name in fitting} == fitting
-    assert Config("tiny").enable_prefix_caching and not has_state(Config("tiny").hf_config)
+    assert Config("tiny").enable_prefix_caching and not isinstance(Config("tiny").spec, StateSpec)
 
 
 @pytest.mark.parametrize("knob", ["overlap", "interleave_decode", "trace", "engine_process"])
@@ -576,7 +574,7 @@ def test_the_decoder_in_a_wrapper(kind: str, tmp_path: Path) -> None:
     assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
     assert all("language_model" in n for n in load_file(tmp_path / "model.safetensors") if "linear_attn" in n)
     config = Config(str(tmp_path))
-    assert config.hf_config.tie_word_embeddings and config.hf_config.dtype == torch.float32
+    assert config.spec.tie_word_embeddings and config.spec.dtype == "float32"
     recorder, sequences, _ = generate(tmp_path, make_prompts()[1:3], **ROOMY)
     assert max(recorder.errors(model, sequences).values()) <= 2e-4
 
@@ -648,4 +646,4 @@ def test_routing_of_the_mixture() -> None:
 def test_qwen3_next_says_what_it_needs(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", architectures=["Qwen3NextForCausalLM"])
     with pytest.raises(ValueError, match="in_proj_qkvz"):
-        read_config(tmp_path)
+        Config(str(tmp_path))

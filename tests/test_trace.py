@@ -18,8 +18,8 @@ import symbolic
 from symbolic import SymbolicRunner
 
 from atom_mini.config import Config, SamplingParams
-from atom_mini.engine_core import EngineCore, Listener
-from atom_mini.instruments.trace import COLOURS, REASONS, VERDICTS, Trace
+from atom_mini.engine_core import EngineCore
+from atom_mini.instruments.trace import COLOURS, REASONS, VERDICTS, Trace, record
 from atom_mini.llm import LLM
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, _ignore
@@ -57,11 +57,12 @@ class WatchedCore(EngineCore):
             finish(seq, now)
 
         runner.forward, self.scheduler._finish = watched, finished  # type: ignore[method-assign]
+        self.trace = record(self)
 
 
 def agree(core: WatchedCore) -> Trace:
     """The trace against the snapshots, the ends, and the scheduler's own count of preemptions."""
-    trace = cast(Trace, core.trace)
+    trace = core.trace
     trace.check()
     for step, state, seen in zip(trace.steps, trace.replay(), core.snapshots, strict=True):
         assert (state.waiting, state.running, state.tables) == (seen["waiting"], seen["running"], seen["tables"])
@@ -100,8 +101,9 @@ def traced(monkeypatch: pytest.MonkeyPatch, name: str, kind: Callable[[Config, A
     cores: list[Any] = []
 
     def make(config: Config, runner: Any) -> Any:
-        config.trace = True
         cores.append(kind(config, runner))
+        if kind is not WatchedCore:
+            cores[-1].trace = record(cores[-1])
         return cores[-1]
 
     monkeypatch.setattr(symbolic, name, make)
@@ -129,7 +131,7 @@ def test_a_run_a_step_ahead_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -
     stats, cores = Counter[str](), traced(monkeypatch, "OverlapCore", OverlapCore)
     for seed in range(200):
         stats += symbolic.run_trial(seed, overlap=True, tight=seed % 2 == 0)
-        trace = cast(Trace, cores.pop().trace)
+        trace: Trace = cores.pop().trace
         trace.check()
         assert Trace.from_json(trace.to_json()) == trace
         names = Counter(e["event"] for step in trace.steps for e in step.events + step.after)
@@ -205,8 +207,9 @@ def test_a_failed_step_and_an_abort_are_in_the_trace() -> None:
 def test_off_means_nothing_listens_and_the_tokens_are_the_same() -> None:
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4) as plain:
         out = plain.generate(["Once", "12 + 7 ="], SamplingParams(max_tokens=8))
-        assert plain.trace is None and plain.engine_core.scheduler.note is _ignore
-        assert type(plain.engine_core.listener) is Listener and not vars(plain.engine_core.listener)
+        core = plain.engine_core
+        assert plain.trace is None and core.scheduler.note is _ignore and type(core) is EngineCore
+        assert not {"forward", "transaction", "rollback"} & {*vars(core), *vars(core.runner)}, "somebody listens"
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, trace=True) as llm:
         again = llm.generate(["Once", "12 + 7 ="], SamplingParams(max_tokens=8))
         assert llm.trace is not None and [o.token_ids for o in out] == [o.token_ids for o in again]
@@ -315,5 +318,5 @@ def test_the_page_shows_what_was_verified() -> None:
 
 def test_a_tree_is_not_traced() -> None:
     """Refused by name, before anything is made."""
-    with pytest.raises(ValueError, match=r"trace=True does not go with prefix_cache='radix' .*: set it to False"):
+    with pytest.raises(ValueError, match=r"trace=True does not go with prefix_cache='radix': set it to False"):
         Config(trace=True, prefix_cache="radix")

@@ -14,27 +14,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit_json, recorded, save_checkpoint, save_family
+from checkpoints import edit_json, recorded, save_checkpoint, save_family, spec_of
 from test_parity import GREEDY, ROOMY, TIGHT, assert_parity, make_prompts
 from torch import Tensor
 
 from atom_mini import LLM
-from atom_mini.assemble import WITH_TORCH, attach
 from atom_mini.attention import gather_kv
 from atom_mini.config import Config
 from atom_mini.families import mixture, windows
 from atom_mini.families.records import read_experts
-from atom_mini.families.windows import GptOss, windowed_attention
+from atom_mini.families.windows import split_in_turns, windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
+from atom_mini.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
 HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
+    import triton
+    import triton.language as tl
     from test_kernels import DEVICE, LIMITS, Step, make_lens, make_ops, poisoned_memory, relative_error
 
-    from atom_mini import triton_attention
+    from atom_mini.families import window_kernel
 with_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
 Attend = Callable[..., Tensor]
@@ -76,7 +78,7 @@ def in_triton(
         change(ops, plan)
     plan.data = torch.from_numpy(plan.data).to(DEVICE)
     with poisoned_memory():
-        return ops.attend(step.q, step.pool, step.meta(plan), dim**-0.5, window, sinks)
+        return window_kernel.attend(ops, step.q, step.pool, step.meta(plan), dim**-0.5, window, sinks)
 
 
 def some_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -208,26 +210,29 @@ def test_launched_for_a_larger_decode() -> None:
     assert torch.equal(in_triton(step, 50, sinks, enlarge), in_triton(step, 50, sinks))
 
 
+if HAS_TRITON:
+
+    @triton.jit
+    def start_of_every_part(item, head, sink_ptr):  # type: ignore[no-untyped-def]
+        sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+        return sink, sink * 0 + 1
+
+
 @with_triton
-@pytest.mark.parametrize("mistake", ["missing", "twice", "in the parts, too"])
-def test_a_wrong_merge_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sinks belong into the merge, once."""
+@pytest.mark.parametrize("mistake", ["missing", "twice", "in every part"])
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_wrong_sink_is_seen(mistake: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink weighs once, in the first of three parts of the keys, also where that lies before the window."""
     step, sinks = Step([(1, 600)], 16, 1, 4, 32, torch.float32), some_sinks(4)
-    kernel, wanted = triton_attention.merge_kernel, by_column(step, 0, sinks)
+    wanted = by_column(step, window, sinks)
 
-    class Wrong:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            def run(partial: Tensor, lse: Tensor, *rest: Any) -> None:
-                given = {"missing": None, "twice": sinks + math.log(2)}.get(mistake, sinks)
-                if mistake == "in the parts, too":
-                    partial *= torch.sigmoid(lse * math.log(2) - sinks)[..., None]
-                kernel[grid](partial, lse, *rest[:-1], given)
-
-            return run
-
-    assert relative_error(in_triton(step, 0, sinks), wanted) < 1e-5
-    monkeypatch.setattr(triton_attention, "merge_kernel", Wrong())
-    assert relative_error(in_triton(step, 0, sinks), wanted) > 0.05
+    assert relative_error(in_triton(step, window, sinks), wanted) < 1e-5
+    if mistake == "in every part":
+        if DEVICE != "cpu":
+            pytest.skip("the interpreter looks a kernel's functions up when it runs")
+        monkeypatch.setattr(window_kernel, "_start", start_of_every_part)
+    given = {"missing": None, "twice": sinks + math.log(2)}.get(mistake, sinks)
+    assert relative_error(in_triton(step, window, given), wanted) > 0.05
 
 
 @with_triton
@@ -306,9 +311,12 @@ def window_off(by: int) -> Callable[..., Tensor]:
     return attend
 
 
+IN_TURNS = windows.in_turns
+
+
 def take_halves(read: Any, i: int, n: int) -> Tensor:
     """As if gate and up lay one behind the other in the file."""
-    return windows.in_turns(read, 0, 1).chunk(n)[i]
+    return IN_TURNS(read, 0, 1).chunk(n)[i]
 
 
 def route_over_all(logits: Tensor, routing: Any, correction: Any = None) -> tuple[Tensor, Tensor]:
@@ -324,7 +332,7 @@ ATTEND: dict[str, Attend] = {
 }
 MISTAKES = {name: (windows, "windowed_attention", attend) for name, attend in ATTEND.items()}
 MISTAKES["plain SwiGLU"] = (mixture, "activate", lambda gate_up, limit: ACTIVATE(gate_up))
-MISTAKES["halves, not turns"] = (GptOss, "take", staticmethod(take_halves))
+MISTAKES["halves, not turns"] = (windows, "in_turns", take_halves)
 MISTAKES["softmax over all"] = (mixture, "route", route_over_all)
 
 
@@ -361,7 +369,7 @@ def test_a_config_may_leave_the_limit_out() -> None:
 
 def test_every_weight_finds_its_place_in_bfloat16(tmp_path: Path) -> None:
     model = save("gpt-oss", tmp_path)
-    ours = load_model(model.config, tmp_path, 64, torch.device("cpu"), torch.bfloat16).model.layers[1]
+    ours = load_model(spec_of(model.config), tmp_path, 64, torch.device("cpu"), torch.bfloat16).model.layers[1]
     theirs = model.model.layers[1]
     assert torch.equal(ours.self_attn.sinks, theirs.self_attn.sinks.bfloat16())
     assert torch.equal(ours.mlp.router.bias, theirs.mlp.router.bias)
@@ -377,7 +385,7 @@ def test_every_expert_is_read_once(tmp_path: Path) -> None:
     """The slices cover the file; another number of experts is a wrong shape, not another model."""
     model = save("gpt-oss", tmp_path)
     file = torch.arange(8 * 4 * 6.0).view(8, 4, 6)
-    adapted = GptOss(model.config).adapt({"x.experts.gate_up_proj": lambda part: file[part]})
+    adapted = split_in_turns({"x.experts.gate_up_proj": lambda part: file[part]}, spec_of(model.config), None)
     assert torch.equal(torch.cat([read().flatten() for read in adapted.values()]).sort().values, file.flatten())
     for count in (6, 10):
         edit_json(tmp_path / "config.json", num_local_experts=count)
@@ -414,7 +422,7 @@ def test_a_dense_model_takes_the_plain_path(tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path)
     config = Config(str(tmp_path), max_model_len=64)
     ops = TorchOps()
-    model = load_model(config.hf_config, tmp_path, 64, torch.device("cpu"), torch.float32, ops)
+    model = load_model(config.spec, tmp_path, 64, torch.device("cpu"), torch.float32, ops)
     assert all(layer.self_attn.attn.attend == ops.attend for layer in model.model.layers)
 
 
@@ -440,7 +448,7 @@ def test_replays_equal_eager_steps(tmp_path: Path) -> None:
 @with_triton
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
 def test_compiles_without_spills(target: str) -> None:
-    """gpt-oss's and Mistral's heads, both phases; sinks in float32, for which the check has no complaint."""
+    """gpt-oss's and Mistral's heads, both phases; sinks with the first."""
     from test_compile import run
 
     result = run(f"""
@@ -449,11 +457,7 @@ for heads, kv_heads, dim, window in ((64, 8, 64, 128), (32, 8, 128, 4096)):
     shape = tool.Shape("", heads, kv_heads, dim, 2880, 2880, 32000, False)
     for phase in ("decode", "prefill"):
         def launch():
-            plan = tool.AttentionPlan(tool.empty([4096], torch.int32), phase == "decode", 2**16, 64, 64)
-            q, cache = (tool.empty(s, torch.bfloat16) for s in ((64, heads, dim), (2, 2**16, kv_heads, 16, dim)))
-            meta = tool.AttentionMetaData(*[tool.empty([8], torch.int32)] * 3, [], [], plan=plan)
-            sinks = tool.empty([heads]) if dim == 64 else None
-            tool.make_ops(shape, "bf16").attend(q, cache, meta, 0.1, window, sinks)
+            tool.attend_windows(shape, phase, "bf16", window, dim == 64)
         name = f"{{phase}} {{dim}} bf16 {{window}}"
         rows = tool.compile_case({target!r}, name, launch)
         result[name] = [fault for row in rows for fault in tool.faults(row)]

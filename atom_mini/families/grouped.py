@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checkpoint import require
-from atom_mini.triton_attention import (
-    Launch, architecture, launch_options, product_type,
-)  # fmt: skip
+from ..instruments.launches import amd, launches_for
+from ..triton_attention import Launch, product_type
 
 # %% auto #0
 __all__ = ['TILES', 'Stack', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_launch', 'expert_product', 'grouped_experts']
@@ -139,22 +138,20 @@ def expert_kernel(
 TILES: dict[str, tuple[Launch, Launch]] = {  # few rows for each expert, many
     "sm_80": (Launch(16, 2**14, 4, 3, 3), Launch(64, 2**13, 4, 3, 2)),
     "sm_90": (Launch(16, 2**14, 4, 3, 4), Launch(128, 2**14, 8, 3, 2)),
-    "gfx90a": (Launch(16, 2**14, 4, 2, 3), Launch(128, 2**14, 8, 2, 1)),
-    "gfx942": (Launch(16, 2**14, 4, 2, 3), Launch(128, 2**14, 8, 2, 1)),
-    "gfx950": (Launch(16, 2**14, 4, 2, 4), Launch(128, 2**14, 8, 2, 2)),
-    "gfx1100": (Launch(16, 2**13, 4, 2, 4), Launch(64, 2**13, 8, 2, 2)),
-    "gfx1102": (Launch(16, 2**13, 4, 2, 4), Launch(64, 2**13, 8, 2, 2)),
-    "gfx1201": (Launch(16, 2**13, 4, 2, 4), Launch(128, 2**13, 8, 2, 2)),
+    "gfx90a": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(128, 2**14, 8, 2, 1, amd())),
+    "gfx942": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(128, 2**14, 8, 2, 1, amd())),
+    "gfx950": (Launch(16, 2**14, 4, 2, 4, amd()), Launch(128, 2**14, 8, 2, 2, amd())),
+    "gfx1100": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(64, 2**13, 8, 2, 2, amd())),
+    "gfx1102": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(64, 2**13, 8, 2, 2, amd())),
+    "gfx1201": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(128, 2**13, 8, 2, 2, amd())),
     "float32": 2 * (Launch(16, 2**13, 4, 1, 2),),  # as in `LAUNCHES`
 }
 
 
-def choose_launch(x: Tensor, pairs: int, experts: int) -> tuple[str, Launch]:
-    """(architecture, launch) for so many pairs; shapes and device decide."""
-    arch = architecture(x.device)
-    has_matrix_unit = x.dtype != torch.float32 or arch.startswith("gfx9")
-    few, many = TILES[arch if has_matrix_unit else "float32"]
-    return arch, many if pairs > few.rows * experts else few
+def choose_launch(x: Tensor, pairs: int, experts: int) -> Launch:
+    """That for so many pairs; shapes and device decide."""
+    few, many = launches_for(x.device, x.dtype, TILES)
+    return many if pairs > few.rows * experts else few
 
 # %% ../../nbs/62_grouped_kernel.ipynb #3adfefce
 Stack = tuple[Tensor, Tensor | None, Tensor | None]  # weights, scales, biases
@@ -171,7 +168,7 @@ def expert_product(
             "float16, not by float32: set dtype='bfloat16' or unpack them")  # fmt: skip
     require(size == K, f"a row of x has {K} numbers, one of the experts' {size}")
     P, units, make = weights.numel(), 4, x.new_empty if is_up else x.new_zeros
-    (arch, launch), m = choose_launch(x, P, E), min(E, P)
+    launch, m = choose_launch(x, P, E), min(E, P)
     columns, out = max(64, launch.rows), make((P, N // 2 if is_up else N))
     most = (m + (P - m) // launch.rows) * triton.cdiv(N, columns)
     if x.device.type == "cuda":
@@ -180,7 +177,7 @@ def expert_product(
         x, *stack, weights, *order, out, E, triton.next_power_of_2(E), K, N,
         weights.shape[1], limit, is_up, launch.rows, columns,
         launch.key_bytes // columns // x.itemsize, launch.stages,
-        product_type(x.dtype), **launch_options(arch, launch),
+        product_type(x.dtype), **launch.options(),
     )
     return out
 

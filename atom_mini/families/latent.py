@@ -16,47 +16,14 @@ from torch import Tensor, nn
 
 from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
-from ..checkpoint import require
 from ..config import Config, Variant
-from .mixture import Mixture
-from .records import said
-from ..models import FAMILIES, Linear, RMSNorm, TorchOps, rotate, unfilled
+from .mixture import sort_rows
+from .records import LatentSpec
+from ..loading import Readers
+from ..models import Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
-__all__ = ['KINDS', 'Latent', 'halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'choose_latent_ops', 'Latents']
-
-# %% ../../nbs/65a_latent_attention.ipynb #67199c60
-class Latent(Mixture):
-    """Models with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
-
-    def kv_shape(self) -> tuple[int, int, int]:
-        """One row of latent and rotated part: keys, and in them the values."""
-        return 1, 1, self.cfg.kv_lora_rank + self.cfg.qk_rope_head_dim
-
-    def attention(self, layer: int, ops: TorchOps) -> nn.Module:
-        return LatentAttention(self.cfg, ops)
-
-    def check(self) -> None:
-        """ValueError for what the config asks for and this does not compute."""
-        super().check()
-        what = "attention_bias=True needs q_lora_rank: without it, q_proj has no bias"
-        require(self.cfg.q_lora_rank or not self.cfg.attention_bias, what)
-        method, known = said(self.cfg, "topk_method"), ("greedy", "group_limited_greedy")
-        is_known = self.cfg.model_type != "deepseek_v2" or method in known
-        require(is_known, f"topk_method={method!r} is not supported: {known} are")
-
-    def orders(self) -> dict[str, Tensor]:
-        """Rows that are rotated, sorted as `rotate` wants them."""
-        cfg, rope = self.cfg, self.cfg.qk_rope_head_dim
-        if not getattr(cfg, "rope_interleave", True):
-            return {}
-        key = halves_first(cfg.qk_nope_head_dim + rope, rope)
-        row = halves_first(cfg.kv_lora_rank + rope, rope)
-        return {"q_proj": key, "q_b_proj": key, "kv_a_proj_with_mqa": row}
-
-# %% ../../nbs/65a_latent_attention.ipynb #3e53e53a
-KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-FAMILIES.update(dict.fromkeys(KINDS, Latent))
+__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'choose_latent_ops', 'Latents']
 
 # %% ../../nbs/65a_latent_attention.ipynb #87e764b3
 def halves_first(size: int, dim: int) -> Tensor:
@@ -66,13 +33,13 @@ def halves_first(size: int, dim: int) -> Tensor:
     return torch.cat([plain, pairs[::2], pairs[1::2]])
 
 # %% ../../nbs/65a_latent_attention.ipynb #7f237c17
-def softmax_scale(cfg: Any) -> float:
+def softmax_scale(spec: LatentSpec) -> float:
     """1 / sqrt(size of a key), times YaRN's mscale squared if the config has one for
     the whole key (`mscale_all_dim`)."""
-    p = getattr(cfg, "rope_parameters", None) or {}
-    grown, factor = p.get("mscale_all_dim") or 0, p.get("factor") or 1
+    grown = spec.rope.get("mscale_all_dim") or 0
+    factor = spec.rope.get("factor") or 1
     m = 1 + 0.1 * grown * math.log(factor) if factor > 1 else 1.0
-    return m**2 * (cfg.qk_nope_head_dim + cfg.qk_rope_head_dim) ** -0.5
+    return m**2 * (spec.qk_nope_head_dim + spec.qk_rope_head_dim) ** -0.5
 
 # %% ../../nbs/65a_latent_attention.ipynb #8e1b4970
 def attend_latent(ops: Any, size: int, q: Tensor, cache: Tensor, *rest: Any) -> Tensor:
@@ -85,11 +52,11 @@ def attend_latent(ops: Any, size: int, q: Tensor, cache: Tensor, *rest: Any) -> 
 class LatentAttention(nn.Module):
     """x [T, hidden] -> [T, hidden], one row per token through the paged cache."""
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
+    def __init__(self, spec: LatentSpec, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        hidden, rank, bias = cfg.hidden_size, cfg.q_lora_rank, cfg.attention_bias
-        latent, rope = cfg.kv_lora_rank, cfg.qk_rope_head_dim
-        self.heads, self.key = cfg.num_attention_heads, [cfg.qk_nope_head_dim, rope]
+        hidden, rank, bias = spec.hidden_size, spec.q_lora_rank, spec.qkv_bias
+        latent, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+        self.heads, self.key = spec.num_attention_heads, [spec.qk_nope_head_dim, rope]
         rows = self.heads * sum(self.key)
         query = {"q_a_proj": rank} if rank else {"q_proj": rows}
         self.sizes = [*query.values(), latent, rope]
@@ -97,12 +64,12 @@ class LatentAttention(nn.Module):
         self.q_a_layernorm = RMSNorm(rank, 1e-6, ops) if rank else None
         self.q_b = Linear(rank, {"q_b_proj": rows}) if rank else nn.Identity()
         self.kv_a_layernorm = RMSNorm(latent, 1e-6, ops)
-        self.up = [cfg.qk_nope_head_dim, cfg.v_head_dim]
+        self.up = [spec.qk_nope_head_dim, spec.v_head_dim]
         weight = unfilled(self.heads * sum(self.up), latent)
         self.kv_b_proj = nn.ParameterDict({"weight": weight})
-        self.o = Linear(self.heads * cfg.v_head_dim, {"o_proj": hidden}, bias)
+        self.o = Linear(self.heads * spec.v_head_dim, {"o_proj": hidden}, bias)
         self.attn = Attention(latent + rope, partial(attend_latent, ops, latent))
-        self.attn.scale = softmax_scale(cfg)
+        self.attn.scale = softmax_scale(spec)
 
     def matrices(self) -> tuple[Tensor, ...]:
         """Of `kv_b_proj`: for keys [H, nope, latent], for values [H, value, latent]."""
@@ -122,14 +89,25 @@ class LatentAttention(nn.Module):
         sums = self.attn(torch.cat([q, rotate(q_rope, cos, sin)], -1))
         return self.o(torch.einsum("thl,hvl->thv", sums, values).flatten(1))
 
+# %% ../../nbs/65a_latent_attention.ipynb #f081cef3
+def sort_latents(readers: Readers, spec: LatentSpec, model: Any) -> Readers:
+    """Rows that are rotated, sorted as `rotate` wants them."""
+    if not spec.rope_interleave:
+        return readers
+    rope = spec.qk_rope_head_dim
+    key = halves_first(spec.qk_nope_head_dim + rope, rope)
+    row = halves_first(spec.kv_lora_rank + rope, rope)
+    names = {"q_proj": key, "q_b_proj": key, "kv_a_proj_with_mqa": row}
+    return sort_rows(readers, names)
+
 # %% ../../nbs/65a_latent_attention.ipynb #dd3e89eb
 def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
     ops, sampler = choose_ops(config, device, dtype)
-    if hasattr(ops, "tiles"):  # Triton's
+    if ops.is_triton:
         kernels = import_module("atom_mini.families.latent_kernel")
-        cfg = config.hf_config
-        sizes = cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim
+        spec = config.spec
+        sizes = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
         ops = kernels.LatentOps(device, *sizes, dtype)
     return ops, sampler
 
@@ -138,8 +116,9 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
 class Latents(Variant):
     """Has no knobs: the checkpoint's config says whether it keeps latents."""
 
+    wraps = ("Machine",)
     make_ops = staticmethod(choose_latent_ops)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        return getattr(config.hf_config, "model_type", "") in KINDS
+        return isinstance(config.spec, LatentSpec)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..attention import AttentionMetaData
 from ..checkpoint import require
-from atom_mini.triton_attention import (
-    MAX_SPLITS, Launch, launch_options, merge_kernel, product_type,
-)  # fmt: skip
+from ..instruments import launches
+from ..instruments.launches import amd
+from ..triton_attention import Launch, product_type
 from ..triton_ops import TritonOps
 
 # %% auto #0
@@ -24,12 +24,13 @@ __all__ = ['KEYS', 'CDNA', 'LATENT_LAUNCHES', 'LatentOps', 'latent_attention_ker
 
 # %% ../../nbs/65b_latent_kernel.ipynb #770dbc80
 KEYS = 16  # of a tile
-CDNA = Launch(16, 0, 2, 2, 2), Launch(32, 0, 4, 1, 1)  # decode, prefill
+CDNA = Launch(16, 0, 2, 2, 2, amd()), Launch(32, 0, 4, 1, 1, amd())  # small, large
 LATENT_LAUNCHES = {"gfx90a": CDNA, "gfx942": CDNA, "gfx950": CDNA}
-LATENT_LAUNCHES["gfx1201"] = 2 * (Launch(16, 0, 16, 1, 1, 4),)
+LATENT_LAUNCHES["gfx1201"] = 2 * (Launch(16, 0, 16, 1, 1, amd(4)),)
 LATENT_LAUNCHES["sm_80"] = Launch(16, 0, 4, 3, 2), Launch(32, 0, 8, 2, 1)
 LATENT_LAUNCHES["sm_90"] = Launch(16, 0, 4, 3, 3), Launch(32, 0, 8, 3, 2)
 LATENT_LAUNCHES["float32"] = 2 * (Launch(16, 0, 4, 2, 1),)
+LATENT_LAUNCHES["float32 gfx9"] = 2 * (Launch(16, 0, 4, 2, 1, amd()),)
 
 # %% ../../nbs/65b_latent_kernel.ipynb #38d0a33f
 class LatentOps(TritonOps):
@@ -40,34 +41,37 @@ class LatentOps(TritonOps):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(device, heads, 1, latent, dtype)
+        arch = launches.architecture(device)
         fits = {latent, rope} <= {16 << n for n in range(6)}  # tiles have such widths
-        fits &= dtype != torch.float32 or self.arch[:4] != "gfx1"  # RDNA's registers
+        fits &= dtype != torch.float32 or arch[:4] != "gfx1"  # RDNA's registers
         what = f"no kernel for latents of {latent} and {rope} numbers ({dtype})"
-        fits &= self.arch in LATENT_LAUNCHES
-        require(fits, f"{what} on {self.arch}: set attention='torch'")
-        kind = "float32" if dtype == torch.float32 else self.arch
-        self.rope, self.launches = rope, LATENT_LAUNCHES[kind]
+        require(fits and arch in LATENT_LAUNCHES, f"{what} on {arch}: set attention='torch'")
+        if dtype == torch.float32:
+            arch = "float32 gfx9" if arch.startswith("gfx9") else "float32"
+        self.rope = rope
+        self.launches = LATENT_LAUNCHES[arch]
         self.tiles = [(max(launch.rows, heads), KEYS) for launch in self.launches]
 
-    def attend(  # type: ignore[override]  # no model with latents has windows or sinks
+    def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
     ) -> Tensor:
         """q [T, H, L + R] over rows [_, N, 1, S, L + R] -> [T, H, L]."""
-        plan, dim, phase = meta.plan, self.dim, 0 if meta.plan.is_decode else 1
-        launch, shape = self.launches[phase], (plan.num_partials, self.heads)
-        tiles = triton.cdiv(self.tiles[phase][0], launch.rows)
-        lse, out = q.new_empty(shape, dtype=torch.float32), q.new_empty(*q.shape[:2], dim)
-        partial = q.new_empty((*shape, dim), dtype=torch.float32)
-        programs = min(self.units * launch.programs, plan.num_items * tiles)
-        latent_attention_kernel[(programs,)](
-            q, kv_cache, out, partial, lse, plan.data, kv_cache.stride(1),
-            scale * math.log2(math.e), self.heads, dim, self.rope, kv_cache.shape[3],
-            tiles, launch.rows, KEYS, launch.stages, product_type(q.dtype),
-            **launch_options(self.arch, launch),
-        )
-        if plan.num_merges:
-            args = partial, lse, out, plan.data, self.heads, dim, dim, MAX_SPLITS
-            merge_kernel[(plan.num_merges, self.heads)](*args)
+        plan = meta.plan
+        out = q.new_empty(*q.shape[:2], self.dim)
+        lse = q.new_empty(plan.num_partials, self.heads, dtype=torch.float32)
+        partial = q.new_empty(*lse.shape, self.dim, dtype=torch.float32)
+        for large, count in enumerate((plan.num_small, plan.num_large)):
+            if count:
+                launch = self.launches[large]
+                tiles = triton.cdiv(self.tiles[large][0], launch.rows)
+                programs = min(self.units * launch.programs, count * tiles)
+                latent_attention_kernel[(programs,)](
+                    q, kv_cache, out, partial, lse, plan.data, kv_cache.stride(1),
+                    scale * math.log2(math.e), self.heads, self.dim, self.rope,
+                    kv_cache.shape[3], large, tiles, launch.rows, KEYS, launch.stages,
+                    product_type(q.dtype), **launch.options(),
+                )
+        self.merge(plan, partial, lse, out)
         return out
 
 # %% ../../nbs/65b_latent_kernel.ipynb #2336eb07
@@ -75,13 +79,14 @@ class LatentOps(TritonOps):
 def latent_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, block_stride, scale,
     H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    LARGE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
     """Work items, in `TILES` tiles each: q [T, H, L + R], cache [N, 1, S, L + R], whose
     first L numbers are the values, out [T, H, L]; `partial` [R, H, L], `lse` [R, H]."""
     n, dims, turned = tl.arange(0, KEYS), tl.arange(0, L), L + tl.arange(0, R)
-    num_items, items = tl.load(plan_ptr), plan_ptr + tl.load(plan_ptr + 2)
+    num_items = tl.load(plan_ptr + 4 * LARGE)
+    items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)
     for i in range(tl.program_id(0), num_items * TILES, tl.num_programs(0)):
         item, pair = items + i // TILES * 8, i % TILES * ROWS + tl.arange(0, ROWS)
         q_row, q_len, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from itertools import product
@@ -19,20 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import get_forward_context
-from ..checkpoint import require
-from atom_mini.families.records import (
-    Routing, check_experts, is_sparse, read_experts, read_routing, said,
-)  # fmt: skip
+from .records import FamilySpec, Routing
+from ..loading import Readers
 from atom_mini.models import (
-    FAMILIES, MLP, Dense, Heads, Linear, Readers, RMSNorm, RotaryEmbedding,
-    SelfAttention, TorchOps, check_supported, dense_heads, head_dim, linear, unfilled,
+    MLP, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps, linear, unfilled,
     uses_onednn,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['PARTIAL', 'ONLY', 'RENAMED', 'FUSED', 'PARTS', 'TYPES', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts',
-           'activate', 'MixtureMLP', 'VariedHeads', 'read_heads', 'VariedAttention', 'turned_dim', 'rotary_order',
-           'PartialRotary', 'in_halves', 'Mixture', 'rename', 'is_announced', 'read_expert', 'split_experts', 'reorder']
+__all__ = ['RENAMED', 'FUSED', 'PARTS', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate', 'MixtureMLP',
+           'make_mlp', 'VariedAttention', 'make_attention', 'rotary_order', 'PartialRotary', 'rename', 'is_announced',
+           'rename_weights', 'read_expert', 'in_halves', 'split_experts', 'split_halves', 'reorder', 'sort_rows',
+           'sort_heads']
 
 # %% ../../nbs/61_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -125,19 +122,20 @@ class MixtureMLP(nn.Module):
 
     linear: type[ExpertLinear] = ExpertLinear  # what holds the experts
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
+    def __init__(self, spec: FamilySpec, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        experts, size = read_experts(cfg), cfg.hidden_size
-        assert experts is not None, "is_sparse said so"
-        self.routing, self.ops, self.limit = read_routing(cfg), ops, experts.limit
+        experts, size = spec.experts, spec.hidden_size
+        assert experts is not None and spec.routing is not None, "this layer has some"
+        self.routing, self.ops, self.limit = spec.routing, ops, experts.limit
         count, width, is_biased = experts.count, experts.width, experts.is_biased
         self.router = Linear(size, {"gate": count}, is_biased).float()
         zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
         self.correction = zeros if self.routing.is_corrected else None
-        parts, stays = {"gate_proj": width, "up_proj": width}, callable(ops)
+        parts, stays = {"gate_proj": width, "up_proj": width}, ops.is_triton
         self.gate_up = self.linear(size, count, parts, is_biased, stays)
         self.down = self.linear(width, count, {"down_proj": size}, is_biased, stays)
-        self.shared = MLP(cfg, ops, experts.shared) if experts.shared else None
+        shared = replace(spec, intermediate_size=experts.shared)
+        self.shared = MLP(shared, ops) if experts.shared else None
         gate = Linear(size, {"shared_expert_gate": 1}) if experts.is_gated else None
         self.shared_gate = gate
 
@@ -149,7 +147,7 @@ class MixtureMLP(nn.Module):
 
     def run_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], ids (up to nobody's) and weights [T, k] -> [T, hidden]."""
-        if not callable(self.ops):
+        if not self.ops.is_triton:
             return loop_over_experts(x, ids, weights, self.expert)
         kernels = import_module("atom_mini.families.grouped")  # chapter 62: needs Triton
         stacks = self.gate_up.stacked(), self.down.stacked()
@@ -157,7 +155,7 @@ class MixtureMLP(nn.Module):
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
-        if callable(self.ops):
+        if self.ops.is_triton:
             num_rows = get_forward_context().plan.data[3]  # others fill up a graph's batch
             is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
             ids = torch.where(is_real, ids, self.gate_up.count)
@@ -173,56 +171,45 @@ class MixtureMLP(nn.Module):
             shared = shared * torch.sigmoid(self.shared_gate(x))
         return out + shared
 
-# %% ../../nbs/61_mixture.ipynb #9989257d
-@dataclass(frozen=True)
-class VariedHeads(Heads):
-    """`Heads`, and what more families do."""
-
-    is_whole: bool = False  # one norm over all heads of q, and one of k
-    turns: bool = True  # by the position
-
-# %% ../../nbs/61_mixture.ipynb #38e012d4
-def read_heads(cfg: Any, layer: int) -> VariedHeads:
-    """How the attention of this layer differs."""
-    plain, kind = dense_heads(cfg), cfg.model_type
-    bias = plain.bias or getattr(cfg, "qkv_bias", False)
-    out_bias = plain.out_bias and kind != "glm4_moe"
-    is_normed = plain.is_normed or getattr(cfg, "use_qk_norm", kind == "qwen3_moe")
-    turned = said(cfg, "no_rope_layers") or [1] * cfg.num_hidden_layers
-    return VariedHeads(bias, out_bias, is_normed, kind == "olmoe", bool(turned[layer]))
+# %% ../../nbs/61_mixture.ipynb #7178a5d6
+def make_mlp(spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
+    """The second half of this layer."""
+    return (MixtureMLP if spec.sparse[layer] else MLP)(spec, ops, layer)
 
 # %% ../../nbs/61_mixture.ipynb #f3b3f576
 class VariedAttention(SelfAttention):
-    """`SelfAttention` with `VariedHeads`."""
+    """`SelfAttention` that may not turn, or that norms all heads as one vector."""
 
-    def __init__(self, cfg: Any, ops: TorchOps, heads: VariedHeads) -> None:
-        super().__init__(cfg, ops, heads)
-        self.heads, self.widths = heads, [*self.qkv.parts.values()]
-        if heads.is_whole:
+    def __init__(self, spec: FamilySpec, ops: TorchOps, layer: int = 0) -> None:
+        super().__init__(spec, ops, layer)
+        self.turns = spec.turning[layer]
+        self.has_whole_norm = spec.has_whole_norm
+        self.widths = [*self.qkv.parts.values()]
+        if self.has_whole_norm:
             q, k, _ = self.widths
-            self.q_norm, self.k_norm = (RMSNorm(n, self.eps, ops) for n in (q, k))
+            self.q_norm = RMSNorm(q, self.eps, ops)
+            self.k_norm = RMSNorm(k, self.eps, ops)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if not self.heads.turns:
+        if not self.turns:
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         return super().forward(x, cos, sin)
 
     def project(self, x: Tensor) -> Tensor:
         """q, k and v [T, H + 2K, D]."""
         qkv = self.qkv(x)
-        if self.heads.is_whole:
+        if self.has_whole_norm:
             q, k, v = (part.contiguous() for part in qkv.split(self.widths, -1))
             qkv = torch.cat([self.q_norm(q, None)[0], self.k_norm(k, None)[0], v], -1)
         return qkv.view(len(x), -1, self.head_dim)
 
+# %% ../../nbs/61_mixture.ipynb #2f5a52f2
+def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> SelfAttention:
+    """The attention of this layer."""
+    is_plain = spec.turning[layer] and not spec.has_whole_norm
+    return (SelfAttention if is_plain else VariedAttention)(spec, ops, layer)
+
 # %% ../../nbs/61_mixture.ipynb #472cb273
-def turned_dim(cfg: Any) -> int:
-    """Numbers of a head that turn."""
-    given = said(cfg, "rope_parameters") or {}
-    share = given.get("partial_rotary_factor", getattr(cfg, "partial_rotary_factor", 1))
-    return int(head_dim(cfg) * share)
-
-
 def rotary_order(dim: int, turned: int) -> Tensor:
     """The numbers of a head, those that turn first in each half: [dim] int64."""
     numbers = torch.arange(dim)
@@ -233,74 +220,12 @@ def rotary_order(dim: int, turned: int) -> Tensor:
 class PartialRotary(RotaryEmbedding):
     """Tables [positions, dim] in `rotary_order`; what does not turn has angle 0."""
 
-    def __init__(self, cfg: Any, max_position: int) -> None:
-        dim, turned, whole = head_dim(cfg), turned_dim(cfg), copy(cfg)
-        given = said(cfg, "rope_parameters", "rope_scaling") or {}
-        whole.rope_parameters = {**given, "partial_rotary_factor": 1}
-        super().__init__(whole, turned, max_position)
-        rest = 0, (dim - turned) // 2  # behind each half
+    def __init__(self, spec: FamilySpec, max_position: int) -> None:
+        super().__init__(spec, max_position, spec.turned_dim)
+        rest = 0, (spec.head_dim - spec.turned_dim) // 2  # behind each half
         cos, sin = (x.unflatten(-1, (2, -1)) for x in (self.cos, self.sin))
         self.cos = F.pad(cos, rest, value=1.0).flatten(1)
         self.sin = F.pad(sin, rest).flatten(1)
-
-# %% ../../nbs/61_mixture.ipynb #ee275c8b
-def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
-    """Part i of n that lie one behind the other in an expert [1, all rows, size]."""
-    return read().chunk(n, 1)[i].flatten(0, 1)
-
-# %% ../../nbs/61_mixture.ipynb #1d628841
-class Mixture(Dense):
-    """Decoders with experts or with a varied attention."""
-
-    kinds: tuple[str, ...] = ()  # of attention, beside the full one
-    take = staticmethod(in_halves)  # how gate and up lie in a tensor of all experts
-
-    def attention(self, layer: int, ops: TorchOps) -> nn.Module:
-        return VariedAttention(self.cfg, ops, read_heads(self.cfg, layer))
-
-    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
-        sparse = is_sparse(self.cfg, layer)
-        return MixtureMLP(self.cfg, ops) if sparse else MLP(self.cfg, ops)
-
-    def rotary(self, max_position: int) -> RotaryEmbedding:
-        return PartialRotary(self.cfg, max_position)
-
-    def check(self) -> None:
-        """ValueError for what the config asks for and this does not compute."""
-        plain, ours = copy(self.cfg), self.kinds  # as if our kinds of layers were full ones
-        layers = [kind for kind in said(plain, "layer_types") or () if kind not in ours]
-        slides = "sliding_attention" not in ours and said(plain, "use_sliding_window")
-        vars(plain).update(layer_types=layers, use_sliding_window=slides)
-        check_supported(plain)
-        if any(is_sparse(plain, layer) for layer in range(plain.num_hidden_layers)):
-            check_experts(plain)
-        for name, only in ONLY.items():
-            value = getattr(plain, name, only)
-            require(value == only, f"{name}={value} is not supported: {only} is")
-        dim, turned, kind = head_dim(plain), turned_dim(plain), plain.model_type
-        what = f"partial_rotary_factor: {turned} of {dim} numbers turn, all do in {kind}"
-        require(kind in PARTIAL or turned == dim, what)
-
-    def orders(self) -> dict[str, Tensor]:
-        """Of some matrices and norms the order in which the rows of each head come here."""
-        dim, turned = head_dim(self.cfg), turned_dim(self.cfg)
-        names = ("q_proj", "k_proj", "q_norm", "k_norm") if turned < dim else ()
-        return dict.fromkeys(names, rotary_order(dim, turned))
-
-    def adapt(self, readers: Readers) -> Readers:
-        """The checkpoint's weights under our names, in our order."""
-        cfg, experts, orders = self.cfg, read_experts(self.cfg), self.orders()
-        ours = {rename(n): r for n, r in readers.items() if not is_announced(n, cfg)}
-        if experts is not None:
-            ours = split_experts(ours, experts.count, self.take)
-        for name in ours:
-            if (order := orders.get(name.split(".")[-2:][0])) is not None:
-                ours[name] = partial(reorder, ours[name], order)
-        return ours
-
-# %% ../../nbs/61_mixture.ipynb #da473e86
-PARTIAL = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")  # heads may turn in part
-ONLY = {"clip_qkv": None, "swiglu_alpha": 1.702}  # option -> what is computed
 
 # %% ../../nbs/61_mixture.ipynb #37ae337c
 RENAMED = {
@@ -317,18 +242,27 @@ def rename(name: str) -> str:
     return name
 
 # %% ../../nbs/61_mixture.ipynb #11999d46
-def is_announced(name: str, cfg: Any) -> bool:
+def is_announced(name: str, spec: FamilySpec) -> bool:
     """Whether a weight belongs to a layer for MTP of which the config speaks."""
-    found, last = re.match(r"model\.layers\.(\d+)\.", name), cfg.num_hidden_layers
-    names = {"num_nextn_predict_layers", "num_mtp_layers"}  # 1 if the file is silent
-    more = said(cfg, *names & {*getattr(cfg, "in_file", names)})
-    return found is not None and last <= int(found[1]) < last + more
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    last = spec.num_hidden_layers
+    return found is not None and last <= int(found[1]) < last + spec.mtp_layers
+
+
+def rename_weights(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+    """The checkpoint's weights under our names."""
+    return {rename(n): r for n, r in readers.items() if not is_announced(n, spec)}
 
 # %% ../../nbs/61_mixture.ipynb #1d3df701
 def read_expert(read: Callable[..., Tensor], e: int, count: int) -> Tensor:
     """[1, ...]: expert `e` of a tensor [count, ...]. The last one ends where the tensor
     does, so that experts too many are a wrong shape."""
     return read(part=slice(e, e + 1 if e + 1 < count else None))
+
+# %% ../../nbs/61_mixture.ipynb #e36c632f
+def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
+    """Part i of n that lie one behind the other in an expert [1, all rows, size]."""
+    return read().chunk(n, 1)[i].flatten(0, 1)
 
 # %% ../../nbs/61_mixture.ipynb #1f5b7a9c
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_?(bias|blocks|scales|)")
@@ -350,11 +284,32 @@ def split_experts(readers: Readers, count: int, take: Callable[..., Tensor]) -> 
             split[f"{where}.{e}.{part}.{ours}"] = reader
     return split
 
+
+def split_halves(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+    """A reader per expert, of whose rows gate and up are the halves."""
+    if spec.experts is None:
+        return readers
+    return split_experts(readers, spec.experts.count, in_halves)
+
 # %% ../../nbs/61_mixture.ipynb #ae60e888
 def reorder(read: Callable[..., Tensor], order: Tensor) -> Tensor:
     """Rows of q or k, or a norm's weights, with each head's numbers in `order`."""
     return read().unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
-# %% ../../nbs/61_mixture.ipynb #ae61dd4d
-TYPES = ("mistral", "smollm3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe")
-FAMILIES.update(dict.fromkeys(TYPES, Mixture))
+# %% ../../nbs/61_mixture.ipynb #1b4e274a
+def sort_rows(readers: Readers, orders: dict[str, Tensor]) -> Readers:
+    """The rows of each head in the order that is given for some modules' names."""
+    ours = dict(readers)
+    for name in ours:
+        if (order := orders.get(name.split(".")[-2:][0])) is not None:
+            ours[name] = partial(reorder, ours[name], order)
+    return ours
+
+
+def sort_heads(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+    """What turns comes first in each half of a head."""
+    if spec.turned_dim == spec.head_dim:
+        return readers
+    names = ("q_proj", "k_proj", "q_norm", "k_norm")
+    order = rotary_order(spec.head_dim, spec.turned_dim)
+    return sort_rows(readers, dict.fromkeys(names, order))

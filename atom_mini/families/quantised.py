@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import require
-from ..config import Variant, is_count
 from .mixture import ExpertLinear, MixtureMLP
-from .windows import GptOss
-from ..models import BEFORE, Dense, Readers, TorchOps
+from .mixture import make_mlp as make_whole
+from .records import FamilySpec, Storage
+from ..loading import Readers
+from ..models import TorchOps
 
 # %% auto #0
-__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8',
-           'check_quantised', 'Speed', 'adapt_quantised', 'Stored', 'Quantised', 'PackedExperts', 'PackedMLP',
-           'stays_packed']
+__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8', 'Speed',
+           'unpack', 'PackedExperts', 'PackedMLP', 'make_mlp']
 
 # %% ../../nbs/64_quantised_files.ipynb #e09fc83a
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -67,14 +65,14 @@ def dequantise_fp8(weight: Tensor, scales: Tensor, block: Any = (128, 128)) -> T
     return out
 
 # %% ../../nbs/64_quantised_files.ipynb #881a0887
-def read_mxfp4(blocks: Any, scales: Any, how: dict, part: Any = None) -> Tensor:
+def read_mxfp4(blocks: Any, scales: Any, how: Storage, part: Any = None) -> Tensor:
     """[E, in, out] of blocks [E, out, in / 32, 16], or only the experts in `part`."""
     return dequantise_mxfp4(blocks(part), scales(part)).mT
 
 # %% ../../nbs/64_quantised_files.ipynb #72d40a87
-def read_fp8(weight: Any, scales: Any, how: dict, part: Any = None) -> Tensor:
+def read_fp8(weight: Any, scales: Any, how: Storage, part: Any = None) -> Tensor:
     """[out, in] in float32, or the part of it that an index selects."""
-    whole = dequantise_fp8(weight(), scales(), how["weight_block_size"])
+    whole = dequantise_fp8(weight(), scales(), how.block)
     return whole if part is None else whole[part]
 
 
@@ -83,17 +81,6 @@ METHODS: dict[str, tuple[str, str, str, Any]] = {
     "mxfp4": ("_blocks", "_scales", "", read_mxfp4),
     "fp8": (".weight", ".weight_scale_inv", ".weight", read_fp8),
 }
-
-# %% ../../nbs/64_quantised_files.ipynb #b36ae573
-def check_quantised(cfg: Any) -> None:
-    """ValueError for a `quantization_config` that is not read here; opens no file."""
-    keys = ("quant_method", "weight_block_size", "activation_scheme")
-    method, size, scheme = (cfg.quantization_config.get(key) for key in keys)
-    is_pair = isinstance(size, list | tuple) and [*map(is_count, size)] == [True, True]
-    if method == "fp8" and (not is_pair or scheme != "dynamic"):
-        method = f"fp8, weight_block_size={size}, activation_scheme={scheme}"
-    what = f"quant_method={method} is not supported, {[*METHODS]} are (fp8 in blocks)"
-    require(method in METHODS, f"{what}: take the checkpoint in 16 bits")
 
 # %% ../../nbs/64_quantised_files.ipynb #36f6d6ca
 _log = logging.getLogger("atom_mini")
@@ -118,46 +105,22 @@ class Speed:
             _log.info("unpacked %.3g GB in %.3g s: %.2g GB/s", size, took, size / took)
 
 # %% ../../nbs/64_quantised_files.ipynb #f35e55ac
-def adapt_quantised(readers: Readers, cfg: Any) -> Readers:
+def unpack(readers: Readers, spec: Any, model: Any) -> Readers:
     """One reader for each packed weight and its scales, under the weight's plain name.
 
     Nothing is read here. ValueError for scales without a weight.
     """
-    how, left, speed = getattr(cfg, "quantization_config", None), {**readers}, Speed()
-    if how is None or getattr(cfg, "is_packed", False):
-        return readers
-    packed, scales, end, read = METHODS[how["quant_method"]]
+    if model is not None and any(isinstance(m, PackedExperts) for m in model.modules()):
+        return readers  # its weights are as they are stored
+    left = {**readers}
+    speed = Speed()
+    packed, scales, end, read = METHODS[spec.storage.method]
     for name in [n for n in left if n.endswith(scales)]:
         base = name.removesuffix(scales)
         require(base + packed in left, f"there is {name}, but no {base + packed}")
-        left[base + end] = partial(read, left.pop(base + packed), left.pop(name), how)
+        pair = left.pop(base + packed), left.pop(name)
+        left[base + end] = partial(read, *pair, spec.storage)
     return {n: partial(speed.read, n, r) for n, r in left.items()}
-
-# %% ../../nbs/64_quantised_files.ipynb #34a3b541
-class Stored(Dense):
-    """Stands before a family, and lets it load quantised checkpoints."""
-
-    def adapt(self, readers: Readers) -> Readers:
-        return super().adapt(adapt_quantised(readers, self.cfg))
-
-    def check(self) -> None:
-        plain = copy(self.cfg)
-        if getattr(plain, "quantization_config", None) is not None:
-            check_quantised(plain)
-            plain.quantization_config = None
-        super(Stored, type(self)(plain)).check()  # the family's own, of the rest
-
-    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
-        self.cfg.is_packed = isinstance(self, GptOss) and stays_packed(self.cfg, ops)
-        return PackedMLP(self.cfg, ops) if self.cfg.is_packed else super().mlp(layer, ops)
-
-# %% ../../nbs/64_quantised_files.ipynb #1b114dc1
-@dataclass
-class Quantised(Variant):
-    """Has no knobs: the checkpoint's config says how it is stored."""
-
-
-BEFORE[2] = Stored
 
 # %% ../../nbs/64_quantised_files.ipynb #b237560b
 class PackedExperts(ExpertLinear):
@@ -182,8 +145,9 @@ class PackedMLP(MixtureMLP):
     linear = PackedExperts
 
 
-def stays_packed(cfg: Any, ops: TorchOps) -> bool:
-    """Whether a layer made now has packed experts."""
-    how = getattr(cfg, "quantization_config", None) or {}
+def make_mlp(spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
+    """The second half of a layer, with packed experts where a kernel reads them."""
     is_half = torch.get_default_dtype().itemsize == 2
-    return how.get("quant_method") == "mxfp4" and is_half and callable(ops)
+    if spec.sparse[layer] and is_half and ops.is_triton:
+        return PackedMLP(spec, ops)
+    return make_whole(spec, ops, layer)

@@ -5,15 +5,22 @@
 # %% ../../nbs/60_experts.ipynb #11059899
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..checkpoint import NEEDS, SUPPORTED_ARCHITECTURES, UNWRAP, require
-from ..config import Config, Variant, settle
+from atom_mini.checkpoint import (
+    FAMILIES, ModelSpec, check_supported, read_rope, read_spec, require,
+)  # fmt: skip
+from ..config import Config, Variant, is_count
 
 # %% auto #0
-__all__ = ['EVEN', 'RULES', 'COUNTS', 'NAMES', 'ADDED', 'LACKING', 'WITH_STATE', 'Routing', 'said', 'read_routing', 'Experts',
-           'read_experts', 'check_experts', 'is_sparse', 'decoder_of', 'has_state', 'FamilyNames']
+__all__ = ['EVEN', 'RULES', 'COUNTS', 'MTP', 'FULL', 'PART', 'LATENT', 'STATE', 'ROWS', 'ONLY', 'PLAIN', 'NAMES', 'ADDED',
+           'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
+           'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
+           'read_windows', 'read_differences', 'check_latents', 'check_states', 'Family', 'check_family', 'read_row',
+           'decoder_of', 'read_family', 'FamilyNames']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Routing:
     group_best: int = 1  # a group's score is the sum of so many best
 
 # %% ../../nbs/60_experts.ipynb #9569175f
-def said(cfg: Any, *names: str) -> Any:
+def first_of(cfg: Any, *names: str) -> Any:
     """The first of these that a config has and that is not None, 0 or empty; or 0."""
     return next(filter(None, (getattr(cfg, name, None) for name in names)), 0)
 
@@ -49,11 +56,13 @@ RULES: dict[str, dict[str, Any]] = {  # what model types do and their configs do
 # %% ../../nbs/60_experts.ipynb #f41e4a9f
 def read_routing(cfg: Any) -> Routing:
     """The routing of a config with experts."""
-    names, kind = {"renormalize": "norm_topk_prob"}, cfg.model_type
+    names = {"renormalize": "norm_topk_prob"}
+    kind = cfg.model_type
     if kind.startswith(("deepseek", "glm4")):  # in others' configs these do nothing
         names |= {"scale": "routed_scaling_factor"}
         names |= {"groups": "n_group", "top_groups": "topk_group"}
-    found = {field: value for field, n in names.items() if (value := said(cfg, n))}
+    found = {field: first_of(cfg, name) for field, name in names.items()}
+    found = {field: value for field, value in found.items() if value}
     if kind == "deepseek_v2" and cfg.topk_method == "greedy":  # V2-Lite: no groups
         found["groups"] = 1
     return Routing(cfg.num_experts_per_tok, **found | RULES.get(kind, {}))
@@ -76,36 +85,266 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def read_experts(cfg: Any) -> Experts | None:
     """The experts of a config; None: it is dense."""
-    count, gated = said(cfg, *COUNTS), said(cfg, "shared_expert_intermediate_size")
-    width = said(cfg, "moe_intermediate_size", "intermediate_size")
-    shared = gated or width * said(cfg, "n_shared_experts")
+    if not (count := first_of(cfg, *COUNTS)):
+        return None
+    gated = first_of(cfg, "shared_expert_intermediate_size")
+    width = first_of(cfg, "moe_intermediate_size", "intermediate_size")
+    shared = gated or width * first_of(cfg, "n_shared_experts")
     is_oss = cfg.model_type == "gpt_oss"
-    limit = said(cfg, "swiglu_limit") or 7.0 * is_oss  # its config may leave it out
-    return Experts(count, width, shared, gated > 0, is_oss, limit) if count else None
+    limit = first_of(cfg, "swiglu_limit") or 7.0 * is_oss  # its config may leave it out
+    return Experts(count, width, shared, gated > 0, is_oss, limit)
 
 # %% ../../nbs/60_experts.ipynb #bb047015
-def check_experts(cfg: Any) -> None:
+def check_experts(experts: Experts, r: Routing) -> None:
     """ValueError if a token does not find as many experts as it must have."""
-    if (experts := read_experts(cfg)) is not None:
-        r = read_routing(cfg)
-        size, rest = divmod(experts.count, r.groups)
-        is_whole = r.groups == 1 or (not rest and size >= r.group_best)
-        top, count = min(r.top_groups, r.groups), experts.count
-        what = f"{r.top_k} of {count} experts, {r.groups} groups, best {r.top_groups}: "
-        what += "num_experts_per_tok, n_group or topk_group is wrong"
-        require(is_whole and 0 < (r.top_k or 0) <= top * size, what)
+    size, rest = divmod(experts.count, r.groups)
+    is_whole = r.groups == 1 or (not rest and size >= r.group_best)
+    top = min(r.top_groups, r.groups) * size
+    what = f"{r.top_k} of {experts.count} experts, {r.groups} groups, "
+    what += f"best {r.top_groups}: num_experts_per_tok, n_group or topk_group is wrong"
+    require(is_whole and 0 < (r.top_k or 0) <= top, what)
 
 # %% ../../nbs/60_experts.ipynb #5397db08
 def is_sparse(cfg: Any, layer: int) -> bool:
     """Whether this layer has experts."""
-    if kinds := said(cfg, "mlp_layer_types"):
+    if kinds := first_of(cfg, "mlp_layer_types"):
         return kinds[layer] == "sparse"
-    is_first = layer < said(cfg, "first_k_dense_replace")
-    is_between = (layer + 1) % (said(cfg, "decoder_sparse_step") or 1) != 0
-    is_dense = is_first or is_between or layer in (said(cfg, "mlp_only_layers") or ())
+    is_first = layer < first_of(cfg, "first_k_dense_replace")
+    is_between = (layer + 1) % (first_of(cfg, "decoder_sparse_step") or 1) != 0
+    is_named = layer in (first_of(cfg, "mlp_only_layers") or ())
+    is_dense = is_first or is_between or is_named
     return read_experts(cfg) is not None and not is_dense
 
-# %% ../../nbs/60_experts.ipynb #b6fe5aea
+# %% ../../nbs/60_experts.ipynb #fd722310
+@dataclass(frozen=True)
+class FamilySpec(ModelSpec):
+    """`ModelSpec`, and what models of this part have beside it; tuples are by layer."""
+
+    experts: Experts | None = None
+    routing: Routing | None = None
+    sparse: tuple[bool, ...] = ()  # has experts
+    turning: tuple[bool, ...] = ()  # its heads turn by their positions
+    windows: tuple[int, ...] = ()  # keys that a query sees, 0: all
+    has_whole_norm: bool = False  # one norm over all heads of q, and one of k
+    has_sinks: bool = False
+    mtp_layers: int = 0  # stored behind the last one, and not run
+
+    @property
+    def turned_dim(self) -> int:
+        """Numbers of a head that turn."""
+        return int(self.head_dim * self.rope["partial_rotary_factor"])
+
+
+@dataclass(frozen=True)
+class LatentSpec(FamilySpec):
+    """A model that keeps a row of latents for all heads; its config's names."""
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleave: bool = True
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """One row of latent and rotated part: keys, and in them the values."""
+        return 1, 1, self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class StateSpec(FamilySpec):
+    """A model most of whose layers keep a state; its config's names."""
+
+    layer_types: tuple[str, ...] = ()
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    mtp_num_hidden_layers: int = 0
+    has_vision: bool = False  # the file holds an encoder of images
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers keep keys and values."""
+        return self.layer_types.count("full_attention")
+
+# %% ../../nbs/60_experts.ipynb #b512f2ac
+@dataclass(frozen=True)
+class Storage:
+    """How the weights of a quantised checkpoint are stored."""
+
+    method: str  # "mxfp4" or "fp8"
+    block: tuple[int, ...] = ()  # fp8: the weights [rows, columns] that share a scale
+
+
+def read_storage(cfg: Any) -> Storage | None:
+    """How a config says that its weights are stored, None: as they are. ValueError for
+    what is not read (chapter 64); opens no file."""
+    if (how := getattr(cfg, "quantization_config", None)) is None:
+        return None
+    keys = ("quant_method", "weight_block_size", "activation_scheme")
+    method, size, scheme = (how.get(key) for key in keys)
+    is_pair = isinstance(size, list | tuple) and [*map(is_count, size)] == [True, True]
+    if method == "fp8" and (not is_pair or scheme != "dynamic"):
+        method = f"fp8, weight_block_size={size}, activation_scheme={scheme}"
+    what = f"quant_method={method} is not supported, mxfp4 and fp8 (in blocks) are"
+    require(method in ("mxfp4", "fp8"), f"{what}: take the checkpoint in 16 bits")
+    return Storage(method, tuple(size or ()))
+
+# %% ../../nbs/60_experts.ipynb #74859e98
+def read_windows(cfg: Any) -> tuple[int, ...]:
+    """By layer: the keys that a query sees, 0: all. ValueError if none are said."""
+    size = getattr(cfg, "sliding_window", 0)
+    types = getattr(cfg, "layer_types", None)
+    if not types:
+        return (size or 0,) * cfg.num_hidden_layers
+    slides = [kind == "sliding_attention" for kind in types]
+    require(not any(slides) or bool(size), f"sliding_window={size}, and layers slide")
+    return tuple(size if one else 0 for one in slides)
+
+# %% ../../nbs/60_experts.ipynb #915bf846
+MTP = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def read_differences(cfg: Any, raw: dict[str, Any] | None) -> dict[str, Any]:
+    """Fields of a `FamilySpec`; `raw`: the file, where a config fills in what it lacks."""
+    kind = cfg.model_type
+    bias = getattr(cfg, "attention_bias", False)
+    layers = range(cfg.num_hidden_layers)
+    experts = read_experts(cfg)
+    return {
+        "qkv_bias": bias or kind == "qwen2" or getattr(cfg, "qkv_bias", False),
+        "out_bias": bias and kind not in ("qwen2", "glm4_moe"),
+        "has_qk_norm": getattr(cfg, "use_qk_norm", kind.startswith("qwen3")),
+        "has_whole_norm": kind == "olmoe",
+        "has_sinks": kind == "gpt_oss",
+        "experts": experts,
+        "routing": read_routing(cfg) if experts else None,
+        "sparse": tuple(is_sparse(cfg, layer) for layer in layers),
+        "turning": tuple(map(bool, first_of(cfg, "no_rope_layers") or [1] * len(layers))),
+        "windows": read_windows(cfg),
+        "mtp_layers": first_of(cfg, *(n for n in MTP if raw is None or n in raw)),
+    }
+
+# %% ../../nbs/60_experts.ipynb #8d8e632a
+def check_latents(cfg: Any) -> None:
+    what = "attention_bias=True needs q_lora_rank: without it, q_proj has no bias"
+    require(cfg.q_lora_rank or not cfg.attention_bias, what)
+    method = first_of(cfg, "topk_method")
+    known = ("greedy", "group_limited_greedy")
+    is_known = cfg.model_type != "deepseek_v2" or method in known
+    require(is_known, f"topk_method={method!r} is not supported: {known} are")
+
+
+def check_states(cfg: Any) -> None:
+    has_gate = getattr(cfg, "attn_output_gate", True)
+    require(has_gate, "attn_output_gate=False is not supported: True is")
+    keys = cfg.linear_num_key_heads
+    values = cfg.linear_num_value_heads
+    what = f"{values} value heads cannot share {keys} key heads evenly"
+    require(values % keys == 0, what)
+
+# %% ../../nbs/60_experts.ipynb #5ebdc1b0
+@dataclass(frozen=True)
+class Family:
+    """A row: the layers that models of a type may have, who builds them, who changes
+    the readers of their weights, and what else is checked."""
+
+    spec: type[FamilySpec] = FamilySpec
+    kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
+    attention: str = "families.windows:make_attention"
+    rotary: str | None = None  # Part I's, which turns all numbers of a head
+    split: str = "families.mixture:split_halves"
+    sort: str = "families.mixture:sort_heads"
+    first: tuple[str, ...] = ()
+    check: Callable[[Any], None] = lambda cfg: None
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return *self.first, "families.mixture:rename_weights", self.split, self.sort
+
+# %% ../../nbs/60_experts.ipynb #7c33a326
+FULL = ("full_attention",)
+PART = "families.mixture:PartialRotary"
+LATENT = Family(
+    LatentSpec, FULL, "families.latent:LatentAttention",
+    sort="families.latent:sort_latents", check=check_latents,
+)  # fmt: skip
+STATE = Family(
+    StateSpec, (*FULL, "linear_attention"), "families.state:make_attention", PART,
+    first=("families.state:take_decoder",), check=check_states,
+)  # fmt: skip
+ROWS = dict.fromkeys(["qwen2", "qwen3", "mistral", "smollm3", "mixtral"], Family())
+ROWS |= dict.fromkeys(["olmoe", "qwen2_moe", "qwen3_moe"], Family())
+ROWS |= dict.fromkeys(["deepseek_v2", "deepseek_v3", "glm4_moe_lite"], LATENT)
+ROWS |= dict.fromkeys(["qwen3_5_text", "qwen3_5_moe_text"], STATE)
+ROWS |= {"llama": Family(kinds=FULL), "glm4_moe": Family(rotary=PART)}
+ROWS["gpt_oss"] = Family(split="families.windows:split_in_turns")
+
+# %% ../../nbs/60_experts.ipynb #3031c00d
+ONLY = {"clip_qkv": None, "swiglu_alpha": 1.702}  # option -> what is computed
+
+
+def check_family(cfg: Any, row: Family) -> None:
+    """ValueError for what the config asks for and this does not compute."""
+    check_supported(cfg, row.kinds)
+    for name, only in ONLY.items():
+        value = getattr(cfg, name, only)
+        require(value == only, f"{name}={value} is not supported: {only} is")
+    part = read_rope(cfg)["partial_rotary_factor"]
+    what = f"partial_rotary_factor={part}: all of a head turns in {cfg.model_type}"
+    require(row.rotary is not None or part == 1, what)
+    row.check(cfg)
+
+# %% ../../nbs/60_experts.ipynb #bb22af6f
+def read_row(cfg: Any, raw: dict[str, Any] | None, **more: Any) -> FamilySpec:
+    """The spec that its row of the table makes of a config."""
+    row = ROWS[cfg.model_type]
+    found = read_differences(cfg, raw) | more
+    if any(found["sparse"]):
+        check_experts(found["experts"], found["routing"])
+        found["mlp"] = "families.mixture:make_mlp"
+    known = {f.name for f in fields(FamilySpec)}
+    for own in [f for f in fields(row.spec) if f.name not in {*known, *found}]:
+        value = getattr(cfg, own.name, own.default)
+        found[own.name] = tuple(value) if isinstance(value, list) else value
+    builders = {"attention": row.attention, "rotary": row.rotary}
+    return read_spec(cfg, row.spec, **builders, adapters=row.adapters, **found)
+
+# %% ../../nbs/60_experts.ipynb #b8d932b2
+def decoder_of(wrapper: Any) -> Any:
+    """The config of the decoder in a model with a vision encoder."""
+    cfg = copy(wrapper.text_config)
+    for name in ("dtype", "tie_word_embeddings", "quantization_config"):
+        found = getattr(cfg, name, None) or getattr(wrapper, name, None)
+        setattr(cfg, name, found)
+    return cfg
+
+# %% ../../nbs/60_experts.ipynb #798c0d59
+PLAIN = ("llama", "qwen2", "qwen3")
+
+
+def read_family(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
+    """The spec of any model that this book runs: Part I's own for Part I's models, as
+    long as no layer slides. ValueError for what is not computed."""
+    wrapped = cfg.model_type in ("qwen3_5", "qwen3_5_moe")
+    cfg = decoder_of(cfg) if wrapped else cfg
+    check_family(cfg, ROWS[cfg.model_type])
+    storage = read_storage(cfg)
+    if cfg.model_type in PLAIN and not any(read_windows(cfg)):
+        spec = read_spec(cfg)
+    else:
+        spec = read_row(cfg, raw, **{"has_vision": True} if wrapped else {})
+    if storage is None:
+        return spec
+    is_packed = storage.method == "mxfp4" and spec.mlp is not None
+    mlp = "families.quantised:make_mlp" if is_packed else spec.mlp
+    adapters = ("families.quantised:unpack", *spec.adapters)
+    return replace(spec, storage=storage, mlp=mlp, adapters=adapters)
+
+# %% ../../nbs/60_experts.ipynb #aa4fa1da
 NAMES = ["Mistral", "SmolLM3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe"]
 NAMES += ["GptOss", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Qwen3_5", "Qwen3_5Moe"]
 ADDED = [f"{name}ForCausalLM" for name in NAMES]
@@ -121,47 +360,15 @@ LACKING = {  # how their names begin
     "MiniMax": "lightning attention, which keeps a state",
     "Qwen3Next": "rows of in_proj_qkvz taken apart by heads",
 }
-
-# %% ../../nbs/60_experts.ipynb #b8d932b2
-def decoder_of(wrapper: Any) -> Any:
-    """The config of the decoder in a model with a vision encoder (`has_vision`)."""
-    cfg = wrapper.text_config
-    names = ("dtype", "tie_word_embeddings", "quantization_config")
-    found = {n: getattr(cfg, n, None) or getattr(wrapper, n, None) for n in names}
-    vars(cfg).update(found, has_vision=True)
-    return cfg
-
-
-UNWRAP.update(qwen3_5=decoder_of, qwen3_5_moe=decoder_of)
-
-# %% ../../nbs/60_experts.ipynb #19e10168
-def has_state(cfg: Any) -> bool:
-    """Whether layers keep a state per sequence in place of keys and values."""
-    return "linear_attention" in (getattr(cfg, "layer_types", None) or ())
-
-
-WITH_STATE: dict[str, tuple[Any, str]] = {  # knob -> what it must be, and why
-    "enable_prefix_caching": (False, "cached blocks hold keys and values, no state"),
-    "prefix_cache": ("none", "cached blocks hold keys and values, no state"),
-    "routing": ("load", "cached blocks hold keys and values, no state"),
-    "speculative_config": (None, "a state cannot forget the drafts that are rejected"),
-    "scheduler": ("atom", "a padded step would write its padding into the state"),
-    "tensor_parallel_size": (1, "a rank would need its own part of each state"),
-    "attention": ("torch", "there is no kernel for states, none tuned for 256 a head"),
-}
+ARCHITECTURES = dict.fromkeys([*FAMILIES, *ADDED], read_family) | LACKING
 
 # %% ../../nbs/60_experts.ipynb #2a7e5e91
 @dataclass
 class FamilyNames(Variant):
     """Has no knobs: the checkpoint's config says which family it is."""
 
+    families = ARCHITECTURES
+
     @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        """Sets what `given` lacks as `WITH_STATE` says; ValueError for the rest."""
-        knobs = WITH_STATE if has_state(config.hf_config) else {}
-        for knob, (only, why) in knobs.items():
-            settle(config, given, f"layers that keep a state ({why})", {knob: only})
-
-
-SUPPORTED_ARCHITECTURES[:] = dict.fromkeys([*SUPPORTED_ARCHITECTURES, *ADDED])
-NEEDS.update(LACKING)
+    def is_chosen(cls, config: Config) -> bool:
+        return True

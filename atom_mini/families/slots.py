@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ..checkpoint import require
 from ..config import Config, Variant
-from .records import has_state
-from .state import GatedDeltaNet, StateMetaData
+from .records import StateSpec
+from .state import GatedDeltaNet, StateMetaData, state_bytes
 from ..memory import InputBuffer, free_host_bytes
 from ..model_runner import Inputs, ModelRunner
-from ..models import family_of
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch
 
@@ -68,8 +67,8 @@ class StateRunner(ModelRunner):
 
         ValueError if there is no room for them.
         """
-        family: Any = family_of(self.config.hf_config)
-        count, each = self.config.max_num_seqs, family.state_bytes(self.dtype)
+        count = self.config.max_num_seqs
+        each = state_bytes(self.config.spec, self.dtype)
         on_host = self.device.type == "cpu"
         room = free_host_bytes() if on_host else torch.cuda.mem_get_info(self.device)[0]
         wrong = f"max_num_seqs={count} states of {each} bytes, and {room} bytes are free"
@@ -93,4 +92,4 @@ class Slots(Variant):
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        return has_state(config.hf_config)
+        return isinstance(config.spec, StateSpec)

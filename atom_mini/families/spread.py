@@ -6,27 +6,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import Variant
 from .mixture import ExpertLinear, MixtureMLP
-from .records import is_sparse, read_experts
-from ..models import BEFORE, Dense, Readers, TorchOps
+from .mixture import make_mlp as make_whole
+from .records import FamilySpec
+from ..loading import Readers
+from ..models import TorchOps
 
 # %% auto #0
-__all__ = ['EXPERT', 'SpreadMLP', 'own_experts', 'Spread', 'SpreadExperts']
+__all__ = ['EXPERT', 'SpreadMLP', 'own_experts', 'make_mlp', 'keep_own', 'deal']
 
 # %% ../../nbs/73d_spread_experts.ipynb #5a34114d
 class SpreadMLP(MixtureMLP):
     """A `MixtureMLP` with this rank's experts, which it computes for all ranks."""
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
-        self.ranks = cfg.ranks
-        super().__init__(cfg, ops)
+    def __init__(self, spec: FamilySpec, ops: TorchOps, ranks: Any) -> None:
+        self.ranks = ranks
+        super().__init__(spec, ops)
 
     def linear(self, size: int, count: int, *rest: Any) -> ExpertLinear:  # type: ignore
         """What holds this rank's part of `count` experts."""
@@ -58,25 +60,20 @@ def own_experts(readers: Readers, rank: int, size: int, count: int) -> Readers:
     return mine
 
 # %% ../../nbs/73d_spread_experts.ipynb #6b21b9de
-class Spread(Dense):
-    """Stands before a family. Where a config has `ranks`, each has its own experts."""
-
-    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
-        if hasattr(self.cfg, "ranks") and is_sparse(self.cfg, layer):
-            return SpreadMLP(self.cfg, ops)
-        return super().mlp(layer, ops)
-
-    def adapt(self, readers: Readers) -> Readers:
-        """The checkpoint's weights, without the others' experts."""
-        ours, ranks = super().adapt(readers), getattr(self.cfg, "ranks", None)
-        if ranks is None or (experts := read_experts(self.cfg)) is None:
-            return ours
-        return own_experts(ours, ranks.rank, ranks.size, experts.count // ranks.size)
+def make_mlp(ranks: Any, spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
+    """The second half of a layer of one of `ranks`."""
+    if spec.sparse[layer]:
+        return SpreadMLP(spec, ops, ranks)
+    return make_whole(spec, ops, layer)
 
 
-@dataclass
-class SpreadExperts(Variant):
-    """Has no knobs of its own: see `DataParallel`."""
+def keep_own(ranks: Any, readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+    """The checkpoint's weights, without the others' experts."""
+    assert spec.experts is not None
+    return own_experts(readers, ranks.rank, ranks.size, spec.experts.count // ranks.size)
 
 
-BEFORE[1] = Spread
+def deal(spec: FamilySpec, ranks: Any) -> FamilySpec:
+    """The spec of one of `ranks` (rank, size, gather, sum_back), each with its experts."""
+    adapters = (*spec.adapters, partial(keep_own, ranks))
+    return replace(spec, mlp=partial(make_mlp, ranks), adapters=adapters)

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, get_forward_context
-from ..checkpoint import require
-from .mixture import Mixture, VariedAttention, VariedHeads
-from ..models import FAMILIES, Linear, Readers, RMSNorm, TorchOps, unfilled
+from .records import StateSpec
+from ..loading import Readers
+from ..models import Linear, RMSNorm, SelfAttention, TorchOps, unfilled
 
 # %% auto #0
 __all__ = ['CHUNK', 'delta_chunk', 'delta_rule', 'causal_conv', 'Recurrence', 'read_recurrence', 'StateMetaData', 'Convolution',
-           'GatedDeltaNet', 'unit', 'GatedAttention', 'Hybrid', 'read_half', 'add_one']
+           'GatedDeltaNet', 'unit', 'GatedAttention', 'make_attention', 'state_bytes', 'read_half', 'add_one',
+           'take_decoder']
 
 # %% ../../nbs/66a_state.ipynb #dcb2317f
 def delta_chunk(
@@ -81,10 +82,10 @@ class Recurrence:
         return [keys, keys, self.heads * self.value_dim]
 
 # %% ../../nbs/66a_state.ipynb #627f9588
-def read_recurrence(cfg: Any) -> Recurrence:
-    heads = cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    sizes = cfg.linear_key_head_dim, cfg.linear_value_head_dim
-    return Recurrence(*heads, *sizes, cfg.linear_conv_kernel_dim)
+def read_recurrence(spec: StateSpec) -> Recurrence:
+    heads = spec.linear_num_key_heads, spec.linear_num_value_heads
+    sizes = spec.linear_key_head_dim, spec.linear_value_head_dim
+    return Recurrence(*heads, *sizes, spec.linear_conv_kernel_dim)
 
 # %% ../../nbs/66a_state.ipynb #c418941e
 @dataclass
@@ -106,19 +107,19 @@ class GatedDeltaNet(nn.Module):
     """x [T, hidden] -> [T, hidden], through a state per sequence. The runner sets
     `state` [slots, H, Dk, Dv] float32 and `past` [slots, W - 1, C]."""
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
+    def __init__(self, spec: StateSpec, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        r = read_recurrence(cfg)
+        r = read_recurrence(spec)
         self.sizes = r
         value, heads = r.mixed[2], r.heads
         self.rows = [sum(r.mixed), value, heads, heads]
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        self.inner = Linear(cfg.hidden_size, dict(zip(names, self.rows, strict=True)))
+        self.inner = Linear(spec.hidden_size, dict(zip(names, self.rows, strict=True)))
         self.conv1d = Convolution(self.rows[0], r.width)
         zeros = torch.zeros(heads, dtype=torch.float32)
         self.A_log, self.dt_bias = (nn.Parameter(zeros.clone(), False) for _ in "Ab")
-        self.norm = RMSNorm(r.value_dim, cfg.rms_norm_eps, ops)
-        self.out = Linear(value, {"out_proj": cfg.hidden_size})
+        self.norm = RMSNorm(r.value_dim, spec.rms_norm_eps, ops)
+        self.out = Linear(value, {"out_proj": spec.hidden_size})
         self.state, self.past = torch.empty(0), torch.empty(0)
 
     def advance(
@@ -159,13 +160,13 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 # %% ../../nbs/66a_state.ipynb #2e8e2c4b
-class GatedAttention(VariedAttention):
-    """`VariedAttention` with normed q and k, and a gate [T, H * D] on what it finds."""
+class GatedAttention(SelfAttention):
+    """`SelfAttention` with normed q and k, and a gate [T, H * D] on what it finds."""
 
-    def __init__(self, cfg: Any, ops: TorchOps) -> None:
-        bias = cfg.attention_bias
-        super().__init__(cfg, ops, VariedHeads(bias, bias, is_normed=True))
-        self.gate = Linear(cfg.hidden_size, {"q_gate": self.widths[0]}, bias)
+    def __init__(self, spec: StateSpec, ops: TorchOps, layer: int = 0) -> None:
+        super().__init__(spec, ops, layer)
+        rows = {"q_gate": self.qkv.parts["q_proj"]}
+        self.gate = Linear(spec.hidden_size, rows, spec.qkv_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         norm = self.q_norm.weight, self.k_norm.weight
@@ -175,51 +176,18 @@ class GatedAttention(VariedAttention):
         return self.o(self.attn(q).flatten(1) * self.gate(x).sigmoid())
 
 # %% ../../nbs/66a_state.ipynb #9c407afd
-class Hybrid(Mixture):
-    """Qwen3.5, dense or a mixture: of four layers three keep a state, one attends."""
+def make_attention(spec: StateSpec, ops: TorchOps, layer: int) -> nn.Module:
+    """The first half of this layer."""
+    attends = spec.layer_types[layer] == "full_attention"
+    return (GatedAttention if attends else GatedDeltaNet)(spec, ops, layer)
 
-    kinds = ("linear_attention",)
 
-    def attention(self, layer: int, ops: TorchOps) -> nn.Module:
-        if self.cfg.layer_types[layer] == "full_attention":
-            return GatedAttention(self.cfg, ops)
-        return GatedDeltaNet(self.cfg, ops)
-
-    def kv_layers(self) -> int:
-        return self.cfg.layer_types.count("full_attention")
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sequence: states in float32, the convolutions' rows in `dtype`."""
-        r = read_recurrence(self.cfg)
-        state = 4 * r.heads * r.key_dim * r.value_dim
-        past = (r.width - 1) * sum(r.mixed) * dtype.itemsize
-        return (self.cfg.num_hidden_layers - self.kv_layers()) * (state + past)
-
-    def check(self) -> None:
-        """ValueError for what the config asks for and this does not compute."""
-        super().check()
-        r, has_gate = read_recurrence(self.cfg), getattr(self.cfg, "attn_output_gate", True)
-        require(has_gate, "attn_output_gate=False is not supported: True is")
-        what = f"{r.heads} value heads cannot share {r.key_heads} key heads evenly"
-        require(r.heads % r.key_heads == 0, what)
-
-    def adapt(self, readers: Readers) -> Readers:
-        """The decoder's weights under our names, in our order."""
-        parts = {"model.visual.": "has_vision", "mtp.": "mtp_num_hidden_layers"}
-        skipped = tuple(p for p, name in parts.items() if getattr(self.cfg, name, 0))
-        ours = Readers()
-        for theirs, read in readers.items():
-            if theirs.startswith(skipped):
-                continue
-            name = theirs.replace("model.language_model.", "model.")
-            if "norm" in name and ".linear_attn." not in name:
-                read = partial(add_one, read)
-            if ".q_proj." in name:
-                gate = name.replace(".q_proj.", ".q_gate.")
-                ours[gate] = partial(read_half, read, self.cfg.head_dim, 1)
-                read = partial(read_half, read, self.cfg.head_dim, 0)
-            ours[name.replace(".linear_attn.", ".self_attn.")] = read
-        return super().adapt(ours)
+def state_bytes(spec: StateSpec, dtype: torch.dtype) -> int:
+    """Of one sequence: states in float32, the convolutions' rows in `dtype`."""
+    r = read_recurrence(spec)
+    state = 4 * r.heads * r.key_dim * r.value_dim
+    past = (r.width - 1) * sum(r.mixed) * dtype.itemsize
+    return (spec.num_hidden_layers - spec.kv_layers) * (state + past)
 
 # %% ../../nbs/66a_state.ipynb #772c335b
 def read_half(read: Callable[..., Tensor], dim: int, which: int) -> Tensor:
@@ -231,5 +199,21 @@ def add_one(read: Callable[..., Tensor]) -> Tensor:
     """A norm's weights from what is stored of them."""
     return read().float() + 1
 
-# %% ../../nbs/66a_state.ipynb #2dfe7394
-FAMILIES.update(qwen3_5_text=Hybrid, qwen3_5_moe_text=Hybrid)
+# %% ../../nbs/66a_state.ipynb #c3b8b8f8
+def take_decoder(readers: Readers, spec: StateSpec, model: Any) -> Readers:
+    """The decoder's weights, with q apart from its gate, and whole norms."""
+    parts = {"model.visual.": spec.has_vision, "mtp.": spec.mtp_num_hidden_layers}
+    skipped = tuple(part for part, is_said in parts.items() if is_said)
+    ours = Readers()
+    for theirs, read in readers.items():
+        if theirs.startswith(skipped):
+            continue
+        name = theirs.replace("model.language_model.", "model.")
+        if "norm" in name and ".linear_attn." not in name:
+            read = partial(add_one, read)
+        if ".q_proj." in name:
+            gate = name.replace(".q_proj.", ".q_gate.")
+            ours[gate] = partial(read_half, read, spec.head_dim, 1)
+            read = partial(read_half, read, spec.head_dim, 0)
+        ours[name.replace(".linear_attn.", ".self_attn.")] = read
+    return ours

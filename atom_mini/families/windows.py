@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from ..attention import AttentionMetaData, causal_mask, gather_kv
 from ..checkpoint import require
-from .mixture import TYPES, Mixture
-from ..models import FAMILIES, Dense, TorchOps, unfilled
+from .mixture import make_attention as make_whole
+from .mixture import split_experts
+from .records import FamilySpec
+from ..loading import Readers
+from ..models import SelfAttention, TorchOps, unfilled
 
 # %% auto #0
-__all__ = ['WholeHeads', 'seen_keys', 'sink_attention', 'windowed_attention', 'window_of', 'Windowed', 'in_turns', 'GptOss']
+__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'windowed', 'make_attention', 'in_turns', 'split_in_turns']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -60,32 +64,30 @@ def windowed_attention(
             out.append(sink_attention(piece, k, v, scale, window, sinks))
     return torch.cat(out)
 
-# %% ../../nbs/63_sinks_windows.ipynb #00bd4659
-def window_of(cfg: Any, layer: int) -> int:
-    """The keys that a query of this layer sees, 0: all. ValueError if none are said."""
-    types, size = getattr(cfg, "layer_types", None), getattr(cfg, "sliding_window", 0)
-    full = types is not None and types[layer] != "sliding_attention"
-    require(not types or full or bool(size), f"sliding_window={size} in layer {layer}")
-    return 0 if full else size or 0
+# %% ../../nbs/63_sinks_windows.ipynb #63a00001
+def windowed(ops: TorchOps) -> Callable[..., Tensor]:
+    """`windowed_attention`, or the kernel in its place where `ops` are Triton's."""
+    if not ops.is_triton:
+        return windowed_attention
+    kernel = import_module("atom_mini.families.window_kernel")
+    return partial(kernel.attend, ops)
 
 # %% ../../nbs/63_sinks_windows.ipynb #f9f41bd5
-class Windowed(Mixture):
-    """Decoders of chapter 61 with windows, or with a logit per head, `sinks` [H], that
-    takes weight and gives nothing."""
+def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> SelfAttention:
+    """The attention of this layer, within its window, and with a logit per head,
+    `sinks` [H], that takes weight and gives nothing.
 
-    kinds = ("sliding_attention",)
-
-    def attention(self, layer: int, ops: TorchOps) -> torch.nn.Module:
-        """ValueError for `ops` that pad their rows: their metadata is another."""
-        found: Any = super().attention(layer, ops)
-        window, has_sinks = window_of(self.cfg, layer), self.cfg.model_type == "gpt_oss"
-        if window or has_sinks:
-            is_padded = hasattr(ops, "is_padded")
-            require(not is_padded, "scheduler='spyre' lacks sinks, windows")
-            found.sinks = unfilled(self.cfg.num_attention_heads) if has_sinks else None
-            attend: Any = ops.attend if callable(ops) else windowed_attention
-            found.attn.attend = partial(attend, window=window, sinks=found.sinks)
-        return found
+    ValueError for `ops` that pad their rows: their metadata is another.
+    """
+    found: Any = make_whole(spec, ops, layer)
+    window = spec.windows[layer]
+    if window or spec.has_sinks:
+        is_padded = hasattr(ops, "is_padded")
+        require(not is_padded, "scheduler='spyre' lacks sinks, windows")
+        found.sinks = unfilled(spec.num_attention_heads) if spec.has_sinks else None
+        attend = windowed(ops)
+        found.attn.attend = partial(attend, window=window, sinks=found.sinks)
+    return found
 
 # %% ../../nbs/63_sinks_windows.ipynb #05286c97
 def in_turns(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
@@ -97,12 +99,7 @@ def in_turns(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
     return rows[:, i::n].flatten(0, 1)
 
 # %% ../../nbs/63_sinks_windows.ipynb #0fd7fb9b
-class GptOss(Windowed):
-    """gpt-oss (OpenAI, arXiv 2508.10925)."""
-
-    take = staticmethod(in_turns)
-
-
-WholeHeads = type("WholeHeads", (Windowed,), {"rotary": Dense.rotary})  # as in 06a
-FAMILIES.update(dict.fromkeys(TYPES, Windowed), gpt_oss=GptOss)
-FAMILIES.update(qwen2=WholeHeads, qwen3=WholeHeads)
+def split_in_turns(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+    """A reader per expert of gpt-oss, in whose rows gate and up take turns."""
+    assert spec.experts is not None
+    return split_experts(readers, spec.experts.count, in_turns)

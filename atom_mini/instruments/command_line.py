@@ -27,7 +27,8 @@ from typing import Any
 
 from ..checkpoint import require
 from ..config import VARIANTS, Config, SamplingParams
-from ..llm import LLM, Metrics
+from .trace import Metrics
+from ..llm import LLM
 from ..text import CompletionOutput
 
 # %% auto #0
@@ -165,7 +166,7 @@ def run_bench(args: Namespace) -> None:
     count, longest = args.num_requests, args.input_len
     require(count > 0 and longest > 0, "num_requests and input_len must be at least 1")
     with LLM(**given(args, Config)) as llm:
-        rng, ids = random.Random(args.params.seed or 0), llm.config.hf_config.vocab_size
+        rng, ids = random.Random(args.params.seed or 0), llm.config.spec.vocab_size
         lengths = [rng.randint(1, longest) for _ in range(count)]
         prompts = [rng.choices(range(ids), k=n) for n in lengths]
         report = measure(llm, prompts, replace(args.params, ignore_eos=True))
@@ -180,13 +181,13 @@ def shape_model(config: Config, device: str, dtype: Any) -> Any:
     from atom_mini.models import TorchOps
 
     class Kernels(TorchOps):
-        """Stands for Triton's, which can be called: they read packed weights."""
+        """Stands for Triton's, which read packed weights."""
 
-        def __call__(self) -> None: ...
+        is_triton = True
 
     is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
     ops = Kernels() if is_triton else TorchOps()
-    return blank_model(config.hf_config, 1, torch.device("meta"), dtype, ops)
+    return blank_model(config.spec, 1, torch.device("meta"), dtype, ops)
 
 
 def weight_bytes(model: Any) -> int:
@@ -230,14 +231,14 @@ def needs(config: Config, device: str) -> tuple[Any, Any, int]:
     token's K/V."""
     import torch
 
-    from atom_mini.assemble import WITH_TORCH, attach
+    from atom_mini.parts import WITH_TORCH, attach
     from atom_mini.memory import kvcache_block_bytes
 
     attach(WITH_TORCH)  # they say what a token keeps in other kinds of models
-    own = "float32" if device == "cpu" else str(config.hf_config.dtype or "float32")
-    dtype: torch.dtype = getattr(torch, config.dtype or own.removeprefix("torch."))
+    own = "float32" if device == "cpu" else config.spec.dtype or "float32"
+    dtype: torch.dtype = getattr(torch, config.dtype or own)
     model = shape_model(config, device, dtype)
-    return dtype, model, kvcache_block_bytes(config.hf_config, 1, dtype)
+    return dtype, model, kvcache_block_bytes(config.spec, 1, dtype)
 
 # %% ../../nbs/31_command_line.ipynb #8ea70770
 def describe_drafts(config: Config, device: str) -> dict[str, Any]:
@@ -256,10 +257,11 @@ def describe_drafts(config: Config, device: str) -> dict[str, Any]:
 # %% ../../nbs/31_command_line.ipynb #0172c07b
 def describe_state(config: Config, dtype: Any) -> dict[str, int]:
     """Bytes of state that each running sequence needs; {} for a model without."""
-    from atom_mini.models import family_of
+    if "linear_attention" not in getattr(config.spec, "layer_types", ()):
+        return {}
+    from atom_mini.families.state import state_bytes
 
-    state_bytes = getattr(family_of(config.hf_config), "state_bytes", None)
-    return {"state_bytes_per_sequence": state_bytes(dtype)} if state_bytes else {}
+    return {"state_bytes_per_sequence": state_bytes(config.spec, dtype)}
 
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
 def describe(config: Config) -> dict[str, Any]:

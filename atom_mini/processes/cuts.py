@@ -5,73 +5,57 @@
 # %% ../../nbs/72b_cuts.ipynb #3507e659
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, is_count, settle
-from .knobs import SECONDS, as_order, require_extra
+from ..checkpoint import ModelSpec, require
+from ..config import Config, Variant, check_rules, is_bool, is_count
+from .knobs import SECONDS
 
 # %% auto #0
-__all__ = ['EXPERTS', 'WIDTHS', 'cut', 'cut_config', 'refuse_others', 'make_leader', 'TensorParallel']
+__all__ = ['cut', 'cut_experts', 'cut_spec', 'TensorParallel']
 
 # %% ../../nbs/72b_cuts.ipynb #4eee882c
-EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts"]  # by family
-WIDTHS = ["intermediate_size", "moe_intermediate_size"]
-WIDTHS += ["shared_expert_intermediate_size"]
-
-
-def cut(cfg: Any, name: str, n: int) -> int:
-    """What each of `n` ranks has of the config's `name`; ValueError for a rest."""
-    count = getattr(cfg, name)
+def cut(count: int, name: str, n: int) -> int:
+    """What each of `n` ranks has of `count`, which configs call `name`; ValueError for
+    a rest."""
     what = f"tensor_parallel_size={n} does not divide {name}={count}"
     right = max(d for d in range(1, n + 1) if count % d == 0)
     require(right == n, f"{what}: set it to {right}")
     return count // n
 
 # %% ../../nbs/72b_cuts.ipynb #4fdec326
-def cut_config(cfg: Any, n: int, is_dealt: bool = False) -> Any:
-    """The config of what one of `n` ranks has of a model. `is_dealt`: whole experts,
-    not a part of each. ValueError (number, limit, knob) if it cannot be cut."""
-    mine, knob = copy(cfg), f"tensor_parallel_size={n}"
-    heads, kv, vocab = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.vocab_size
-    widths = [name for name in WIDTHS if getattr(cfg, name, None)]
+def cut_experts(experts: Any, n: int, is_dealt: bool) -> Any:
+    """What a rank has of each expert of a mixture."""
+    shared = cut(experts.shared, "shared_expert_intermediate_size", n)
     if is_dealt:
-        experts = [name for name in EXPERTS if getattr(cfg, name, None)]
-        what = f"enable_expert_parallel=True, and {cfg.model_type} has no experts"
-        require(len(experts) > 0, f"{what}: drop it")
-        cut(cfg, experts[0], n)
-        widths = widths[:1] if len(widths) > 1 else []  # of dense layers
-    for name in ["num_attention_heads", *widths]:
-        setattr(mine, name, cut(cfg, name, n))
+        cut(experts.count, "num_experts", n)
+        return replace(experts, shared=shared)
+    width = cut(experts.width, "moe_intermediate_size", n)
+    return replace(experts, width=width, shared=shared)
+
+
+def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
+    """The spec of what one of `n` ranks has of a model. `is_dealt`: whole experts, not
+    a part of each. ValueError (number, limit, knob) if it cannot be cut."""
+    knob = f"tensor_parallel_size={n}"
+    kv, vocab = spec.num_key_value_heads, spec.vocab_size
+    experts: Any = getattr(spec, "experts", None)
+    sparse = getattr(spec, "sparse", ())
+    more: dict[str, Any] = {"storage": None, "num_key_value_heads": max(1, kv // n)}
+    heads = cut(spec.num_attention_heads, "num_attention_heads", n)
+    what = f"enable_expert_parallel=True, and {spec.model_type} has no experts"
+    require(any(sparse) or not is_dealt, f"{what}: drop it")
+    if any(sparse):
+        more["experts"] = cut_experts(experts, n, is_dealt)
+    if not sparse or not all(sparse):
+        width = cut(spec.intermediate_size, "intermediate_size", n)
+        more["intermediate_size"] = width
     what = f"{knob} and num_key_value_heads={kv}: one must divide the other, lower it"
     require(kv % n == 0 or n % kv == 0, what)
     rows = -(-vocab // n)
     require((n - 1) * rows < vocab, f"{knob}: a vocabulary of {vocab} is too small")
-    mine.head_dim = getattr(cfg, "head_dim", None) or cfg.hidden_size // heads
-    mine.num_key_value_heads = max(1, kv // n)
-    mine.vocab_size, mine.quantization_config = rows, None
-    return mine
-
-# %% ../../nbs/72b_cuts.ipynb #7aec3d14
-def refuse_others(config: Config, given: set[str], knob: str) -> None:
-    """ValueError for other knobs that do not go with several ranks."""
-    settle(config, given, knob, {"overlap": False, "scheduler": "atom"})
-    method = getattr(getattr(config, "speculative_config", None), "method", "ngram")
-    devices: list[Any] = [None, "cpu", "cuda"]
-    several = ("device", config.device, devices), ("method", method, ["ngram"])
-    for name, value, fitting in several:
-        wrong = f"{name}={value!r} does not go with {knob}: set it to one of {fitting}"
-        require(value in fitting, wrong)
-
-# %% ../../nbs/72b_cuts.ipynb #0b5c7872
-def make_leader(config: Config) -> Any:
-    """The runner of `TensorParallel`. ValueError before there are other ranks if the
-    whole model is not computed: a rank's config says less."""
-    import_module("atom_mini.models").family_of(config.hf_config).check()
-    return import_module("atom_mini.processes.ranks").Leader(config)
+    return replace(spec, num_attention_heads=heads, vocab_size=rows, **more)
 
 # %% ../../nbs/72b_cuts.ipynb #8cd21d2c
 @dataclass
@@ -82,7 +66,7 @@ class TensorParallel(Variant):
     enable_expert_parallel: bool = False  # whole experts to ranks
     collective_timeout: float = 300.0  # seconds: the longest step must fit
 
-    make_runner = staticmethod(make_leader)
+    make_runner = "processes.ranks:Leader"
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -94,15 +78,14 @@ class TensorParallel(Variant):
         dealt = "enable_expert_parallel", is_bool, "True or False"
         check_rules(config, [count, dealt, ("collective_timeout", *SECONDS)])
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        knob = f"tensor_parallel_size={n}"
         if n == 1:
             has_ranks = getattr(config, "data_parallel_size", 1) > 1
             what = "with one rank: raise tensor_parallel_size"
             require(has_ranks or not is_dealt, f"enable_expert_parallel {what}")
             require("collective_timeout" not in given, f"collective_timeout {what}")
-            return
-        require_extra(knob)
-        refuse_others(config, given, knob)
-        if config.hf_config is not None:
-            cut_config(config.hf_config, n, is_dealt)
-        vars(config)["rank_order"] = as_order(config, given, "tensor_parallel_size=1")
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
+        if n > 1 and config.spec is not None:
+            cut_spec(config.spec, n, is_dealt)

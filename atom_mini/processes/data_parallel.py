@@ -5,7 +5,6 @@
 # %% ../../nbs/73c_data_parallel.ipynb #e327f97a
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 from ..assemble import make_engine_core
 from ..checkpoint import require
 from ..config import Config, Variant, check_rules
-from ..config import is_bool, is_count, one_of, settle
+from ..config import is_bool, is_count, one_of
 
 # %% auto #0
-__all__ = ['SETTLED', 'MOST', 'devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'check_together',
-           'DataParallel']
+__all__ = ['MOST', 'devices', 'make_replicas', 'make_one', 'make_loop', 'check_experts', 'DataParallel']
 
 # %% ../../nbs/73c_data_parallel.ipynb #85ff6594
 def devices(config: Config, num_gpus: int) -> list[str | None]:
@@ -31,23 +29,17 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
     return [f"cuda:{i}" for i in range(size)]
 
 # %% ../../nbs/73c_data_parallel.ipynb #2080e236
-SETTLED = ["data_parallel_size", "routing", "lockstep", "enable_expert_parallel"]
-
-
 def make_replicas(config: Config) -> Any:
     """The front of `DataParallel`: a `Replicas`."""
     on_cpu = config.device == "cpu"
     num_gpus = 0 if on_cpu else import_module("torch").cuda.device_count()
-    asked, orders = config.engine_order, []
-    plain = {k: v for k, v in asked["options"].items() if k not in SETTLED}
-    settled = {name: getattr(config, name) for name in SETTLED}
-    with tempfile.TemporaryDirectory(prefix="atom_mini-") as folder:
-        for rank, device in enumerate(devices(config, num_gpus)):
-            place = [rank, folder, config.ready_timeout]
-            inner = settled | {"data_parallel_place": place}
-            own = {"options": plain | {"device": device}, "inner": inner}
-            orders.append(asked | own | {"meeting": folder})
-        return import_module("atom_mini.processes.replicas").Replicas(config, orders)
+    asked, recipes = config.recipe, []
+    for rank, device in enumerate(devices(config, num_gpus)):
+        place = [rank, asked.get("meeting"), config.ready_timeout]
+        own = {"options": asked["options"] | {"device": device}}
+        own["inner"] = asked["inner"] | {"data_parallel_place": place}
+        recipes.append(asked | own)
+    return import_module("atom_mini.processes.replicas").Replicas(config, recipes)
 
 # %% ../../nbs/73c_data_parallel.ipynb #6f0f0799
 def make_one(config: Config) -> Any:
@@ -63,36 +55,20 @@ def make_loop(core: Any, *sockets: Any) -> Any:
         import_module("atom_mini.processes.replicas").report_blocks(core)
     if not core.config.lockstep:
         plain = import_module("atom_mini.processes.engine_process")
-        return plain.EngineLoop(core, *sockets)
-    return import_module("atom_mini.processes.lockstep").LockstepLoop(core, *sockets)
+        return plain.EngineCoreProc(core, *sockets)
+    return import_module("atom_mini.processes.lockstep").LockstepProc(core, *sockets)
 
 # %% ../../nbs/73c_data_parallel.ipynb #36f865e9
 def check_experts(config: Config) -> None:
     """ValueError for a model whose experts cannot be spread."""
-    size, cfg = config.data_parallel_size, config.hf_config
+    size = config.data_parallel_size
     asked = f"enable_expert_parallel=True with data_parallel_size={size}"
-    experts = import_module("atom_mini.families.records").read_experts(cfg)
+    experts = getattr(config.spec, "experts", None)
     count = experts.count if experts else 0
     wrong = f"{asked}: {count} experts are no multiple of it: change either"
     require(count > 0 and count % size == 0, wrong)
-    how = (getattr(cfg, "quantization_config", None) or {}).get("quant_method")
-    require(how != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
-
-# %% ../../nbs/73c_data_parallel.ipynb #b8f970e7
-def check_together(config: Config, given: set[str]) -> None:
-    """Set what others need and nobody gave; ValueError for what was given otherwise."""
-    size = config.data_parallel_size
-    alone = {"tensor_parallel_size": 1, "engine_process": True}
-    plain = {"overlap": False, "speculative_config": None, "scheduler": "atom"}
-    needs: list[tuple[str, Any, dict[str, Any]]] = [
-        ("data_parallel_size", size, alone),
-        ("routing", "prefix", {"enable_prefix_caching": True, "prefix_cache": "hash"}),
-        ("enable_expert_parallel", True, {"lockstep": True}),
-        ("lockstep", True, plain),
-    ]
-    for knob, value, others in needs:
-        if getattr(config, knob) == value:
-            settle(config, given, f"{knob}={value!r}", others)
+    method = getattr(config.spec.storage, "method", None)
+    require(method != "mxfp4", f"{asked}: experts in MXFP4 stay whole: drop either")
 
 # %% ../../nbs/73c_data_parallel.ipynb #0f9be1eb
 MOST = 64  # engines of one machine
@@ -107,6 +83,7 @@ class DataParallel(Variant):
     lockstep: bool = False
     data_parallel_place: Any = field(default=None, init=False)  # rank, folder, seconds
 
+    wraps = ("Machine",)
     make_front = staticmethod(make_replicas)
     make_engine = staticmethod(make_one)
     make_loop = staticmethod(make_loop)
@@ -124,7 +101,11 @@ class DataParallel(Variant):
         alone = ", ".join(sorted({"routing", "lockstep"} & given))
         if not cls.is_chosen(config):
             require(not alone, f"{alone} is for data_parallel_size above 1: raise it")
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """ValueError for experts that cannot be spread."""
+        if not cls.is_chosen(config):
             return
-        check_together(config, given)
-        if config.enable_expert_parallel and config.hf_config is not None:
+        if config.enable_expert_parallel and config.spec is not None:
             check_experts(config)

@@ -5,7 +5,6 @@
 # %% ../../nbs/71a_engine_process.ipynb #d42a6cd8
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
@@ -24,47 +23,52 @@ from ..config import VARIANTS, Config, SamplingParams
 from ..engine_core import EngineCore, StepOutput
 from ..llm import plain_engine
 from atom_mini.processes.messages import (
-    Abort, Add, Answer, Dead, Output, Ready, Refused, Row, Shutdown, Taken, ToEngine,
-    Utility, Wave, decode, encode, read_id,
+    Abort, Add, Answer, Dead, Output, Ready, Refused, Row, Shutdown, ToEngine, Utility,
+    Wave, decode, encode, read_id,
 )
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['AHEAD', 'PR_SET_PDEATHSIG', 'open_sockets', 'EngineLoop', 'remove', 'end_with_front', 'end_with_parent', 'from_order',
-           'load_engine', 'serve', 'main']
+__all__ = ['AHEAD', 'LOAD', 'open_sockets', 'EngineCoreProc', 'remove', 'end_with_front', 'from_recipe', 'load_engine', 'serve',
+           'main']
 
 # %% ../../nbs/71a_engine_process.ipynb #d2938b71
+AHEAD = 16  # results that may wait at each end of a street, beside the system's buffers
+
+
 def open_sockets(context: zmq.Context, folder: str, is_engine: bool) -> tuple[Any, Any]:
     """(in, out) of one end; the front binds, the engine connects. Nothing is dropped:
-    there is no limit to what waits."""
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    requests wait without limit; who sends results can see that the street is full."""
+    inbox = context.socket(zmq.PULL)
+    outbox = context.socket(zmq.PUSH)
     for socket, is_to_engine in ((inbox, is_engine), (outbox, not is_engine)):
-        socket.hwm = 0
+        socket.hwm = 0 if is_to_engine else AHEAD
         address = f"ipc://{folder}/{'to_engine' if is_to_engine else 'to_front'}"
         socket.connect(address) if is_engine else socket.bind(address)
     return inbox, outbox
 
 # %% ../../nbs/71a_engine_process.ipynb #ba7d9316
-AHEAD = 16  # steps
-
-
-class EngineLoop:
-    """An engine core that is told what to do by messages."""
+class EngineCoreProc:
+    """An engine core that is told what to do by messages (vLLM's word)."""
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
-        self.core, self.inbox, self.outbox = core, inbox, outbox
-        self.steps = self.taken = self.wave = 0  # run; of them used; the last heard of
-        self.check: Any = getattr(core.runner, "check_alive", None)  # it may die
-        self.is_open, self.is_done = True, False  # until told to end; then it ends
+        self.core = core
+        self.inbox = inbox
+        self.outbox = outbox
+        self.steps = 0  # that have run
+        self.wave = 0  # the last that it has heard of
+        self.is_open = True  # until it is told to end
+        self.is_done = False
 
     def may_step(self) -> bool:
+        """Whether it has work, and room for what comes of it."""
         has_work = self.is_open and not self.core.is_finished()
-        return has_work and self.steps < self.taken + AHEAD
+        return has_work and bool(self.outbox.poll(0, zmq.POLLOUT))
 
     def _add(self, message: Add) -> None:
         """ValueError for a request that cannot run."""
         ids, config = message.token_ids.unpack(), self.core.config
-        size, top = config.hf_config.vocab_size, ids.max(initial=0)
+        size, top = config.spec.vocab_size, ids.max(initial=0)
         good = ids.ndim == 1 and ids.dtype.kind == "i" and top < size
         require(good, f"token id {top}: the vocabulary has {size} whole numbers")
         wish: Any = message.params
@@ -87,8 +91,6 @@ class EngineLoop:
             case Utility():
                 values = self.metrics() if message.method == "metrics" else {}
                 self.outbox.send(encode(Answer(message.id, values)))
-            case Taken():
-                self.taken = max(self.taken, message.id)
             case Wave():
                 self.wave = message.id
             case Shutdown():
@@ -107,10 +109,10 @@ class EngineLoop:
         rows, output = [], step.output
         for seq in step.seqs:
             if (new := output.token_ids.get(seq.id)) is not None:
-                place, why = seq.num_completion_tokens - len(new), seq.leave_reason
+                start = seq.num_completion_tokens - len(new)
                 logprobs = output.logprobs.get(seq.id, [])[: len(new)]
-                cached, more = seq.num_cached_tokens, seq.metrics
-                rows.append(Row(seq.id, place, [*new], cached, why, logprobs, more))
+                told = seq.num_cached_tokens, seq.leave_reason, logprobs, seq.metrics
+                rows.append(Row(seq.id, start, [*new], *told))
         index: Any = self.core.scheduler.block_manager.index
         news = index.report() if hasattr(index, "report") else ()
         done = step.batch.type, step.batch.total_tokens_num, step.seconds
@@ -120,20 +122,22 @@ class EngineLoop:
         """Whether only a message gives it something to do."""
         return self.is_open and not self.may_step()
 
+    def sleep(self) -> None:
+        """Until a message comes; with work to do, or until there is room for results."""
+        full = [] if self.core.is_finished() else [self.outbox]
+        zmq.select([self.inbox], full, [])
+
     def idle(self) -> None:
         """It has nothing to run, and is awake: it was told to end."""
         self.is_done = True
 
     def run(self) -> None:
-        """Until it is told to end. Between two steps it hears all that has come; with
-        nothing to do it sleeps until something comes, with a look at a runner that may
-        die."""
-        limit = 500 if self.check else None  # milliseconds
+        """Until it is told to end. Between two steps it hears all that has come."""
         while not self.is_done:
-            if self.inbox.poll(limit if self.is_asleep() else 0):
+            if self.inbox.poll(0):
                 self.hear(self.inbox.recv())
             elif self.is_asleep():
-                self.check()
+                self.sleep()
             elif not self.may_step():
                 self.idle()
             elif step := self.core.step():
@@ -154,46 +158,37 @@ def end_with_front(*folders: str) -> None:
     remove(folders)
     os.killpg(0, signal.SIGKILL)
 
-# %% ../../nbs/71a_engine_process.ipynb #6865ac83
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with_parent(parent: int, *folders: str) -> None:
-    """Have the kernel kill this process when the thread that started it ends. If it has
-    ended already, nobody else cleans up."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        remove(folders)
-        os._exit(1)
-
 # %% ../../nbs/71a_engine_process.ipynb #391372da
-def from_order(order: dict[str, Any]) -> Config:
-    """The config that `order` describes; ValueError as for anybody's."""
-    for module, name in order.get("variants", ()):
+def from_recipe(recipe: dict[str, Any]) -> Config:
+    """The config that `recipe` describes; ValueError as for anybody's."""
+    for module, name in recipe.get("variants", ()):
         variant = getattr(import_module(module), name)
         if variant not in VARIANTS:
             VARIANTS.append(variant)
-    config = Config(order["model"], **order["options"])
-    vars(config).update(order.get("inner", {}))
+    config = Config(recipe["model"], **recipe["options"])
+    vars(config).update(recipe.get("inner", {}), recipe=recipe)
     return config
 
 # %% ../../nbs/71a_engine_process.ipynb #75aed581
-def load_engine(order: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
+def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
     """Load and say READY; returns what runs until it is told to end."""
-    config = from_order(order)
+    config = from_recipe(recipe)
     core: EngineCore = config.pick("make_engine", plain_engine)(config)
-    sizes: Any = config.num_kvcache_blocks, core.scheduler.max_len
-    sizes += config.max_model_len, config.hf_config.vocab_size
-    outbox.send(encode(Ready(0, *sizes)))
-    return config.pick("make_loop", EngineLoop)(core, inbox, outbox).run
+    ready = Ready(0, config.num_kvcache_blocks or 0, core.scheduler.max_len)
+    outbox.send(encode(ready))
+    return config.pick("make_loop", EngineCoreProc)(core, inbox, outbox).run
 
 # %% ../../nbs/71a_engine_process.ipynb #e434f929
-def serve(load: Any, order: dict[str, Any], inbox: Any, outbox: Any) -> int:
+LOAD = "atom_mini.processes.engine_process:load_engine"  # what makes it an engine
+
+
+def serve(recipe: dict[str, Any], inbox: Any, outbox: Any) -> int:
     """Load, then run; the exit code: 0 if it ended as it was told to."""
     run: Callable[[], None] | None = None
     try:
-        run = load(order, inbox, outbox)
+        module, name = recipe.get("load", LOAD).split(":")
+        run = getattr(import_module(module), name)(recipe, inbox, outbox)
+        assert run is not None
         run()
         return 0
     except BaseException as error:
@@ -205,20 +200,14 @@ def serve(load: Any, order: dict[str, Any], inbox: Any, outbox: Any) -> int:
         return 1
 
 # %% ../../nbs/71a_engine_process.ipynb #023be9fd
-def main(load: Any = load_engine) -> None:
-    """The process: `python -m atom_mini.processes.engine_process ORDER`, as JSON."""
-    order, context = json.loads(sys.argv[-1]), zmq.Context()
-    folders = order["folder"], order.get("meeting", "")  # of sockets; of several
+def main() -> None:
+    """The process; its last argument is a recipe, as JSON."""
+    recipe, context = json.loads(sys.argv[-1]), zmq.Context()
+    folders = recipe["folder"], recipe.get("meeting", "")  # of sockets; of several
     threading.Thread(target=end_with_front, args=folders, daemon=True).start()
     inbox, outbox = open_sockets(context, folders[0], is_engine=True)
     outbox.send(encode(Answer(0)))  # a greeting: the folder can go
-    end_with_parent(order["parent"], *folders)
-    code = serve(load, order, inbox, outbox)
+    code = serve(recipe, inbox, outbox)
     context.destroy(linger=1000)
     sys.stdout.flush()
     os._exit(code)  # threads of others may hang
-
-# %% ../../nbs/71a_engine_process.ipynb #0e09ad4f
-#| eval: false
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,15 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from ..checkpoint import require
 from ..config import VARIANTS, Config, Variant, check_rules
-from ..config import is_bool, is_number, settle
+from ..config import is_bool, is_number
 
 # %% auto #0
-__all__ = ['SECONDS', 'must_cross', 'place_of', 'as_order', 'require_extra', 'make_far', 'ProcessKnobs']
+__all__ = ['PARALLEL', 'SECONDS', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'make_client', 'ProcessKnobs']
 
 # %% ../../nbs/71c_deaths.ipynb #156b7f44
 def must_cross(variant: type[Variant], config: Config, given: set[str]) -> bool:
@@ -27,7 +28,7 @@ def must_cross(variant: type[Variant], config: Config, given: set[str]) -> bool:
     return not is_ours and (variant.is_chosen(config) or bool(own & given))
 
 
-def place_of(variant: type[Variant], off: str) -> list[str]:
+def import_path(variant: type[Variant], off: str) -> list[str]:
     """(module, name) to import it by; ValueError, with what to set, if it has none."""
     module, name = variant.__module__, variant.__qualname__
     home = sys.modules.get(module)
@@ -37,36 +38,48 @@ def place_of(variant: type[Variant], off: str) -> list[str]:
     return [module, name]
 
 # %% ../../nbs/71c_deaths.ipynb #156b7f45
-def as_order(
+PARALLEL = "tensor_parallel_size collective_timeout data_parallel_size routing lockstep"
+PARALLEL += " enable_expert_parallel"
+
+
+def as_recipe(
     config: Config, given: set[str], off: str = "engine_process=False"
 ) -> dict[str, Any]:
     """Model and options for another process; ValueError for what is not JSON, and `off`
     is what to set then."""
-    options = {}
-    for name in sorted(given):
+    options, known = {}, vars(config)
+    inner = {name: known[name] for name in PARALLEL.split() if name in known}
+    for name in sorted(given - {*inner}):
         value = getattr(config, name)
         try:
             options[name] = json.loads(json.dumps(value, default=asdict))
         except TypeError:
             what = f"{name}={value!r} cannot be sent to another process"
             raise ValueError(f"{what}: set {off}") from None
-    variants = [place_of(v, off) for v in VARIANTS if must_cross(v, config, given)]
-    return {"model": str(config.model), "options": options, "variants": variants}
+    variants = [import_path(v, off) for v in VARIANTS if must_cross(v, config, given)]
+    found = {"model": str(config.model), "options": options, "variants": variants}
+    return found | {"inner": inner}
 
 # %% ../../nbs/71c_deaths.ipynb #ec2a7e7a
 def require_extra(asked: str) -> None:
     """ValueError if there is no library for messages between processes."""
     lacking = " and ".join(n for n in ("zmq", "msgspec") if find_spec(n) is None)
-    require(not lacking, f"{asked} needs {lacking}: install atom_mini[serve]")
+    require(not lacking, f"{asked} needs {lacking}: install atom_mini[processes]")
 
 # %% ../../nbs/71c_deaths.ipynb #91ca8531
 SECONDS = (lambda v: is_number(v) and 0 < v < 1e9, "seconds, above 0 and below 1e9")
 
 
-def make_far(config: Config) -> Any:
-    """The core of `ProcessKnobs`."""
-    far = import_module("atom_mini.processes.far_core")
-    return config.pick("make_front", far.FarCore)(config)
+def make_client(config: Config) -> Any:
+    """The core of `ProcessKnobs`. While it starts, ranks have a folder to meet in."""
+    if config.tensor_parallel_size > 1:  # on a GPU its limit ends no kernel that waits
+        limit = min(config.ping_timeout, config.collective_timeout + 2)
+        vars(config)["ping_timeout"] = limit
+    client = import_module("atom_mini.processes.core_client")
+    make = config.pick("make_front", client.EngineCoreClient)
+    with TemporaryDirectory(prefix="atom_mini-", ignore_cleanup_errors=True) as meeting:
+        config.recipe["meeting"] = meeting
+        return make(config)
 
 # %% ../../nbs/71c_deaths.ipynb #60ababcd
 @dataclass
@@ -77,7 +90,8 @@ class ProcessKnobs(Variant):
     ready_timeout: float = 600.0  # seconds to load
     ping_timeout: float = 300.0  # seconds: the longest step must fit
 
-    make_engine = staticmethod(make_far)
+    wraps = ("Machine", "DataParallel")
+    make_engine = staticmethod(make_client)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -88,13 +102,19 @@ class ProcessKnobs(Variant):
         limits = "ready_timeout ping_timeout"
         rules = [("engine_process", is_bool, "True or False"), (limits, *SECONDS)]
         check_rules(config, rules)
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """Refuse limits of a process that is not there; what the process is told."""
+        limits = "ready_timeout ping_timeout"
         if not config.engine_process:
             alone = ", ".join(name for name in limits.split() if name in given)
             require(not alone, f"{alone} is for engine_process=True: set it, too")
             return
-        count = getattr(config, "data_parallel_size", 1)
-        asked = f"data_parallel_size={count}" if count > 1 else "engine_process=True"
+        asked, off = "engine_process=True", "engine_process=False"
+        for knob in ("tensor_parallel_size", "data_parallel_size"):
+            if (count := getattr(config, knob, 1)) > 1:  # it implies this
+                asked, off = f"{knob}={count}", f"{knob}=1"
         require_extra(asked)
-        settle(config, given, f"{asked} (no records come back)", {"trace": False})
         own = {"engine_process", *limits.split()}
-        vars(config)["engine_order"] = as_order(config, given - own)
+        vars(config)["recipe"] = as_recipe(config, given - own, off)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,13 @@ from ..checkpoint import require
 from ..config import Config
 from ..engine_core import EngineCore
 from ..graphs import first_decodes
-from .engine_process import EngineLoop
+from .engine_process import EngineCoreProc
 from .group import Group, open_group
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepLoop', 'make_rank']
+__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepProc', 'make_rank']
 
 # %% ../../nbs/73b_lockstep.ipynb #b690bcb5
 class Agreement:
@@ -73,8 +74,8 @@ def with_spare_block(runner: Any) -> Any:
     return runner
 
 # %% ../../nbs/73b_lockstep.ipynb #506efe0a
-class LockstepLoop(EngineLoop):
-    """An `EngineLoop` that takes its turns together with those of all other ranks."""
+class LockstepProc(EngineCoreProc):
+    """An `EngineCoreProc` that takes its turns together with those of all others."""
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         super().__init__(core, inbox, outbox)
@@ -111,6 +112,10 @@ class LockstepLoop(EngineLoop):
         """Until the next wave."""
         return self.is_open and self.slept == self.wave
 
+    def sleep(self) -> None:
+        """Until a message comes: only a wave wakes it, and room for results does not."""
+        self.inbox.poll()
+
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now, and of what it did with the others."""
         both = {"dummies": self.num_dummies, "collectives": self.ranks.num_calls}
@@ -127,7 +132,8 @@ def make_rank(config: Config) -> EngineCore:
         layers = open_group(place, rank, size, limit, config.device)
     ranks = vars(config)["ranks"] = Agreement(group, layers)
     if wants_experts:
-        config.hf_config.ranks = ranks
+        deal = import_module("atom_mini.families.spread").deal
+        config.spec = deal(config.spec, ranks)
     core = make_engine_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))

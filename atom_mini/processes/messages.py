@@ -19,8 +19,8 @@ from ..sequence import SequenceType
 
 # %% auto #0
 __all__ = ['Id', 'MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'ToEngine', 'FromEngine', 'reader', 'Record', 'Message',
-           'Array', 'Add', 'Abort', 'Utility', 'Taken', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready',
-           'Answer', 'Refused', 'Dead', 'sized', 'encode', 'decode', 'read_id']
+           'Array', 'Add', 'Abort', 'Utility', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready', 'Answer',
+           'Refused', 'Dead', 'sized', 'encode', 'decode', 'read_id']
 
 # %% ../../nbs/70_messages.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -84,10 +84,6 @@ class Utility(Message):
     method: Literal["ping", "metrics"] = "ping"
 
 
-class Taken(Message):
-    """The results of the steps up to number `id` have been used."""
-
-
 class Shutdown(Message):
     """No more steps."""
 
@@ -96,14 +92,14 @@ class Wave(Message, tag="START_DP_WAVE"):
     """Number `id`: to all engines that step together. Who sleeps wakes up."""
 
 
-ToEngine = Add | Abort | Utility | Taken | Wave | Shutdown
+ToEngine = Add | Abort | Utility | Wave | Shutdown
 
 # %% ../../nbs/70_messages.ipynb #f665954b
 def wishes(params: SamplingParams) -> dict[str, Any]:
     """What the engine must know of a request's parameters. A number that is too large
     to cross means the same as the largest that does."""
-    most, given = 2**64 - 1, vars(params)
-    numbers = {name: v for name, v in given.items() if isinstance(v, int | float)}
+    most = 2**64 - 1
+    numbers = {n: v for n, v in vars(params).items() if isinstance(v, int | float)}
     said: Any = {name: min(v, most) for name, v in numbers.items()}
     said["stop_token_ids"] = [min(i, most) for i in params.stop_token_ids]
     if params.seed is not None:
@@ -112,10 +108,10 @@ def wishes(params: SamplingParams) -> dict[str, Any]:
 
 # %% ../../nbs/70_messages.ipynb #494ea0a7
 class Row(Record):
-    """New tokens of one request, from its `place`-th generated token on."""
+    """New tokens of one request, from its `start`-th generated token on."""
 
     id: int
-    place: Size
+    start: Size
     token_ids: list[Size]
     num_cached_tokens: Size
     reason: str | None  # its `leave_reason`, if it has ended
@@ -140,8 +136,6 @@ class Ready(Message):
 
     num_kvcache_blocks: int = 0
     max_len: int = 0  # tokens of a sequence: as the scheduler has it
-    max_model_len: int = 0
-    vocab_size: int = 0
 
 
 class Answer(Message, tag="UTILITY_RESPONSE"):

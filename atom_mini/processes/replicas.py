@@ -11,7 +11,7 @@ from typing import Any
 
 from ..block_manager import NO_HASH, Block, PrefixIndex
 from ..engine_core import EngineCore, StepOutput
-from .far_core import CoreManager, EngineDead, FarCore
+from .core_client import CoreManager, EngineDead, EngineCoreClient
 from .messages import Output, Wave
 from ..sequence import Sequence
 
@@ -104,7 +104,7 @@ def longest_match(replicas: list[Replica], seq: Sequence) -> Replica:
     return best if known > HALF * seq.num_prompt_tokens else emptiest
 
 # %% ../../nbs/73a_replicas.ipynb #9243e1f3
-class Replicas(FarCore):
+class Replicas(EngineCoreClient):
     """Several engines, each in a process of its own, with the face of one core.
 
     If one dies, its requests end with "abort" and the others run on; EngineDead when

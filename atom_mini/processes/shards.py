@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,18 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from ..assemble import WITH_TORCH, attach, choose_runner
+from ..assemble import choose_runner
+from ..checkpoint import ModelSpec
 from ..config import Config
-from ..loading import read_tensor, weight_targets
+from ..loading import Readers, read_tensor, weight_targets
 from ..model_runner import choose_device
-from atom_mini.models import (
-    BEFORE, MLP, CausalLM, Dense, Readers, RMSNorm, TorchOps, family_of,
-)  # fmt: skip
-from .cuts import cut_config
+from ..models import CausalLM, RMSNorm, TorchOps, find
+from .cuts import cut_spec
 
 # %% auto #0
-__all__ = ['Shard', 'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'cut_readers', 'Sharded', 'SharedTable', 'SharedHead',
-           'SharedNorm', 'share', 'make_rank']
+__all__ = ['Shard', 'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'SharedTable', 'SharedHead', 'SharedNorm', 'share',
+           'make_rank']
 
 # %% ../../nbs/72c_shards.ipynb #03d59e74
 @dataclass
@@ -37,19 +37,33 @@ class Shard:
 
     rank: int
     size: int
-    whole: Any  # the checkpoint's config
+    whole: Any  # the checkpoint's spec
     is_dealt: bool = False  # it has whole experts
     group: Any = None  # a `Group`, once all have loaded
 
-    def config(self) -> Any:
-        """The config of what this rank has, by which its family knows of the shard."""
-        attach(WITH_TORCH)
+    def cut_readers(self, readers: Readers, spec: ModelSpec, model: Any) -> Readers:
+        """Readers for the weights of a rank, from those of the files."""
+        for adapter in self.whole.adapters:
+            readers = find(adapter)(readers, self.whole, model)
+        whole, mine = shapes_of(self.whole), shapes_of(spec)
+        cuts = {name: find_cut(whole[name], mine[name], self) for name in mine}
+        summed = {name for name, cut in cuts.items() if cut and cut[0] == 1}
+        ours = dict(readers)
+        for name in mine.keys() & readers.keys():
+            if (cut := cuts[name]) is not None:
+                ours[name] = partial(read_cut, readers[name], whole[name][cut[0]], *cut)
+            elif self.rank and name.removesuffix("bias") + "weight" in summed:
+                ours[name] = partial(read_zeros, readers[name])
+        return ours
+
+    def spec(self) -> ModelSpec:
+        """The spec of what this rank has; makes `whole` one with dealt experts, if so."""
+        mine = cut_spec(self.whole, self.size, self.is_dealt)
         if self.is_dealt:
-            self.whole = copy(self.whole)
-            self.whole.ranks = copy(self)
-        mine = cut_config(self.whole, self.size, self.is_dealt)
-        mine.shard = self
-        return mine
+            deal = import_module("atom_mini.families.spread").deal
+            ranks = copy(self)
+            self.whole, mine = deal(self.whole, ranks), deal(mine, ranks)
+        return replace(mine, adapters=(self.cut_readers,))
 
     def gather(self, x: Tensor, fill: int = 0) -> Tensor:
         """`x` of all ranks: they have the same tokens."""
@@ -60,10 +74,12 @@ class Shard:
         return x
 
 # %% ../../nbs/72c_shards.ipynb #823bb3df
-def shapes_of(cfg: Any) -> dict[str, list[int]]:
+def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
     """Name -> shape of all weights of a model, which is not made."""
+    # without angles: for arithmetic on the meta device torch imports for seconds
+    plain = replace(spec, rotary=lambda *_: nn.Identity())
     with torch.device("meta"):
-        targets = weight_targets(CausalLM(cfg, 1, TorchOps()))
+        targets = weight_targets(CausalLM(plain, 1, TorchOps()))
     return {name: [*target.shape] for name, target in targets.items()}
 
 # %% ../../nbs/72c_shards.ipynb #27b52f2c
@@ -93,46 +109,6 @@ def read_cut(read: Any, count: int, axis: int, start: int, end: int) -> Tensor:
 def read_zeros(read: Any) -> Tensor:
     """As many zeros as `read` reads: a bias that another rank adds."""
     return torch.zeros_like(read())
-
-# %% ../../nbs/72c_shards.ipynb #2a644bf3
-def cut_readers(readers: Readers, cfg: Any) -> Readers:
-    """Readers for the weights of a rank, from those of the whole model's."""
-    shard, ours = cfg.shard, dict(readers)
-    whole, mine = shapes_of(shard.whole), shapes_of(cfg)
-    cuts = {name: find_cut(whole[name], mine[name], shard) for name in mine}
-    summed = {name for name, cut in cuts.items() if cut and cut[0] == 1}
-    for name in mine.keys() & readers.keys():
-        if (cut := cuts[name]) is not None:
-            ours[name] = partial(read_cut, readers[name], whole[name][cut[0]], *cut)
-        elif shard.rank and name.removesuffix("bias") + "weight" in summed:
-            ours[name] = partial(read_zeros, readers[name])
-    return ours
-
-# %% ../../nbs/72c_shards.ipynb #cace23ae
-class Sharded(Dense):
-    """Stands before a family, and makes of it what one rank has."""
-
-    def adapt(self, readers: Readers) -> Readers:
-        """Of the checkpoint's weights what is the rank's."""
-        if (shard := getattr(self.cfg, "shard", None)) is None:
-            return super().adapt(readers)
-        return cut_readers(family_of(shard.whole).adapt(readers), self.cfg)
-
-    def rotary(self, max_position: int) -> Any:
-        """None on the meta device: for arithmetic there torch imports for seconds."""
-        on_meta = torch.get_default_device().type == "meta"
-        return nn.Identity() if on_meta else super().rotary(max_position)
-
-    def mlp(self, layer: int, ops: TorchOps) -> nn.Module:
-        """The second half of the layer; of a shared expert the rank's part."""
-        mlp: Any = super().mlp(layer, ops)
-        shard, shared = getattr(self.cfg, "shard", None), getattr(mlp, "shared", None)
-        if shard is not None and shard.is_dealt and shared is not None:
-            mlp.shared = MLP(self.cfg, ops, shared.down.weight.shape[1] // shard.size)
-        return mlp
-
-
-BEFORE[0] = Sharded
 
 # %% ../../nbs/72c_shards.ipynb #db0c792c
 class SharedTable(nn.Embedding):
@@ -182,7 +158,7 @@ def share(model: Any, shard: Shard) -> None:
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(add)
         layer.mlp.register_forward_hook(add)
-        if getattr(getattr(layer.self_attn, "heads", None), "is_whole", False):
+        if getattr(shard.whole, "has_whole_norm", False):
             norms = layer.self_attn.q_norm, layer.self_attn.k_norm
             kinds += [(norm, SharedNorm) for norm in norms]
     for module, kind in kinds:
@@ -193,12 +169,12 @@ def make_rank(config: Config, rank: int, meet: Callable[[torch.device], Any]) ->
     """The runner of a rank of those that `config` asks for, ready to run steps. `meet`
     opens the group, once the weights are there."""
     size, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-    shard = Shard(rank, size, config.hf_config, is_dealt)
+    shard = Shard(rank, size, config.spec, is_dealt)
     mine, device = copy(config), choose_device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank if device.index is None else device.index)
         torch.cuda.set_device(device)
-    mine.hf_config, mine.device = shard.config(), str(device)
+    mine.spec, mine.device = shard.spec(), str(device)
     kind: Any = choose_runner(mine)
 
     class RankRunner(kind):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +16,15 @@ from torch import Tensor
 
 from ..assemble import make_runner
 from ..checkpoint import require
-from ..config import Config, Variant
+from ..config import Config
 from ..memory import InputBuffer
-from ..model_runner import ModelRunner, choose_device, pack_output
-from .overlap import OverlapCore, Pending
+from ..model_runner import ModelRunner, choose_device
+from .overlap import PLACEHOLDER, OverlapCore, Pending
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
-from ..sequence import PLACEHOLDER
 
 # %% auto #0
-__all__ = ['Launcher', 'Computing', 'Copied', 'make_core', 'Launching']
+__all__ = ['Launcher', 'Computing', 'Copied', 'make_core']
 
 # %% ../../nbs/23b_launching.ipynb #23df2266
 class Launcher:
@@ -40,9 +38,11 @@ class Launcher:
     def __init__(
         self, config: Config, make: Callable[[Config], ModelRunner] = make_runner
     ) -> None:
-        device, rows = choose_device(config.device), config.max_num_seqs
+        device = choose_device(config.device)
+        rows = config.max_num_seqs
         self.is_gpu = device.type == "cuda"
-        self.worker, self.process = ThreadPoolExecutor(1, "device"), os.getpid()
+        self.worker = ThreadPoolExecutor(1, "device")
+        self.process = os.getpid()
         in_thread = self.worker.submit
         self.runner = make(config) if self.is_gpu else in_thread(make, config).result()
         self.token_pool = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -70,7 +70,7 @@ class Launcher:
 
     def _run(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         logits, token_ids = self._compute(batch)
-        return pack_output(batch, logits, token_ids.tolist())
+        return self.runner.pack_output(batch, logits, token_ids.tolist())
 
     def check_process(self) -> None:
         """ValueError in a process that was forked from the one that made it."""
@@ -83,7 +83,8 @@ class Launcher:
     def _make_streams(self, device: torch.device) -> None:
         """A stream to compute on, one to copy on, and places to copy to."""
         self.upload = InputBuffer(device, 2**16).upload
-        self.computing, self.copying = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.computing = torch.cuda.Stream(device)
+        self.copying = torch.cuda.Stream(device)
         place = torch.empty_like(self.token_pool, device="cpu", pin_memory=True)
         self.hosts = [place, torch.empty_like(place, pin_memory=True)]
         torch.cuda.synchronize(device)  # weights and graphs were made on another stream
@@ -99,7 +100,8 @@ class Launcher:
             self.copying.wait_event(computed)
             host.copy_(token_ids, non_blocking=True)
             token_ids.record_stream(self.copying)
-            return Copied(batch, logits, host, self.copying.record_event(), self.copying)
+            arrived = self.copying.record_event()
+            return Copied(self.runner, batch, logits, host, arrived, self.copying)
 
     def launch(self, batch: ScheduledBatch) -> Pending:
         """Start a step."""
@@ -135,6 +137,7 @@ class Copied(NamedTuple):
     """A step on a GPU whose tokens are on their way to `host`, pinned memory of the
     launcher's."""
 
+    runner: ModelRunner
     batch: ScheduledBatch
     logits: Tensor
     host: Tensor  # [R] int64
@@ -145,20 +148,9 @@ class Copied(NamedTuple):
         """Wait for the tokens, not for what was launched since."""
         self.arrived.synchronize()
         with torch.cuda.stream(self.stream):
-            return pack_output(self.batch, self.logits, self.host.tolist())
+            return self.runner.pack_output(self.batch, self.logits, self.host.tolist())
 
 # %% ../../nbs/23b_launching.ipynb #0e21bdd1
 def make_core(config: Config) -> OverlapCore:
     """An overlapping core, with a runner that launches."""
     return OverlapCore(config, Launcher(config))
-
-# %% ../../nbs/23b_launching.ipynb #1ce2112a
-@dataclass
-class Launching(Variant):
-    """What `overlap=True` runs on; it has no knobs of its own."""
-
-    make_core = staticmethod(make_core)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.overlap

@@ -11,14 +11,30 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, settle
+from ..config import Config, Variant, check_rules, is_bool
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
-from ..sequence import RequestOutput, Sequence
+from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['OverlapScheduler', 'Pending', 'LaunchingRunner', 'OverlapCore', 'OverlapKnobs']
+__all__ = ['PLACEHOLDER', 'append_placeholder', 'drop_placeholders', 'OverlapScheduler', 'Pending', 'LaunchingRunner',
+           'OverlapCore', 'OverlapKnobs']
+
+# %% ../../nbs/23a_overlap.ipynb #9b54b055
+PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
+
+
+def append_placeholder(seq: Sequence) -> None:
+    """Reserve the place of a token that is being computed."""
+    seq.token_ids.append(PLACEHOLDER)
+    seq._resize()
+
+
+def drop_placeholders(seq: Sequence) -> None:
+    """Cut it to the tokens that are known."""
+    del seq.token_ids[seq.num_known_tokens :]
+    seq._resize()
 
 # %% ../../nbs/23a_overlap.ipynb #12845b91
 class OverlapScheduler(TurnScheduler):
@@ -42,18 +58,17 @@ class OverlapScheduler(TurnScheduler):
         self.num_launched += 1
         for seq in seqs:
             if seq.num_computed_tokens == seq.num_tokens:  # a prompt may have a chunk left
-                seq.append_placeholder()
+                append_placeholder(seq)
 
     def deliver(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         self.num_launched -= 1
         alive = [seq for seq in seqs if not seq.is_finished]  # others: in vain
-        return super().deliver(alive, output, stream_outputs)
+        return super().deliver(alive, output)
 
     def _finish(self, seq: Sequence, now: float) -> None:
-        seq.drop_placeholders()
+        drop_placeholders(seq)
         super()._finish(seq, now)
 
     def _schedule_decode(
@@ -104,45 +119,41 @@ class OverlapCore(EngineCore):
         self, config: Config, runner: LaunchingRunner,
         scheduler: BaseScheduler | None = None,
     ) -> None:  # fmt: skip
-        scheduler = scheduler or OverlapScheduler(config)
+        make = config.pick("make_scheduler", OverlapScheduler)
+        scheduler = scheduler or make(config)
         needs = f"overlap=True: {type(scheduler).__name__} needs the last step's tokens"
         require(scheduler.supports_overlap, f"{needs}: set overlap=False")
         super().__init__(config, runner, scheduler)
         self.in_flight: deque[tuple[ScheduledBatch, list[Sequence], Pending]] = deque()
 
-    def _launch(
-        self, batch: ScheduledBatch, seqs: list[Sequence], start: float
-    ) -> None:
-        self.listener.scheduled(batch, seqs, start)
+    def _launch(self, batch: ScheduledBatch, seqs: list[Sequence]) -> None:
         pending = self.runner.launch(batch)
         self.scheduler.advance(seqs)
         self.in_flight.append((batch, seqs, pending))
 
-    def step(self, stream: bool = True) -> StepOutput | None:
+    def step(self) -> StepOutput | None:
         """Have two steps in flight, then look at the results of the first; None if there is
         nothing to do."""
         with self.transaction():
             start = time.perf_counter()
             while len(self.in_flight) < 2 and (scheduled := self.scheduler.schedule()):
-                self._launch(scheduled[0], list(scheduled[1].values()), start)
+                self._launch(scheduled[0], list(scheduled[1].values()))
             if not self.in_flight:
                 assert self.is_finished(), "a step schedules something, or all is finished"
                 return None
             batch, seqs, pending = self.in_flight.popleft()
             output = pending.result()
-            self.listener.ran()
-            told = [s for s in seqs if stream and not s.is_finished]  # others: in vain
-            finished = self.scheduler.deliver(seqs, output, None)
-            self.listener.ended()
+            told = [s for s in seqs if not s.is_finished]  # others: in vain
+            finished = self.scheduler.deliver(seqs, output)
             return StepOutput(batch, told, output, finished, time.perf_counter() - start)
 
     def is_finished(self) -> bool:
         return super().is_finished() and not self.in_flight
 
-    def rollback(self, error: BaseException | None) -> None:
+    def rollback(self) -> None:
         """A step has failed: it, and those that build on it, never were."""
         self.in_flight.clear()
-        super().rollback(error)
+        super().rollback()
 
     def close(self) -> None:
         """Wait for the device, and let go of it and of what it was doing."""
@@ -156,7 +167,9 @@ class OverlapKnobs(Variant):
 
     overlap: bool = False
 
+    wraps = ("TurnKnobs",)
     make_scheduler = OverlapScheduler
+    make_core = "refinements.launcher:make_core"
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -164,8 +177,4 @@ class OverlapKnobs(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        """What looks at a step's results, or its duration, cannot be a step ahead."""
         check_rules(config, [("overlap", is_bool, "True or False")])
-        if config.overlap:
-            plain = {"scheduler": "atom", "scheduler_delay_factor": 0.0}
-            settle(config, given, "overlap=True", plain)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from ..config import Config, Variant
 
-from ..config import Variant
-from ..models import ROPE_TYPES
+if TYPE_CHECKING:  # a config is read before torch is loaded
+    from torch import Tensor
 
 # %% auto #0
-__all__ = ['linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'RopeScaling']
+__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'RopeScaling']
 
 # %% ../../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -56,13 +55,20 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    slow = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    pairs = freqs.new_tensor(range(dim // 2))
+    slow = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
     return freqs * (1 - slow) + freqs / p["factor"] * slow, sharpness(p)
 
 # %% ../../nbs/22_rope_scaling.ipynb #5ac0ee1b
+TYPES = {"linear": linear, "llama3": llama3, "yarn": yarn}
+
+
 @dataclass
 class RopeScaling(Variant):
     """Has no knobs: the checkpoint's config says which type it wants."""
 
+    rope_types = TYPES
 
-ROPE_TYPES.update(linear=linear, llama3=llama3, yarn=yarn)
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        return True

@@ -55,7 +55,7 @@ class TurnScheduler(Scheduler):
         self.last_was_prefill = False
 
     def _choose(self) -> tuple[SequenceType, list[Sequence]]:
-        self.may_admit = self.gate.passed(self.waiting, bool(self.running))
+        self.can_admit = self.gate.passed(self.waiting, bool(self.running))
         decodes_turn = self.config.interleave_decode and self.last_was_prefill
         seqs = self._schedule_decode(self._decodable()) if decodes_turn else []
         kind = SequenceType.DECODE
@@ -69,7 +69,7 @@ class TurnScheduler(Scheduler):
         return kind, seqs
 
     def _admit(self, budget: int, seqs: list[Sequence]) -> None:
-        if self.may_admit:
+        if self.can_admit:
             super()._admit(budget, seqs)
         elif self.waiting:
             self.note("refused", self.waiting[0], why="delay", left=budget)

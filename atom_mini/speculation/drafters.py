@@ -21,7 +21,6 @@ from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..loading import checkpoint_files, open_file
 from ..memory import kvcache_block_bytes
-from ..model_runner import pack_output
 from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
@@ -40,34 +39,25 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(self, config: Config, runner: Any = None) -> None:
+        super().__init__()  # known: run of tokens -> the place behind its first occurrence
         wanted = config.speculative_config
         self.sizes = range(wanted.prompt_lookup_min, wanted.prompt_lookup_max + 1)
-        # request -> run -> the place behind its first occurrence
-        self.seen: dict[int, dict[tuple[int, ...], int]] = defaultdict(dict)
 
-    def _follow(self, seq: Sequence) -> int:
-        """Enter the runs up to the newest token of `seq`; the place of what first followed
-        the longest of the last runs, or the end if all are new."""
-        after, tokens, end = self.seen[seq.id], seq.token_ids, seq.num_tokens
-        for place in range(min(after.get((), 0), end - 1) + 1, end + 1):
-            first, found = 0, end
+    def _find(self, seq: Sequence) -> int:
+        """The place behind the first occurrence of the longest run of last tokens that has
+        one; the end if none has."""
+        after, tokens, end = self.known.setdefault(seq.id, {}), seq.token_ids, seq.num_tokens
+        for place in range(after.get((), 0), end):
             for n in takewhile(place.__ge__, self.sizes):
-                if n <= first:  # where the shorter run came first, now that it is back
-                    after.setdefault(tuple(tokens[first - n : first]), first)
-                first = after.setdefault(tuple(tokens[place - n : place]), place)
-                if first == place:
-                    break
-                found = first
+                after.setdefault(tuple(tokens[place - n : place]), place)
         after[()] = end
-        return found
+        found = (after.get(tuple(tokens[-n:])) for n in reversed(self.sizes))
+        return next(filter(None, found), end)
 
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
-        places = [self._follow(seq) for seq in seqs]
+        places = [self._find(seq) for seq in seqs]
         found = zip(seqs, places, most, strict=True)
         return [seq.token_ids[place : place + n] for seq, place, n in found]
-
-    def forget(self, request_id: int) -> None:
-        self.seen.pop(request_id, None)
 
 # %% ../../nbs/52_drafters.ipynb #1b0b6afa
 def check_same_tokens(target: Any, draft: Any) -> None:
@@ -91,14 +81,10 @@ class ModelDrafter(Drafter):
     has_cache = True
     source: Any
     guess: Any  # (seqs, place) -> of each the draft in this place: int64 [B]
-    known: dict[int, Any]  # request -> what is kept of it
 
     def lags(self, seq: Sequence) -> bool:
         """Whether it must make a pass now, even if no guess is wanted."""
         return False
-
-    def forget(self, request_id: int) -> None:
-        self.known.pop(request_id, None)
 
     @torch.inference_mode()
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
@@ -106,11 +92,11 @@ class ModelDrafter(Drafter):
         drafts: Drafts = [[] for _ in seqs]
         known = [(i, s) for i, s in enumerate(seqs) if s.id in self.known]
         passes = {i: max(most[i], self.lags(seq)) for i, seq in known}
-        order = sorted(passes, key=lambda i: -passes[i])  # who drops out is last
+        longest = sorted(passes, key=lambda i: -passes[i])  # first; who drops out is last
         places = range(max(passes.values(), default=0))
-        asked = ([seqs[i] for i in order if passes[i] > place] for place in places)
+        asked = ([seqs[i] for i in longest if passes[i] > place] for place in places)
         for tokens in [self.guess(going, place) for place, going in enumerate(asked)]:
-            for i, token in zip(order, tokens.tolist(), strict=False):
+            for i, token in zip(longest, tokens.tolist(), strict=False):
                 drafts[i].append(token)
         return [draft[:n] for draft, n in zip(drafts, most, strict=True)]
 
@@ -125,15 +111,15 @@ class ModelDrafter(Drafter):
         return numbers * dtype.itemsize, block
 
 # %% ../../nbs/52_drafters.ipynb #c99c7064
-def extend(seqs: Seqs, new: Drafts, ahead: int, wish: SamplingParams) -> Rows:
+def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
     """A decode of the tokens `new` of each of `seqs`, which end `ahead` places behind
-    its newest, row by row; sampled as `wish` says."""
+    its newest, row by row; sampled as `params` say."""
     counts, width = np.array([*map(len, new)]), max(len(s.block_table) for s in seqs)
     tables = [(s.block_table + [0] * width)[:width] for s in seqs]
     lens = np.array([s.num_tokens + ahead for s in seqs], np.int32)
     return spread(ScheduledBatch(
         SequenceType.DECODE, [s.id for s in seqs], np.array([*chain(*new)]), counts,
-        lens, np.array(tables, np.int32), counts > 0, [wish] * len(seqs),
+        lens, np.array(tables, np.int32), counts > 0, [params] * len(seqs),
     ))  # fmt: skip
 
 # %% ../../nbs/52_drafters.ipynb #e1e7b07f
@@ -146,7 +132,7 @@ def read_draft_config(config: Config) -> Config:
         own = Config(**same | {"model": model})
     except ValueError as error:
         raise ValueError(f"the draft model {model}: {error}") from None
-    kinds = getattr(own.hf_config, "layer_types", None) or ()
+    kinds = getattr(own.spec, "layer_types", ())
     wrong = f"{model} cannot draft: its layers keep a state, which cannot be taken back"
     require("linear_attention" not in kinds, wrong)
     return own
@@ -160,19 +146,19 @@ class DraftModel(ModelDrafter):
     """
 
     def __init__(self, config: Config, runner: Any) -> None:
-        self.vocab_size, own = config.hf_config.vocab_size, read_draft_config(config)
+        self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))
         self.runner, self.known = make_runner(own), {}  # here: how many have K/V
-        self.top = min(self.vocab_size, own.hf_config.vocab_size) - 1  # both have it
+        self.top = min(self.vocab_size, own.spec.vocab_size) - 1  # both have it
         self.draws = config.speculative_config.draft_sampling
         # who wants log probabilities gets logits from the runner
-        self.wish = SamplingParams(temperature=0, logprobs=0 if self.draws else None)
+        self.params = SamplingParams(temperature=0, logprobs=0 if self.draws else None)
         self.probs: dict[int, list[Tensor]] = defaultdict(list)  # what drafts are from
 
     @classmethod
     def source(cls, config: Config) -> tuple[Any, Any]:
         own = read_draft_config(config)
-        return own.folder, own.hf_config
+        return own.folder, own.spec
 
     def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
         is_prompt = batch.type is SequenceType.PREFILL
@@ -180,8 +166,11 @@ class DraftModel(ModelDrafter):
             ids, positions, meta, _ = self.runner.prepare_model(batch)
             self.runner.compute_hidden(ids.clamp(max=self.top), positions, meta)
         for seq in seqs:
-            end = seq.num_computed_tokens + seq.num_scheduled_tokens
-            self.known[seq.id] = end if is_prompt else min(self.known[seq.id], end)
+            if is_prompt:
+                self.known[seq.id] = seq.num_computed_tokens + seq.num_scheduled_tokens
+            else:
+                right = seq.num_computed_tokens + len(new[seq.id])
+                self.known[seq.id] = min(self.known[seq.id], right)
 
     def lags(self, seq: Sequence) -> bool:
         """Whether this step fills a block of which something is unread."""
@@ -195,7 +184,7 @@ class DraftModel(ModelDrafter):
             self.probs.clear()
         unread = [[0] if place else s.token_ids[self.known[s.id] :] for s in seqs]
         readable = [[min(token, self.top) for token in tokens] for tokens in unread]
-        rows = extend(seqs, readable, place, self.wish)
+        rows = extend(seqs, readable, place, self.params)
 
         def fill_in(batch: ScheduledBatch, ids: Tensor) -> None:
             if place:
@@ -210,26 +199,27 @@ class DraftModel(ModelDrafter):
 
     def _draw(self, seqs: Seqs, logits: Tensor, lens: np.ndarray) -> Tensor:
         """A token of each, drawn from what `probs` keeps: int64 [B]."""
-        size, wishes = self.vocab_size, [s.sampling_params for s in seqs]
+        size, params = self.vocab_size, [s.sampling_params for s in seqs]
         # below 0: it has too many
         logits = pad(logits, (0, size - logits.shape[1]), value=float("-inf"))
-        meta = SamplingMetaData.pack(wishes, lens, {}, size, self.runner.upload)
-        q = final_probs(logits, meta)  # without histories there are no penalties
+        meta = SamplingMetaData.pack(params, lens, size, self.runner.upload)
+        q = final_probs(logits, meta)  # without penalties: they are the target's
         for seq, probs in zip(seqs, q, strict=True):
             self.probs[seq.id].append(probs)
-        return draft_tokens(q, [w.seed or 0 for w in wishes], lens)
+        return draft_tokens(q, [p.seed or 0 for p in params], lens)
 
     def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
         """Drafts that were drawn are judged by the law of acceptance."""
         if not self.draws:
             return super().judge(runner, rows)
         logits, size = runner.run_model(*runner.prepare_model(rows)), self.vocab_size
-        wishes, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
-        meta = SamplingMetaData.pack(wishes, lens, rows.histories, size, runner.upload)
+        params, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
+        adjusted = runner.extras.adjust(rows, logits, None, runner.upload)
+        meta = SamplingMetaData.pack(params, lens, size, runner.upload)
         drafts, none = np.append(rows.scheduled_tokens[1:], -1), logits.new_zeros(size)
         drafts[counts.cumsum() - 1] = -1  # of each sequence's last row
         known = zip(rows.whole.req_ids, counts.tolist(), strict=True)
         q = torch.stack([x for id, n in known for x in (*self.probs[id][: n - 1], none)])
-        x, seeds = torch.from_numpy(drafts).to(q.device), [w.seed or 0 for w in wishes]
-        kept = RejectionSampler()(final_probs(logits, meta), q, x, seeds, lens)
-        return pack_output(rows, logits, without_broken(kept, logits).tolist())
+        x, seeds = torch.from_numpy(drafts).to(q.device), [p.seed or 0 for p in params]
+        kept = RejectionSampler()(final_probs(adjusted, meta), q, x, seeds, lens)
+        return runner.pack_output(rows, logits, without_broken(kept, logits).tolist())

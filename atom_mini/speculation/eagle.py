@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import read_json, require, resolve_model
+from ..checkpoint import ModelSpec, choose_scale, read_dense, read_json
+from ..checkpoint import read_spec, require, resolve_model
 from ..config import Config, SamplingParams
-from ..loading import checkpoint_files, load_weights, read_tensor
+from ..loading import Readers, checkpoint_files, load_weights, read_tensor
 from ..model_runner import ModelRunner
-from ..models import CausalLM, DecoderLayer, Linear, Readers, RMSNorm, TorchOps
-from ..models import check_supported, family_of
+from ..models import CausalLM, DecoderLayer, Linear, RMSNorm
+from ..models import RotaryEmbedding, TorchOps
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from .drafters import ModelDrafter, extend
 from .verify import Seqs, Tokens, spread
 
 # %% auto #0
-__all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_config', 'rename',
+__all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'HeadSpec', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_spec', 'rename',
            'map_drafts', 'load_head', 'follow', 'EagleDrafter']
 
 # %% ../../nbs/53_eagle.ipynb #b4d14104
@@ -56,26 +57,34 @@ class Taps:
         kept = self.fixed if num_rows <= self.max_rows else self.found
         return torch.cat([kept[i][:num_rows] for i in self.ids], -1)
 
+# %% ../../nbs/53_eagle.ipynb #53aeadc1
+@dataclass(frozen=True)
+class HeadSpec(ModelSpec):
+    """The spec of a head: of its one layer, and what else it has."""
+
+    draft_vocab_size: int = 0
+    norm_before_residual: bool = False
+    taps: tuple[int, ...] = ()  # layers of the target whose inputs it reads
+
 # %% ../../nbs/53_eagle.ipynb #5c96c297
 class Eagle3Head(nn.Module):
-    """A head with the config `cfg` (`read_head_config`). Source: arXiv 2503.01840."""
+    """A head of such a spec (`read_head_spec`). Source: arXiv 2503.01840."""
 
     embed_tokens: nn.Module  # the target's, mostly
     midlayer: Any  # a `DecoderLayer`
 
-    def __init__(self, cfg: Any, max_position: int, ops: TorchOps) -> None:
+    def __init__(self, spec: HeadSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        check_supported(cfg)
-        size, self.midlayer = cfg.hidden_size, DecoderLayer(cfg, ops)
-        self.midlayer.hidden_norm = RMSNorm(size, cfg.rms_norm_eps, ops)
+        size, self.midlayer = spec.hidden_size, DecoderLayer(spec, ops)
+        self.midlayer.hidden_norm = RMSNorm(size, spec.rms_norm_eps, ops)
         attn = self.midlayer.self_attn
         attn.qkv = Linear(2 * size, attn.qkv.parts, attn.qkv.bias is not None)
-        self.norm_before_residual = cfg.norm_before_residual
-        self.fc = Linear(len(cfg.taps) * size, {"fc": size})
-        self.norm = RMSNorm(size, cfg.rms_norm_eps, ops)
-        self.lm_head = Linear(size, {"lm_head": cfg.draft_vocab_size})
-        self.rotary = family_of(cfg).rotary(max_position)
-        self.target_ids = torch.arange(cfg.draft_vocab_size)  # of the head's ids
+        self.norm_before_residual = spec.norm_before_residual
+        self.fc = Linear(len(spec.taps) * size, {"fc": size})
+        self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
+        self.lm_head = Linear(size, {"lm_head": spec.draft_vocab_size})
+        self.rotary = RotaryEmbedding(spec, max_position)
+        self.target_ids = torch.arange(spec.draft_vocab_size)  # of the head's ids
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """The next states [T, hidden], before the norm, after `x` [T, 2 hidden]: a token's
@@ -136,23 +145,28 @@ def read_head_json(folder: Path) -> dict[str, Any]:
     return raw
 
 # %% ../../nbs/53_eagle.ipynb #3b269e83
-def read_head_config(folder: Path, target: Any) -> Any:
-    """The config of a head's layer with `draft_vocab_size`, `norm_before_residual` and
-    `taps`; ValueError unless it fits the model whose config is `target`."""
+def read_head_spec(
+    folder: Path, target: ModelSpec, rope_types: dict[str, Any] | None = None
+) -> HeadSpec:
+    """The spec of a head; ValueError unless it fits the model with the spec `target`."""
     from transformers import AutoConfig
 
     raw, fits = read_head_json(folder), {"num_hidden_layers": 1}
     layer = {"model_type": "llama"} | (raw.get("transformer_layer_config") or raw)
     cfg = AutoConfig.for_model(**layer)
-    cfg.draft_vocab_size = raw.get("draft_vocab_size") or cfg.vocab_size
-    cfg.norm_before_residual = raw.get("norm_before_residual", False)
-    cfg.taps = find_taps(raw, target.num_hidden_layers)
+    read_dense(cfg)
+    own = {
+        "draft_vocab_size": raw.get("draft_vocab_size") or cfg.vocab_size,
+        "norm_before_residual": raw.get("norm_before_residual", False),
+        "taps": tuple(find_taps(raw, target.num_hidden_layers)),
+    }
+    spec = choose_scale(read_spec(cfg, HeadSpec, **own), rope_types)
     fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
     for name, right in fits.items():
-        what = f"{folder}: {name} of the head is {getattr(cfg, name)}, it must be "
+        what = f"{folder}: {name} of the head is {getattr(spec, name)}, it must be "
         how = f"{what}{right}: set model to a head that was trained for this target"
-        require(getattr(cfg, name) == right, how)
-    return cfg
+        require(getattr(spec, name) == right, how)
+    return spec
 
 # %% ../../nbs/53_eagle.ipynb #25fd1d69
 def rename(readers: Readers) -> Readers:
@@ -161,10 +175,10 @@ def rename(readers: Readers) -> Readers:
     return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
 
 # %% ../../nbs/53_eagle.ipynb #14ec24e9
-def map_drafts(offsets: Tensor, cfg: Any) -> Tensor:
+def map_drafts(offsets: Tensor, spec: HeadSpec) -> Tensor:
     """The target's id of each of the head's [draft vocabulary], from the offsets `d2t`;
     ValueError if they lead elsewhere."""
-    size, limit = cfg.draft_vocab_size, cfg.vocab_size
+    size, limit = spec.draft_vocab_size, spec.vocab_size
     ids = torch.arange(len(offsets)) + offsets.long()
     low, high = int(ids.min()), int(ids.max())
     what = f"d2t leads {len(ids)} tokens to {low}..{high}, it must lead "
@@ -174,7 +188,7 @@ def map_drafts(offsets: Tensor, cfg: Any) -> Tensor:
 
 # %% ../../nbs/53_eagle.ipynb #b9f8249f
 def load_head(
-    folder: Path, cfg: Any, embed: nn.Embedding, longest: int, ops: TorchOps
+    folder: Path, spec: HeadSpec, embed: nn.Embedding, longest: int, ops: TorchOps
 ) -> Eagle3Head:
     """The head in `folder`, on the device and in the dtype of `embed`, the target's.
 
@@ -182,13 +196,13 @@ def load_head(
     """
     files, like = checkpoint_files(folder), embed.weight
     with torch.device(like.device):
-        head = Eagle3Head(cfg, longest, ops)
+        head = Eagle3Head(spec, longest, ops)
         if "embed_tokens.weight" in files:
-            head.embed_tokens = embed = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+            head.embed_tokens = embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
     load_weights(head.to(like.dtype).requires_grad_(False), folder, rename)
-    none = torch.zeros(cfg.vocab_size, dtype=torch.int64)
+    none = torch.zeros(spec.vocab_size, dtype=torch.int64)
     offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
-    head.target_ids = map_drafts(offsets, cfg).to(like.device)
+    head.target_ids = map_drafts(offsets, spec).to(like.device)
     for module in head.modules():
         if isinstance(module, Linear):
             module.pack()
@@ -203,7 +217,7 @@ def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
     for seq, n in zip(seqs, batch.num_scheduled_tokens.tolist(), strict=True):
         known = seq.token_ids[seq.num_computed_tokens + 1 :][:n]
         tokens += [*known, *new.get(seq.id, ()), *[0] * n][:n]
-        is_last += [row == seq.num_scheduled_tokens - 1 for row in range(n)]
+        is_last += [row == len(new.get(seq.id, ())) - 1 for row in range(n)]
     if batch.type is SequenceType.DECODE:
         batch = replace(spread(batch), is_sampled=np.array(is_last))
     return replace(batch, scheduled_tokens=np.array(tokens))
@@ -223,19 +237,20 @@ class EagleDrafter(ModelDrafter, ModelRunner):
     def source(cls, config: Config) -> tuple[Path, Any]:
         wanted, beside = config.speculative_config.model, config.folder
         folder = resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
-        return folder, read_head_config(folder, config.hf_config)
+        types = config.pick("rope_types", {})
+        return folder, read_head_spec(folder, config.spec, types)
 
     def __init__(self, config: Config, runner: Any) -> None:
-        graphs, (folder, cfg) = getattr(runner, "graphs", {}), self.source(config)
+        graphs, (folder, spec) = getattr(runner, "graphs", {}), self.source(config)
         self.config, self.upload = copy(config), runner.upload
-        self.config.hf_config, self.known = cfg, {}  # here: the last state, the next draft
+        self.config.spec, self.known = spec, {}  # here: the last state, the next draft
         self.device, self.dtype = runner.device, runner.dtype
         self.ops, _ = self._choose_ops()  # for the head's shape, which may be another
         embed, longest = runner.model.model.embed_tokens, config.max_model_len or 0
-        self.model = load_head(folder, cfg, embed, longest, self.ops)
+        self.model = load_head(folder, spec, embed, longest, self.ops)
         self._set_kv_cache(runner.kv_cache.shape[2])
         self.kv_cache.zero_()  # some hits read what is unwritten
-        self.taps = Taps(runner.model, cfg.taps, max(graphs, default=0))
+        self.taps = Taps(runner.model, spec.taps, max(graphs, default=0))
         if graphs:  # once more: now with the hooks
             runner._capture(sorted(graphs))
 

@@ -16,7 +16,7 @@ from ..sampler import Sampler, SamplingMetaData, draw, soften, uniforms
 __all__ = ['DRAFT', 'ACCEPT', 'RESIDUAL', 'numbers', 'draft_tokens', 'RejectionSampler', 'final_probs']
 
 # %% ../../nbs/51_acceptance.ipynb #9db09804
-DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # 0 is the stream of plain sampling
+DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # 0 is the stream of the sampler's own draws
 
 
 def numbers(stream: int, seeds: list[int], positions: np.ndarray) -> Tensor:
@@ -68,14 +68,12 @@ class RejectionSampler:
 
 # %% ../../nbs/51_acceptance.ipynb #76adfffa
 def final_probs(logits: Tensor, meta: SamplingMetaData) -> Tensor:
-    """What `Sampler` draws from by logits [R, V] and the wishes of these R rows:
+    """What `Sampler` draws from by logits [R, V] and the parameters of these R rows:
     float32 [R, V], each row of sum 1."""
-    sampler, heat, logits = Sampler(), meta.temperature, logits.float()
-    if meta.penalty is not None:
-        logits = sampler._penalise(logits, meta.penalty, meta.seen)
+    sampler, temperature, logits = Sampler(), meta.temperature, logits.float()
     greedy = one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    if heat is None:
+    if temperature is None:
         return greedy
-    probs = sampler.filtered(soften(logits, heat), meta)
+    probs = sampler.filtered(soften(logits, temperature), meta)
     probs /= probs.sum(-1, keepdim=True)  # min-p only cuts, and p is compared with q
-    return torch.where((heat == 0)[:, None], greedy, probs)
+    return torch.where((temperature == 0)[:, None], greedy, probs)

@@ -5,28 +5,27 @@
 # %% ../../nbs/50_verify.ipynb #c05a15ea
 from __future__ import annotations
 
-import json
+import time
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
 from ..assemble import make_runner
-from ..checkpoint import require
-from ..config import Config, Variant, check_options, check_rules
-from ..config import is_bool, is_count, is_whole, settle
-from ..engine_core import EngineCore
+from ..config import Config
+from ..engine_core import EngineCore, StepOutput
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
-from ..sequence import RequestOutput, Sequence, SequenceType
+from ..sequence import Sequence, SequenceType
+from .knobs import make_drafter
 
 # %% auto #0
-__all__ = ['Seqs', 'Drafts', 'Tokens', 'METHODS', 'LEAST', 'LARGEST_GRAPH', 'Rows', 'spread', 'accept', 'Drafter', 'Verifier',
-           'SpecStats', 'SpecScheduler', 'SpeculativeConfig', 'read_speculative', 'find', 'make_scheduler',
-           'count_rows', 'count_bytes', 'SpecCore', 'make_speculating', 'Speculation']
+__all__ = ['Seqs', 'Drafts', 'Tokens', 'Rows', 'spread', 'accept', 'Drafter', 'Verifier', 'SpecStats', 'SpecScheduler',
+           'SpecCore', 'make_speculating']
 
 # %% ../../nbs/50_verify.ipynb #55c9d3e7
 @dataclass(frozen=True)
@@ -86,6 +85,9 @@ class Drafter:
 
     has_cache = False
 
+    def __init__(self, config: Any = None, runner: Any = None) -> None:
+        self.known: dict[int, Any] = {}  # request -> what is kept of it
+
     @classmethod
     def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
         """Bytes that it needs of the target's device: in all, and with each block."""
@@ -101,22 +103,25 @@ class Drafter:
         return runner.forward(rows)
 
     def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
-        """A step has run, and its tokens are not yet appended. Of a sequence's rows the
-        first `num_scheduled_tokens` saw the right past."""
+        """A step has run; the tokens `new` are not yet appended. As many rows of a
+        decoded sequence saw the right past."""
 
     def num_read(self, seq: Sequence) -> int:
         """How many tokens of `seq` it has read: blocks behind these are not shared."""
         return seq.num_computed_tokens
 
-    def forget(self, request_id: int) -> None:
-        """The request has left."""
+    def keep(self, alive: set[int]) -> None:
+        """These requests are in the engine; all others have left it."""
+        for id in self.known.keys() - alive:
+            del self.known[id]
 
 # %% ../../nbs/50_verify.ipynb #39367f56
 class Verifier:
     """A runner whose decodes may bring drafts of `drafter`; `runner` does the work."""
 
     def __init__(self, runner: Any, drafter: Drafter | None = None) -> None:
-        self.runner, self.drafter = runner, drafter or Drafter()
+        self.runner = runner
+        self.drafter = drafter or Drafter()
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the runner's own."""
@@ -162,7 +167,7 @@ class SpecStats:
 
 # %% ../../nbs/50_verify.ipynb #b36ae087
 class SpecScheduler(TurnScheduler):
-    """`TurnScheduler` whose decodes bring up to `num_drafts` drafts per sequence.
+    """`TurnScheduler` whose decodes may bring up to `num_drafts` drafts per sequence.
 
     Drafts live within one step: whoever is preempted, aborted or rolled back between
     two steps has none.
@@ -172,21 +177,20 @@ class SpecScheduler(TurnScheduler):
         super().__init__(config)
         wanted = config.speculative_config
         self.num_drafts = getattr(wanted, "num_speculative_tokens", 0)
-        self.drafter, self.spec_stats = Drafter(), SpecStats()
-        self.drafts: dict[int, list[int]] = {}  # request -> those of this step
-        self.batch: Any = None  # what was scheduled last
+        self.spec_stats = SpecStats()
+        # of this step: request -> its drafts, if it has some or got blocks for some
+        self.drafts: dict[int, list[int]] = {}
+        # how many of its tokens may be shared: what also the drafter has read
+        self.num_read: Callable[[Sequence], int] = lambda seq: seq.num_computed_tokens
 
-    def attach(self, drafter: Drafter, runner: Any) -> None:
-        """The engine is made: this is what drafts, and what will run the steps."""
-        self.drafter = drafter
-
-    def _most_drafts(self, seqs: list[Sequence]) -> list[int]:
-        """How many drafts each of `seqs` may bring."""
-        left, most = self.config.max_num_batched_tokens - len(seqs), []
+    def most_drafts(self, seqs: list[Sequence]) -> list[int]:
+        """How many drafts each of `seqs` may bring, by budget and length."""
+        left = self.config.max_num_batched_tokens - len(seqs)
+        most = []
         for seq in seqs:
-            n = min(self.num_drafts, seq.limit - seq.num_tokens - 1, left)
-            most.append(max(0, n))
-            left -= most[-1]
+            n = max(0, min(self.num_drafts, seq.limit - seq.num_tokens - 1, left))
+            most.append(n)
+            left -= n
         return most
 
     def _reserve(self, seq: Sequence, num_drafts: int) -> int:
@@ -204,68 +208,72 @@ class SpecScheduler(TurnScheduler):
             self.block_manager.pool.release(seq.block_table.pop())
         return before - kept
 
-    def _schedule_decode(self, decodable: list[Sequence]) -> list[Sequence]:
-        seqs = super()._schedule_decode(decodable)
-        most = self._most_drafts(seqs)
-        if self.drafter.has_cache:
-            most = [self._reserve(seq, n) for seq, n in zip(seqs, most, strict=True)]
-        is_asked = any(most) or self.drafter.has_cache
-        drafts = self.drafter.propose(seqs, most) if is_asked else [[] for _ in seqs]
+    def reserve(self, seqs: list[Sequence], most: list[int]) -> list[int]:
+        """Blocks for up to `most[i]` drafts of `seqs[i]`; how many of each have room."""
+        self.drafts = {seq.id: [] for seq in seqs}
+        return [self._reserve(seq, n) for seq, n in zip(seqs, most, strict=True)]
+
+    def add_drafts(
+        self, batch: ScheduledBatch, seqs: list[Sequence],
+        drafts: list[list[int]],
+    ) -> ScheduledBatch:
+        """`batch`, a decode of `seqs`, with the drafts of each that have room."""
         for seq, draft in zip(seqs, drafts, strict=True):
-            n = self._reserve(seq, len(draft)) if draft else 0
-            if draft or self.drafter.has_cache:
-                self.drafts[seq.id] = draft[:n]
-                seq.num_scheduled_tokens = 1 + n
-        return seqs
+            if draft:
+                self.drafts[seq.id] = draft[: self._reserve(seq, len(draft))]
+                seq.num_scheduled_tokens = 1 + len(self.drafts[seq.id])
+        if not any(self.drafts.values()):
+            return batch
+        full = ScheduledBatch.pack(batch.type, seqs, self.block_manager)
+        runs = [(seq.last_token, *self.drafts.get(seq.id, ())) for seq in seqs]
+        ids = np.array([*chain(*runs)], np.int64)
+        return replace(full, scheduled_tokens=ids, is_sampled=np.ones(len(seqs), bool))
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """As without drafts; a decode's batch has 1 + n tokens of each sequence."""
+        """As without drafts: those of the last step are gone."""
         self.drafts = {}
-        if (scheduled := super().schedule()) is None:
-            return None
-        self.batch, seqs = scheduled
-        if any(self.drafts.values()):
-            runs = [(s.last_token, *self.drafts.get(s.id, ())) for s in seqs.values()]
-            ids, all_of_them = np.array([*chain(*runs)], np.int64), np.ones(len(seqs), bool)
-            self.batch = replace(self.batch, scheduled_tokens=ids, is_sampled=all_of_them)
-        return self.batch, seqs
+        return super().schedule()
 
     def _publish(self, seq: Sequence) -> None:
         """The blocks that its steps have filled may be found."""
-        num_read = min(self.drafter.num_read(seq), seq.num_tokens - 1)
-        self.block_manager.stage(seq, num_read)
+        self.block_manager.stage(seq, min(self.num_read(seq), seq.num_tokens - 1))
         if self.block_manager.index.pending:
             self.note("published", seq)
             self.block_manager.index.publish()
 
-    def _settle(self, seq: Sequence, num_kept: int) -> None:
-        """Count what became of its drafts, and give back what they do not need."""
-        drafted, good = len(self.drafts[seq.id]), seq.num_scheduled_tokens - 1
-        kept = min(good, num_kept)
-        drafted = kept if kept == num_kept else drafted  # it ended with a draft
-        self.spec_stats.record(drafted, kept, num_kept)
+    def _count(self, seq: Sequence, num_kept: int) -> tuple[int, int]:
+        """(drafts, accepted drafts) of what a step brought `seq`, `num_kept` tokens: counted.
+        Drafts behind its end were judged by nobody."""
+        drafted = len(self.drafts[seq.id])
+        accepted = min(seq.num_scheduled_tokens - 1, num_kept)
+        if accepted == num_kept:  # it ended with a draft
+            drafted = accepted
+        self.spec_stats.record(drafted, accepted, num_kept)
         seq.metrics["num_draft_tokens"] += drafted
-        seq.metrics["num_accepted_tokens"] += kept
+        seq.metrics["num_accepted_tokens"] += accepted
+        return drafted, accepted
+
+    def _verified(self, seq: Sequence, num_kept: int) -> None:
+        """Count what became of its drafts, and give back what they do not need."""
+        drafted, accepted = self._count(seq, num_kept)
         spare = 0
         if not seq.is_finished:
             self._publish(seq)
             spare = self._give_back(seq)
         if drafted or spare:
-            facts = {"accepted": kept, "rejected": drafted - kept, "returned": spare}
+            facts = {"accepted": accepted, "rejected": drafted - accepted, "returned": spare}
             self.note("verified", seq, **facts)
 
     def postprocess(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput,
-        stream_outputs: list[RequestOutput] | None = None,
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
     ) -> list[Sequence]:
         verified = [seq for seq in seqs if seq.id in self.drafts]
-        for seq in verified:
+        for seq in verified:  # the rows that saw the right past
             seq.num_scheduled_tokens = len(output.token_ids[seq.id])
-        self.drafter.observe(seqs, self.batch, output.token_ids)
-        finished = super().postprocess(seqs, output, stream_outputs)
+        finished = super().postprocess(seqs, output)
         for seq in verified:
-            self._settle(seq, len(output.token_ids[seq.id]))
-        if self.batch.type is SequenceType.DECODE:
+            self._verified(seq, len(output.token_ids[seq.id]))
+        if not self.last_was_prefill:
             self.spec_stats.record(0, 0, 1, times=len(seqs) - len(verified))
         return finished
 
@@ -273,143 +281,55 @@ class SpecScheduler(TurnScheduler):
         if seq.block_table:
             self._publish(seq)
         super()._finish(seq, now)
-        self.drafter.forget(seq.id)
 
-# %% ../../nbs/50_verify.ipynb #99cb1163
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """How drafts are made. Names: vLLM's `speculative_config`.
-
-    `method`: a name in `METHODS`. `model`: of those that are models, a folder or a
-    hub id; of a head, None for the one beside the checkpoint.
-    """
-
-    method: str = "ngram"
-    num_speculative_tokens: int = 4
-    model: str | None = None
-    draft_sampling: bool = False  # draft_model: drafts are drawn; see chapter 52
-    adaptive: bool = False  # fewer drafts where they do not pay: chapter 54
-    prompt_lookup_max: int = 4  # ngram: tokens that must match, at most
-    prompt_lookup_min: int = 2  # and at least
-
-    def __post_init__(self) -> None:
-        """ValueError for a value out of range, or a knob that the method does not have."""
-        check_rules(self, LEAST)
-        no_model = self.method == "draft_model" and self.model is None
-        require(not no_model, "method='draft_model' needs a checkpoint: set model")
-        for f in fields(self):
-            owners = [m for m, (_, own) in METHODS.items() if f.name in own] or METHODS
-            value, is_usual = getattr(self, f.name), getattr(self, f.name) == f.default
-            wrong = f"{f.name}={value!r} is for {' and '.join(owners)}, not for method="
-            what = f"{wrong}{self.method!r}: leave it out"
-            require(is_usual or self.method in owners, what)
-        least, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        wrong = f"prompt_lookup_min={least} is above prompt_lookup_max={longest}: lower it"
-        require(least <= longest, wrong)
-
-# %% ../../nbs/50_verify.ipynb #31e388f3
-METHODS = {  # what makes its drafter, of (config, runner); the knobs of its own
-    "ngram": ("drafters:NgramDrafter", ["prompt_lookup_max", "prompt_lookup_min"]),
-    "draft_model": ("drafters:DraftModel", ["model", "draft_sampling"]),
-    "eagle3": ("eagle:EagleDrafter", ["model"]),
-}
-LEAST: list[Any] = [
-    ("method", lambda v: v in [*METHODS], f"one of {', '.join(METHODS)}"),
-    ("model", lambda v: isinstance(v, str) and v != "", "a folder or a hub id"),
-    ("num_speculative_tokens", lambda v: is_whole(v) and v >= 0, "whole, from 0 (off)"),
-    ("prompt_lookup_max prompt_lookup_min", is_count, "a whole number from 1"),
-    ("draft_sampling adaptive", is_bool, "True or False"),
-]
-
-# %% ../../nbs/50_verify.ipynb #fe499c03
-def read_speculative(given: Any) -> SpeculativeConfig:
-    """The class from itself, a dictionary, or JSON; ValueError names what is wrong."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            wrong = f"speculative_config={given!r} is no JSON: {error}"
-            raise ValueError(wrong) from None
-    if isinstance(given, dict):
-        known = [f.name for f in fields(SpeculativeConfig)]
-        check_options("speculative_config", given, known)
-        given = SpeculativeConfig(**given)
-    wrong = f"speculative_config={given!r}: give a dict, JSON or SpeculativeConfig"
-    require(isinstance(given, SpeculativeConfig), wrong)
-    return given
-
-# %% ../../nbs/50_verify.ipynb #c8dfba3c
-def find(name: str) -> Any:
-    """What is called `module:Name` in this part; the module is imported now."""
-    return resolve_name(f"atom_mini.speculation.{name}")
-
-
-def make_scheduler(config: Config) -> SpecScheduler:
-    """The scheduler of `Speculation`."""
-    if config.speculative_config.adaptive:
-        return find("adaptive:AdaptiveScheduler")(config)
-    return SpecScheduler(config)
-
-# %% ../../nbs/50_verify.ipynb #e9ffb131
-LARGEST_GRAPH = 512  # rows; a recording beyond that saves little
-
-
-def count_rows(config: Config) -> int:
-    """Rows of the largest decode that is worth a graph."""
-    most, k = config.max_num_seqs, config.speculative_config.num_speculative_tokens
-    return max(most, min(most * (1 + k), LARGEST_GRAPH))
-
-# %% ../../nbs/50_verify.ipynb #e3e89133
-def count_bytes(config: Config, dtype: Any) -> tuple[int, int]:
-    """Of the drafter that `config` asks for, `Drafter.memory`."""
-    name, _ = METHODS[config.speculative_config.method]
-    return find(name).memory(config, dtype)
-
-# %% ../../nbs/50_verify.ipynb #3f50795a
+# %% ../../nbs/50_verify.ipynb #5ec0c0e2
 class SpecCore(EngineCore):
-    """An engine core whose drafter may hold memory of its own."""
+    """An engine core whose decodes bring the drafts of a drafter."""
 
-    scheduler: Any  # a `SpecScheduler`
+    runner: Verifier
+    scheduler: SpecScheduler
 
-    def close(self) -> None:
-        """Let go of the runner and of the drafter."""
-        super().close()
-        self.scheduler.drafter = Drafter()
+    @property
+    def drafter(self) -> Drafter:
+        return self.runner.drafter
+
+    def draft(self, batch: ScheduledBatch, seqs: list[Sequence]) -> ScheduledBatch:
+        """`batch`, which was scheduled for `seqs`, with drafts if it is a decode."""
+        if batch.type is SequenceType.PREFILL:
+            return batch
+        most = self.scheduler.most_drafts(seqs)
+        if self.drafter.has_cache:
+            most = self.scheduler.reserve(seqs, most)
+        elif not any(most):
+            return batch
+        return self.scheduler.add_drafts(batch, seqs, self.drafter.propose(seqs, most))
+
+    def step(self) -> StepOutput | None:
+        """As without drafts, and the drafter is asked before the runner runs, and told
+        after it."""
+        with self.transaction():
+            start = time.perf_counter()
+            scheduled = self.scheduler.schedule()
+            if scheduled is None:
+                assert self.is_finished(), "a step schedules something, or all is finished"
+                return None
+            self.scheduler.num_read = lambda seq: self.drafter.num_read(seq)
+            seqs = [*scheduled[1].values()]
+            batch = self.draft(scheduled[0], seqs)
+            output = self.runner.forward(batch)
+            self.drafter.observe(seqs, batch, output.token_ids)
+            finished = self.scheduler.postprocess(seqs, output)
+            seconds = time.perf_counter() - start
+            return StepOutput(batch, seqs, output, finished, seconds)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with super().transaction():
+            yield
+            self.drafter.keep(set(self.scheduler.seqs))
 
 # %% ../../nbs/50_verify.ipynb #fd755155
-def make_speculating(config: Config) -> EngineCore:
-    """The engine core of `Speculation`: any runner, with the drafter asked for."""
-    runner, (name, _) = make_runner(config), METHODS[config.speculative_config.method]
-    drafter = find(name)(config, runner)
-    core = SpecCore(config, Verifier(runner, drafter))
-    core.scheduler.attach(drafter, runner)
-    return core
-
-# %% ../../nbs/50_verify.ipynb #7cae9feb
-@dataclass
-class Speculation(Variant):
-    """Drafts that are verified: several tokens per step."""
-
-    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = None
-
-    make_scheduler = staticmethod(make_scheduler)
-    make_core = staticmethod(make_speculating)
-    max_rows = staticmethod(count_rows)
-    bytes_beside = staticmethod(count_bytes)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return getattr(config.speculative_config, "num_speculative_tokens", 0) > 0
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        if config.speculative_config is None:
-            return
-        wanted = read_speculative(config.speculative_config)
-        k, most = wanted.num_speculative_tokens, config.max_num_batched_tokens
-        vars(config).update(speculative_config=wanted if k else None)
-        wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
-        require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
-        if k:
-            plain = {"scheduler": "atom", "overlap": False}
-            settle(config, given, f"num_speculative_tokens={k}", plain)
+def make_speculating(config: Config) -> SpecCore:
+    """The engine core with any runner, and with the drafter that `config` asks for."""
+    runner = make_runner(config)
+    return SpecCore(config, Verifier(runner, make_drafter(config, runner)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..block_manager import NO_HASH, ROOT, Block, PrefixIndex, tokens_of
-from ..config import Config, Variant, check_rules, one_of, settle
+from ..config import Config, Variant, check_rules, one_of
 from ..sequence import Sequence
 
 # %% auto #0
@@ -190,11 +190,7 @@ class RadixKnobs(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        """Fills in `prefix_cache` and `enable_prefix_caching`, each from the other."""
+        """Fills in `prefix_cache` from `enable_prefix_caching`."""
         check_rules(config, [one_of("prefix_cache", None, "hash", "radix", "none")])
         used = config.prefix_cache or ("hash" if config.enable_prefix_caching else "none")
         vars(config)["prefix_cache"] = used
-        asked, is_on = f"prefix_cache={used!r}", used != "none"
-        settle(config, given, asked, {"enable_prefix_caching": is_on})
-        if cls.is_chosen(config):
-            settle(config, given, f"{asked} (its tree is not traced)", {"trace": False})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, one_of, settle
+from ..config import Config, Variant, check_rules, is_bool, one_of
 from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
@@ -187,7 +187,7 @@ class SpyreScheduler(BaseScheduler):
         for seq in decoding:
             self.block_manager.may_append(seq)
             seq.num_scheduled_tokens = 1
-            if seq.last_block_num_tokens == self.size:
+            if seq.num_tokens % self.size == 0:
                 self.block_manager.stage(seq, seq.num_tokens)
         left = align([s.num_tokens for s in decoding], self.size)
         tkvs = [s.num_tokens + pad for s, pad in zip(decoding, left, strict=True)]
@@ -273,6 +273,7 @@ class SpyreKnobs(Variant):
     interleave: bool = True  # a decode between two chunks
 
     make_scheduler = SpyreScheduler
+    make_runner = "systems.spyre_runner:RectangularRunner"
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -284,9 +285,6 @@ class SpyreKnobs(Variant):
         check_rules(config, [one_of("scheduler", "atom", "spyre")])
         if cls.is_chosen(config):
             check_rules(config, [("interleave", is_bool, "True or False")])
-            plain: dict[str, Any] = {"interleave_decode": False, "attention": "torch"}
-            plain |= {"enable_chunked_prefill": True, "scheduler_delay_factor": 0.0}
-            settle(config, given, "scheduler='spyre'", plain)
             _check_shape(config)
             return
         own = ("chunk_size", "max_batch_tkv_limit", "interleave")

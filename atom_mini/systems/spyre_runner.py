@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import AttentionMetaData
-from ..config import Config, Variant
 from ..model_runner import ModelRunner
 from ..models import TorchOps
 from ..sampler import Sampler
@@ -22,7 +21,7 @@ from ..sequence import SequenceType
 from .spyre import PaddedBatch
 
 # %% auto #0
-__all__ = ['Rectangle', 'RectangularOps', 'RectangularRunner', 'Rectangles']
+__all__ = ['Rectangle', 'RectangularOps', 'RectangularRunner']
 
 # %% ../../nbs/42_rectangles.ipynb #bc6a16f0
 @dataclass
@@ -122,14 +121,3 @@ class RectangularRunner(ModelRunner):
             block_tables=np.tile(table, (count, 1)),
             left_padding=0 * ones.astype(np.int64), num_redirected=0 * ones,
         )  # fmt: skip
-
-# %% ../../nbs/42_rectangles.ipynb #2eadc1b2
-@dataclass
-class Rectangles(Variant):
-    """What `scheduler="spyre"` runs on; it has no knobs of its own."""
-
-    make_runner = RectangularRunner
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.scheduler == "spyre"

@@ -25,7 +25,7 @@ from typing import Any
 from report import OtherLoad, machine, print_table, write_json
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.processes.far_core import EngineDead, FarCore
+from atom_mini.processes.core_client import EngineCoreClient, EngineDead
 from atom_mini.processes.messages import FromEngine, Output, Row, decode, encode
 from atom_mini.sequence import Sequence, SequenceType
 
@@ -34,8 +34,8 @@ LENGTH = 48  # tokens
 FRONT = """
 import time
 from atom_mini import Config
-from atom_mini.processes.far_core import FarCore
-core = FarCore(Config("tiny", engine_process=True, device="cpu", num_kvcache_blocks=8))
+from atom_mini.processes.core_client import EngineCoreClient
+core = EngineCoreClient(Config("tiny", engine_process=True, device="cpu", num_kvcache_blocks=8))
 print(core.engines[0].process.pid, flush=True)
 time.sleep(60)
 """
@@ -61,7 +61,7 @@ def step_ms(llm: LLM, count: int) -> float:
 
 def message_ms(count: int) -> float:
     """Median milliseconds for a step's results: there, and into their sequences."""
-    books, times = FarCore.__new__(FarCore), []  # without an engine
+    books, times = EngineCoreClient.__new__(EngineCoreClient), []  # without an engine
     seqs = [Sequence([1, 2, 3], 16) for _ in range(count)]
     for place in range(LENGTH):
         start = time.perf_counter()

@@ -27,7 +27,7 @@ from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.memory import InputBuffer
-from atom_mini.model_runner import ModelRunner, pack_output
+from atom_mini.model_runner import ModelRunner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import SequenceType
 
@@ -56,7 +56,7 @@ class HollowModel:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         self.runner.prepare_model(batch)
-        return pack_output(batch, self.logits, self.runner.postprocess(batch, self.logits).tolist())
+        return self.runner.pack_output(batch, self.logits, self.runner.sample(batch, self.logits).tolist())
 
 
 def generate_milliseconds(llm: LLM, runner: Any, num_seqs: int, length: int, params: SamplingParams) -> list[float]:

@@ -1,7 +1,7 @@
 """What tensor parallelism costs on this machine: `LLM("tiny")` and a wider random model, on one rank and on two.
 
-A step's time is the median over the decodes of a batch, or that of a prefill of 512 tokens, as `LLM.step` sees it. The
-share is rank 0's time in collectives: sending, and waiting for the other rank. `start` is from the call to the engine
+A step's time is the median over the decodes of a batch, or that of a prefill of 512 tokens, as `LLM.step` sees it.
+Two ranks are two processes beside this one. `start` is from the call to the engine
 that is ready. The two ranks share this machine's cores, and a rank waits in Gloo by sleeping: two ranks win only if a
 step computes far longer than two dozen wake-ups take.
 
@@ -26,46 +26,28 @@ from checkpoints import save_checkpoint
 from report import OtherLoad, machine, print_table, write_json
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.processes.group import Group
 
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "num_attention_heads": 16}
 WIDE |= {"num_key_value_heads": 8, "vocab_size": 8192, "max_position_embeddings": 2048, "initializer_range": 0.03}
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 400, "enable_prefix_caching": False, "max_num_seqs": 64}
 STEPS = [("decode of 1", 1, "DECODE"), ("decode of 16", 16, "DECODE"), ("prefill of 512 tokens", 2, "PREFILL")]
-spent: list[float] = []
 
 
-def count_time() -> None:
-    """Add up rank 0's seconds in collectives from now on."""
-    for name in ("all_reduce", "all_gather"):
-        call = getattr(Group, name)
-
-        def timed(*args: Any, call: Any = call) -> Any:
-            start = time.perf_counter()
-            found = call(*args)
-            spent.append(time.perf_counter() - start)
-            return found
-
-        setattr(Group, name, timed)
-
-
-def measure(llm: LLM, count: int, kind: str) -> tuple[float, float]:
-    """(median milliseconds of a step, share of them in collectives)."""
+def measure(llm: LLM, count: int, kind: str) -> float:
+    """Median milliseconds of a step."""
     prefill = kind == "PREFILL"
     wish = SamplingParams(max_tokens=1 if prefill else 24, ignore_eos=True, temperature=0)
-    times, shares = [], []
+    times = []
     for again in range(5 if prefill else 1):
         for i in range(count):
             llm.add_request([40 + i, *range(again + 1, 512 // count)] if prefill else [40, 206, 75], wish)
         while llm.engine_core.scheduler.seqs:
-            spent.clear()
             start = time.perf_counter()
             step = llm.step()
             took = time.perf_counter() - start
             if step is not None and step.batch.type.name == kind:
                 times.append(1e3 * took)
-                shares.append(sum(spent) / took)
-    return statistics.median(times), statistics.median(shares)
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -73,22 +55,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)  # of one rank, and of each of two
-    count_time()
     others, rows, starts = OtherLoad(), [], []
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint("qwen3", Path(folder), **WIDE)
         for name, model in (("tiny", "tiny"), ("1,024 wide", folder)):
-            found: dict[int, list[tuple[float, float]]] = {}
+            found: dict[int, list[float]] = {}
             for n in (1, 2):
                 begun = time.perf_counter()
                 with LLM(model, tensor_parallel_size=n, **OPTIONS) as llm:
                     starts.append([f"{name}, {n}", time.perf_counter() - begun])
                     found[n] = [measure(llm, count, kind) for _, count, kind in STEPS]
             for i, (what, *_) in enumerate(STEPS):
-                (one, _), (two, share) = found[1][i], found[2][i]
-                rows.append([f"{name}: {what}", one, two, share])
+                rows.append([f"{name}: {what}", found[1][i], found[2][i]])
     print("\nms per step")
-    print_table(["step", "1 rank", "2 ranks", "of it in collectives"], rows)
+    print_table(["step", "1 rank", "2 ranks"], rows)
     print("\nseconds to make an LLM (the first one imports torch, too)")
     print_table(["model, ranks", "seconds"], starts)
     if args.json:

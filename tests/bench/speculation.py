@@ -2,7 +2,7 @@
 
 The built-in model and four kinds of text of its own: questions answered from what was told (recall), stories, sums, and
 a list that is copied (copy). Batches of 1, 4, 16 and 64, greedy. The drafters: none, lookup, a lookup that never finds
-anything (what the machinery costs where nothing is drafted), adaptive lookup, the model without its last layer, its
+anything (what the machinery costs where nothing is drafted), the model without its last layer, its
 EAGLE head. All run in one process and take turns of some hundredths of a second, so what else the machine does meets
 all of them; on one thread, since two also measure how they wait for each other. Speeds are decode tokens per second
 against no drafter's, in all the rounds. Prefix caches are off.
@@ -22,6 +22,7 @@ import json
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -35,21 +36,24 @@ from report import OtherLoad, machine, print_table, write_json
 from safetensors.torch import load_file, save_file
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.appendix.tiny_model import prompt_and_answer, recall_test, sum_doc
 from atom_mini.graphs import first_decodes
 
 K = 4
 SLICE = 0.03  # seconds
 ROOM: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320)
+sys.path.append(str(Path(__file__).resolve().parents[2] / "nbs"))
+from script import load  # noqa: E402
+
+tiny = load("90_tiny_model")
 Prompts = list[Any]
 
 
 def tasks(count: int) -> dict[str, tuple[Prompts, int]]:
     """Name -> (prompts, tokens wanted at most)."""
     rng = random.Random(0)
-    facts = [prompt_and_answer(doc)[0] for doc in recall_test(60, count)]
-    sums = [prompt_and_answer(sum_doc(rng, chat=False, test=True))[0] for _ in range(count)]
+    facts = [tiny.prompt_and_answer(doc)[0] for doc in tiny.recall_test(60, count)]
+    sums = [tiny.prompt_and_answer(tiny.sum_doc(rng, chat=False, test=True))[0] for _ in range(count)]
     stories = [f"Once upon a time there was a {rng.choice(['girl', 'boy'])}. {i}" for i in range(count)]
     copies = [rng.sample(range(20, 900), 24) for _ in range(count)]
     return {
@@ -83,7 +87,7 @@ class Engine:
         self.llm = LLM("tiny", **ROOM, speculative_config=wanted)
         self.drafting = 0.0
         if wanted:
-            drafter = self.llm.engine_core.scheduler.drafter  # type: ignore[attr-defined]
+            drafter = self.llm.engine_core.drafter  # type: ignore[attr-defined]
             drafter.propose, drafter.observe = self._timed(drafter.propose), self._timed(drafter.observe)
         self.clear()
 
@@ -193,7 +197,6 @@ def main() -> None:
             "none": None,
             "lookup": {"method": "ngram"},
             "lookup, in vain": {"method": "ngram", "prompt_lookup_min": 99, "prompt_lookup_max": 99},
-            "adaptive lookup": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": True},
             "3 of 4 layers": {"method": "draft_model", "model": small},
             "EAGLE head": {"method": "eagle3"},
         }

@@ -1,0 +1,124 @@
+"""What `make test` leaves to `make test-all`: this file holds the rule, seconds.json what it is applied to.
+
+`--quick` gives every test function SHARE seconds: of one whose cases take longer, as many cases run as fit, chosen so
+that each value of each parameter turns up as soon as it can. A function of which one case alone takes longer than
+LONGEST is left out, unless it has the mark `smoke`. A function that seconds.json does not know takes no time.
+`--rest` runs the others. `--record` writes seconds.json: do that on a quiet machine.
+
+    python tests/quick.py    # the line with which `make test` ends
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+SHARE = 2.0  # seconds
+LONGEST = 4.0
+WORTH_RECORDING = 0.4
+SECONDS = Path(__file__).with_name("seconds.json")  # function -> [seconds of all its cases, how many they are]
+COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, functions, left
+
+
+def function_of(nodeid: str) -> str:
+    """`test_llm.py::test_stop` of `tests/test_llm.py::test_stop[a-b]`."""
+    return nodeid.split("[")[0].removeprefix("tests/")
+
+
+def values(item: pytest.Item) -> set[tuple[str, int]]:
+    """Which value each of its parameters has."""
+    return set(item.callspec.indices.items()) if hasattr(item, "callspec") else set()
+
+
+def diagonal(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of the cases: always the one that shows most values which no earlier one has shown."""
+    left, chosen, seen = list(cases), [], set()
+    while left and len(chosen) < count:
+        best = max(left, key=lambda item: (len(values(item) - seen), zlib.crc32(item.nodeid.encode())))
+        left.remove(best)
+        chosen.append(best)
+        seen |= values(best)
+    return chosen
+
+
+def pick(cases: list[pytest.Item], known: dict[str, list[float]]) -> list[pytest.Item]:
+    """Those of a function's cases that `make test` runs."""
+    seconds, number = known.get(function_of(cases[0].nodeid), [0.0, 1])
+    each, mark = seconds / number, cases[0].get_closest_marker("share")
+    share = mark.args[0] if mark else SHARE
+    if seconds <= share:
+        return cases
+    smoke = [case for case in cases if case.get_closest_marker("smoke")]
+    return diagonal(smoke or cases, int(share / each) or int(each <= LONGEST or bool(smoke)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("atom_mini")
+    group.addoption("--quick", action="store_true", help="what `make test` runs")
+    group.addoption("--rest", action="store_true", help="what `make test` does not run")
+    group.addoption("--record", action="store_true", help="write how long tests take to tests/seconds.json")
+
+
+@pytest.hookimpl(trylast=True)  # after -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not (config.option.quick or config.option.rest):
+        return
+    functions, known = defaultdict(list), json.loads(SECONDS.read_text())
+    for item in items:
+        functions[function_of(item.nodeid)].append(item)
+    picked = {name: pick(cases, known) for name, cases in functions.items()}
+    quick = {item for cases in picked.values() for item in cases}
+    left = [item for item in items if (item in quick) == config.option.rest]
+    if config.option.quick and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):
+        _add(COVERED, {config.option.markexpr: [len(quick), sum(map(bool, picked.values())), len(left), len(functions)]})
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if (item in quick) != config.option.rest]
+
+
+class Recorder:
+    """How long each test function takes, with what its fixtures take."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.cases: dict[str, set[str]] = defaultdict(set)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[function_of(report.nodeid)] += report.duration
+        self.cases[function_of(report.nodeid)].add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Those that were run replace what the file knew of them."""
+        found = {name: [round(self.seconds[name], 1), len(self.cases[name])] for name in self.seconds}
+        _add(SECONDS, found)
+        known = json.loads(SECONDS.read_text())
+        kept = (f'  "{name}": {value}' for name, value in sorted(known.items()) if value[0] >= WORTH_RECORDING)
+        SECONDS.write_text("{\n" + ",\n".join(kept) + "\n}\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+def _add(path: Path, found: dict[str, list]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | found))
+
+
+def covered(runs: Iterable[list[int]]) -> str:
+    """The last line of `make test`."""
+    tests, functions, left, of = map(sum, zip(*runs, strict=True))
+    return (
+        f"make test ran {tests:,} of {tests + left:,} tests, of {functions:,} of {of:,} test functions at least one;"
+        f" make test-all has the other {left:,}, and mypy."
+    )
+
+
+if __name__ == "__main__":
+    print(covered(json.loads(COVERED.read_text()).values()))

@@ -1,0 +1,67 @@
+"""What `make test` picks of all tests."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import quick
+
+KNOWN = {"test_x.py::test_grid": [12.0, 12], "test_x.py::test_giant": [9.0, 1], "test_x.py::test_long": [3.0, 1]}
+
+
+def cases(name: str, shape: tuple[int, ...] = (1,), **marks: Any) -> list[Any]:
+    """A test function with a parameter per number in `shape`, that many values each."""
+    found = []
+    for n in range(shape[0] * (shape[1] if len(shape) > 1 else 1)):
+        indices = {"a": n % shape[0], "b": n // shape[0]}
+        at = {k: SimpleNamespace(args=v) for k, v in marks.items()}
+        nodeid = f"tests/test_x.py::{name}[{n}]"
+        found.append(SimpleNamespace(nodeid=nodeid, callspec=SimpleNamespace(indices=indices), get_closest_marker=at.get))
+    return found
+
+
+def test_a_function_that_fits_runs_whole() -> None:
+    items = cases("test_unknown", (5,))
+    assert quick.pick(items, KNOWN) == items
+
+
+@pytest.mark.parametrize(("share", "number"), [(2.0, 2), (4.0, 4), (12.0, 12)])
+def test_of_a_grid_as_much_as_fits_and_every_value_first(share: float, number: int) -> None:
+    picked = quick.pick(cases("test_grid", (4, 3), share=[share]), KNOWN)
+    indices = [item.callspec.indices for item in picked]
+    assert len(picked) == number and len({i["a"] for i in indices}) == min(number, 4)
+    assert len({i["b"] for i in indices}) == min(number, 3)
+
+
+def test_one_long_case_runs_and_a_giant_only_if_it_is_asked_for() -> None:
+    assert len(quick.pick(cases("test_long"), KNOWN)) == 1
+    assert quick.pick(cases("test_giant"), KNOWN) == []
+    assert len(quick.pick(cases("test_giant", smoke=[]), KNOWN)) == 1
+
+
+def test_the_last_line() -> None:
+    assert quick.covered([[10, 4, 90, 5], [1, 1, 1000, 3]]) == (
+        "make test ran 11 of 1,101 tests, of 5 of 8 test functions at least one;"
+        " make test-all has the other 1,090, and mypy."
+    )
+
+
+def test_what_is_recorded_exists() -> None:
+    """A function that was renamed counts as quick: `make test-seconds` records it again."""
+    names = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
+        names |= {f"{path.name}::{f.name}" for f in functions}
+    assert set(json.loads(quick.SECONDS.read_text())) <= names
+
+
+def test_what_is_picked_fits_ten_minutes_on_machines_half_as_fast() -> None:
+    """Two cores: 440 s of the recorder's, the rest for starting, importing and what is too short to be recorded."""
+    known = json.loads(quick.SECONDS.read_text())
+    seconds = sum(s if s <= quick.SHARE else max(quick.SHARE, min(s / n, quick.LONGEST)) for s, n in known.values())
+    assert seconds < 440, f"{seconds:.0f} s"

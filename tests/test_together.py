@@ -1,0 +1,198 @@
+"""Options that meet: pairs and triples of all of them are refused by name, or give the plain engine's tokens; and a
+scheduler of the reader's own is never dropped in silence."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom_mini import LLM, Config, SamplingParams, parts
+from atom_mini.config import VARIANTS, Variant
+from atom_mini.scheduler import Scheduler
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+VALUES: dict[str, list[Any]] = {
+    "kv_cache_block_size": [1, 8, 64], "num_kvcache_blocks": [64], "max_num_seqs": [2], "max_num_batched_tokens": [64],
+    "max_model_len": [128], "gpu_memory_utilization": [0.5], "enable_prefix_caching": [False, True],
+    "enable_chunked_prefill": [False, True], "dtype": ["float32"], "attention": ["torch", "triton"],
+    "enforce_eager": [True], "interleave_decode": [True], "scheduler_delay_factor": [0.5], "overlap": [True],
+    "trace": [True], "prefix_cache": ["hash", "radix", "none"], "scheduler": ["spyre"], "chunk_size": [64],
+    "max_batch_tkv_limit": [4096], "interleave": [False], "speculative_config": [NGRAM], "device": ["cpu"],
+}  # fmt: skip
+PROCESSES: dict[str, list[Any]] = {
+    "engine_process": [True], "ready_timeout": [100.0], "ping_timeout": [100.0], "tensor_parallel_size": [2],
+    "enable_expert_parallel": [True], "collective_timeout": [100.0], "data_parallel_size": [2],
+    "routing": ["load", "prefix"], "lockstep": [True],
+}  # fmt: skip
+SPYRE = {"scheduler": "spyre", "kv_cache_block_size": 16, "chunk_size": 32, "max_model_len": 128, "max_num_seqs": 4}
+PROMPTS = ["12 + 7 =", "Once upon a time", [5, 6, 7] * 10, [5, 6, 7] * 10 + [8]]
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def draw(rng: random.Random, values: dict[str, list[Any]], count: int) -> dict[str, Any]:
+    """`count` options with a value each, and what Spyre's scheduler cannot do without."""
+    options = {name: rng.choice(values[name]) for name in rng.sample(sorted(values), count)}
+    return SPYRE | options if options.get("scheduler") == "spyre" else options
+
+
+def test_every_option_is_drawn() -> None:
+    kinds: list[Any] = [Config, *VARIANTS]
+    assert {f.name for kind in kinds for f in fields(kind) if f.init} - {"model"} == {*VALUES, *PROCESSES}
+
+
+def settled(options: dict[str, Any]) -> Any:
+    """The settings that come of `options`; a text that names one of them if they are refused."""
+    try:
+        known = vars(Config("tiny", **options))
+    except ValueError as error:
+        names = {*options} | ({"num_speculative_tokens"} if "speculative_config" in options else set())
+        assert any(name in str(error) for name in names), f"{options}: {error}"
+        return "refused"
+    return {n: v for n, v in known.items() if n not in ("spec", "engine_order", "rank_order")}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_goes_together_has_no_order(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All pairs, and triples that are drawn: the same settings however the table and the variants stand."""
+    rng = random.Random(seed)
+    everything = {n: [rng.choice(v)] for n, v in (VALUES | PROCESSES).items()}
+    asked = [{a: everything[a][0], b: everything[b][0]} for a, b in combinations(sorted(everything), 2)]
+    asked += [draw(rng, VALUES | PROCESSES, 3) for _ in range(300)]
+    usual = [settled(options) for options in asked]
+    assert 50 < usual.count("refused") < len(usual) - 50
+    monkeypatch.setattr(parts, "TOGETHER", rng.sample(parts.TOGETHER, len(parts.TOGETHER)))
+    monkeypatch.setattr("atom_mini.config.VARIANTS", rng.sample(VARIANTS, len(VARIANTS)))
+    for options, before in zip(asked, usual, strict=True):
+        shuffled = dict(rng.sample(list(options.items()), len(options)))
+        assert settled(shuffled) == before, options
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    with LLM("tiny", device="cpu", num_kvcache_blocks=200) as llm:
+        return [out.token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def compare(options: dict[str, Any], plain: list[list[int]]) -> bool:
+    """Whether an engine with `options` runs, and then with the plain engine's tokens."""
+    if settled(options) == "refused":
+        return False
+    small = {"device": "cpu", "num_kvcache_blocks": 200, "max_num_seqs": 4}
+    try:
+        llm = LLM("tiny", **(small | options))
+    except ValueError as error:  # what only the machine knows: no interpreter, no GPU
+        assert any(name in str(error) for name in options), f"{options}: {error}"
+        return False
+    with llm:
+        outs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [out.token_ids for out in outs] == plain, options
+        blocks = getattr(llm.engine_core.scheduler, "block_manager", None)
+        assert blocks is None or blocks.num_free_blocks == llm.config.num_kvcache_blocks
+    return True
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pairs_and_triples_are_refused_or_give_the_same_tokens(
+    seed: int, plain: list[list[int]]
+) -> None:
+    rng = random.Random(100 + seed)
+    ran = [compare(draw(rng, VALUES, 2 + i % 2), plain) for i in range(16)]
+    assert any(ran)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("seed", range(3))
+def test_options_meet_in_other_processes(seed: int, plain: list[list[int]]) -> None:
+    rng = random.Random(200 + seed)
+    for knob in ("engine_process", "tensor_parallel_size", "data_parallel_size"):
+        several = {knob: PROCESSES[knob][0]}
+        compare(several | draw(rng, VALUES, 2), plain)
+
+
+class NewestFirst(Scheduler):
+    """Chapter 12b's."""
+
+    def add(self, seq: Any) -> None:
+        super().add(seq)
+        self.waiting.rotate(1)
+
+
+@dataclass
+class Manners(Variant):
+    newest_first: bool = False
+
+    make_scheduler = NewestFirst
+
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        return config.newest_first
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"overlap": True}, {"interleave_decode": True}, {"scheduler_delay_factor": 0.5}, SPYRE,
+    {"speculative_config": NGRAM}, {"trace": True}, {"prefix_cache": "radix"}, {"enable_chunked_prefill": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda o: next(iter(o)))
+def test_a_scheduler_of_the_readers_own_is_never_dropped(
+    other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atom_mini.config.VARIANTS", [*VARIANTS, Manners])
+    try:
+        llm = LLM("tiny", device="cpu", num_kvcache_blocks=50, newest_first=True, **other)
+    except ValueError as error:
+        assert "newest_first" in str(error) and any(name in str(error) for name in other)
+        assert not {"trace", "prefix_cache", "enable_chunked_prefill"} & {*other}, error
+        return
+    with llm:
+        assert isinstance(llm.engine_core.scheduler, NewestFirst)
+        assert llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].text.startswith(" 19")
+
+
+@pytest.mark.alone
+def test_a_scheduler_of_the_readers_own_crosses_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process imports it by its name; from a place that cannot be imported it is refused."""
+    monkeypatch.setattr("atom_mini.config.VARIANTS", [*VARIANTS, Manners])
+    monkeypatch.setattr("atom_mini.processes.knobs.VARIANTS", [*VARIANTS, Manners])
+    monkeypatch.setattr(Manners, "__module__", "__main__")
+    with pytest.raises(ValueError, match="Manners"):
+        Config("tiny", engine_process=True, newest_first=True)
+
+
+def test_a_role_that_is_misspelt_is_an_error() -> None:
+    with pytest.raises(ValueError, match="did you mean 'make_scheduler'"):
+        type("Wrong", (Variant,), {"make_sheduler": NewestFirst})
+    with pytest.raises(AttributeError):
+        Config().pick("make_sheduler", NewestFirst)
+
+
+def test_a_variant_that_wraps_another_stands_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Politer(Manners):
+        politer: bool = False
+        make_scheduler = Scheduler
+
+        @classmethod
+        def is_chosen(cls, config: Config) -> bool:
+            return config.politer
+
+    for variants in ([*VARIANTS, Manners, Politer], [Politer, Manners, *VARIANTS]):
+        monkeypatch.setattr("atom_mini.config.VARIANTS", variants)
+        Politer.wraps = ()
+        with pytest.raises(ValueError, match="newest_first"):
+            Config(newest_first=True, politer=True)
+        Politer.wraps = ("Manners",)
+        assert Config(newest_first=True, politer=True).pick("make_scheduler", None) is Scheduler
+
+
+def test_readme_has_the_table() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    assert parts.as_markdown() in readme

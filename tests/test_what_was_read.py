@@ -1,0 +1,68 @@
+"""What was read is what runs: a default engine for Part I's models holds Part I's classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import edit_json, save_checkpoint
+from torch import nn
+
+from atom_mini import LLM
+from atom_mini.checkpoint import ModelSpec
+
+KINDS = ["qwen3", "qwen2", "llama"]
+OTHERS = {"atom_mini.refinements.cpu_decode"}  # the CPU's decode attention, chapter 21
+
+
+def classes_of(llm: Any) -> set[type]:
+    """Of everything that takes part in a step."""
+    core = llm.engine_core
+    runner = core.runner
+    spec = llm.config.spec
+    rooms = [llm, core, core.scheduler, core.scheduler.block_manager, runner, runner.ops, runner.sampler, spec]
+    return {type(x) for x in [*rooms, *runner.model.modules()]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_default_engine_holds_part_ones_classes(kind: str, tmp_path: Path) -> None:
+    save_checkpoint(kind, tmp_path, num_hidden_layers=2)
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=8) as llm:
+        found = classes_of(llm)
+        ours = {c for c in found if c.__module__.startswith("atom_mini")}
+        foreign = {c.__module__ for c in ours if c.__module__.count(".") > 1}
+        assert foreign <= OTHERS, foreign
+        assert {c.__module__.split(".")[0] for c in found} <= {"atom_mini", "torch"}
+        for c in ours:  # none was put together while it ran: each is what its module names so
+            module = __import__(c.__module__, fromlist=[c.__name__])
+            assert getattr(module, c.__name__) is c, c
+        attends = {m.attend.__func__.__module__ for m in llm.engine_core.runner.model.modules() if hasattr(m, "attend")}  # type: ignore[attr-defined]
+        assert attends <= OTHERS | {"atom_mini.models"}, attends
+        assert any(isinstance(m, nn.Module) for m in llm.engine_core.runner.model.modules())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_spec_names_no_builder(kind: str, tmp_path: Path) -> None:
+    save_checkpoint(kind, tmp_path, num_hidden_layers=2)
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=8) as llm:
+        spec = llm.config.spec
+        assert type(spec) is ModelSpec
+        assert (spec.attention, spec.mlp, spec.rotary, spec.adapters, spec.storage) == (None, None, None, (), None)
+
+
+def test_a_config_without_rope_parameters(tmp_path: Path) -> None:
+    """Transformers' own default for this kind of model is read, in whatever layout; none at all is refused."""
+    from types import SimpleNamespace
+
+    from atom_mini.checkpoint import read_rope
+    from atom_mini.config import Config
+
+    save_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=1234.0)
+    assert Config(str(tmp_path)).spec.rope["rope_theta"] == 1234.0
+    cfg = SimpleNamespace(max_position_embeddings=64)
+    with pytest.raises(ValueError, match="neither rope_parameters nor rope_theta"):
+        read_rope(cfg)
+    cfg.rope_theta, cfg.rope_scaling = 5e5, {"type": "linear", "factor": 2.0}
+    assert read_rope(cfg)["rope_type"] == "linear" and read_rope(cfg)["rope_theta"] == 5e5

@@ -1,0 +1,8 @@
+# %% 1
+def tokens_in_next_piece(n: int) -> int:
+    return n + 1
+# %% 2
+def first_answer(prompts: list[str], wishes: list[SamplingParams]) -> int:
+    stream = llm.stream(prompts, wishes)
+    last = [piece.index for piece in stream if piece.finished]  # until the end
+    return last[0]
