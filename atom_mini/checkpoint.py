@@ -156,7 +156,7 @@ COPIED = [*COUNTED, "rms_norm_eps", "tie_word_embeddings", "model_type", "eos_to
 
 
 def read_spec(cfg: Any, kind: type[ModelSpec] = ModelSpec, **more: Any) -> Any:
-    """The spec in a transformers config, nothing checked; `more`: fields that differ."""
+    """The spec in transformers' config, nothing checked; `more`: fields that differ."""
     found: dict[str, Any] = {name: getattr(cfg, name, None) for name in COPIED}
     heads = cfg.num_attention_heads
     found["head_dim"] = getattr(cfg, "head_dim", None) or cfg.hidden_size // heads

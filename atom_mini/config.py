@@ -60,7 +60,7 @@ def check_rules(owner: Any, rules: list[Rule]) -> None:
 
 # %% ../nbs/01b_config.ipynb #829ff1bf
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: what is an `Integral`, as NumPy's integers are, but no bool.
+    """`values` as ints: whatever is `Integral`, as NumPy's integers are, but no bool.
 
     Raises ValueError, with the type, for what is no whole number.
     """

@@ -264,7 +264,7 @@ Params = SamplingParams | Seq[SamplingParams] | None
 
 # %% ../nbs/09c_llm.ipynb #3fdc239d
 def plain(prompt: Any) -> Any:
-    """A prompt without its wrapping: what an array (NumPy's, torch's) or a dict holds."""
+    """A prompt without its wrapping: what an array (NumPy, torch) or a dict holds."""
     if isinstance(prompt, dict):
         known = [*prompt] in (["prompt"], ["prompt_token_ids"])
         names = "'prompt' or 'prompt_token_ids'"

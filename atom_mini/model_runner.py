@@ -49,7 +49,7 @@ class Extras:
     def adjust(
         self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
         upload: Upload,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The logits to sample from, by those of the model: [R, vocabulary]."""
         return logits
 
@@ -64,7 +64,7 @@ class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
     Fills in `config.num_kvcache_blocks`.
-    Source: ATOM's `model_runner.py` (prepare_model / run_model / postprocess: `sample`).
+    Source: ATOM's `model_runner.py` (prepare_model, run_model, postprocess).
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out

@@ -485,14 +485,14 @@ def test_info_says_both_prices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("knobs", [
     {"enable_prefix_caching": True}, {"prefix_cache": "radix"}, {"prefix_cache": "hash"}, {"attention": "triton"},
-    {"scheduler": "spyre"}, {"tensor_parallel_size": 2}, {"routing": "prefix"},
+    {"scheduler": "spyre"}, {"tensor_parallel_size": 2}, {"routing": "prefix", "data_parallel_size": 2},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
 ], ids=str)  # fmt: skip
 def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
     """Before a weight is read: there are none here."""
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    (name,) = knobs
+    name = next(iter(knobs))
     with pytest.raises(ValueError, match=rf"{name}=.* does not go with layers that keep a state: set it to .* \(.*\)"):
         LLM(str(tmp_path), device="cpu", **knobs)
 

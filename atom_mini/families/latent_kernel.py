@@ -45,7 +45,8 @@ class LatentOps(TritonOps):
         fits = {latent, rope} <= {16 << n for n in range(6)}  # tiles have such widths
         fits &= dtype != torch.float32 or arch[:4] != "gfx1"  # RDNA's registers
         what = f"no kernel for latents of {latent} and {rope} numbers ({dtype})"
-        require(fits and arch in LATENT_LAUNCHES, f"{what} on {arch}: set attention='torch'")
+        is_known = fits and arch in LATENT_LAUNCHES
+        require(is_known, f"{what} on {arch}: set attention='torch'")
         if dtype == torch.float32:
             arch = "float32 gfx9" if arch.startswith("gfx9") else "float32"
         self.rope = rope

@@ -209,11 +209,12 @@ MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def read_differences(cfg: Any, raw: dict[str, Any] | None) -> dict[str, Any]:
-    """Fields of a `FamilySpec`; `raw`: the file, where a config fills in what it lacks."""
+    """Fields of a `FamilySpec`; `raw`: the file, where a config fills what it lacks."""
     kind = cfg.model_type
     bias = getattr(cfg, "attention_bias", False)
     layers = range(cfg.num_hidden_layers)
     experts = read_experts(cfg)
+    turning = first_of(cfg, "no_rope_layers")
     return {
         "qkv_bias": bias or kind == "qwen2" or getattr(cfg, "qkv_bias", False),
         "out_bias": bias and kind not in ("qwen2", "glm4_moe"),
@@ -223,7 +224,7 @@ def read_differences(cfg: Any, raw: dict[str, Any] | None) -> dict[str, Any]:
         "experts": experts,
         "routing": read_routing(cfg) if experts else None,
         "sparse": tuple(is_sparse(cfg, layer) for layer in layers),
-        "turning": tuple(map(bool, first_of(cfg, "no_rope_layers") or [1] * len(layers))),
+        "turning": tuple(map(bool, turning or [1] * len(layers))),
         "windows": read_windows(cfg),
         "mtp_layers": first_of(cfg, *(n for n in MTP if raw is None or n in raw)),
     }

@@ -70,10 +70,11 @@ def make_mlp(ranks: Any, spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Modu
 def keep_own(ranks: Any, readers: Readers, spec: FamilySpec, model: Any) -> Readers:
     """The checkpoint's weights, without the others' experts."""
     assert spec.experts is not None
-    return own_experts(readers, ranks.rank, ranks.size, spec.experts.count // ranks.size)
+    per_rank = spec.experts.count // ranks.size
+    return own_experts(readers, ranks.rank, ranks.size, per_rank)
 
 
 def deal(spec: FamilySpec, ranks: Any) -> FamilySpec:
-    """The spec of one of `ranks` (rank, size, gather, sum_back), each with its experts."""
+    """The spec of one of `ranks` (rank, size, gather, sum_back) with its experts."""
     adapters = (*spec.adapters, partial(keep_own, ranks))
     return replace(spec, mlp=partial(make_mlp, ranks), adapters=adapters)

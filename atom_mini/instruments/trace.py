@@ -480,7 +480,7 @@ class Recorder:
         setattr(runner, name, launch if name == "launch" else forward)
 
     def _enter_core(self, core: Any) -> None:
-        """Hear of the beginnings, the ends and the failures of what is asked of the core."""
+        """Hear of the beginnings, ends and failures of what is asked of the core."""
         transaction, rollback = core.transaction, core.rollback
 
         @contextmanager
@@ -533,7 +533,7 @@ VERDICTS = {"accepted": "#2f6db3", "bonus": "#8fc7f0", "rejected": "#e3a9b8"}
 # %% ../../nbs/30_timeline.ipynb #1a2f22ea
 @dataclass
 class TraceKnobs(Variant):
-    """Counters, as `llm.metrics`; and whether every step is recorded, as `llm.trace`."""
+    """Counters, as `llm.metrics`; and whether steps are recorded, as `llm.trace`."""
 
     trace: bool = False
 

@@ -46,7 +46,7 @@ class Extras:
     def adjust(
         self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
         upload: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The logits to sample from, by those of the model: [R, V], float32 if somebody is
         penalised, else as they came. `newest` [R]: what stands for a token id of -1."""
         seen = self.find_seen(batch) if batch.histories else np.empty((2, 0))

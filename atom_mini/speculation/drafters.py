@@ -39,14 +39,16 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(self, config: Config, runner: Any = None) -> None:
-        super().__init__()  # known: run of tokens -> the place behind its first occurrence
+        super().__init__()
+        # known: run of tokens -> the place behind its first occurrence
         wanted = config.speculative_config
         self.sizes = range(wanted.prompt_lookup_min, wanted.prompt_lookup_max + 1)
 
     def _find(self, seq: Sequence) -> int:
         """The place behind the first occurrence of the longest run of last tokens that has
         one; the end if none has."""
-        after, tokens, end = self.known.setdefault(seq.id, {}), seq.token_ids, seq.num_tokens
+        after = self.known.setdefault(seq.id, {})
+        tokens, end = seq.token_ids, seq.num_tokens
         for place in range(after.get((), 0), end):
             for n in takewhile(place.__ge__, self.sizes):
                 after.setdefault(tuple(tokens[place - n : place]), place)

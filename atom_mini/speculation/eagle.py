@@ -148,7 +148,7 @@ def read_head_json(folder: Path) -> dict[str, Any]:
 def read_head_spec(
     folder: Path, target: ModelSpec, rope_types: dict[str, Any] | None = None
 ) -> HeadSpec:
-    """The spec of a head; ValueError unless it fits the model with the spec `target`."""
+    """The spec of a head; ValueError unless it fits the model of the spec `target`."""
     from transformers import AutoConfig
 
     raw, fits = read_head_json(folder), {"num_hidden_layers": 1}

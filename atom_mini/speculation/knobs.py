@@ -20,7 +20,7 @@ __all__ = ['METHODS', 'RULES', 'LARGEST_GRAPH', 'Method', 'find', 'SpeculativeCo
 
 # %% ../../nbs/50b_knobs.ipynb #50b00007
 class Method(NamedTuple):
-    """A way to draft. `drafter`: the class, or where it stands, made of (config, runner);
+    """A way to draft. `drafter`: the class or where it stands, of (config, runner);
     `knobs`: those of its own."""
 
     drafter: Any
@@ -28,7 +28,9 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "ngram": Method("drafters:NgramDrafter", ["prompt_lookup_max", "prompt_lookup_min"]),
+    "ngram": Method(
+        "drafters:NgramDrafter", ["prompt_lookup_max", "prompt_lookup_min"]
+    ),
     "draft_model": Method("drafters:DraftModel", ["model", "draft_sampling"]),
     "eagle3": Method("eagle:EagleDrafter", ["model"]),
 }

@@ -242,7 +242,7 @@ class SpecScheduler(TurnScheduler):
             self.block_manager.index.publish()
 
     def _count(self, seq: Sequence, num_kept: int) -> tuple[int, int]:
-        """(drafts, accepted drafts) of what a step brought `seq`, `num_kept` tokens: counted.
+        """(drafts, accepted drafts) of what a step brought `seq`, `num_kept` tokens.
         Drafts behind its end were judged by nobody."""
         drafted = len(self.drafts[seq.id])
         accepted = min(seq.num_scheduled_tokens - 1, num_kept)
@@ -261,7 +261,8 @@ class SpecScheduler(TurnScheduler):
             self._publish(seq)
             spare = self._give_back(seq)
         if drafted or spare:
-            facts = {"accepted": accepted, "rejected": drafted - accepted, "returned": spare}
+            rejected = drafted - accepted
+            facts = {"accepted": accepted, "rejected": rejected, "returned": spare}
             self.note("verified", seq, **facts)
 
     def postprocess(
@@ -293,7 +294,9 @@ class SpecCore(EngineCore):
     def drafter(self) -> Drafter:
         return self.runner.drafter
 
-    def draft(self, batch: ScheduledBatch, seqs: list[Sequence]) -> ScheduledBatch:
+    def draft(
+        self, batch: ScheduledBatch, seqs: list[Sequence]
+    ) -> ScheduledBatch:
         """`batch`, which was scheduled for `seqs`, with drafts if it is a decode."""
         if batch.type is SequenceType.PREFILL:
             return batch
