@@ -16,22 +16,22 @@ from .config import VARIANTS, Config, Variant
 
 # %% auto #0
 __all__ = ['PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL', 'attach',
-           'check_roles', 'Row', 'has', 'many', 'drafts', 'drafts_by_model', 'keeps_state', 'apply', 'settle',
-           'Together', 'as_markdown']
+           'Kernels', 'check_roles', 'Row', 'has', 'many', 'drafts', 'drafts_by_model', 'keeps_state', 'apply',
+           'settle', 'Together', 'as_markdown']
 
 # %% ../nbs/20_parts.ipynb #b6d8f73b
 def attach(parts: dict[str, str]) -> None:
-    """Let in the variants of `parts`, module -> its variant; a folder that is not there
+    """Let in the variants of `parts`, module -> their names; a folder that is not there
     is left out."""
-    for module, name in parts.items():
+    for module, names in parts.items():
         if find_spec(f"atom_mini.{module.partition('.')[0]}"):
-            variant = getattr(import_module(f"atom_mini.{module}"), name)
-            if variant not in VARIANTS:
-                VARIANTS.append(variant)
+            there = import_module(f"atom_mini.{module}")
+            found = [getattr(there, name) for name in names.split()]
+            VARIANTS.extend(variant for variant in found if variant not in VARIANTS)
 
 # %% ../nbs/20_parts.ipynb #b29ba0c8
 PARTS = {
-    "parts": "Together",
+    "parts": "Together Kernels",
     "refinements.turns": "TurnKnobs",
     "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
@@ -51,6 +51,17 @@ WITH_TORCH = {  # attached when an engine is made
     "families.latent": "Latents",
     "families.slots": "Slots",
 }
+
+# %% ../nbs/20_parts.ipynb #c1fbcec4
+@dataclass
+class Kernels(Variant):
+    """Kernels that take the place of torch where Triton runs."""
+
+    sample = "refinements.sampling_kernels:sample"
+
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        return find_spec("atom_mini.refinements") is not None
 
 # %% ../nbs/20_parts.ipynb #3862dd42
 def check_roles(config: Config) -> None:
