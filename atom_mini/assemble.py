@@ -36,8 +36,8 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     from atom_mini.triton_ops import TritonOps
 
     spec = config.spec
-    heads = spec.num_attention_heads, spec.num_key_value_heads
-    ops = TritonOps(device, *heads, spec.head_dim, dtype)
+    heads = spec.num_attention_heads
+    ops = TritonOps(device, heads, spec.num_key_value_heads, spec.head_dim, dtype)
     return ops, Sampler(config.pick("sample", sample))
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
@@ -89,6 +89,7 @@ class Machine(Variant):
 
     make_engine = staticmethod(make_engine_core)
     make_ops = staticmethod(choose_ops)
+    make_upload = "uploads:choose_upload"
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:

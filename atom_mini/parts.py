@@ -37,6 +37,7 @@ PARTS = {
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.extras": "ExtraWishes",
+    "refinements.prompts": "PromptKinds",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
