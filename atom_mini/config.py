@@ -247,4 +247,56 @@ class Offers:
         return self.rooms.get(role)
 
 
+<<<<<<< HEAD
 Config.offers = Offers()
+=======
+class Variant:
+    """Something that can take the place of a room of the engine, with its own knobs.
+
+    A subclass is a dataclass, never instantiated: its fields become options and
+    attributes of every `Config`. What it offers stands under the name of a role, and
+    all roles are declared here; ValueError for a name that is none.
+    """
+
+    wraps: tuple[str, ...] = ()  # variants whose work it does, too
+    make_engine: Role = None  # config -> the core that an LLM steps
+    make_core: Role = None  # config -> engine core, with its runner
+    make_runner: Role = None  # config -> runner
+    make_ops: Role = None  # config, device, dtype -> operations, sampler
+    make_torch_ops: Role = None  # -> operations
+    sample: Role = None  # logits, temperature, u -> tokens, with Triton's operations
+    make_scheduler: Role = None  # config -> scheduler
+    make_index: Role = None  # blocks, block size -> prefix index
+    make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
+    make_metrics: Role = None  # -> counters of steps
+    make_trace: Role = None  # core, tokenizer -> what will record it, or None
+    make_extras: Role = None  # -> what a request may ask for beside a token
+    max_rows: Role = None  # config -> rows of the largest decode
+    bytes_beside: Role = None  # config, dtype -> bytes in all, per token
+    make_front: Role = None  # config -> what stands before other processes
+    make_loop: Role = None  # core, sockets -> what runs in another process
+    families: Any = None  # architecture -> reader of its spec, or what it lacks
+    rope_types: Any = None  # type -> what changes the rotation's frequencies
+    settle: Role = None  # config, given: set what others need, refuse what contradicts
+
+    def __init_subclass__(cls) -> None:
+        own = inspect.get_annotations(cls)
+        offered = [n for n in vars(cls) if n not in own and not n.startswith("_")]
+        check_options(cls.__name__, dict.fromkeys(offered), [*vars(Variant)])
+
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        """Whether the knobs ask for it."""
+        return False
+
+    @classmethod
+    def check(cls, config: Config, given: set[str]) -> None:
+        """ValueError if its own knobs are wrong; `given`: what the user has set."""
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """ValueError if they do not go with others; called once all have checked."""
+
+
+VARIANTS: list[type[Variant]] = []  # all that can be chosen, in any order
+>>>>>>> next
