@@ -16,10 +16,9 @@ from .checkpoint import require
 from .config import Config, Offers, check_options
 
 # %% auto #0
-<<<<<<< HEAD
 __all__ = ['Role', 'VARIANTS', 'PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE',
-           'SEVERAL', 'Variant', 'Variants', 'attach', 'check_roles', 'Row', 'has', 'many', 'drafts', 'drafts_by_model',
-           'keeps_state', 'apply', 'settle', 'as_markdown']
+           'SEVERAL', 'Variant', 'Variants', 'attach', 'Kernels', 'check_roles', 'Need', 'has', 'many', 'drafts',
+           'drafts_by_model', 'keeps_state', 'apply', 'settle', 'as_markdown']
 
 # %% ../nbs/20_parts.ipynb #33e432b5
 Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
@@ -39,6 +38,7 @@ class Variant:
     make_runner: Role = None  # config -> runner
     make_ops: Role = None  # config, device, dtype -> operations, sampler
     make_torch_ops: Role = None  # -> operations
+    sample: Role = None  # logits, temperature, u -> tokens, with Triton's operations
     make_scheduler: Role = None  # config -> scheduler
     make_index: Role = None  # blocks, block size -> prefix index
     make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
@@ -106,11 +106,6 @@ class Variants(Offers):
         check_roles(config, self)
         for variant in VARIANTS:
             variant.together(config, given)
-=======
-__all__ = ['PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL', 'attach',
-           'Kernels', 'check_roles', 'Need', 'has', 'many', 'drafts', 'drafts_by_model', 'keeps_state', 'apply',
-           'settle', 'Together', 'as_markdown']
->>>>>>> next
 
 # %% ../nbs/20_parts.ipynb #b6d8f73b
 def attach(parts: dict[str, str]) -> None:
@@ -124,10 +119,7 @@ def attach(parts: dict[str, str]) -> None:
 
 # %% ../nbs/20_parts.ipynb #b29ba0c8
 PARTS = {
-<<<<<<< HEAD
-=======
-    "parts": "Together Kernels",
->>>>>>> next
+    "parts": "Kernels",
     "refinements.turns": "TurnKnobs",
     "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",

@@ -20,16 +20,10 @@ from statistics import fmean
 from typing import Any
 
 from ..checkpoint import require
-<<<<<<< HEAD
 from ..config import Config, SamplingParams
-from ..parts import VARIANTS
-from .trace import Metrics
-=======
-from ..config import VARIANTS, Config, SamplingParams
 from .trace import Metrics, Trace
->>>>>>> next
 from ..llm import LLM
-from ..parts import WITH_TORCH, attach, drafts, keeps_state
+from ..parts import VARIANTS, WITH_TORCH, attach, drafts, keeps_state
 from ..text import CompletionOutput
 
 # %% auto #0
