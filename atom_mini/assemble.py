@@ -27,7 +27,7 @@ __all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_e
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler) for this device; ValueError where they cannot run."""
     from atom_mini.model_runner import plain_ops
-    from atom_mini.sampler import Sampler
+    from atom_mini.sampler import Sampler, sample
 
     on_gpu = device.type == "cuda"
     if (config.attention or ("triton" if on_gpu else "torch")) == "torch":
@@ -38,7 +38,7 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     spec = config.spec
     heads = spec.num_attention_heads, spec.num_key_value_heads
     ops = TritonOps(device, *heads, spec.head_dim, dtype)
-    return ops, Sampler(ops.sample)
+    return ops, Sampler(config.pick("sample", sample))
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
 def check_triton(on_gpu: bool) -> None:

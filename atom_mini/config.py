@@ -265,6 +265,7 @@ class Variant:
     make_runner: Role = None  # config -> runner
     make_ops: Role = None  # config, device, dtype -> operations, sampler
     make_torch_ops: Role = None  # -> operations
+    sample: Role = None  # logits, temperature, u -> tokens, with Triton's operations
     make_scheduler: Role = None  # config -> scheduler
     make_index: Role = None  # blocks, block size -> prefix index
     make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer

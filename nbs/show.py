@@ -335,6 +335,41 @@ def plot_lanes(ax, steps: list[Played], names="abcde") -> None:
     legend(ax, shown)
 
 
+def plot_trace(trace, width=8.0):
+    """Requests, pool and time by step of a `Trace` (chapter 30); the figure."""
+    import matplotlib.pyplot as plt
+
+    seen = [(state.phases(), state.counts()) for state in trace.replay()]
+    ids, lanes = [*trace.requests], [phases for phases, _ in seen]
+    high = min(6.0, 0.6 + 0.17 * len(ids))
+    shape = {"figsize": (width, high + 2), "sharex": True}
+    fig, axes = plt.subplots(3, **shape, height_ratios=[high, 1, 1], layout="tight")
+    rows = [[to_rgba(now.get(id)) for now in lanes] for id in ids]
+    axes[0].imshow(rows, aspect="auto")
+    every = 1 + len(ids) // 40
+    axes[0].set_yticks(range(0, len(ids), every), ids[::every], fontsize=7)
+    for name in dict.fromkeys(name for now in lanes for name in now.values()):
+        axes[0].plot([], "s", color=COLOURS[name], label=name)
+    pool = {n: [counts[n] for _, counts in seen] for n in ("used", "cached", "free")}
+    times = {n: [getattr(s, n) for s in trace.steps] for n in ("host", "device")}
+    for ax, what in zip(axes[1:], (pool, times), strict=True):
+        style = {"labels": what, "colors": [COLOURS[n] for n in what]}
+        ax.stackplot(range(len(seen)), what.values(), step="mid", **style)
+    for ax, label in zip(axes, ("request", "blocks", "ms"), strict=True):
+        ax.set_ylabel(label)
+        place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+        ax.legend(frameon=False, fontsize=7, **place)
+    axes[2].set_xlabel("step")
+    return fig
+
+
+def to_rgba(name: str | None) -> tuple[float, ...]:
+    """The colour of that name as four numbers; nothing is drawn for None."""
+    from matplotlib.colors import to_rgba
+
+    return to_rgba(COLOURS[name] if name else "none")
+
+
 def plot_used(ax, steps: list[Played], num_blocks: int) -> None:
     """How many blocks were in use, by step."""
     used = [*(step.used for step in steps), 0]
