@@ -50,6 +50,7 @@ class Variant:
     make_front: Role = None  # config -> what stands before other processes
     make_loop: Role = None  # core, sockets -> what runs in another process
     families: Any = None  # architecture -> reader of its spec, or what it lacks
+    check_files: Role = None  # folder: refuse files that say the impossible
     rope_types: Any = None  # type -> what changes the rotation's frequencies
 
     def __init_subclass__(cls) -> None:
@@ -125,6 +126,7 @@ PARTS = {
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.extras": "ExtraWishes",
+    "refinements.file_checks": "FileChecks",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
