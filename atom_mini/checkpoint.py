@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 # %% auto #0
 __all__ = ['WANTED', 'COUNTED', 'FIELDS', 'COPIED', 'NAMES', 'FAMILIES', 'SAMPLING', 'require', 'read_json', 'resolve_model',
-           'is_number', 'is_whole', 'is_end', 'check_fields', 'ModelSpec', 'read_rope', 'read_spec', 'check_supported',
-           'read_dense', 'find_family', 'choose_scale', 'read_model', 'read_defaults']
+           'is_number', 'is_whole', 'is_end', 'check_fields', 'ModelSpec', 'find', 'read_rope', 'read_spec',
+           'check_supported', 'read_dense', 'find_family', 'choose_scale', 'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def require(condition: bool, message: str) -> None:
@@ -111,7 +112,7 @@ class ModelSpec:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: dict[str, Any]  # the rotation's parameters, see `read_rope`
-    rope_scale: Any = None  # what changes its frequencies (chapter 22)
+    rope_scale: Any = None  # what changes its frequencies
     tie_word_embeddings: bool = False  # the head is the embedding's table
     qkv_bias: bool = False
     out_bias: bool = False
@@ -134,6 +135,15 @@ class ModelSpec:
     def kv_layers(self) -> int:
         """How many layers keep that."""
         return self.num_hidden_layers
+
+# %% ../nbs/01a_checkpoint.ipynb #feaa373f
+def find(offer: Any, ours: Any = None) -> Any:
+    """What is offered: an object, or a "module:name" in this package; `ours` if it is
+    None."""
+    if not isinstance(offer, str):
+        return offer or ours
+    module, name = offer.split(":")
+    return getattr(import_module(f"atom_mini.{module}"), name)
 
 # %% ../nbs/01a_checkpoint.ipynb #2dbe4bde
 def read_rope(cfg: Any) -> dict[str, Any]:

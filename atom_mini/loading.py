@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .checkpoint import ModelSpec, read_json, require
-from .models import CausalLM, Linear, TorchOps, find
+from .checkpoint import ModelSpec, find, read_json, require
+from .models import CausalLM, TorchOps
 
 # %% auto #0
 __all__ = ['Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'load_weights', 'blank_model',
@@ -131,7 +131,8 @@ def load_model(
     dtype: torch.dtype, ops: TorchOps | None = None,
 ) -> CausalLM:  # fmt: skip
     """A `CausalLM` with the checkpoint's weights. `ops`: `TorchOps` unless given."""
-    model = blank_model(spec, max_position, device, dtype, ops or TorchOps())
+    ops = ops or TorchOps()
+    model = blank_model(spec, max_position, device, dtype, ops)
 
     def adapt(readers: Readers) -> Readers:
         for adapter in spec.adapters:
@@ -139,7 +140,5 @@ def load_model(
         return readers
 
     load_weights(model, folder, adapt)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    ops.prepare(model)
     return model

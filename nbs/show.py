@@ -235,6 +235,27 @@ def logits_by_token(engine, runner, seqs, forward=None) -> tuple[dict, list]:
         del runner.sample
 
 
+def logits_of(model, spec, ids, pieces=(), kind=None, **more):
+    """Logits [T, vocabulary] of one sequence `ids` [T], which `model` (of the spec `spec`) gets in pieces of so many
+    tokens, or whole. The cache is one block, NaN where nothing was written; `more` goes to the metadata, of `kind`."""
+    import torch
+
+    from atom_mini.attention import Attention, AttentionMetaData, set_forward_context
+
+    size, found = len(ids), []
+    both, heads, dim = spec.kv_shape
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.kv_cache = torch.full((both, 1, heads, size, dim), torch.nan)
+    for places in torch.arange(size).split(list(pieces) or [size]):
+        end = int(places[-1]) + 1
+        table, lens = torch.zeros(1, 1).int(), torch.tensor([end]).int()
+        meta = (kind or AttentionMetaData)(lens, table, places, [len(places)], [end], **more)
+        with set_forward_context(meta):
+            found.append(model.compute_logits(model(ids[places], places)))
+    return torch.cat(found)
+
+
 def seconds(action, repeat=7, warm_up=True) -> float:
     """The median of some runs. Print ratios of it: the seconds are this machine's."""
     times = []
