@@ -80,6 +80,7 @@ def make_engine_core(config: Config) -> EngineCore:
 
 # %% ../nbs/12b_assemble.ipynb #318e30fa
 Offers.rooms |= {"make_engine": make_engine_core, "make_ops": choose_ops}
+Offers.rooms["make_upload"] = "uploads:choose_upload"
 
 # %% ../nbs/12b_assemble.ipynb #01e74508
 def let_in(parts: str) -> None:
