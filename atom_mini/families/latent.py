@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
-from ..config import Config, Variant
+from ..config import Config
+from ..parts import Variant
 from .mixture import sort_rows
 from .records import LatentSpec
 from ..loading import Readers
@@ -116,7 +117,6 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
 class Latents(Variant):
     """Has no knobs: the checkpoint's config says whether it keeps latents."""
 
-    wraps = ("Machine",)
     make_ops = staticmethod(choose_latent_ops)
 
     @classmethod

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import require
-from ..config import Config, Variant
+from ..config import Config
+from ..parts import Variant
 from .records import StateSpec
 from .state import GatedDeltaNet, StateMetaData, state_bytes
 from .state import state_shapes

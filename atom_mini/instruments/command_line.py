@@ -20,10 +20,10 @@ from statistics import fmean
 from typing import Any
 
 from ..checkpoint import require
-from ..config import VARIANTS, Config, SamplingParams
+from ..config import Config, SamplingParams
 from .trace import Metrics, Trace
 from ..llm import LLM
-from ..parts import WITH_TORCH, attach, drafts, keeps_state
+from ..parts import VARIANTS, WITH_TORCH, attach, drafts, keeps_state
 from ..text import CompletionOutput
 
 # %% auto #0
@@ -180,7 +180,7 @@ def weight_bytes(model: Any) -> int:
 def read_bytes(model: Any) -> float:
     """Of a model's weights what one token reads."""
     read = float(weight_bytes(model))
-    if model.head is not None:
+    if model.head.weight is not model.model.embed_tokens.weight:
         read -= model.model.embed_tokens.weight.nbytes
     for mlp in [m for m in model.modules() if hasattr(m, "routing")]:
         idle = 1 - mlp.routing.top_k / mlp.gate_up.count

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint import ModelSpec, require
-from ..config import Config, Variant, check_rules, is_bool, is_count
+from ..config import Config, check_rules, is_bool, is_count
+from ..parts import Variant
 from .knobs import SECONDS
 
 # %% auto #0

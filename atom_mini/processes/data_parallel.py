@@ -11,7 +11,8 @@ from typing import Any
 
 from ..assemble import make_engine_core
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules
+from ..config import Config, check_rules
+from ..parts import Variant
 from ..config import is_bool, is_count, one_of
 
 # %% auto #0
@@ -83,7 +84,6 @@ class DataParallel(Variant):
     lockstep: bool = False
     data_parallel_place: Any = field(default=None, init=False)  # rank, folder, seconds
 
-    wraps = ("Machine",)
     make_front = staticmethod(make_replicas)
     make_engine = staticmethod(make_one)
     make_loop = staticmethod(make_loop)

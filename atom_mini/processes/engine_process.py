@@ -19,7 +19,8 @@ from typing import Any
 import zmq
 
 from ..checkpoint import require
-from ..config import VARIANTS, Config, SamplingParams
+from ..config import Config, SamplingParams
+from ..parts import VARIANTS
 from ..engine_core import EngineCore, StepOutput
 from ..llm import plain_engine
 from atom_mini.processes.messages import (

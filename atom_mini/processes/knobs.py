@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from ..checkpoint import require
-from ..config import VARIANTS, Config, Variant, check_rules
+from ..config import Config, check_rules
+from ..parts import VARIANTS, Variant
 from ..config import is_bool, is_number
 
 # %% auto #0
@@ -90,7 +91,7 @@ class ProcessKnobs(Variant):
     ready_timeout: float = 600.0  # seconds to load
     ping_timeout: float = 300.0  # seconds: the longest step must fit
 
-    wraps = ("Machine", "DataParallel")
+    wraps = ("DataParallel",)
     make_engine = staticmethod(make_client)
 
     @classmethod

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..assemble import Machine, make_runner
+from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..loading import checkpoint_files, open_file
@@ -128,7 +128,7 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
 def read_draft_config(config: Config) -> Config:
     """The draft model's own: what was set for the target, and another model."""
     model = config.speculative_config.model
-    knobs = {f.name: f.default for f in (*fields(Config), *fields(Machine)) if f.init}
+    knobs = {f.name: f.default for f in fields(Config) if f.init}
     same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
     try:
         own = Config(**same | {"model": model})

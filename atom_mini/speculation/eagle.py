@@ -203,9 +203,7 @@ def load_head(
     none = torch.zeros(spec.vocab_size, dtype=torch.int64)
     offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
     head.target_ids = map_drafts(offsets, spec).to(like.device)
-    for module in head.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    ops.prepare(head)
     head.embed_tokens = embed
     return head
 
