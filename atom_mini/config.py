@@ -273,7 +273,6 @@ class Variant:
     make_extras: Role = None  # -> what a request may ask for beside a token
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
-    make_front: Role = None  # config -> what stands before other processes
     make_loop: Role = None  # core, sockets -> what runs in another process
     families: Any = None  # architecture -> reader of its spec, or what it lacks
     rope_types: Any = None  # type -> what changes the rotation's frequencies

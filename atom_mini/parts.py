@@ -23,11 +23,11 @@ __all__ = ['PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER',
 def attach(parts: dict[str, str]) -> None:
     """Let in the variants of `parts`, module -> its variant; a folder that is not there
     is left out."""
-    for module, name in parts.items():
+    for module, names in parts.items():
         if find_spec(f"atom_mini.{module.partition('.')[0]}"):
-            variant = getattr(import_module(f"atom_mini.{module}"), name)
-            if variant not in VARIANTS:
-                VARIANTS.append(variant)
+            room = import_module(f"atom_mini.{module}")
+            mine = [getattr(room, name) for name in names.split()]
+            VARIANTS.extend(v for v in mine if v not in VARIANTS)
 
 # %% ../nbs/20_parts.ipynb #b29ba0c8
 PARTS = {
@@ -42,9 +42,7 @@ PARTS = {
     "systems.spyre": "SpyreKnobs",
     "speculation.knobs": "Speculation",
     "families.records": "FamilyNames",
-    "processes.data_parallel": "DataParallel",
-    "processes.knobs": "ProcessKnobs",
-    "processes.cuts": "TensorParallel",
+    "processes.knobs": "DataParallel ProcessKnobs TensorParallel",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
