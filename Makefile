@@ -9,7 +9,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-rest test-all test-seconds bench kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
+.PHONY: run test test-rest test-all test-seconds bench figures kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -69,6 +69,15 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
 	$(PY) tests/bench/ranks.py
+
+# README's figures: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit, and written
+# into the page.
+figures: $(VENV)/dev
+	mkdir -p build/figures
+	for name in cpu speculation families host_step full_size; do \
+		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
+	$(PY) tests/bench/figures.py build/figures
+	$(PY) nbs/book.py readme
 
 # EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what README says of each GPU.
 kernels: $(VENV)/dev

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import require
-from .config import VARIANTS, Config, Variant, check_rules, is_bool, one_of
+from .config import Config, Offers
 from .engine_core import EngineCore
 
 if TYPE_CHECKING:  # torch loads when an engine is made
@@ -21,13 +20,13 @@ if TYPE_CHECKING:  # torch loads when an engine is made
     from atom_mini.model_runner import ModelRunner
 
 # %% auto #0
-__all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_engine_core', 'Machine', 'let_in']
+__all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_engine_core', 'let_in']
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler) for this device; ValueError where they cannot run."""
     from atom_mini.model_runner import plain_ops
-    from atom_mini.sampler import Sampler
+    from atom_mini.sampler import Sampler, sample
 
     on_gpu = device.type == "cuda"
     if (config.attention or ("triton" if on_gpu else "torch")) == "torch":
@@ -38,7 +37,7 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     spec = config.spec
     heads = spec.num_attention_heads, spec.num_key_value_heads
     ops = TritonOps(device, *heads, spec.head_dim, dtype)
-    return ops, Sampler(ops.sample)
+    return ops, Sampler(config.pick("sample", sample))
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
 def check_triton(on_gpu: bool) -> None:
@@ -80,24 +79,7 @@ def make_engine_core(config: Config) -> EngineCore:
     return EngineCore(config, make_runner(config))
 
 # %% ../nbs/12b_assemble.ipynb #318e30fa
-@dataclass
-class Machine(Variant):
-    """What this machine computes with: always chosen. Others wrap it."""
-
-    attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
-    enforce_eager: bool = False  # no graphs on a GPU
-
-    make_engine = staticmethod(make_engine_core)
-    make_ops = staticmethod(choose_ops)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return True
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        eager = ("enforce_eager", is_bool, "True or False")
-        check_rules(config, [one_of("attention", None, "triton", "torch"), eager])
+Offers.rooms |= {"make_engine": make_engine_core, "make_ops": choose_ops}
 
 # %% ../nbs/12b_assemble.ipynb #01e74508
 def let_in(parts: str) -> None:
@@ -107,5 +89,4 @@ def let_in(parts: str) -> None:
         later.attach(getattr(later, parts))
 
 # %% ../nbs/12b_assemble.ipynb #2a68c460
-VARIANTS[:] = [Machine]
 let_in("PARTS")

@@ -6,21 +6,20 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar
 
-from .checkpoint import FAMILIES, is_number, is_whole, read_defaults
-from .checkpoint import read_model, require, resolve_model
+from atom_mini.checkpoint import (
+    FAMILIES, find, read_defaults, read_model, require, resolve_model,
+)  # fmt: skip
 
 # %% auto #0
-__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'Role', 'VARIANTS', 'check_options',
+__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'check_options', 'is_number', 'is_whole',
            'is_count', 'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config',
-           'Variant']
+           'Offers']
 
 # %% ../nbs/01b_config.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
@@ -30,6 +29,16 @@ def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
         near = longer or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise ValueError(f"{kind} has no option {name!r}: {hint}")
+
+# %% ../nbs/01b_config.ipynb #f1e1d5a0
+def is_number(value: Any, kinds: Any = (int, float)) -> bool:
+    """Whether it is a number that float32 holds: no bool, not infinite, not `nan`."""
+    is_kind = isinstance(value, kinds) and type(value) is not bool
+    return is_kind and -3e38 < value < 3e38
+
+
+def is_whole(value: Any) -> bool:
+    return is_number(value, int)
 
 # %% ../nbs/01b_config.ipynb #60ef3ba7
 Rule = tuple[str, Callable[[Any], bool], str]  # names, what holds, in words
@@ -160,35 +169,23 @@ class Config:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
+    enforce_eager: bool = False  # no graphs on a GPU
 
     folder: Path | None = field(default=None, init=False, repr=False)
     spec: Any = field(default=None, init=False, repr=False)  # a `ModelSpec`
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
     sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
-
-    def taker(self, role: str) -> type[Variant] | None:
-        """The chosen variant that takes `role`. ValueError if there are two, and neither
-        wraps the other."""
-        takers = [v for v in VARIANTS if getattr(v, role) and v.is_chosen(self)]
-        wrapped = {name for v in takers for name in v.wraps}
-        first = [v for v in takers if v.__name__ not in wrapped]
-        knobs = [f for v in first for f in fields(cast(Any, v)) if f.init]
-        turned = [f.name for f in knobs if getattr(self, f.name) != f.default]
-        wrong = f"{' and '.join(turned)} each bring a {role} of their own"
-        require(len(first) < 2, f"{wrong}: leave out all but one")
-        return first[0] if first else None
+    offers: ClassVar[Offers]  # what stands in the place of a room
 
     def pick(self, role: str, default: Any) -> Any:
-        """What the chosen variant offers for `role`, or `default`; errors: see `taker`."""
-        variant = self.taker(role)
-        offer = getattr(variant, role) if variant else default
-        if isinstance(offer, str):
-            module, name = offer.split(":")
-            return getattr(import_module(f"atom_mini.{module}"), name)
-        return offer
+        """What is offered for `role`, or `default`."""
+        return find(self.offers.pick(self, role), default)
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
+        if check := self.pick("check_files", None):
+            check(self.folder)
         self.dtype = None if self.dtype == "auto" else self.dtype
         families = self.pick("families", FAMILIES)
         self.spec = read_model(self.folder, families, self.pick("rope_types", {}))
@@ -212,8 +209,7 @@ class Config:
     def __init__(
         self, model: str | Path | None = None, **options: Any
     ) -> None:
-        kinds: list[Any] = [Config, *VARIANTS]
-        known = [f for kind in kinds for f in fields(kind) if f.init]
+        known = [f for f in fields(Config) if f.init] + self.offers.knobs()
         check_options("Config", options, [f.name for f in known])
         model = str(model) if isinstance(model, Path) else model
         defaults = {f.name: f.default for f in known}
@@ -222,12 +218,7 @@ class Config:
         if model is not None:
             self._read_checkpoint(model)
         given = {n for n in options if not (options[n] is defaults[n] is None)}
-        for variant in VARIANTS:
-            variant.check(self, given)
-        if settle := self.pick("settle", None):
-            settle(self, given)
-        for variant in VARIANTS:
-            variant.together(self, given)
+        self.offers.check(self, given)
         self._check_chunks()
 
     def __getattr__(self, name: str) -> Any:
@@ -244,57 +235,28 @@ RULES: list[Rule] = [
     ("num_kvcache_blocks max_model_len", is_count, COUNT),
     ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
     ("enable_prefix_caching enable_chunked_prefill", is_bool, "True or False"),
+    ("enforce_eager", is_bool, "True or False"),
+    one_of("attention", None, "triton", "torch"),
     one_of("dtype", None, "auto", "float32", "float16", "bfloat16"),
 ]
 
-# %% ../nbs/01b_config.ipynb #6f3c1858
-Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
+# %% ../nbs/01b_config.ipynb #2e01ef64
+class Offers:
+    """What may stand in the place of a room, by the name of its role: no knob
+    chooses it here."""
+
+    rooms: ClassVar[dict[str, Any]] = {}  # role -> object, or "module:name"
+
+    def knobs(self) -> list[Field[Any]]:
+        """Options beside those of `Config`."""
+        return []
+
+    def check(self, config: Config, given: set[str]) -> None:
+        """ValueError for what is wrong in them; `given`: what the user has set."""
+
+    def pick(self, config: Config, role: str) -> Any:
+        """What is offered for `role`, or None."""
+        return self.rooms.get(role)
 
 
-class Variant:
-    """Something that can take the place of a room of the engine, with its own knobs.
-
-    A subclass is a dataclass, never instantiated: its fields become options and
-    attributes of every `Config`. What it offers stands under the name of a role, and
-    all roles are declared here; ValueError for a name that is none.
-    """
-
-    wraps: tuple[str, ...] = ()  # variants whose work it does, too
-    make_engine: Role = None  # config -> the core that an LLM steps
-    make_core: Role = None  # config -> engine core, with its runner
-    make_runner: Role = None  # config -> runner
-    make_ops: Role = None  # config, device, dtype -> operations, sampler
-    make_torch_ops: Role = None  # -> operations
-    make_scheduler: Role = None  # config -> scheduler
-    make_index: Role = None  # blocks, block size -> prefix index
-    make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
-    make_metrics: Role = None  # -> counters of steps
-    make_trace: Role = None  # core, tokenizer -> what will record it, or None
-    make_extras: Role = None  # -> what a request may ask for beside a token
-    max_rows: Role = None  # config -> rows of the largest decode
-    bytes_beside: Role = None  # config, dtype -> bytes in all, per token
-    make_loop: Role = None  # core, sockets -> what runs in another process
-    families: Any = None  # architecture -> reader of its spec, or what it lacks
-    rope_types: Any = None  # type -> what changes the rotation's frequencies
-    settle: Role = None  # config, given: set what others need, refuse what contradicts
-
-    def __init_subclass__(cls) -> None:
-        own = inspect.get_annotations(cls)
-        offered = [n for n in vars(cls) if n not in own and not n.startswith("_")]
-        check_options(cls.__name__, dict.fromkeys(offered), [*vars(Variant)])
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        """Whether the knobs ask for it."""
-        return False
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        """ValueError if its own knobs are wrong; `given`: what the user has set."""
-
-    @classmethod
-    def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError if they do not go with others; called once all have checked."""
-
-
-VARIANTS: list[type[Variant]] = []  # all that can be chosen, in any order
+Config.offers = Offers()

@@ -140,7 +140,8 @@ class GraphRunner(ModelRunner):
         plan = replace(self._largest_plan(len(ids)), data=data)
         meta = AttentionMetaData(nothing, nothing, slots, [], [], plan)
         hidden = self.compute_hidden(ids, positions, meta)
-        return hidden, self.sampler.plain(self.model.compute_logits(hidden), temperature, u)
+        logits = self.model.compute_logits(hidden)
+        return hidden, self.sampler.unfiltered(logits, temperature, u)
 
     def _capture_one(self, size: int, pool: Any) -> Any:
         """A recording of `size` sequences; AssertionError if its replay differs."""

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .checkpoint import ModelSpec, read_json, require
-from .models import CausalLM, Linear, TorchOps, find
+from .checkpoint import ModelSpec, find, read_json, require
+from .models import CausalLM, TorchOps
 
 # %% auto #0
 __all__ = ['Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'load_weights', 'blank_model',
@@ -48,12 +48,8 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, for one `model.safetensors` or shards with an index."""
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        places = read_json(index).get("weight_map")
-        what = f"{index} has no weight_map: it does not say which shard holds what"
-        require(isinstance(places, dict), what)
-        odd = [(k, v) for k, v in (places or {}).items() if not isinstance(v, str)][:1]
-        require(not odd, f"{index}: (weight, file) {odd} must be texts")
-        files = {name: folder / shard for name, shard in (places or {}).items()}
+        places = read_json(index)["weight_map"]
+        files = {name: folder / shard for name, shard in places.items()}
         gone = sorted({file.name for file in files.values() if not file.is_file()})
         what = f"{folder} lacks {len(gone)} shard(s) that its index names"
         require(not gone, f"{what}: {', '.join(gone)}")
@@ -131,7 +127,8 @@ def load_model(
     dtype: torch.dtype, ops: TorchOps | None = None,
 ) -> CausalLM:  # fmt: skip
     """A `CausalLM` with the checkpoint's weights. `ops`: `TorchOps` unless given."""
-    model = blank_model(spec, max_position, device, dtype, ops or TorchOps())
+    ops = ops or TorchOps()
+    model = blank_model(spec, max_position, device, dtype, ops)
 
     def adapt(readers: Readers) -> Readers:
         for adapter in spec.adapters:
@@ -139,7 +136,5 @@ def load_model(
         return readers
 
     load_weights(model, folder, adapt)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    ops.prepare(model)
     return model

@@ -5,7 +5,7 @@
 # %% ../nbs/06a_models.ipynb #5de9a152
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from atom_mini.attention import (
     Attention, AttentionMetaData, get_forward_context, paged_attention, store_kv_cache,
 )  # fmt: skip
-from .checkpoint import ModelSpec
+from .checkpoint import ModelSpec, find
 
 # %% auto #0
-__all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'uses_onednn', 'round_rows', 'linear', 'unfilled', 'Linear',
-           'TorchOps', 'RMSNorm', 'SelfAttention', 'MLP', 'find', 'DecoderLayer', 'Decoder', 'CausalLM']
+__all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'RMSNorm', 'SelfAttention', 'MLP',
+           'DecoderLayer', 'Decoder', 'CausalLM']
 
 # %% ../nbs/06a_models.ipynb #26db5f50
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
@@ -50,28 +50,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the heads x [T, heads, D] by the angles of their positions."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
-# %% ../nbs/06a_models.ipynb #4199af71
-def uses_onednn(x: Tensor) -> bool:
-    """Whether products with `x` go through oneDNN: float32 on a CPU."""
-    is_plain = x.device.type == "cpu" and x.dtype == torch.float32
-    return is_plain and torch.backends.mkldnn.is_available()
-
-# %% ../nbs/06a_models.ipynb #a7788e93
-def round_rows(n: int) -> int:
-    """The next of a few sizes, eight to each doubling: at most an eighth more."""
-    step = 1 << max(0, n.bit_length() - 4)
-    return -(-n // step) * step
-
-# %% ../nbs/06a_models.ipynb #a7788e94
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] @ weight [out, in].T + bias -> [T, out]."""
-    if not uses_onednn(x):
-        return F.linear(x, weight, bias)
-    spare = round_rows(len(x)) - len(x)
-    x = F.pad(x, (0, 0, 0, spare)) if spare else x
-    out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out[: len(out) - spare]
-
 # %% ../nbs/06a_models.ipynb #b6a8683c
 def unfilled(*shape: int) -> nn.Parameter:
     """A weight that holds whatever was in memory."""
@@ -87,16 +65,11 @@ class Linear(nn.Module):
         rows = sum(parts.values())
         self.weight = unfilled(rows, size)
         self.bias = unfilled(rows) if bias else None
+        self.multiply: Callable[..., Tensor] = F.linear  # x, weight, bias -> product
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, size] -> [T, sum of parts]."""
-        return linear(x, self.weight, self.bias)
-
-    def pack(self) -> None:
-        """Once loaded: reorder the weight for oneDNN's kernels (no second copy stays)."""
-        if uses_onednn(self.weight):
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, 32)
-            self.weight = nn.Parameter(packed, requires_grad=False)
+        return self.multiply(x, self.weight, self.bias)
 
 # %% ../nbs/06a_models.ipynb #8ba2639e
 class TorchOps:
@@ -107,6 +80,9 @@ class TorchOps:
     def plan(self, query_lens: ndarray, context_lens: ndarray, tables: ndarray) -> Any:
         """`AttentionMetaData.plan` of a step [B], [B], [B, W]: `attend` needs none."""
         return None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Of a model with its weights: nothing to do."""
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
@@ -207,15 +183,6 @@ class MLP(nn.Module):
         """x [T, hidden] -> [T, hidden]."""
         return self.down(self.ops.silu_and_mul(self.gate_up(x)))
 
-# %% ../nbs/06a_models.ipynb #cd433908
-def find(builder: Any, ours: Any = None) -> Any:
-    """A builder of the spec: a function, or a "module:name" in this package; `ours`
-    if there is none."""
-    if not isinstance(builder, str):
-        return builder or ours
-    module, name = builder.split(":")
-    return getattr(import_module(f"atom_mini.{module}"), name)
-
 # %% ../nbs/06a_models.ipynb #e49a3646
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the last addition still to do."""
@@ -267,9 +234,9 @@ class CausalLM(nn.Module):
     def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
         self.model = Decoder(spec, max_position, ops)
-        self.head = None
-        if not spec.tie_word_embeddings:
-            self.head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
+        self.head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
+        if spec.tie_word_embeddings:
+            self.head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions [T] -> hidden [T, hidden]."""
@@ -277,5 +244,4 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocabulary]."""
-        head = self.head or self.model.embed_tokens
-        return linear(hidden, head.weight)
+        return self.head(hidden)

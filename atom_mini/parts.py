@@ -5,38 +5,127 @@
 # %% ../nbs/20_parts.ipynb #255a3108
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .checkpoint import require
-from .config import VARIANTS, Config, Variant
+from .config import Config, Offers, check_options
 
 # %% auto #0
-__all__ = ['PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL', 'attach',
-           'check_roles', 'Row', 'has', 'many', 'drafts', 'drafts_by_model', 'keeps_state', 'apply', 'settle',
-           'Together', 'as_markdown']
+__all__ = ['Role', 'VARIANTS', 'PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE',
+           'SEVERAL', 'Variant', 'Variants', 'attach', 'Kernels', 'check_roles', 'Need', 'has', 'many', 'drafts',
+           'drafts_by_model', 'keeps_state', 'apply', 'settle', 'as_markdown']
+
+# %% ../nbs/20_parts.ipynb #33e432b5
+Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
+
+
+class Variant:
+    """Something that can take the place of a room of the engine, with its own knobs.
+
+    A subclass is a dataclass, never instantiated: its fields become options and
+    attributes of every `Config`. What it offers stands under the name of a role, and
+    all roles are declared here; ValueError for a name that is none.
+    """
+
+    wraps: tuple[str, ...] = ()  # variants whose work it does, too
+    make_engine: Role = None  # config -> the core that an LLM steps
+    make_core: Role = None  # config -> engine core, with its runner
+    make_runner: Role = None  # config -> runner
+    make_ops: Role = None  # config, device, dtype -> operations, sampler
+    make_torch_ops: Role = None  # -> operations
+    sample: Role = None  # logits, temperature, u -> tokens, with Triton's operations
+    make_scheduler: Role = None  # config -> scheduler
+    make_index: Role = None  # blocks, block size -> prefix index
+    make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
+    make_metrics: Role = None  # -> counters of steps
+    make_trace: Role = None  # core, tokenizer -> what will record it, or None
+    make_extras: Role = None  # -> what a request may ask for beside a token
+    max_rows: Role = None  # config -> rows of the largest decode
+    bytes_beside: Role = None  # config, dtype -> bytes in all, per token
+    make_loop: Role = None  # core, sockets -> what runs in another process
+    families: Any = None  # architecture -> reader of its spec, or what it lacks
+    check_files: Role = None  # folder: refuse files that say the impossible
+    rope_types: Any = None  # type -> what changes the rotation's frequencies
+
+    def __init_subclass__(cls) -> None:
+        own = inspect.get_annotations(cls)
+        offered = [n for n in vars(cls) if n not in own and not n.startswith("_")]
+        check_options(cls.__name__, dict.fromkeys(offered), [*vars(Variant)])
+
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        """Whether the knobs ask for it."""
+        return False
+
+    @classmethod
+    def check(cls, config: Config, given: set[str]) -> None:
+        """ValueError if its own knobs are wrong; `given`: what the user has set."""
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """ValueError if they do not go with others; called once all have checked."""
+
+
+VARIANTS: list[type[Variant]] = []  # all that can be chosen, in any order
+
+# %% ../nbs/20_parts.ipynb #3b2cdb76
+class Variants(Offers):
+    """The offers of the variants that are chosen."""
+
+    def knobs(self) -> list[Field[Any]]:
+        """The fields of all variants."""
+        kinds: list[Any] = [*VARIANTS]
+        return [f for kind in kinds for f in fields(kind) if f.init]
+
+    def taker(self, config: Config, role: str) -> type[Variant] | None:
+        """The chosen variant that takes `role`. ValueError if there are two, and neither
+        wraps the other."""
+        takers = [v for v in VARIANTS if getattr(v, role) and v.is_chosen(config)]
+        wrapped = {name for v in takers for name in v.wraps}
+        first = [v for v in takers if v.__name__ not in wrapped]
+        knobs = [f for v in first for f in fields(cast(Any, v)) if f.init]
+        turned = [f.name for f in knobs if getattr(config, f.name) != f.default]
+        wrong = f"{' and '.join(turned)} each bring a {role} of their own"
+        require(len(first) < 2, f"{wrong}: leave out all but one")
+        return first[0] if first else None
+
+    def pick(self, config: Config, role: str) -> Any:
+        """What the chosen variant offers for `role`, or else what Part I does."""
+        variant = self.taker(config, role)
+        return getattr(variant, role) if variant else super().pick(config, role)
+
+    def check(self, config: Config, given: set[str]) -> None:
+        for variant in VARIANTS:
+            variant.check(config, given)
+        settle(config, given)
+        check_roles(config, self)
+        for variant in VARIANTS:
+            variant.together(config, given)
 
 # %% ../nbs/20_parts.ipynb #b6d8f73b
 def attach(parts: dict[str, str]) -> None:
-    """Let in the variants of `parts`, module -> its variant; a folder that is not there
+    """Let in the variants of `parts`, module -> their names; a folder that is not there
     is left out."""
     for module, names in parts.items():
         if find_spec(f"atom_mini.{module.partition('.')[0]}"):
-            room = import_module(f"atom_mini.{module}")
-            mine = [getattr(room, name) for name in names.split()]
-            VARIANTS.extend(v for v in mine if v not in VARIANTS)
+            there = import_module(f"atom_mini.{module}")
+            found = [getattr(there, name) for name in names.split()]
+            VARIANTS.extend(variant for variant in found if variant not in VARIANTS)
 
 # %% ../nbs/20_parts.ipynb #b29ba0c8
 PARTS = {
-    "parts": "Together",
+    "parts": "Kernels",
     "refinements.turns": "TurnKnobs",
     "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.extras": "ExtraWishes",
+    "refinements.file_checks": "FileChecks",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
@@ -50,16 +139,27 @@ WITH_TORCH = {  # attached when an engine is made
     "families.slots": "Slots",
 }
 
+# %% ../nbs/20_parts.ipynb #c1fbcec4
+@dataclass
+class Kernels(Variant):
+    """Kernels that take the place of torch where Triton runs."""
+
+    sample = "refinements.sampling_kernels:sample"
+
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        return find_spec("atom_mini.refinements") is not None
+
 # %% ../nbs/20_parts.ipynb #3862dd42
-def check_roles(config: Config) -> None:
+def check_roles(config: Config, offers: Variants) -> None:
     """ValueError if a role is taken twice."""
     for role in vars(Variant):
         if role.startswith(("make_", "max_", "bytes_")):
-            config.taker(role)
+            offers.taker(config, role)
 
 # %% ../nbs/20_parts.ipynb #639d042b
-class Row(NamedTuple):
-    """What one wish needs of other options."""
+class Need(NamedTuple):
+    """What one option needs of others."""
 
     asked: str  # in words
     holds: Callable[[Config], bool]
@@ -96,19 +196,19 @@ def keeps_state(config: Config) -> bool:
 NO_BLOCKS = "cached blocks hold keys and values, no state"
 OWN_STEPS = "it plans its steps by rules of its own"
 KNOWN = "a step is planned before the last one has ended"
-TOGETHER: list[Row] = [
-    Row("overlap=True", has("overlap", True),
+TOGETHER: list[Need] = [
+    Need("overlap=True", has("overlap", True),
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
-    Row("speculative_config", drafts,
+    Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
-    Row("prefix_cache='hash'", has("prefix_cache", "hash"),
+    Need("prefix_cache='hash'", has("prefix_cache", "hash"),
         {"enable_prefix_caching": (True,)}, "it is one"),
-    Row("prefix_cache='radix'", has("prefix_cache", "radix"),
+    Need("prefix_cache='radix'", has("prefix_cache", "radix"),
         {"enable_prefix_caching": (True,), "trace": (False,)},
         "its tree is not traced"),
-    Row("prefix_cache='none'", has("prefix_cache", "none"),
+    Need("prefix_cache='none'", has("prefix_cache", "none"),
         {"enable_prefix_caching": (False,)}, "it is none"),
-    Row("scheduler='spyre'", has("scheduler", "spyre"),
+    Need("scheduler='spyre'", has("scheduler", "spyre"),
         {"interleave_decode": (False,), "attention": ("torch",),
          "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
         OWN_STEPS),
@@ -117,16 +217,16 @@ TOGETHER: list[Row] = [
 # %% ../nbs/20_parts.ipynb #7d650bb4
 STATE = "layers that keep a state"
 TOGETHER += [
-    Row(STATE, keeps_state,
+    Need(STATE, keeps_state,
         {"enable_prefix_caching": (False,), "prefix_cache": ("none",),
          "routing": ("load",)}, NO_BLOCKS),
-    Row(STATE, keeps_state, {"speculative_config": (None,)},
+    Need(STATE, keeps_state, {"speculative_config": (None,)},
         "a state cannot forget the drafts that are rejected"),
-    Row(STATE, keeps_state, {"scheduler": ("atom",)},
+    Need(STATE, keeps_state, {"scheduler": ("atom",)},
         "a padded step would write its padding into the state"),
-    Row(STATE, keeps_state, {"tensor_parallel_size": (1,)},
+    Need(STATE, keeps_state, {"tensor_parallel_size": (1,)},
         "a rank would need its own part of each state"),
-    Row(STATE, keeps_state, {"attention": ("torch",)},
+    Need(STATE, keeps_state, {"attention": ("torch",)},
         "there is no kernel for states, none tuned for 256 a head"),
 ]  # fmt: skip
 
@@ -134,31 +234,31 @@ TOGETHER += [
 ONE_DEVICE = "each rank or engine gets a device of its own"
 SEVERAL = many("data_parallel_size")
 TOGETHER += [
-    Row("engine_process=True", has("engine_process", True), {"trace": (False,)},
+    Need("engine_process=True", has("engine_process", True), {"trace": (False,)},
         "no records come back"),
-    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"overlap": (False,), "scheduler": ("atom",)}, "ranks run a step at a time"),
-    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"engine_process": (True,)}, "a rank that dies takes its process along"),
-    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"device": (None, "cpu", "cuda")}, ONE_DEVICE),
-    Row("a draft model or EAGLE", drafts_by_model,
+    Need("a draft model or EAGLE", drafts_by_model,
         {"tensor_parallel_size": (1,)}, "drafts are made on one device"),
-    Row("data_parallel_size above 1", SEVERAL,
+    Need("data_parallel_size above 1", SEVERAL,
         {"tensor_parallel_size": (1,), "engine_process": (True,)}, ONE_DEVICE),
-    Row("routing='prefix'", has("routing", "prefix"),
+    Need("routing='prefix'", has("routing", "prefix"),
         {"enable_prefix_caching": (True,), "prefix_cache": ("hash",)},
         "it asks which engine has a prompt's blocks"),
-    Row("enable_expert_parallel=True over engines",
+    Need("enable_expert_parallel=True over engines",
         lambda c: all(f(c) for f in (SEVERAL, has("enable_expert_parallel", True))),
         {"lockstep": (True,)}, "an engine that pauses would keep the others waiting"),
-    Row("lockstep=True", has("lockstep", True),
+    Need("lockstep=True", has("lockstep", True),
         {"overlap": (False,), "speculative_config": (None,), "scheduler": ("atom",)},
         "all engines take the same step"),
 ]  # fmt: skip
 
 # %% ../nbs/20_parts.ipynb #674ef0b1
-def apply(row: Row, config: Config, fixed: set[str]) -> bool:
+def apply(row: Need, config: Config, fixed: set[str]) -> bool:
     """Set what `row` needs and nobody has said; whether anything was set. ValueError
     for an option in `fixed` that has another value."""
     known, before = vars(config), len(fixed)
@@ -182,19 +282,7 @@ def settle(config: Config, given: set[str]) -> None:
         pass
 
 # %% ../nbs/20_parts.ipynb #c9bf63e1
-@dataclass
-class Together(Variant):
-    """What goes together: `TOGETHER`, and one taker for each role."""
-
-    settle = staticmethod(settle)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return True
-
-    @classmethod
-    def together(cls, config: Config, given: set[str]) -> None:
-        check_roles(config)
+Config.offers = Variants()
 
 # %% ../nbs/20_parts.ipynb #bcf69ef0
 def as_markdown() -> str:

@@ -54,7 +54,7 @@ def soften(logits: Tensor, temperature: Tensor) -> Tensor:
 # %% ../nbs/07_sampler.ipynb #b50cee04
 def without_broken(tokens: Tensor, logits: Tensor) -> Tensor:
     """`tokens` [B], but NO_TOKEN where a row of `logits` [B, V] has NaN or +inf."""
-    return tokens.where(logits.amax(-1).isfinite(), NO_TOKEN)
+    return tokens.masked_fill(~logits.amax(-1).isfinite(), NO_TOKEN)
 
 # %% ../nbs/07_sampler.ipynb #f4d1c1bc
 def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
@@ -132,11 +132,11 @@ Upload = Callable[[list[np.ndarray]], list[Tensor]]
 class Sampler:
     """Logits [B, V] and the requests' parameters -> one token each, int64 [B].
 
-    All on the logits' device. `plain`: what `sample` does, for batches without filters.
+    All on the logits' device. `unfiltered` does what `sample` does.
     """
 
-    def __init__(self, plain: Callable[..., Tensor] = sample) -> None:
-        self.plain = plain
+    def __init__(self, unfiltered: Callable[..., Tensor] = sample) -> None:
+        self.unfiltered = unfiltered
 
     def filtered(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
         """The probabilities that are drawn from, [B, V], by softened `logits` [B, V],
@@ -155,7 +155,7 @@ class Sampler:
         temperature = meta.temperature
         is_filtered = meta.min_p is not None or meta.sorted_rows is not None
         if temperature is not None and not is_filtered:
-            return self.plain(logits, temperature, meta.u)
+            return self.unfiltered(logits, temperature, meta.u)
         logits = logits.float()
         tokens = logits.argmax(-1)
         if temperature is not None:

@@ -15,8 +15,7 @@ from .models import TorchOps
 from .triton_attention import PagedAttention
 
 # %% auto #0
-__all__ = ['SAMPLE_CHUNK', 'TritonOps', 'add_rms_norm_kernel', 'rotate_and_store_kernel', 'silu_and_mul_kernel', 'survey_kernel',
-           'pick_kernel']
+__all__ = ['TritonOps', 'add_rms_norm_kernel', 'rotate_and_store_kernel', 'silu_and_mul_kernel']
 
 # %% ../nbs/11_small_kernels.ipynb #3104b772
 class TritonOps(PagedAttention, TorchOps):
@@ -65,19 +64,6 @@ class TritonOps(PagedAttention, TorchOps):
         out = gate_up.new_empty(tokens, size)
         grid = (tokens, triton.cdiv(size, 1024))
         silu_and_mul_kernel[grid](gate_up, out, size, 1024, num_warps=2)
-        return out
-
-    def sample(self, logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
-        """`sampler.sample`: logits [B, V], temperature and u [B] float32 -> tokens [B]."""
-        (rows, vocab) = logits.shape
-        chunks = triton.cdiv(logits.shape[1], SAMPLE_CHUNK)
-        top, mass = logits.new_empty((2, rows, chunks), dtype=torch.float32)
-        best = logits.new_empty((rows, chunks), dtype=torch.int32)
-        out = logits.new_empty(rows, dtype=torch.int64)
-        sizes = (vocab, SAMPLE_CHUNK, chunks)
-        pow2 = triton.next_power_of_2(chunks)
-        survey_kernel[(rows, chunks)](logits, temperature, top, best, mass, *sizes)
-        pick_kernel[(rows,)](logits, temperature, u, top, best, mass, out, *sizes, pow2)
         return out
 
 # %% ../nbs/11_small_kernels.ipynb #c7389e9c
@@ -164,70 +150,3 @@ def silu_and_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.cons
     up = _read(gate_up_ptr + row * 2 * SIZE + SIZE + columns, columns < SIZE)
     out = (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + columns, out, mask=columns < SIZE)
-
-# %% ../nbs/11_small_kernels.ipynb #564d5d2a
-SAMPLE_CHUNK = 2048  # logits per program
-
-@triton.jit
-def _logits(ptr, tokens, VOCAB):
-    x = tl.load(ptr + tokens, mask=tokens < VOCAB, other=float("-inf"))
-    return x.to(tl.float32)
-
-# %% ../nbs/11_small_kernels.ipynb #34d84c95
-@triton.jit
-def survey_kernel(
-    logits_ptr, temperature_ptr, top_ptr, best_ptr, mass_ptr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-):
-    """Of one piece of one row: the largest logit, its token, and the sum of
-    exp((logit - largest) / temperature)."""
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _logits(logits_ptr + row * VOCAB, tokens, VOCAB)
-    top = tl.max(x, 0)
-    t = tl.load(temperature_ptr + row)
-    at = row * CHUNKS + chunk
-    base = tl.where(top == float("-inf"), 0.0, top)  # only -inf: weighs 0, not NaN
-    tl.store(top_ptr + at, top)
-    tl.store(best_ptr + at, tl.argmax(x, 0) + chunk * CHUNK)
-    mass = tl.sum(tl.exp((x - base) / tl.where(t > 0, t, 1.0)), 0)
-    tl.store(mass_ptr + at, mass)
-
-# %% ../nbs/11_small_kernels.ipynb #a92cb976
-@triton.jit
-def _first_beyond(mass, index, target):
-    """The first index with mass at which the cumulated mass exceeds `target`."""
-    last = tl.max(tl.where(mass > 0, index, 0), 0)
-    return tl.min(tl.where((tl.cumsum(mass, 0) > target) & (mass > 0), index, last), 0)
-
-# %% ../nbs/11_small_kernels.ipynb #73707410
-@triton.jit
-def pick_kernel(
-    logits_ptr, temperature_ptr, u_ptr, top_ptr, best_ptr, mass_ptr, out_ptr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, POW2: tl.constexpr,
-):
-    """One row's token: first the piece in which the cumulated mass passes u, then the
-    token in it. NaN and +inf make the mass NaN: such a row has no token, -1."""
-    row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, POW2)
-    t = tl.load(temperature_ptr + row)
-    there = chunks < CHUNKS
-    tops = tl.load(top_ptr + row * CHUNKS + chunks, mask=there, other=float("-inf"))
-    top = tl.max(tops, 0)
-    mass = _read(mass_ptr + row * CHUNKS + chunks, there)
-    total = tl.sum(mass, 0)
-    if not ((total > 0) & (top < float("inf"))):
-        tl.store(out_ptr + row, tl.full([], -1, tl.int64))
-    elif t == 0:
-        best = tl.load(best_ptr + row * CHUNKS + tl.argmax(tops, 0))
-        tl.store(out_ptr + row, best.to(tl.int64))
-    else:
-        mass *= tl.exp((tops - top) / t)
-        target = tl.load(u_ptr + row) * tl.sum(mass, 0)
-        chunk = _first_beyond(mass, chunks, target)
-        target -= tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)
-        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = _logits(logits_ptr + row * VOCAB, tokens, VOCAB)
-        token = _first_beyond(tl.exp((x - top) / t), tokens, target)
-        tl.store(out_ptr + row, token.to(tl.int64))

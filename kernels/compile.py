@@ -41,6 +41,7 @@ from atom_mini.attention import AttentionMetaData
 from atom_mini.families import grouped, window_kernel
 from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.instruments import launches as table
+from atom_mini.refinements import sampling_kernels
 from atom_mini.triton_attention import AttentionPlan
 from atom_mini.triton_ops import TritonOps
 
@@ -238,7 +239,7 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
     angles = empty((tokens, shape.dim), number)
     cache = empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
     ops.rotate_and_store(qkv, norm, 1e-6, angles, angles, cache, empty([tokens], torch.int64))
-    ops.sample(empty((tokens, shape.vocab), number, misaligned), empty([tokens]), empty([tokens]))
+    sampling_kernels.sample(empty((tokens, shape.vocab), number, misaligned), empty([tokens]), empty([tokens]))
 
 
 def run_experts(shape: Mixture, tokens: int, dtype: str = "bf16") -> None:

@@ -37,6 +37,7 @@ import pytest  # noqa: E402
 import test_kernels as kernels  # noqa: E402
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES  # noqa: E402
 from atom_mini.instruments import launches as table  # noqa: E402
+from atom_mini.refinements import sampling_kernels  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}  # twice what was seen
@@ -69,7 +70,7 @@ def rotate(dtype: str, norm: bool, tokens: int = 2, dim: int = 64) -> Error:
 
 def sample(dtype: str) -> Error:
     logits, heat, u = 3 * randn([2, 5000], dtype, 3), torch.tensor([0.0, 0.8]), torch.tensor([0.3, 0.7])
-    ours = kernels.make_ops(1, 1, 64, TYPES[dtype]).sample(logits, heat, u)
+    ours = sampling_kernels.sample(logits, heat, u)
     return 0.0 if torch.equal(ours, kernels.twin_sample(logits, heat, u)) else math.inf
 
 

@@ -21,6 +21,7 @@ from atom_mini.families.grouped import Stack, grouped_experts
 from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.instruments import launches
 from atom_mini.models import TorchOps
+from atom_mini.refinements.sampling_kernels import sample
 from atom_mini.triton_attention import PagedAttention
 from atom_mini.triton_ops import TritonOps
 
@@ -314,7 +315,7 @@ def sample_pair(bench: Bench, heads: Heads, ours: TritonOps, twin: TorchOps, row
         probs = (logits.float() / temperature[:, None]).softmax(-1)
         return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
 
-    return (lambda logits: ours.sample(logits, temperature, u), plain, lambda: (bench.random(rows, heads.vocab),),
+    return (lambda logits: sample(logits, temperature, u), plain, lambda: (bench.random(rows, heads.vocab),),
             rows * heads.vocab * bench.dtype.itemsize)  # fmt: skip
 
 

@@ -358,7 +358,7 @@ def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> 
     named = {"speculative_method": "ngram", "num_speculative_tokens": 4}
     assert ngram.items() >= named.items() and set(ngram) - set(plain) == set(named)
     wanted = {"method": "draft_model", "num_speculative_tokens": 2, "model": str(tmp_path / "draft")}
-    asked = ["info", "--device", "cpu", "--speculative-config", json.dumps(wanted)]
+    asked = ["info", "--device", "cpu", "--max-model-len", "256", "--speculative-config", json.dumps(wanted)]
     report = run_json(capsys, *asked)
     alone = run_json(capsys, "info", str(tmp_path / "draft"), "--device", "cpu")
     assert report["draft_weight_bytes"] == alone["weight_bytes"] == 4 * sum(p.numel() for p in draft.parameters())

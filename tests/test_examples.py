@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import book
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDED = json.loads((ROOT / "tests" / "bench" / "results" / "readme.json").read_text())
 PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text()]
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:python -m atom_mini|atom-mini) .*$|`(?:python -m atom_mini|atom-mini) [^`|]*`", re.MULTILINE)
@@ -46,14 +51,78 @@ def test_readme_commands_run() -> None:
         assert result.returncode == 0, (command, result.stderr)
 
 
-def test_readme_figures_are_the_recorded_ones() -> None:
+def assert_same_figures(page: str, recorded: dict[str, Any]) -> None:
     """Every number in the tables of the section *Figures*, and on which machine and day they were measured."""
-    recorded = json.loads((ROOT / "tests" / "bench" / "results" / "readme.json").read_text())
-    section = (ROOT / "README.md").read_text().split("## Figures")[1].split("\n## ")[0]
+    section = page.split("## Figures")[1].split("\n## ")[0]
     tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert len(tables) == len(recorded["tables"])
     for table, rows in zip(tables, recorded["tables"], strict=True):
         lines = [line for line in table.splitlines() if not re.fullmatch(r"[|\- ]+", line)]
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         assert {name: values for name, *values in cells} == rows
-    assert recorded["machine"] in section and recorded["date"] in section
+    assert recorded["stamp"] in section and recorded["commit"]
+    assert recorded["machine"] in recorded["stamp"] and recorded["date"] in recorded["stamp"]
+
+
+def test_readme_figures_are_the_recorded_ones() -> None:
+    assert_same_figures((ROOT / "README.md").read_text(), RECORDED)
+
+
+def engines(names: list[str]) -> dict[str, Any]:
+    """What tests/bench/cpu.py finds out of one workload, invented."""
+    found = {"tokens_per_second": 123.4, "ratio_to_generate": 0.876, "share_of_limit": 0.456}
+    return {"engines": {name: dict(found) for name in names}}
+
+
+def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files like those of the benchmarks, with other numbers: in the record and, cell by cell, in the page."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    figures = importlib.import_module("figures")
+    monkeypatch.setattr(figures, "import_seconds", lambda: 0.25)
+    stamp = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 3, "instructions": "beads", "python": "3.14.1",
+             "torch": "9.9", "transformers": "8.8"}  # fmt: skip
+    plain = ["transformers generate", "atom_mini"]
+    both = engines([*plain[:1], "transformers continuous batching", *plain[1:]])
+    rows = [{"task": task, "drafter": drafter, "batch": n, "tokens per step": 4.44, "ratio": 3.33}
+            for task, drafter in figures.DRAFTS.values() for n in (1, 4, 16, 64)]  # fmt: skip
+    sizes = [{"weights_bytes": n * 1e9, "seconds": 7.0, "largest_logit_difference": 3e-5, "anonymous_share": 1.1}
+             for n in (2.4, 4.9)]  # fmt: skip
+    host = {f"greedy, {n}": [0.31, 0.42, 0.53] for n in (256, 512)} | {"replayed, 256": [0.64]}
+    experts = {str(n): [40.04, 42.0] for n in (1, 8, 32)}
+    files = {"cpu": {"many": both, "one": both}, "host_step": host, "full_size": dict(zip("ab", sizes, strict=True)),
+             "speculation": {"results": rows},
+             "families": {"experts": experts} | {f"{n} requests": engines(plain) for n in experts}}  # fmt: skip
+    for name, found in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(stamp | found))
+    new = figures.collect(tmp_path, RECORDED)
+    page = figures.write_page((ROOT / "README.md").read_text(), RECORDED, new)
+    assert_same_figures(page, new)
+    told = ["**123**", "0.88", "46 %", "0.3 to 0.5 / 0.3 to 0.5 ms", "3e-5 and 3e-5", "7 and 7 s, 1.10 x", "0.2 s",
+            "0.64 ms", "4.4, 3.3 x", "40 (42)", "2031-05-06", "3 cores of an Abacus"]  # fmt: skip
+    assert all(text in page for text in told), [text for text in told if text not in page]
+    with pytest.raises(AssertionError):
+        assert_same_figures(page, RECORDED)
+    (tmp_path / "cpu.json").write_text(json.dumps(stamp | files["cpu"] | {"cpu": "another"}))
+    with pytest.raises(ValueError, match="several machines"):
+        figures.collect(tmp_path, RECORDED)
+
+
+def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: Path) -> None:
+    """Every module of a chapter and nothing else that is code: no index of nbdev's, nothing of the appendix."""
+    skipped = shutil.ignore_patterns("__pycache__", "_modidx.py")
+    shutil.copytree(ROOT / "atom_mini", tmp_path / "atom_mini", ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "out", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("atom_mini/")}
+    chapters = {book.module_of(path) for path in book.notebooks([])} - {None}
+    modules = {f"atom_mini/{str(module).replace('.', '/')}.py" for module in chapters}
+    by_hand = {"atom_mini/__init__.py", "atom_mini/__main__.py"}
+    by_hand |= {f"{name.rpartition('/')[0]}/__init__.py" for name in modules}
+    assert {n for n in names if n.endswith(".py")} == modules | by_hand
+    assert not [n for n in names if "tiny" in n and n.endswith(".py")]
+    tiny = {path.relative_to(ROOT).as_posix() for path in (ROOT / "atom_mini" / "tiny").rglob("*") if path.is_file()}
+    page = "atom_mini/instruments/timeline.html"
+    assert names - modules - by_hand == tiny | {page, "atom_mini/py.typed"} and len(tiny) > 8

@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
 from atom_mini import LLM, SamplingParams
+from atom_mini.checkpoint import ModelSpec, find
 from atom_mini.config import Config
 from atom_mini.families import mixture, records
 from atom_mini.families.records import ARCHITECTURES, LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
-from atom_mini.models import ModelSpec, SelfAttention, find
+from atom_mini.models import SelfAttention
 from atom_mini.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)

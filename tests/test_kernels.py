@@ -17,9 +17,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
-from atom_mini import sampler, triton_attention, triton_ops
+from atom_mini import sampler, triton_attention
 from atom_mini.attention import AttentionMetaData, reference_attention
 from atom_mini.models import TorchOps
+from atom_mini.refinements import sampling_kernels
 from atom_mini.sampler import draw
 from atom_mini.triton_attention import FEW_TOKENS, MAX_ITEMS, AttentionPlan, plan_attention
 from atom_mini.triton_ops import TritonOps
@@ -467,7 +468,7 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
 
 def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
     with poisoned_memory():
-        return make_ops(1, 1, 64, logits.dtype).sample(*(t.to(DEVICE) for t in (logits, temperature, u))).cpu()
+        return sampling_kernels.sample(*(t.to(DEVICE) for t in (logits, temperature, u))).cpu()
 
 
 def twin_sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
@@ -542,7 +543,7 @@ def test_sample_ties(dtype: torch.dtype) -> None:
 
 def test_sample_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frequencies over 25 tokens in 2 chunks are softmax's: chi-square with 24 degrees of freedom, p = 0.1 %."""
-    monkeypatch.setattr(triton_ops, "SAMPLE_CHUNK", 16)
+    monkeypatch.setattr(sampling_kernels, "SAMPLE_CHUNK", 16)
     rows = 4000 if FULL else 500
     logits = 0.5 * torch.randn(25, generator=generator(0)).expand(rows, 25).contiguous()
     temperature, u = torch.full((rows,), 0.8), torch.rand(rows, generator=generator(1))

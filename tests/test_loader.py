@@ -543,11 +543,12 @@ def test_a_weight_of_whole_numbers(single: Path) -> None:
 ROWS = """
 import sys, torch
 from atom_mini.models import Linear
+from atom_mini.refinements.cpu_products import pack
 with torch.no_grad():
     layers = [Linear(192, {"a": n}) for n in (512, 1024)]
     for layer in layers:
         torch.nn.init.normal_(layer.weight)
-        layer.pack()
+        pack(layer)
     def held():
         return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
     most = torch.randn(1500, 192)

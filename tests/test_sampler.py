@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-import atom_mini.config as config_module
+from atom_mini import parts
 from atom_mini.config import Config, SamplingParams
 from atom_mini.refinements.extras import Extras, gather_logprobs, penalise
 from atom_mini.sampler import Sampler, SamplingMetaData, draw, keep_mask, on_cpu, uniforms
@@ -382,7 +382,7 @@ def test_without_the_part_such_requests_are_refused(wish: dict[str, Any], monkey
     scheduler = Scheduler(Config(num_kvcache_blocks=8))
     seq = Sequence([5], 16, SamplingParams(**wish))
     scheduler.check(seq)
-    monkeypatch.setattr(config_module, "VARIANTS", [v for v in config_module.VARIANTS if v.__name__ != "ExtraWishes"])
+    monkeypatch.setattr(parts, "VARIANTS", [v for v in parts.VARIANTS if v.__name__ != "ExtraWishes"])
     with pytest.raises(ValueError, match="repetition_penalty and logprobs need"):
         scheduler.add(seq)
     assert not scheduler.waiting and not scheduler.seqs

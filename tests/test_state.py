@@ -25,7 +25,7 @@ from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
 from atom_mini.families import mixture, slots, state
 from atom_mini.families.records import FamilySpec, StateSpec, read_experts, read_family, read_routing
-from atom_mini.instruments.command_line import describe, describe_state
+from atom_mini.instruments.command_line import describe
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.parts import STATE, TOGETHER, WITH_TORCH, attach
@@ -223,8 +223,8 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
     "the filter reversed": ("dense", state, "causal_conv", "rows.mT, weight", "rows.mT, weight.flip(-1)"),
     "no silu after the filter": ("dense", state, "causal_conv", "F.silu(out)", "out"),
     "no l2 norm": ("dense", state, "unit", "(x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()", "0.3"),
-    "heads in turns": ("dense", NET, "advance", "t.repeat_interleave(r.heads // r.key_heads, 2)",
-                       "t.repeat(1, 1, r.heads // r.key_heads, 1)"),
+    "heads in turns": ("dense", NET, "advance", "t.repeat_interleave(heads // t.shape[2], 2)",
+                       "t.repeat(1, 1, heads // t.shape[2], 1)"),
     "linear attention": ("dense", state, "delta_chunk", "v - total.exp() * (k @ state)", "v"),
     "no system": ("dense", state, "delta_chunk", "if k.shape[-2] > 1:", "if False:"),
     "norms are w": ("dense", state, "add_one", "+ 1", ""),
@@ -315,7 +315,7 @@ def test_query_scale_and_epsilons_show_on_crafted_weights(tmp_path: Path, monkey
     model.save_pretrained(tmp_path)
     assert worst_error(model, tmp_path, **TIGHT) <= 2e-4
     with monkeypatch.context() as patch:
-        mutate(patch, NET, "advance", " * r.key_dim**-0.5", "")
+        mutate(patch, NET, "advance", " * key**-0.5", "")
         assert worst_error(model, tmp_path, **TIGHT) > 1
     for layer in model.model.layers[:3]:
         layer.linear_attn.in_proj_qkv.weight.data[:64] *= 1e-3
@@ -454,7 +454,7 @@ def test_the_pool_is_what_was_counted(tmp_path: Path) -> None:
     save("dense", tmp_path)
     with LLM(str(tmp_path), device="cpu", **TIGHT) as llm:
         runner: Any = llm.engine_core.runner
-        each = describe_state(llm.config, torch.float32)["state_bytes_per_sequence"]
+        each = state.state_bytes(llm.config.spec, torch.float32)
         assert runner.pool.state.nbytes + runner.pool.past.nbytes == TIGHT["max_num_seqs"] * each
         assert runner.kv_cache.shape[0] == 1 and runner.kv_cache.nbytes == runner.block_bytes * TIGHT["num_kvcache_blocks"]
 
@@ -462,7 +462,7 @@ def test_the_pool_is_what_was_counted(tmp_path: Path) -> None:
 def test_states_count_in_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the states take is not there for blocks; and if there is no room for them, the error says how many fit."""
     save("dense", tmp_path)
-    each = describe_state(Config(str(tmp_path)), torch.float32)["state_bytes_per_sequence"]
+    each = state.state_bytes(Config(str(tmp_path)).spec, torch.float32)
     monkeypatch.setattr(slots, "free_host_bytes", lambda: 100 * each)
     with LLM(str(tmp_path), device="cpu", max_num_seqs=60) as llm:
         used = (llm.config.num_kvcache_blocks or 0) * llm.engine_core.runner.block_bytes  # type: ignore[attr-defined]

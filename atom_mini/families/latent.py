@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
-from ..config import Config, Variant
+from ..config import Config
+from ..parts import Variant
 from .mixture import sort_rows
 from .records import LatentSpec
 from ..loading import Readers
@@ -29,8 +30,8 @@ __all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 
 def halves_first(size: int, dim: int) -> Tensor:
     """The numbers of a head, [size] int64; of its last `dim`, which are pairs of
     neighbours, first all firsts and then all seconds."""
-    plain, pairs = torch.arange(size).split([size - dim, dim])
-    return torch.cat([plain, pairs[::2], pairs[1::2]])
+    still, pairs = torch.arange(size).split([size - dim, dim])
+    return torch.cat([still, pairs[::2], pairs[1::2]])
 
 # %% ../../nbs/65a_latent_attention.ipynb #7f237c17
 def softmax_scale(spec: LatentSpec) -> float:
@@ -116,7 +117,6 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
 class Latents(Variant):
     """Has no knobs: the checkpoint's config says whether it keeps latents."""
 
-    wraps = ("Machine",)
     make_ops = staticmethod(choose_latent_ops)
 
     @classmethod

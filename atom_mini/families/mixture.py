@@ -21,8 +21,7 @@ from ..attention import get_forward_context
 from .records import FamilySpec, Routing
 from ..loading import Readers
 from atom_mini.models import (
-    MLP, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps, linear, unfilled,
-    uses_onednn,
+    MLP, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps, unfilled,
 )  # fmt: skip
 
 # %% auto #0
@@ -82,17 +81,16 @@ class ExpertLinear(Linear):
         weight, bias = self.weight.unflatten(0, (self.count, -1)), self.bias
         return weight, None, None if bias is None else bias.view(self.count, -1)
 
-    def pack(self) -> None:
-        if uses_onednn(self.weight) and not self.stays:
-            reorder = torch.ops.mkldnn._reorder_linear_weight
-            self.packed = [reorder(w.contiguous(), 32) for w in self.stacked()[0]]
+    def pack(self, reorder: Callable[[Tensor], Tensor]) -> None:
+        if not self.stays:
+            self.packed = [reorder(w.contiguous()) for w in self.stacked()[0]]
             self.weight = unfilled(self.count, 0)
 
     def product(self, x: Tensor, expert: int) -> Tensor:
         """x [n, size] times one expert's matrix -> [n, rows]."""
         weight, _, bias = self.stacked()
         matrix = self.packed[expert] if self.packed else weight[expert]
-        return linear(x, matrix, None if bias is None else bias[expert])
+        return self.multiply(x, matrix, None if bias is None else bias[expert])
 
 # %% ../../nbs/61_mixture.ipynb #a93f89dc
 def loop_over_experts(

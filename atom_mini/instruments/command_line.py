@@ -5,19 +5,13 @@
 # %% ../../nbs/31_command_line.ipynb #dd1fec54
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import sys
 import textwrap
 import timeit
-from argparse import (
-    SUPPRESS,
-    ArgumentParser,
-    BooleanOptionalAction,
-    Namespace,
-    RawTextHelpFormatter,
-)
 from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import Field, asdict, fields, replace
@@ -26,17 +20,17 @@ from statistics import fmean
 from typing import Any
 
 from ..checkpoint import require
-from ..config import VARIANTS, Config, SamplingParams
-from .trace import Metrics
+from ..config import Config, SamplingParams
+from .trace import Metrics, Trace
 from ..llm import LLM
+from ..parts import VARIANTS, WITH_TORCH, attach, drafts, keeps_state
 from ..text import CompletionOutput
 
 # %% auto #0
-__all__ = ['SPINS', 'EXAMPLES', 'COMMANDS', 'DEFAULTS', 'knobs', 'add_fields', 'given', 'mean_times', 'summary', 'save_trace',
-           'stream_one', 'run_generate', 'print_report', 'drafted', 'speeds', 'measure', 'run_bench', 'shape_model',
-           'weight_bytes', 'read_bytes', 'free_bytes', 'memory_bandwidth', 'needs', 'describe_drafts', 'describe_state',
-           'describe', 'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse',
-           'main']
+__all__ = ['SUMMARY', 'Messages', 'SPINS', 'EXAMPLES', 'COMMANDS', 'knobs', 'add_fields', 'given', 'figures', 'save_trace',
+           'show_texts', 'run_generate', 'print_report', 'drafted', 'measure', 'run_bench', 'shape_model',
+           'weight_bytes', 'read_bytes', 'free_bytes', 'memory_bandwidth', 'needs', 'extra_needs', 'describe',
+           'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse', 'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -45,47 +39,44 @@ def knobs(cls: Any) -> list[Field[Any]]:
     return [f for k in kinds for f in fields(k) if f.init and f.name != "model"]
 
 # %% ../../nbs/31_command_line.ipynb #b947490b
-def add_fields(parser: ArgumentParser, title: str, cls: Any) -> None:
+def add_fields(parser: argparse.ArgumentParser, title: str, cls: Any) -> None:
     """An option for each knob of the dataclass `cls`; one paragraph of help."""
     group, words = parser.add_argument_group(f"{title}, =default or =TYPE"), []
     for f in knobs(cls):
         kind = next(t for t in (bool, int, float, str) if t.__name__ in str(f.type))
-        how: dict[str, Any] = {"type": kind, "action": "store"}
-        if f.default == ():  # a list
-            how["action"] = "append"
+        is_list, name = f.default == (), f.name.replace("_", "-")
+        how: Any = {"type": kind, "action": "append" if is_list else "store"}
         if kind is bool:
-            how = {"action": BooleanOptionalAction}
-        name = f.name.replace("_", "-")
+            how = {"action": argparse.BooleanOptionalAction}
         value = parser.get_default(f.name) or f.default or kind.__name__.upper()
-        group.add_argument(f"--{name}", default=SUPPRESS, **how).help = SUPPRESS
+        hidden = argparse.SUPPRESS
+        group.add_argument(f"--{name}", default=hidden, **how).help = hidden
         words.append(f"--[no-]{name}" if kind is bool else f"--{name}={value}")
-    text = textwrap.fill(" ".join(words), 76, break_on_hyphens=False)
-    group.description = text
+    group.description = textwrap.fill(" ".join(words), 76, break_on_hyphens=False)
 
 # %% ../../nbs/31_command_line.ipynb #a4bbebaf
-def given(args: Namespace, cls: Any) -> dict[str, Any]:
+def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
     """The fields of the dataclass `cls` that the command line sets."""
-    names = [f.name for f in [*fields(cls), *knobs(cls)]]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+    names = {f.name for f in [*fields(cls), *knobs(cls)]}
+    return {name: value for name, value in vars(args).items() if name in names}
 
 # %% ../../nbs/31_command_line.ipynb #5d1e7a90
-def mean_times(outs: list[CompletionOutput]) -> dict[str, float]:
-    """Mean TTFT and TPOT of finished requests, in milliseconds; {} without requests."""
-    names = ("ttft", "tpot") if outs else ()
-    return {f"mean_{name}_ms": 1e3 * fmean(out[name] for out in outs) for name in names}
+def figures(m: Metrics, outs: list[CompletionOutput]) -> dict[str, Any]:
+    """What an engine did and how fast: counts, seconds, tokens per second; and mean TTFT
+    and TPOT of `outs` in milliseconds, if there are any."""
+    rates = ("prefill_tokens_per_second", "decode_tokens_per_second")
+    report = asdict(m) | {name: getattr(m, name) for name in rates}
+    for name in ("ttft", "tpot") if outs else ():
+        report[f"mean_{name}_ms"] = 1e3 * fmean(getattr(out, name) for out in outs)
+    return report
 
-# %% ../../nbs/31_command_line.ipynb #825c610f
-def summary(m: Metrics, outs: list[CompletionOutput]) -> str:
-    """One line: prefill and decode in tokens per second, then the mean times."""
-    prefill, decode = m.prefill_tokens_per_second, m.decode_tokens_per_second
-    rates = {"prefill": prefill, "decode": decode}
-    words = [f"{name} {rate:,.0f} tokens/s" for name, rate in rates.items()]
-    means = mean_times(outs).values()  # perhaps none
-    times = zip(("TTFT", "TPOT"), means, strict=False)
-    return ", ".join([*words, *(f"{name} {ms:,.1f} ms" for name, ms in times)])
+
+SUMMARY = "prefill {prefill_tokens_per_second:,.0f} tokens/s, decode "
+SUMMARY += "{decode_tokens_per_second:,.0f} tokens/s, TTFT {mean_ttft_ms:,.1f} ms, "
+SUMMARY += "TPOT {mean_tpot_ms:,.1f} ms"
 
 # %% ../../nbs/31_command_line.ipynb #2c051230
-def save_trace(trace: Any, path: Path) -> None:
+def save_trace(trace: Trace, path: Path) -> None:
     """Write a timeline as the file's name asks: .perfetto.json, .json, or a page."""
     forms = {".perfetto.json": trace.to_perfetto, ".json": trace.to_json}
     endings = (form for end, form in forms.items() if path.name.endswith(end))
@@ -93,44 +84,46 @@ def save_trace(trace: Any, path: Path) -> None:
     print(f"timeline: {path}", file=sys.stderr)
 
 # %% ../../nbs/31_command_line.ipynb #c2bd337f
-def stream_one(llm: LLM, prompt: str, params: SamplingParams) -> CompletionOutput:
-    """Complete a prompt, and print each piece as it comes."""
-    pieces = llm.stream([prompt], params)  # refuses a bad prompt before it is printed
-    print(prompt, end="", flush=True)
+def show_texts(
+    llm: LLM, prompts: list[str], params: SamplingParams
+) -> list[CompletionOutput]:
+    """Complete and print: one prompt piece by piece as they come, several at the end."""
+    if len(prompts) != 1:
+        outs = llm.generate(prompts, params)
+        print("\n\n".join(f"{out.prompt}{out.text}" for out in outs))
+        return outs
+    pieces = llm.stream(prompts, params)  # refuses a bad prompt before it is printed
+    print(prompts[0], end="", flush=True)
     for piece in pieces:
         print(piece.text, end="\n" * piece.finished, flush=True)
-    assert piece.output is not None  # the last piece brings the whole
-    return piece.output
+    return [piece.output] if piece.output else []  # the last piece brings the whole
 
 # %% ../../nbs/31_command_line.ipynb #9d4bd925
-def run_generate(args: Namespace) -> None:
+def run_generate(args: argparse.Namespace) -> None:
     """Complete prompts; `trace` does it on record, and writes a timeline."""
-    if (prompts := args.prompts) == ["-"]:
-        prompts = [*filter(None, sys.stdin.read().splitlines())]
+    if args.prompts == ["-"]:
+        args.prompts = [*filter(None, sys.stdin.read().splitlines())]
     if args.trace:
         args.output.open("a").close()  # an error now, not after the work
+    complete = LLM.generate if args.json else show_texts
     with LLM(**given(args, Config)) as llm:
-        if len(prompts) == 1 and not args.json:
-            outs = [stream_one(llm, prompts[0], args.params)]
-        else:
-            outs = llm.generate(prompts, args.params)
-            texts = "\n\n".join(f"{out.prompt}{out.text}" for out in outs)
-            print(json.dumps([asdict(out) for out in outs]) if args.json else texts)
-        print(summary(llm.metrics, outs), file=sys.stderr)
+        outs = complete(llm, args.prompts, args.params)
+        if args.json:
+            print(json.dumps([asdict(out) for out in outs]))
+        if outs:
+            print(SUMMARY.format(**figures(llm.metrics, outs)), file=sys.stderr)
         if args.trace:
             save_trace(llm.trace, args.output)
 
 # %% ../../nbs/31_command_line.ipynb #cba9466d
 def print_report(report: dict[str, Any], as_json: bool = False) -> None:
     """Print it as one JSON document, or as lines."""
-
-    def shown(value: Any) -> str:
-        if isinstance(value, list):
-            return " ".join(map(shown, value))
-        return value if isinstance(value, str) else f"{round(value, 2):,}"
-
-    lines = (f"{name:32}{shown(value)}" for name, value in report.items())
-    print(json.dumps(report) if as_json else "\n".join(lines))
+    if as_json:
+        return print(json.dumps(report))
+    for name, value in report.items():
+        values = value if isinstance(value, list) else [value]
+        words = (v if isinstance(v, str) else f"{round(v, 2):,}" for v in values)
+        print(f"{name:31}", *words)
 
 # %% ../../nbs/31_command_line.ipynb #da6358a5
 def drafted(stats: Any) -> dict[str, Any]:
@@ -141,12 +134,6 @@ def drafted(stats: Any) -> dict[str, Any]:
     report["accepted_by_place"] = stats.acceptance
     return report | {"steps_by_accepted": [stats.histogram[n] for n in kept]}
 
-# %% ../../nbs/31_command_line.ipynb #3f57caad
-def speeds(m: Metrics) -> dict[str, Any]:
-    """What the engine did, and how fast."""
-    names = ("prefill_tokens_per_second", "decode_tokens_per_second")
-    return asdict(m) | {name: getattr(m, name) for name in names}
-
 # %% ../../nbs/31_command_line.ipynb #1ecc33c6
 def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, Any]:
     """Generate, and say how fast: counts, seconds, tokens per second, milliseconds."""
@@ -156,21 +143,20 @@ def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, A
     if has_stats := hasattr(scheduler, "spec_stats"):
         scheduler.spec_stats = type(scheduler.spec_stats)()
     outs = llm.generate(prompts, params)
-    counts = {"requests": len(outs), "seconds": max(out.latency for out in outs)}
-    drafts = drafted(scheduler.spec_stats) if has_stats else {}
-    return counts | speeds(llm.metrics) | mean_times(outs) | drafts
+    report = {"requests": len(outs), "seconds": max(out.latency for out in outs)}
+    report |= figures(llm.metrics, outs)
+    return report | (drafted(scheduler.spec_stats) if has_stats else {})
 
 # %% ../../nbs/31_command_line.ipynb #2ce2a206
-def run_bench(args: Namespace) -> None:
+def run_bench(args: argparse.Namespace) -> None:
     """Measure the engine on random prompts of 1 to --input-len tokens."""
     count, longest = args.num_requests, args.input_len
     require(count > 0 and longest > 0, "num_requests and input_len must be at least 1")
     with LLM(**given(args, Config)) as llm:
-        rng, ids = random.Random(args.params.seed or 0), llm.config.spec.vocab_size
-        lengths = [rng.randint(1, longest) for _ in range(count)]
-        prompts = [rng.choices(range(ids), k=n) for n in lengths]
+        rng, ids = random.Random(args.params.seed or 0), range(llm.config.spec.vocab_size)
+        prompts = [rng.choices(ids, k=rng.randint(1, longest)) for _ in range(count)]
         report = measure(llm, prompts, replace(args.params, ignore_eos=True))
-        print_report({"model": args.model} | report, args.json)
+    print_report({"model": args.model} | report, args.json)
 
 # %% ../../nbs/31_command_line.ipynb #ec6fd32a
 def shape_model(config: Config, device: str, dtype: Any) -> Any:
@@ -180,24 +166,21 @@ def shape_model(config: Config, device: str, dtype: Any) -> Any:
     from atom_mini.loading import blank_model
     from atom_mini.models import TorchOps
 
-    class Kernels(TorchOps):
-        """Stands for Triton's, which read packed weights."""
-
-        is_triton = True
-
-    is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
-    ops = Kernels() if is_triton else TorchOps()
+    ops = TorchOps()
+    chosen = config.attention or {"cuda": "triton"}.get(device)
+    ops.is_triton = chosen == "triton"  # its kernels read packed weights
     return blank_model(config.spec, 1, torch.device("meta"), dtype, ops)
 
 
 def weight_bytes(model: Any) -> int:
+    """Of all its weights."""
     return sum(weight.nbytes for weight in model.parameters())
 
 # %% ../../nbs/31_command_line.ipynb #86769d1a
 def read_bytes(model: Any) -> float:
     """Of a model's weights what one token reads."""
     read = float(weight_bytes(model))
-    if model.head is not None:
+    if model.head.weight is not model.model.embed_tokens.weight:
         read -= model.model.embed_tokens.weight.nbytes
     for mlp in [m for m in model.modules() if hasattr(m, "routing")]:
         idle = 1 - mlp.routing.top_k / mlp.gate_up.count
@@ -231,7 +214,6 @@ def needs(config: Config, device: str) -> tuple[Any, Any, int]:
     token's K/V."""
     import torch
 
-    from atom_mini.parts import WITH_TORCH, attach
     from atom_mini.memory import kvcache_block_bytes
 
     attach(WITH_TORCH)  # they say what a token keeps in other kinds of models
@@ -241,27 +223,25 @@ def needs(config: Config, device: str) -> tuple[Any, Any, int]:
     return dtype, model, kvcache_block_bytes(config.spec, 1, dtype)
 
 # %% ../../nbs/31_command_line.ipynb #8ea70770
-def describe_drafts(config: Config, device: str) -> dict[str, Any]:
-    """What drafts, and what a draft model needs besides; {} without drafts."""
-    wanted = getattr(config, "speculative_config", None)
-    if wanted is None or wanted.num_speculative_tokens == 0:
-        return {}
-    k = wanted.num_speculative_tokens
-    report = {"speculative_method": wanted.method, "num_speculative_tokens": k}
-    if wanted.method != "draft_model" or not wanted.model:
-        return report
-    _, model, per_token = needs(Config(wanted.model, dtype=config.dtype), device)
-    report["draft_weight_bytes"] = weight_bytes(model)
-    return report | {"draft_kvcache_bytes_per_token": per_token}
+def extra_needs(config: Config, dtype: Any) -> dict[str, Any]:
+    """What drafts, and the bytes of its weights and of a token's K/V; the bytes of a
+    sequence's state. {} without either."""
+    from atom_mini.model_runner import nothing_beside
 
-# %% ../../nbs/31_command_line.ipynb #0172c07b
-def describe_state(config: Config, dtype: Any) -> dict[str, int]:
-    """Bytes of state that each running sequence needs; {} for a model without."""
-    if "linear_attention" not in getattr(config.spec, "layer_types", ()):
-        return {}
-    from atom_mini.families.state import state_bytes
+    report: dict[str, Any] = {}
+    if drafts(config):
+        asked = config.speculative_config
+        report["speculative_method"] = asked.method
+        report["num_speculative_tokens"] = asked.num_speculative_tokens
+    weights, block = config.pick("bytes_beside", nothing_beside)(config, dtype)
+    if weights:
+        report["draft_weight_bytes"] = weights
+        report["draft_kvcache_bytes_per_token"] = block // config.kv_cache_block_size
+    if keeps_state(config):
+        from atom_mini.families.state import state_bytes
 
-    return {"state_bytes_per_sequence": state_bytes(config.spec, dtype)}
+        report["state_bytes_per_sequence"] = state_bytes(config.spec, dtype)
+    return report
 
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
 def describe(config: Config) -> dict[str, Any]:
@@ -273,32 +253,35 @@ def describe(config: Config) -> dict[str, Any]:
 
     device = choose_device(config.device)
     dtype, model, per_token = needs(config, device.type)
-    weights, bandwidth = weight_bytes(model), memory_bandwidth(device)
-    unpacked = weight_bytes(shape_model(config, device.type, torch.float32))
-    state = describe_state(config, dtype)
-    held = weights + config.max_num_seqs * sum(state.values())
-    fitting = max(0, free_bytes(config, device, held)) // per_token
+    extra = extra_needs(config, dtype)
+    weights = weight_bytes(model)
+    held = weights + extra.get("draft_weight_bytes", 0)
+    held += config.max_num_seqs * extra.get("state_bytes_per_sequence", 0)
+    each = per_token + extra.get("draft_kvcache_bytes_per_token", 0)
+    unpacked = shape_model(config, device.type, torch.float32)
+    bandwidth = memory_bandwidth(device)
     return {
         "model": config.model,
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "parameters": unpacked // 4,
+        "parameters": sum(weight.numel() for weight in unpacked.parameters()),
         "weight_bytes": weights,
         "kvcache_bytes_per_token": per_token,
-        "fitting_tokens": fitting,
+        "fitting_tokens": max(0, free_bytes(config, device, held)) // each,
         "memory_bytes_per_second": int(bandwidth),
         "ideal_decode_tokens_per_second": bandwidth / read_bytes(model),
-    } | state | describe_drafts(config, device.type)
+    } | extra
 
 # %% ../../nbs/31_command_line.ipynb #5c7a0076
-def run_info(args: Namespace) -> None:
+def run_info(args: argparse.Namespace) -> None:
     """Say what a checkpoint needs and what fits here, without loading it."""
     print_report(describe(Config(**given(args, Config))), args.json)
 
 # %% ../../nbs/31_command_line.ipynb #f23b2594
-def answer(
-    llm: LLM, messages: list[dict[str, str]], params: SamplingParams
-) -> dict[str, str]:
+Messages = list[dict[str, str]]  # each with a role and a content
+
+
+def answer(llm: LLM, messages: Messages, params: SamplingParams) -> dict[str, str]:
     """The next message, printed as it comes. Ctrl-C ends it, and what came is kept."""
     pieces, text = llm.stream(llm.format_chat(messages), params), ""
     try:
@@ -313,14 +296,14 @@ def answer(
 
 # %% ../../nbs/31_command_line.ipynb #c89a6a08
 def respond(
-    llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams
-) -> list[dict[str, str]]:
+    llm: LLM, messages: Messages, line: str, params: SamplingParams
+) -> Messages:
     """Do what `line` says; returns the conversation as it is then."""
     match line.split():
         case ["/reset"]:
             return []
         case ["/stats"]:
-            print_report({"messages": len(messages)} | speeds(llm.metrics))
+            print_report({"messages": len(messages)} | figures(llm.metrics, []))
         case ["/trace", *file]:
             require(llm.trace is not None, "nothing is recorded: start with --trace")
             save_trace(llm.trace, Path(" ".join(file) or "trace.html"))
@@ -332,9 +315,9 @@ def respond(
     return messages
 
 # %% ../../nbs/31_command_line.ipynb #e7d1514a
-def run_chat(args: Namespace, read: Any = input) -> None:
+def run_chat(args: argparse.Namespace, read: Any = input) -> None:
     """Talk to a model: /reset, /stats, /trace [FILE] (with --trace), /exit."""
-    messages: list[dict[str, str]] = []
+    messages: Messages = []
     with LLM(**given(args, Config)) as llm, suppress(EOFError):  # Ctrl-D
         while (line := read("> ").strip()) != "/exit":
             try:
@@ -353,62 +336,51 @@ def spin_less(environ: MutableMapping[str, str]) -> None:
         environ["GOMP_SPINCOUNT"] = SPINS
 
 # %% ../../nbs/31_command_line.ipynb #64daba3c
-EXAMPLES = [
-    "Once upon a time",
-    "Ada lives in Rome. Mia has a red cat. What does Mia have?",
-    "12 + 7 =",
-]
-COMMANDS = {
-    "generate": run_generate,
-    "chat": run_chat,
-    "bench": run_bench,
-    "trace": run_generate,
-    "info": run_info,
-}
-DEFAULTS: dict[str, dict[str, Any]] = {"chat": {"max_tokens": 512}}
-DEFAULTS["trace"] = {"trace": True}
+EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 7 ="]
+COMMANDS = {"generate": run_generate, "chat": run_chat, "bench": run_bench,
+            "trace": run_generate, "info": run_info}  # fmt: skip
 
-# %% ../../nbs/31_command_line.ipynb #32aa9296
-def add_own(sub: ArgumentParser, name: str) -> None:
+
+def add_own(sub: argparse.ArgumentParser, name: str) -> None:
     """The options that are the command's own."""
-    count: dict[str, Any] = {"type": int, "help": "default: %(default)s"}
-    words, file = "- reads them from stdin, one per line", "or .json, .perfetto.json"
+    model: Any = {"default": "tiny", "help": "a folder, a hub id, or 'tiny' (default)"}
     if name in ("generate", "trace"):
+        words, file = "- reads them from stdin, one per line", "or .json, .perfetto.json"
         sub.add_argument("prompts", nargs="*", default=EXAMPLES, help=words)
         sub.add_argument("--output", type=Path, default="trace.html", help=file)
     if name == "bench":
-        sub.add_argument("--num-requests", default=32, **count)
-        sub.add_argument("--input-len", default=128, **count)
+        sub.add_argument("--num-requests", type=int, default=32, help="default: 32")
+        sub.add_argument("--input-len", type=int, default=128, help="default: 128")
+    if name == "info":
+        sub.add_argument("model", nargs="?", **model)
+    else:
+        sub.add_argument("--model", **model)
     if name != "chat":
         words = "one JSON document on stdout, nothing else"
         sub.add_argument("--json", action="store_true", help=words)
     sub.add_argument("--debug", action="store_true", help="show an error's traceback")
 
 # %% ../../nbs/31_command_line.ipynb #3f4ff67f
-def make_parser() -> ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """A parser of the whole command line, with one for each command in it."""
     more = "Without a command: generate. Options: atom-mini COMMAND --help"
-    parser = ArgumentParser("atom-mini", epilog=more)
+    parser = argparse.ArgumentParser("atom-mini", epilog=more)
     commands = parser.add_subparsers(metavar="COMMAND")
-    model: dict[str, Any] = {"default": "tiny"}
-    model["help"] = "a folder, a hub id, or 'tiny' (default)"
+    form = argparse.RawTextHelpFormatter
     for name, run in COMMANDS.items():
-        about, form = run.__doc__, RawTextHelpFormatter
-        texts: dict[str, Any] = {"help": about, "description": about}
-        texts["usage"] = f"atom-mini {name} [options and arguments]"  # one line
+        usage = f"atom-mini {name} [options and arguments]"  # one line
+        texts: Any = {"help": run.__doc__, "description": run.__doc__, "usage": usage}
         sub = commands.add_parser(name, formatter_class=form, **texts)
-        sub.set_defaults(run=run, **{"trace": False} | DEFAULTS.get(name, {}))
+        longest = {"max_tokens": 512} if name == "chat" else {}
+        sub.set_defaults(run=run, trace=name == "trace", **longest)
         add_own(sub, name)
-        if name == "info":
-            sub.add_argument("model", nargs="?", **model)
-        else:
-            sub.add_argument("--model", **model)
+        if name != "info":
             add_fields(sub, "sampling", SamplingParams)
         add_fields(sub, "engine", Config)
     return parser
 
 # %% ../../nbs/31_command_line.ipynb #61054cff
-def parse(arguments: list[str]) -> Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command line says; no command means `generate`. Raises what
     `SamplingParams` raises."""
     is_command = {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
@@ -434,11 +406,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # whoever read our output (`head`) has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except Exception as error:
         if "--debug" in arguments:
             raise
-        is_plain = isinstance(error, ValueError | OSError)
-        text = str(error) if is_plain else repr(error)
+        text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    return 1

@@ -24,9 +24,10 @@ import numpy as np
 import zmq
 
 from ..checkpoint import require
-from ..config import VARIANTS, Config, SamplingParams
+from ..config import Config, SamplingParams
 from ..engine_core import EngineCore, StepOutput
 from ..llm import plain_engine
+from ..parts import VARIANTS
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0

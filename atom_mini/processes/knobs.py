@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from ..checkpoint import require
-from ..config import VARIANTS, Config, Variant, check_rules
+from ..config import Config, check_rules
 from ..config import is_bool, is_count, is_number, one_of
+from ..parts import VARIANTS, Variant
 
 # %% auto #0
 __all__ = ['SECONDS', 'MOST', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'only_with', 'ProcessKnobs',
@@ -80,7 +81,7 @@ class ProcessKnobs(Variant):
     ready_timeout: float = 600.0  # seconds to load
     ping_timeout: float = 300.0  # seconds: the longest step must fit
 
-    wraps = ("Machine", "DataParallel")
+    wraps = ("DataParallel",)
     make_engine = "processes.replicas:make_front"
 
     @classmethod
@@ -152,7 +153,6 @@ class DataParallel(Variant):
     routing: str = "load"  # or "prefix"
     lockstep: bool = False
 
-    wraps = ("Machine",)
     make_engine = "processes.lockstep:make_member"
     make_loop = "processes.replicas:make_loop"
 

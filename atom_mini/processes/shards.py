@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from ..assemble import choose_runner
-from ..checkpoint import ModelSpec
+from ..checkpoint import ModelSpec, find
 from ..config import Config
 from ..loading import Readers, read_tensor, weight_targets
 from ..model_runner import choose_device
-from ..models import CausalLM, RMSNorm, TorchOps, find
+from ..models import CausalLM, RMSNorm, TorchOps
 from .group import cut_spec
 
 # %% auto #0

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..config import Config, Variant
+from ..config import Config
+from ..parts import Variant
 from ..text import IncrementalDetokenizer, Progress, decode
 
 # %% auto #0

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import AttentionMetaData
-from ..config import Config, Variant
+from ..config import Config
 from ..models import TorchOps
+from ..parts import Variant
+from .cpu_products import prepare
 
 # %% auto #0
 __all__ = ['SparseTable', 'find_rows', 'decode_attention', 'CpuOps', 'CpuDecode']
@@ -80,7 +82,12 @@ def decode_attention(
 
 # %% ../../nbs/21_cpu_decode.ipynb #749ac275
 class CpuOps(TorchOps):
-    """`TorchOps` whose float32 decodes on a CPU read the pool in place."""
+    """`TorchOps` whose float32 decodes on a CPU read the pool in place, and whose
+    products are oneDNN's."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Of a model with its weights: reorder them."""
+        prepare(model)
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import Config, Variant
+from ..config import Config
+from ..parts import Variant
 from ..scheduler import ScheduledBatch
 
 if TYPE_CHECKING:

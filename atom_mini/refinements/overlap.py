@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool
+from ..config import Config, check_rules, is_bool
+from ..parts import Variant
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput

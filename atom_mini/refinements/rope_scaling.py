@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import Config, Variant
+from ..config import Config
+from ..parts import Variant
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor

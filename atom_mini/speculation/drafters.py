@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..assemble import Machine, make_runner
+from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..loading import checkpoint_files, open_file
@@ -25,7 +25,7 @@ from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
 from .rejection import RejectionSampler, draft_tokens, final_probs
-from .verify import Drafter, Drafts, Rows, Seqs, Tokens, spread
+from .verify import Drafter, Drafts, Rows, Seqs, Tokens, as_rows
 from ..text import load_tokenizer
 
 # %% auto #0
@@ -119,7 +119,7 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
     counts, width = np.array([*map(len, new)]), max(len(s.block_table) for s in seqs)
     tables = [(s.block_table + [0] * width)[:width] for s in seqs]
     lens = np.array([s.num_tokens + ahead for s in seqs], np.int32)
-    return spread(ScheduledBatch(
+    return as_rows(ScheduledBatch(
         SequenceType.DECODE, [s.id for s in seqs], np.array([*chain(*new)]), counts,
         lens, np.array(tables, np.int32), counts > 0, [params] * len(seqs),
     ))  # fmt: skip
@@ -128,7 +128,7 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
 def read_draft_config(config: Config) -> Config:
     """The draft model's own: what was set for the target, and another model."""
     model = config.speculative_config.model
-    knobs = {f.name: f.default for f in (*fields(Config), *fields(Machine)) if f.init}
+    knobs = {f.name: f.default for f in fields(Config) if f.init}
     same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
     try:
         own = Config(**same | {"model": model})

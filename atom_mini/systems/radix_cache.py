@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..block_manager import NO_HASH, ROOT, Block, PrefixIndex, tokens_of
-from ..config import Config, Variant, check_rules, one_of
+from ..config import Config, check_rules, one_of
+from ..parts import Variant
 from ..sequence import Sequence
 
 # %% auto #0

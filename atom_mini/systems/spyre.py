@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import Config, Variant, check_rules, is_bool, one_of
+from ..config import Config, check_rules, is_bool, one_of
+from ..parts import Variant
 from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 

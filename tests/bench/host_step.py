@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import time
@@ -21,6 +20,7 @@ from typing import Any
 os.environ.setdefault("TRITON_INTERPRET", "1")  # nothing is launched; without it the kernels refuse a CPU
 
 import torch
+from report import write_json
 
 from atom_mini import LLM
 from atom_mini.config import Config, SamplingParams
@@ -128,8 +128,7 @@ def main() -> None:
     for num_seqs in (64, 128, 256, 512):
         figures[f"replayed, {num_seqs}"] = [replayed_milliseconds(llm, num_seqs, 1024, replayed)]
         print(f"{num_seqs:9}  {figures[f'replayed, {num_seqs}'][0]:.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # %% 1
-@dataclass
-class Shortest(Variant):
-    shortest_first: bool = False  # a knob that nothing asks for
+class Shortest(Scheduler):
+    def add(self, seq):
+        super().add(seq)
+        self.waiting = type(self.waiting)(sorted(self.waiting, key=lambda s: -len(s)))  # the longest
 # %% 2
 def needs_torch(room: str) -> bool:
     return "import torch" in paths[rooms.index(room)].read_text()  # not what it imports

@@ -1,0 +1,176 @@
+"""README's figures, from the files that the benchmarks write: `make figures` runs them and then this.
+
+`python tests/bench/figures.py FOLDER` reads cpu.json, host_step.json, full_size.json, speculation.json and
+families.json there. It writes results/readme.json, with machine, date and commit, and the same numbers into the tables
+of index.ipynb. tests/test_examples.py compares the two. The sentences around the tables are for a person to read again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = ROOT / "tests" / "bench" / "results" / "readme.json"
+INDEX = ROOT / "nbs" / "index.ipynb"
+Table = dict[str, list[str]]  # the name of a row -> its cells
+NAMES = {"transformers generate": "transformers `generate`"}
+DRAFTS = {  # row -> task, drafter
+    "lookup, a list that is copied": ("copy", "lookup"),
+    "lookup, questions answered from what was told": ("recall", "lookup"),
+    "EAGLE-3 head, stories": ("story", "EAGLE head"),
+    "lookup, stories: its few guesses are wrong": ("story", "lookup"),
+    "lookup, stories, if it never finds anything": ("story", "lookup, in vain"),
+}
+
+
+def rate(value: float) -> str:
+    return f"{value:.1f}" if value < 20 else f"{value:.0f}"
+
+
+def ratio(value: float) -> str:
+    return f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def engines(works: list[dict[str, Any]]) -> Table:
+    """Of each engine, tokens per second and the ratio to `generate` for each of `works`."""
+    table: Table = {}
+    for name in works[0]["engines"]:
+        found = [work["engines"][name] for work in works]
+        cells = [text for f in found for text in (rate(f["tokens_per_second"]), ratio(f["ratio_to_generate"]))]
+        table[NAMES.get(name, name)] = [f"**{cell}**" if name == "atom_mini" else cell for cell in cells]
+    return table
+
+
+def speed(cpu: dict[str, Any]) -> Table:
+    works = [cpu["many"], cpu["one"]]
+    best = [f"{100 * work['engines']['atom_mini']['share_of_limit']:.0f} %" for work in works]
+    limit = "atom_mini, of what this machine could do at best (bandwidth and matrix rate measured in the same run)"
+    return engines(works) | {limit: [best[0], "", best[1], ""]}
+
+
+def small(host: dict[str, Any], full: dict[str, Any]) -> Table:
+    """Host times, and the two models of full size."""
+    kinds = [key.removesuffix(", 256") for key in host if key.endswith(", 256") and not key.startswith("replayed")]
+    spans = [[ms for kind in kinds for ms in host[f"{kind}, {n}"]] for n in (256, 512)]
+    times = " / ".join(f"{min(ms):.1f} to {max(ms):.1f}" for ms in spans)
+    sizes = [shape for shape in full.values() if isinstance(shape, dict) and "weights_bytes" in shape]
+    gigabytes, seconds, errors = (
+        " and ".join(form.format(shape[key] / scale).replace("e-0", "e-") for shape in sizes)
+        for form, key, scale in (
+            ("{:.1f}", "weights_bytes", 1e9),
+            ("{:.0f}", "seconds", 1),
+            ("{:.0e}", "largest_logit_difference", 1),
+        )
+    )
+    peak = max(shape["anonymous_share"] for shape in sizes)
+    replay = "host time of a decode step that is replayed on a GPU, 256 sequences, all but the driver's call"
+    return {
+        "host time per decode step, everything but the model, 256 / 512 sequences":
+            [f"{times} ms, for contexts of 128 to 4,096 tokens"],
+        "logits against transformers, Qwen3-0.6B and Llama-3.2-1B shapes, float32, random weights":
+            [f"differ by at most {errors}"],
+        f"loading them ({gigabytes} GB), peak memory": [f"{seconds} s, {peak:.2f} x the weights"],
+        f"{replay} (measured on the CPU alone)": [f"{host['replayed, 256'][0]:.2f} ms"],
+    }  # fmt: skip
+
+
+def import_seconds() -> float:
+    """The least of five processes that import the package, less those that do nothing."""
+    def least(code: str) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return least("from atom_mini import LLM") - least("")
+
+
+def drafts(results: list[dict[str, Any]]) -> Table:
+    """Tokens per step, and speed against no drafts, by batch."""
+    table: Table = {}
+    for name, (task, drafter) in DRAFTS.items():
+        rows = [row for row in results if (row["task"], row["drafter"]) == (task, drafter)]
+        table[name] = [f"{row['tokens per step']:.1f}, {ratio(row['ratio'])} x" for row in rows]
+    return table
+
+
+def mixture(families: dict[str, Any]) -> Table:
+    batches = list(families["experts"])
+    works = [families[f"{batch} requests"] for batch in batches]
+    counts = [[f"{n:.1f}".removesuffix(".0") for n in families["experts"][batch]] for batch in batches]
+    cells = [cell for counted, formula in counts for cell in (f"{counted} ({formula})", "")]
+    return engines(works) | {"different experts in a layer's step, counted (by formula)": cells}
+
+
+def stamp(machine: dict[str, Any]) -> dict[str, str]:
+    """Where and when: in parts, and as the page says it."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    where, date = f"{machine['threads']} cores of an {machine['cpu']}", machine["date"][:10]
+    python = ".".join(machine["python"].split(".")[:2])
+    said = f"Measured on {date} on {where} ({machine['instructions']}), Python {python}, torch {machine['torch']}, "
+    said += f"transformers {machine['transformers']}"
+    return {"machine": where, "date": date, "commit": commit.strip(), "stamp": said}
+
+
+def collect(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
+    """What readme.json is to hold. Rows that no benchmark measures stay. ValueError if a file is of another machine."""
+    names = ("cpu", "host_step", "full_size", "speculation", "families")
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+    known = {name: result.get("machine", result)["cpu"] for name, result in found.items()}
+    if len({*known.values()}) > 1:
+        raise ValueError(f"the files are of several machines: {known}")
+    new = [
+        speed(found["cpu"]),
+        small(found["host_step"], found["full_size"]) | {"`from atom_mini import LLM`": [f"{import_seconds():.1f} s"]},
+        drafts(found["speculation"]["results"]),
+        mixture(found["families"]),
+    ]
+    for before, after in zip(old["tables"], new, strict=True):
+        if extra := after.keys() - before.keys():
+            raise ValueError(f"README has no row {sorted(extra)}: write it into index.ipynb and readme.json first")
+    tables = [before | after for before, after in zip(old["tables"], new, strict=True)]
+    return {**stamp(found["cpu"]), "tables": tables}
+
+
+def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+    """`text` (index.ipynb's markdown) with the new cells in the rows of the section *Figures*, and the new stamp."""
+    before, section = text.split("## Figures", 1)
+    section, *rest = re.split(r"(?=\n## )", section, maxsplit=1)
+    tables = iter(new["tables"])
+
+    def table(found: re.Match[str]) -> str:
+        rows = next(tables)
+        lines = []
+        for line in found[0].splitlines():
+            name = line.strip("|").split("|")[0].strip()
+            is_rule = re.fullmatch(r"[|\- ]+", line)
+            lines.append(line if is_rule or name not in rows else f"| {' | '.join([name, *rows[name]])} |")
+        return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
+
+    section = re.sub(r"(?m)(?:^\|.*\n)+", table, section.replace(old["stamp"], new["stamp"]))
+    return before + "## Figures" + section + "".join(rest)
+
+
+def main(folder: str) -> None:
+    old = json.loads(RECORDED.read_text())
+    new = collect(Path(folder), old)
+    page = json.loads(INDEX.read_text())
+    for cell in page["cells"]:
+        text = "".join(cell["source"])
+        if "## Figures" in text:
+            cell["source"] = write_page(text, old, new).splitlines(keepends=True)
+    INDEX.write_text(json.dumps(page, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+    RECORDED.write_text(json.dumps(new, indent=1, ensure_ascii=False) + "\n")
+    print("recorded; now read the sentences around README's tables, and run: make book")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
