@@ -49,7 +49,7 @@ rows = st.builds(
 FIELDS: dict[Any, Any] = {
     "token_ids": arrays, "params": st.dictionaries(texts, st.booleans() | counts | floats | st.lists(counts)),
     "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
-    "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(),
+    "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
     "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),
 }  # fmt: skip
 

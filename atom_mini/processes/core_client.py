@@ -378,7 +378,7 @@ class EngineCoreClient(BaseScheduler):
             done = self._use(engine, message)
         else:
             warnings.warn(f"refused message {message.id}: {message.why}", stacklevel=3)
-            if message.id in engine.seqs:
+            if message.id in engine.seqs and not message.is_running:
                 self.abort(message.id)
         engine.messages.popleft()
         return done

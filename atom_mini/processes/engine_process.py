@@ -157,10 +157,11 @@ class Answer(Message, tag="UTILITY_RESPONSE"):
 
 
 class Refused(Message, tag="ERROR"):
-    """What came could not be used: no request of this id will run; 0: no request is
-    concerned."""
+    """What came under this id could not be used; 0: it had none that could be read.
+    `is_running`: a request of this id runs all the same."""
 
     why: str = ""
+    is_running: bool = False
 
 
 class Dead(Message, tag="ENGINE_DEAD"):
@@ -273,9 +274,8 @@ class EngineCoreProc:
         try:
             self._obey(decode(frame, ToEngine))
         except ValueError as error:
-            id = read_id(frame)
-            who = 0 if id in self.core.scheduler.seqs else id  # an id that is taken: it runs
-            self.outbox.send(encode(Refused(who, str(error)[:1000])))  # it may quote a lot
+            why, id = str(error)[:1000], read_id(frame)  # it may quote what came
+            self.outbox.send(encode(Refused(id, why, id in self.core.scheduler.seqs)))
 
     def _tell(self, step: StepOutput) -> None:
         """Send what a step did."""
