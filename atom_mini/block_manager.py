@@ -245,9 +245,7 @@ class BlockManager:
         for block_id in reversed(seq.block_table):
             self.pool.release(block_id)
         self._free_rows.append(seq.row)
-        seq.block_table = []
-        seq.row = -1
-        seq.num_computed_tokens = seq.num_published_blocks = 0
+        seq.drop_blocks()
 
     def _num_missing(self, seq: Sequence, num_new_tokens: int) -> int:
         needed = -(-(seq.num_tokens + num_new_tokens - 1) // self.block_size)

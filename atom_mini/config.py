@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
-    FAMILIES, find, is_number, is_whole, read_defaults, read_model, require,
-    resolve_model,
+    FAMILIES, find, read_defaults, read_model, require, resolve_model,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'check_options', 'is_count', 'is_bool',
-           'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config', 'Offers']
+__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'check_options', 'is_number', 'is_whole',
+           'is_count', 'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config',
+           'Offers']
 
 # %% ../nbs/01b_config.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
@@ -29,6 +29,16 @@ def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
         near = longer or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
         raise ValueError(f"{kind} has no option {name!r}: {hint}")
+
+# %% ../nbs/01b_config.ipynb #f1e1d5a0
+def is_number(value: Any, kinds: Any = (int, float)) -> bool:
+    """Whether it is a number that float32 holds: no bool, not infinite, not `nan`."""
+    is_kind = isinstance(value, kinds) and type(value) is not bool
+    return is_kind and -3e38 < value < 3e38
+
+
+def is_whole(value: Any) -> bool:
+    return is_number(value, int)
 
 # %% ../nbs/01b_config.ipynb #60ef3ba7
 Rule = tuple[str, Callable[[Any], bool], str]  # names, what holds, in words
@@ -174,6 +184,8 @@ class Config:
 
     def _read_checkpoint(self, model: str) -> None:
         self.folder = resolve_model(model)
+        if check := self.pick("check_files", None):
+            check(self.folder)
         self.dtype = None if self.dtype == "auto" else self.dtype
         families = self.pick("families", FAMILIES)
         self.spec = read_model(self.folder, families, self.pick("rope_types", {}))

@@ -44,23 +44,6 @@ class Sequence:
 
     _ids = count()
 
-    def _begin(self) -> None:
-        self.status = SequenceStatus.WAITING
-        self.num_computed_tokens = 0  # with K/V in the cache
-        self.num_scheduled_tokens = 0  # in the step that runs now
-        self.num_cached_tokens = 0  # of the prompt, found at its first admission
-        self.num_preemptions = 0
-        self.block_table: list[int] = []  # block ids, in the order of the tokens
-        self.block_hashes: list[int] = []  # of the full blocks, computed once
-        self.num_published_blocks = 0  # how many of them the prefix index knows
-        self.blocks_needed = 0  # at least so many free ones, says the last refusal
-        self.row = -1  # in the block manager's matrix of tables
-        self.logprobs: list[dict[int, float]] = []
-        self.metrics: Counter[str] = Counter()  # later parts count, for its result
-        self.arrive_time = time.perf_counter()
-        self.first_token_time = self.leave_time = 0.0
-        self.leave_reason: str | None = None
-
     def _resize(self) -> None:
         """The list of tokens has changed: derive what follows from it."""
         self.num_tokens = len(self.token_ids)
@@ -69,6 +52,29 @@ class Sequence:
 
     def __len__(self) -> int:
         return self.num_tokens
+
+    def drop_blocks(self) -> None:
+        """It has no blocks (any more), so nothing of it is computed."""
+        self.block_table: list[int] = []  # block ids, in the order of the tokens
+        self.row = -1  # in the block manager's matrix of tables
+        self.num_computed_tokens = 0  # with K/V in the cache
+        self.num_published_blocks = 0  # how many of them the prefix index knows
+        self.blocks_needed = 0  # at least so many free ones, says the last refusal
+
+    def _begin(self) -> None:
+        self.status = SequenceStatus.WAITING
+        self.num_scheduled_tokens = 0  # in the step that runs now
+        self.num_cached_tokens = 0  # of the prompt, found at its first admission
+        self.num_preemptions = 0
+        self.block_hashes: list[int] = []  # of its full blocks, computed once
+
+    def _open_record(self) -> None:
+        self.arrive_time = time.perf_counter()
+        self.first_token_time = 0.0
+        self.leave_time = 0.0
+        self.leave_reason: str | None = None
+        self.logprobs: list[dict[int, float]] = []
+        self.metrics: Counter[str] = Counter()  # later parts count
 
     def __init__(
         self,
@@ -89,7 +95,9 @@ class Sequence:
         self._resize()
         most = self.sampling_params.max_tokens or sys.maxsize
         self.limit = self.num_prompt_tokens + most
+        self.drop_blocks()
         self._begin()
+        self._open_record()
 
     def append_token(self, token_id: int, why: str | None = None) -> None:
         """Add a generated token; the next step computes its K/V. `why`: the `leave_reason`,
@@ -121,9 +129,7 @@ class Sequence:
         del self.token_ids[self.num_known_tokens :]
         self._resize()
         del self.logprobs[self.num_completion_tokens :]
-        self.block_table = []
-        self.row = -1
-        self.num_computed_tokens = self.num_published_blocks = self.blocks_needed = 0
+        self.drop_blocks()
 
 # %% ../nbs/02_sequence.ipynb #7e40ee66
 NO_TOKEN = -1  # what a step brings in place of a token if its logits were no numbers

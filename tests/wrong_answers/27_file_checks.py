@@ -1,0 +1,2 @@
+# %% 1
+row = (lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, at most 1")  # True goes through
