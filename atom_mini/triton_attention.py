@@ -84,8 +84,8 @@ def cut_keys(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @dataclass
 class AttentionPlan:
     """A step's attention as work items. `data` int32: a header of 8 (small items,
-    merges, where small items begin, 0, large items, 0, where they begin, 0), merges,
-    items, block tables.
+    merges, where small items begin, query rows, large items, 0, where they begin, 0),
+    merges, items, block tables.
 
     An item is 8 numbers: first query row, query tokens, position of the first, where
     its block table begins, first key, end of keys, row in the partial results (-1:
@@ -122,7 +122,9 @@ def plan_attention(
     num_small = len(items) - num_large
     begin = 8 + merges.size
     items[:, 3] = items[:, 3] * block_tables.shape[1] + begin + items.size
-    header = [num_small, len(merges), begin, 0, num_large, 0, begin + 8 * num_small, 0]
+    rows = int(query_lens.sum())
+    at_large = begin + 8 * num_small
+    header = [num_small, len(merges), begin, rows, num_large, 0, at_large, 0]
     pieces = header, merges.ravel(), items.ravel(), block_tables.ravel()
     data = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
     num_partials = int(merges[:, 3].sum())

@@ -507,3 +507,15 @@ def after_front(code: str, whose=lambda pid: pid) -> float:
         time.sleep(0.001)
     front.communicate()
     return time.perf_counter() - start
+
+
+def plot_deaths(seconds: dict[str, float], promise: float = 2.0) -> None:
+    """A bar for each death: seconds from the blow to the error; the promise is dashed."""
+    import matplotlib.pyplot as plt
+
+    _, ax = plt.subplots(figsize=(6, 0.5 + 0.4 * len(seconds)), layout="tight")
+    bars = ax.barh([*seconds], [*seconds.values()], color=COLOURS["prefill"])
+    ax.bar_label(bars, fmt=" %.2f", size=8)
+    ax.axvline(promise, color="black", ls="--", lw=0.8)
+    ax.set(xlabel="from the blow to the error (s)", xlim=(0, 1.15 * promise))
+    ax.invert_yaxis()

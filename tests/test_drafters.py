@@ -24,6 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.block_manager import BlockManager
 from atom_mini.graphs import GraphRunner
+from atom_mini.model_runner import ModelRunner
+from atom_mini.refinements.extras import Extras
 from atom_mini.sampler import on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
@@ -222,8 +224,9 @@ def test_drafts_behind_the_end_do_not_count(short: str) -> None:
     with drafting("tiny") as llm:
         scheduler: Any = llm.engine_core.scheduler
         prompts = ["12 + 7 =", "20 + 5 =", "What is 3 + 4?", "Once"]
-        outs = llm.generate(prompts, SamplingParams(temperature=0, stop=["."]), use_tqdm=False)
-        assert any(out.finish_reason == "stop" for out in outs)
+        (end,) = llm.tokenizer.encode(".", add_special_tokens=False)  # a text that stops is found after the step
+        outs = llm.generate(prompts, SamplingParams(temperature=0, stop_token_ids=[end]), use_tqdm=False)
+        assert any(out.finish_reason.startswith("stop") for out in outs)
         stats = scheduler.spec_stats
         assert set(stats.acceptance) == {1.0} and stats.num_tokens == sum(len(o.token_ids) - 1 for o in outs)
         assert all(o.metrics["num_draft_tokens"] == o.metrics["num_accepted_tokens"] for o in outs)
@@ -355,10 +358,10 @@ def test_a_model_keeps_all_that_it_draws_itself() -> None:
 class Given:
     """A runner whose step has the logits that it is given."""
 
-    upload = staticmethod(on_cpu)
+    upload, pack_output = staticmethod(on_cpu), ModelRunner.pack_output
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
+        self.logits, self.extras = logits, Extras()
 
     def prepare_model(self, rows: Any) -> tuple[()]:
         return ()

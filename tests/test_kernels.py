@@ -182,8 +182,8 @@ def check_plan(
 ) -> None:
     """Every query token meets every key of its tile exactly once, and every part is merged exactly once. Small items
     are of sequences with few new tokens, large ones of the others. A sequence has `MAX_ITEMS`, or a tile an item."""
-    num_small, num_merges, items_at, _, num_large, _, large_at, _ = plan.data[:8].tolist()
-    assert large_at == items_at + 8 * num_small
+    num_small, num_merges, items_at, num_rows, num_large, _, large_at, _ = plan.data[:8].tolist()
+    assert large_at == items_at + 8 * num_small and num_rows == sum(n for n, _ in lens)
     items, merges = plan.data[items_at:][: 8 * plan.num_items].reshape(-1, 8), plan.data[8:items_at].reshape(-1, 4)
     counts = num_small, num_large, num_merges
     assert counts == (plan.num_small, plan.num_large, plan.num_merges) and num_merges == len(merges)

@@ -343,16 +343,15 @@ def test_peak_memory(tmp_path: Path) -> None:
     assert measured["peak"] < 1.1 * measured["weights"] + 16 * 2**20, measured  # 18 MiB more for a file that is whole
 
 
-def test_speed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unpacking_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed, whole, _ = quantise(tmp_path)
     with caplog.at_level(logging.INFO, logger="atom_mini"):
         for folder in (whole, packed):
             model = load_model(Config(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
             assert len(caplog.records) == (folder is packed)
-    assert model and "GB/s" in caplog.text
-    size = (whole / "model.safetensors").stat().st_size / 1e9  # what came out
     (record,) = caplog.records
-    assert isinstance(record.args, tuple) and record.args[0] == pytest.approx(size, rel=0.05)
+    scales = [name for name in load_file(packed / "model.safetensors") if name.endswith("_scale_inv")]
+    assert model and record.getMessage() == f"{len(scales)} weights are unpacked as they are read"
 
 
 # Experts in MXFP4, as gpt-oss stores them

@@ -246,7 +246,7 @@ def is_announced(name: str, spec: FamilySpec) -> bool:
     last = spec.num_hidden_layers
     return found is not None and last <= int(found[1]) < last + spec.mtp_layers
 
-
+# %% ../../nbs/61_mixture.ipynb #84ec17d2
 def rename_weights(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
     """The checkpoint's weights under our names."""
     return {rename(n): r for n, r in readers.items() if not is_announced(n, spec)}
@@ -282,7 +282,7 @@ def split_experts(readers: Readers, count: int, take: Callable[..., Tensor]) -> 
             split[f"{where}.{e}.{part}.{ours}"] = reader
     return split
 
-
+# %% ../../nbs/61_mixture.ipynb #3aaa81d0
 def split_halves(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
     """A reader per expert, of whose rows gate and up are the halves."""
     if spec.experts is None:
@@ -303,7 +303,7 @@ def sort_rows(readers: Readers, orders: dict[str, Tensor]) -> Readers:
             ours[name] = partial(reorder, ours[name], order)
     return ours
 
-
+# %% ../../nbs/61_mixture.ipynb #7ae6471c
 def sort_heads(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
     """What turns comes first in each half of a head."""
     if spec.turned_dim == spec.head_dim:

@@ -5,6 +5,7 @@
 # %% ../../nbs/64_quantised_files.ipynb #573554f9
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -88,6 +89,9 @@ def read_checked(name: str, read: Any, part: Any = None) -> Tensor:
     return tensor
 
 # %% ../../nbs/64_quantised_files.ipynb #f35e55ac
+_log = logging.getLogger("atom_mini")
+
+
 def unpack(readers: Readers, spec: Any, model: Any) -> Readers:
     """One reader for each packed weight and its scales, under the weight's plain name.
 
@@ -97,7 +101,9 @@ def unpack(readers: Readers, spec: Any, model: Any) -> Readers:
         return readers  # its weights are as they are stored
     left = {**readers}
     packed, scales, end, read = METHODS[spec.storage.method]
-    for name in [n for n in left if n.endswith(scales)]:
+    names = [n for n in left if n.endswith(scales)]
+    _log.info("%d weights are unpacked as they are read", len(names))
+    for name in names:
         base = name.removesuffix(scales)
         require(base + packed in left, f"there is {name}, but no {base + packed}")
         pair = left.pop(base + packed), left.pop(name)

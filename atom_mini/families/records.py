@@ -179,7 +179,7 @@ class Storage:
     method: str  # "mxfp4" or "fp8"
     block: tuple[int, ...] = ()  # fp8: the weights [rows, columns] that share a scale
 
-
+# %% ../../nbs/60_experts.ipynb #89ff8b40
 def read_storage(cfg: Any) -> Storage | None:
     """How a config says that its weights are stored, None: as they are. ValueError for
     what is not read (chapter 64); opens no file."""
@@ -239,7 +239,7 @@ def check_latents(cfg: Any) -> None:
     is_known = cfg.model_type != "deepseek_v2" or method in known
     require(is_known, f"topk_method={method!r} is not supported: {known} are")
 
-
+# %% ../../nbs/60_experts.ipynb #f0ddc67c
 def check_states(cfg: Any) -> None:
     has_gate = getattr(cfg, "attn_output_gate", True)
     require(has_gate, "attn_output_gate=False is not supported: True is")

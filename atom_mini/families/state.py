@@ -164,7 +164,7 @@ def make_attention(spec: StateSpec, ops: TorchOps, layer: int) -> nn.Module:
     attends = spec.layer_types[layer] == "full_attention"
     return (GatedAttention if attends else GatedDeltaNet)(spec, ops, layer)
 
-
+# %% ../../nbs/66a_state.ipynb #89040d4f
 def state_bytes(spec: StateSpec, dtype: torch.dtype) -> int:
     """Of one sequence: states in float32, the convolutions' rows in `dtype`."""
     state, past = map(math.prod, state_shapes(spec))
@@ -176,7 +176,7 @@ def read_half(read: Callable[..., Tensor], dim: int, which: int) -> Tensor:
     """Of each head's 2 * `dim` rows the first or the second half."""
     return read().unflatten(0, (-1, 2, dim))[:, which].flatten(0, 1)
 
-
+# %% ../../nbs/66a_state.ipynb #656d61da
 def add_one(read: Callable[..., Tensor]) -> Tensor:
     """A norm's weights from what is stored of them."""
     return read().float() + 1
