@@ -50,7 +50,6 @@ class Variant:
     make_upload: Role = None  # device -> what brings arrays there
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
-    make_front: Role = None  # config -> what stands before other processes
     make_loop: Role = None  # core, sockets -> what runs in another process
     families: Any = None  # architecture -> reader of its spec, or what it lacks
     check_files: Role = None  # folder: refuse files that say the impossible
@@ -63,8 +62,8 @@ class Variant:
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        """Whether the knobs ask for it."""
-        return False
+        """Whether the knobs ask for it; a part that has none is always there."""
+        return not fields(cast(Any, cls))
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
@@ -136,9 +135,7 @@ PARTS = {
     "systems.spyre": "SpyreKnobs",
     "speculation.knobs": "Speculation",
     "families.records": "FamilyNames",
-    "processes.data_parallel": "DataParallel",
-    "processes.knobs": "ProcessKnobs",
-    "processes.cuts": "TensorParallel",
+    "processes.knobs": "DataParallel ProcessKnobs TensorParallel",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
