@@ -25,8 +25,8 @@ from .sequence import SequenceType
 from .uploads import InputBuffer
 
 # %% auto #0
-__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'GraphRunner',
-           'left_bytes']
+__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_simple', 'HowSampled',
+           'GraphRunner', 'left_bytes']
 
 # %% ../nbs/12a_graphs.ipynb #caab1f1a
 class DeviceGraph:
@@ -73,19 +73,19 @@ def first_decodes(count: int) -> ScheduledBatch:
     return made_up_batch(SequenceType.DECODE, 1, own_block)
 
 # %% ../nbs/12a_graphs.ipynb #8334fcc1
-def is_plain(params: SamplingParams) -> bool:
+def is_simple(params: SamplingParams) -> bool:
     """Whether a request wants no more than a temperature."""
     filters = params.min_p or params.top_p not in (None, 1) or (params.top_k or 0) > 0
     extras = params.is_penalised or params.logprobs is not None
     return not filters and not extras
 
 # %% ../nbs/12a_graphs.ipynb #7c799e70
-class Wishes:
+class HowSampled:
     """How the requests of a batch are sampled."""
 
     def __init__(self, params: list[SamplingParams]) -> None:
         self.params = params
-        self.is_plain = all(map(is_plain, params))
+        self.is_simple = all(map(is_simple, params))
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
 
@@ -99,7 +99,7 @@ class GraphRunner(ModelRunner):
     def __init__(self, config: Config, record: Callable = DeviceGraph) -> None:
         self.record = record
         self.graphs = dict[int, Any]()
-        self.wishes = Wishes([])
+        self.sampled = HowSampled([])
         rows = config.pick("max_rows", None)
         self.max_rows = rows(config) if rows else config.max_num_seqs
         super().__init__(config)
@@ -109,14 +109,14 @@ class GraphRunner(ModelRunner):
     def _upload(self, batch: ScheduledBatch, size: int) -> list[Tensor]:
         """The inputs of the graph for `size` sequences: ids, positions, slots,
         temperatures, random numbers, plan. Rows of padding write to the spare block."""
-        if batch.sampling_params != self.wishes.params:
-            self.wishes = Wishes(batch.sampling_params)
+        if batch.sampling_params != self.sampled.params:
+            self.sampled = HowSampled(batch.sampling_params)
         lens = batch.context_lens
         block_size = self.config.kv_cache_block_size
         plan = self.ops.plan(*batch.queries)
         positions, slots, *_ = locate(batch, block_size)
-        u = uniforms(self.wishes.seeds, lens)
-        rows = [batch.scheduled_tokens, positions, slots, self.wishes.temperature, u]
+        u = uniforms(self.sampled.seeds, lens)
+        rows = [batch.scheduled_tokens, positions, slots, self.sampled.temperature, u]
         fill = [0, 0, (self.kv_cache.shape[2] - 1) * block_size, 0, 0]  # a spare slot
         arrays = [padded(a, size, value) for a, value in zip(rows, fill, strict=True)]
         return self.static.upload([*arrays, plan.data])
@@ -184,7 +184,7 @@ class GraphRunner(ModelRunner):
             fill_in(batch, ids)
         self.graphs[size].replay()
         hidden, token_ids = (x[:count] for x in self.graphs[size].outputs)
-        if self.wishes.is_plain:
+        if self.sampled.is_simple:
             return hidden, token_ids
         with torch.inference_mode():
             logits = self.model.compute_logits(hidden)

@@ -220,12 +220,14 @@ Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]
 FillIn = Callable[[ScheduledBatch, Tensor], None]
 
 # %% ../nbs/08b_model_runner.ipynb #09d022ac
-def made_up_batch(kind: SequenceType, length: int, tables: np.ndarray) -> ScheduledBatch:
-    """Sequences of `length` tokens, all of them new and 0; their block `tables` [B, W]."""
+def made_up_batch(
+    kind: SequenceType, length: int, tables: np.ndarray
+) -> ScheduledBatch:
+    """B sequences of `length` tokens, all new, all 0; block `tables` [B, W]."""
     count = len(tables)
     lens = np.full(count, length, np.int32)
     return ScheduledBatch(
-        type=kind, req_ids=[*range(count)], num_scheduled_tokens=lens, context_lens=lens,
-        scheduled_tokens=np.zeros(count * length, np.int64), block_tables=tables,
+        type=kind, req_ids=[*range(count)], block_tables=tables, context_lens=lens,
+        scheduled_tokens=np.zeros(count * length, np.int64), num_scheduled_tokens=lens,
         is_sampled=lens > 0, sampling_params=[SamplingParams(temperature=0)] * count,
-    )
+    )  # fmt: skip

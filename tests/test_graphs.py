@@ -26,7 +26,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import (
     DeviceGraph,
     GraphRunner,
-    Wishes,
+    HowSampled,
     first_decodes,
     graph_sizes,
     no_garbage_collection,
@@ -232,9 +232,9 @@ def test_static_inputs_never_move(folder: Path, record: Any) -> None:
 
 def test_wishes_know_what_is_plain() -> None:
     """A temperature is plain; each filter, a penalty and log probabilities are not; open ones count as off."""
-    assert Wishes([SamplingParams(temperature=0.7), SamplingParams(top_k=-1, top_p=1.0, min_p=0.0)]).is_plain
+    assert HowSampled([SamplingParams(temperature=0.7), SamplingParams(top_k=-1, top_p=1.0, min_p=0.0)]).is_simple
     for wish in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
-        assert not Wishes([SamplingParams(), SamplingParams(**wish)]).is_plain  # type: ignore[arg-type]
+        assert not HowSampled([SamplingParams(), SamplingParams(**wish)]).is_simple  # type: ignore[arg-type]
 
 
 def test_no_collection_during_a_capture() -> None:
