@@ -35,8 +35,8 @@ def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     from atom_mini.triton_ops import TritonOps
 
     spec = config.spec
-    heads = spec.num_attention_heads, spec.num_key_value_heads
-    ops = TritonOps(device, *heads, spec.head_dim, dtype)
+    heads = spec.num_attention_heads
+    ops = TritonOps(device, heads, spec.num_key_value_heads, spec.head_dim, dtype)
     return ops, Sampler(config.pick("sample", sample))
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
@@ -80,6 +80,7 @@ def make_engine_core(config: Config) -> EngineCore:
 
 # %% ../nbs/12b_assemble.ipynb #318e30fa
 Offers.rooms |= {"make_engine": make_engine_core, "make_ops": choose_ops}
+Offers.rooms["make_upload"] = "uploads:choose_upload"
 
 # %% ../nbs/12b_assemble.ipynb #01e74508
 def let_in(parts: str) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from .attention import AttentionMetaData
 from .config import Config, SamplingParams
-from .memory import InputBuffer
-from .model_runner import FillIn, ModelRunner, locate
+from .model_runner import FillIn, ModelRunner, locate, made_up_batch
 from .sampler import uniforms
 from .scheduler import ScheduledBatch
 from .sequence import SequenceType
+from .uploads import InputBuffer
 
 # %% auto #0
 __all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_plain', 'Wishes', 'GraphRunner',
@@ -69,14 +69,8 @@ def padded(array: np.ndarray, size: int, value: int) -> np.ndarray:
 # %% ../nbs/12a_graphs.ipynb #3e4e06c8
 def first_decodes(count: int) -> ScheduledBatch:
     """A decode of `count` sequences at their first token, each in its own block."""
-    ids = np.arange(count)
-    ones = np.ones(count, dtype=np.int32)
-    greedy = [SamplingParams(temperature=0)] * count
-    return ScheduledBatch(
-        type=SequenceType.DECODE, req_ids=ids.tolist(), scheduled_tokens=ids,
-        num_scheduled_tokens=ones, context_lens=ones, sampling_params=greedy,
-        block_tables=ids.astype(np.int32)[:, None], is_sampled=ones.astype(bool),
-    )  # fmt: skip
+    own_block = np.arange(count, dtype=np.int32)[:, None]
+    return made_up_batch(SequenceType.DECODE, 1, own_block)
 
 # %% ../nbs/12a_graphs.ipynb #8334fcc1
 def is_plain(params: SamplingParams) -> bool:
@@ -194,7 +188,7 @@ class GraphRunner(ModelRunner):
             return hidden, token_ids
         with torch.inference_mode():
             logits = self.model.compute_logits(hidden)
-            return logits, self.sample(batch, logits, ids)
+            return logits, self.sample(batch, logits)
 
 # %% ../nbs/12a_graphs.ipynb #af2da0fe
 def left_bytes(device: torch.device) -> int:

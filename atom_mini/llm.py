@@ -23,7 +23,7 @@ from .text import CompletionOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'plain', 'as_list', 'content_text']
+__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'as_list']
 
 # %% ../nbs/09c_llm.ipynb #80c4fab6
 def plain_engine(config: Config) -> EngineCore:
@@ -53,10 +53,9 @@ class LLM:
         make = self.config.pick("make_engine", plain_engine)
         self.engine_core: EngineCore = make(self.config)
         self.processor = InputOutputProcessor(self.config, self.tokenizer)
-        count = self.config.pick("make_metrics", None)
-        self.metrics: Any = count and count()
-        record = self.config.pick("make_trace", None)
-        self.trace: Any = record and record(self.engine_core, self.tokenizer)
+        self.metrics: Any = self.config.pick("make_metrics", _nothing)()
+        record = self.config.pick("make_trace", _nothing)
+        self.trace: Any = record(self.engine_core, self.tokenizer)
         # what reads the text of a request that has stop strings, as long as there is one
         self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
         self._readers = WeakKeyDictionary()
@@ -82,7 +81,7 @@ class LLM:
     def _prepare(self, prompts: Prompts, params: Params) -> list[Request]:
         """Check everything, queue nothing."""
         self._require_open()
-        many = as_list(prompts)
+        many = self.config.pick("read_prompts", as_list)(prompts)
         wishes: Any = params
         if not isinstance(params, list | tuple):
             wishes = [SamplingParams() if params is None else params] * len(many)
@@ -216,9 +215,9 @@ class LLM:
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, f"{self.config.model} has no chat template: use generate")
         options = {"tokenize": False, "add_generation_prompt": True}
-        plain = [{**message, "content": content_text(message)} for message in messages]
+        read = self.config.pick("read_messages", list)
         with self._lock:
-            text = self.tokenizer.apply_chat_template(plain, **options)
+            text = self.tokenizer.apply_chat_template(read(messages), **options)
             return self.processor.encode(text, add_special_tokens=False)
 
     def chat(
@@ -258,47 +257,26 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+# %% ../nbs/09c_llm.ipynb #592cd76a
+def _nothing(*_: Any) -> None:
+    pass
+
 # %% ../nbs/09c_llm.ipynb #dda8f05b
 Prompts = str | dict[str, Any] | Seq[int] | Seq[str | list[int] | dict[str, Any]]
 Params = SamplingParams | Seq[SamplingParams] | None
 
-# %% ../nbs/09c_llm.ipynb #3fdc239d
-def plain(prompt: Any) -> Any:
-    """A prompt without its wrapping: what an array (NumPy, torch) or a dict holds."""
-    if isinstance(prompt, dict):
-        known = [*prompt] in (["prompt"], ["prompt_token_ids"])
-        names = "'prompt' or 'prompt_token_ids'"
-        require(known, f"a prompt with {[*prompt]}: it has {names}, and nothing else")
-        (prompt,) = prompt.values()
-    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
-
 # %% ../nbs/09c_llm.ipynb #8452a2d2
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or several: always a list of them. ValueError if it is neither."""
-    prompts = plain(prompts)
     if isinstance(prompts, str):
         return [prompts]
     good = isinstance(prompts, list | tuple)
     require(good, f"prompts are text or lists, not {type(prompts).__name__}")
-    many = [*map(plain, prompts)]
-    are_ids = many and hasattr(many[0], "__index__")
-    return [many] if are_ids else many
+    are_ids = prompts and hasattr(prompts[0], "__index__")
+    return [prompts] if are_ids else [*prompts]
 
 # %% ../nbs/09c_llm.ipynb #5c697822
 PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
 
 # %% ../nbs/09c_llm.ipynb #7a31c5d7
 Chat = list[dict[str, Any]]  # {"role", "content"}
-
-# %% ../nbs/09c_llm.ipynb #c0de7ca8
-def content_text(message: dict[str, Any]) -> str:
-    """What a message says: a text, or a list of parts that are texts. ValueError for
-    anything else."""
-    content = message.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    what = f"content={content!r} of a chat message must be a text or a list of parts"
-    require(isinstance(parts, list | tuple), what)
-    kinds = [p.get("type") if isinstance(p, dict) else p for p in parts or ()]
-    good = all(kind == "text" for kind in kinds)
-    require(good, f"parts of a chat message must be of type 'text', not {kinds}")
-    return "".join(part["text"] for part in parts or ())

@@ -16,17 +16,16 @@ from torch import Tensor
 
 from .attention import Attention, AttentionMetaData, set_forward_context
 from .checkpoint import require
-from .config import Config
+from .config import Config, SamplingParams
 from .loading import load_model
-from .memory import CPU_KVCACHE_BYTES, InputBuffer
-from .memory import free_host_bytes, kvcache_block_bytes
+from .memory import CPU_KVCACHE_BYTES, free_host_bytes, kvcache_block_bytes
 from .models import TorchOps
-from .sampler import Sampler, SamplingMetaData, Upload, on_cpu
+from .sampler import Sampler, SamplingMetaData, uploads_to
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Inputs', 'FillIn', 'locate', 'Extras', 'ModelRunner', 'choose_device', 'plain_ops', 'nothing_beside']
+__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'plain_ops', 'made_up_batch']
 
 # %% ../nbs/08b_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -43,23 +42,6 @@ def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
     return positions, blocks * block_size + positions % block_size, ends
 
 # %% ../nbs/08b_model_runner.ipynb #d44c0bcd
-class Extras:
-    """What a request may ask of a step beside a token: nothing, here."""
-
-    def adjust(
-        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
-        upload: Upload,
-    ) -> Tensor:  # fmt: skip
-        """The logits to sample from, by those of the model: [R, vocabulary]."""
-        return logits
-
-    def report(
-        self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
-    ) -> dict[int, list[dict[int, float]]]:
-        """Log probabilities of the requests that ask for them."""
-        return {}
-
-
 class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
@@ -68,6 +50,7 @@ class ModelRunner:
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
+    extras: Any = None  # changes logits and reports on tokens, where somebody asks
 
     def _choose_dtype(self) -> torch.dtype:
         stored = None if self.device.type == "cpu" else self.config.spec.dtype
@@ -121,14 +104,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(
-        self, batch: ScheduledBatch, logits: Tensor,
-        newest: Tensor | None = None,
+        self, batch: ScheduledBatch, logits: Tensor
     ) -> Tensor:
-        """A token for each row of `logits` [R, vocabulary]: [R] int64, on the device.
-
-        `newest` [R]: the last token of each request that samples.
-        """
-        logits = self.extras.adjust(batch, logits, newest, self.upload)
+        """A token for each row of `logits` [R, vocabulary]: [R] int64, on the device."""
+        if self.extras:
+            logits = self.extras.adjust(batch, logits, self.upload)
         params = [*compress(batch.sampling_params, batch.is_sampled)]
         lens = batch.context_lens[batch.is_sampled]
         meta = SamplingMetaData.pack(params, lens, logits.shape[-1], self.upload)
@@ -145,7 +125,7 @@ class ModelRunner:
         if fill_in is not None:
             fill_in(batch, ids)
         logits = self.run_model(ids, positions, meta, last)
-        return logits, self.sample(batch, logits, ids[last])
+        return logits, self.sample(batch, logits)
 
     def pack_output(
         self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
@@ -153,7 +133,8 @@ class ModelRunner:
         """For the scheduler: `token_ids` [R], sampled from `logits` [R, vocabulary]."""
         ids = compress(batch.req_ids, batch.is_sampled)
         tokens: dict[int, tuple[int, ...]] = dict(zip(ids, zip(token_ids), strict=True))
-        return ScheduledBatchOutput(tokens, self.extras.report(batch, logits, token_ids))
+        told = self.extras.report(batch, logits, token_ids) if self.extras else {}
+        return ScheduledBatchOutput(tokens, told)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step; `tolist` is its only wait for the device."""
@@ -162,17 +143,10 @@ class ModelRunner:
 
     def _largest_batch(self) -> ScheduledBatch:
         """A prefill of as many tokens as a step may have."""
-        size = self.config.kv_cache_block_size
         tokens = self.config.max_num_batched_tokens
         n = min(tokens, self.config.max_model_len or tokens)
-        lens = np.full(tokens // n, n, np.int32)
-        table = np.arange(-(-n // size), dtype=np.int32)
-        return ScheduledBatch(
-            type=SequenceType.PREFILL, req_ids=list(range(len(lens))), sampling_params=[],
-            scheduled_tokens=np.zeros(lens.sum(), np.int64), num_scheduled_tokens=lens,
-            context_lens=lens, block_tables=np.tile(table, (len(lens), 1)),
-            is_sampled=lens > 0,
-        )  # fmt: skip
+        table = np.arange(-(-n // self.config.kv_cache_block_size), dtype=np.int32)
+        return made_up_batch(SequenceType.PREFILL, n, np.tile(table, (tokens // n, 1)))
 
     def _free_bytes(self) -> int:
         """What the pool may take, measured on a GPU by the largest step."""
@@ -192,9 +166,10 @@ class ModelRunner:
 
     def _decide_num_blocks(self) -> int:
         config = self.config
-        beside, each = config.pick("bytes_beside", nothing_beside)(config, self.dtype)
+        count = config.pick("bytes_beside", None)  # of what stands beside the model
+        in_all, each = count(config, self.dtype) if count else (0, 0)
         needed = self.block_bytes + each
-        free = self._free_bytes() - beside
+        free = self._free_bytes() - in_all
         longest = -(-(config.max_model_len or 0) // config.kv_cache_block_size)
         most = min(free // needed, config.max_num_seqs * longest)
         blocks = config.num_kvcache_blocks or most
@@ -212,14 +187,14 @@ class ModelRunner:
         self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
-        self.extras = config.pick("make_extras", Extras)()
+        make = config.pick("make_extras", None)
+        self.extras = make and make()
         spec = config.spec
         folder = config.folder
         longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
         self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
-        on_host = self.device.type == "cpu"
-        self.upload = on_cpu if on_host else InputBuffer(self.device).upload
+        self.upload = config.pick("make_upload", uploads_to)(self.device)
         self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
         self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
@@ -244,7 +219,13 @@ Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]
 # %% ../nbs/08b_model_runner.ipynb #15d1d9c3
 FillIn = Callable[[ScheduledBatch, Tensor], None]
 
-# %% ../nbs/08b_model_runner.ipynb #231935e1
-def nothing_beside(config: Config, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes that a part needs beside the model: in all, and with each block."""
-    return 0, 0
+# %% ../nbs/08b_model_runner.ipynb #09d022ac
+def made_up_batch(kind: SequenceType, length: int, tables: np.ndarray) -> ScheduledBatch:
+    """Sequences of `length` tokens, all of them new and 0; their block `tables` [B, W]."""
+    count = len(tables)
+    lens = np.full(count, length, np.int32)
+    return ScheduledBatch(
+        type=kind, req_ids=[*range(count)], num_scheduled_tokens=lens, context_lens=lens,
+        scheduled_tokens=np.zeros(count * length, np.int64), block_tables=tables,
+        is_sampled=lens > 0, sampling_params=[SamplingParams(temperature=0)] * count,
+    )

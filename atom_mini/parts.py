@@ -42,12 +42,14 @@ class Variant:
     make_scheduler: Role = None  # config -> scheduler
     make_index: Role = None  # blocks, block size -> prefix index
     make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
+    read_prompts: Role = None  # one prompt or several -> a list of them
+    read_messages: Role = None  # a conversation -> messages whose contents are texts
     make_metrics: Role = None  # -> counters of steps
     make_trace: Role = None  # core, tokenizer -> what will record it, or None
     make_extras: Role = None  # -> what a request may ask for beside a token
+    make_upload: Role = None  # device -> what brings arrays there
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
-    make_front: Role = None  # config -> what stands before other processes
     make_loop: Role = None  # core, sockets -> what runs in another process
     families: Any = None  # architecture -> reader of its spec, or what it lacks
     check_files: Role = None  # folder: refuse files that say the impossible
@@ -60,8 +62,8 @@ class Variant:
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        """Whether the knobs ask for it."""
-        return False
+        """Whether the knobs ask for it; a part that has none is always there."""
+        return not fields(cast(Any, cls))
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
@@ -126,15 +128,14 @@ PARTS = {
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
     "refinements.extras": "ExtraWishes",
+    "refinements.prompts": "PromptKinds",
     "refinements.file_checks": "FileChecks",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
     "speculation.knobs": "Speculation",
     "families.records": "FamilyNames",
-    "processes.data_parallel": "DataParallel",
-    "processes.knobs": "ProcessKnobs",
-    "processes.cuts": "TensorParallel",
+    "processes.knobs": "DataParallel ProcessKnobs TensorParallel",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
@@ -156,8 +157,8 @@ class Kernels(Variant):
 # %% ../nbs/20_parts.ipynb #3862dd42
 def check_roles(config: Config, offers: Variants) -> None:
     """ValueError if a role is taken twice."""
-    for role in vars(Variant):
-        if role.startswith(("make_", "max_", "bytes_")):
+    for role, kind in inspect.get_annotations(Variant).items():
+        if kind == "Role":
             offers.taker(config, role)
 
 # %% ../nbs/20_parts.ipynb #639d042b

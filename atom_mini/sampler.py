@@ -17,7 +17,7 @@ from .config import SamplingParams
 from .sequence import NO_TOKEN
 
 # %% auto #0
-__all__ = ['NEUTRAL', 'Upload', 'uniforms', 'draw', 'soften', 'without_broken', 'sample', 'keep_mask', 'on_cpu',
+__all__ = ['Upload', 'on_cpu', 'NEUTRAL', 'uniforms', 'draw', 'soften', 'without_broken', 'sample', 'keep_mask', 'uploads_to',
            'SamplingMetaData', 'Sampler']
 
 # %% ../nbs/07_sampler.ipynb #9c764baa
@@ -79,9 +79,15 @@ def keep_mask(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 # %% ../nbs/07_sampler.ipynb #f111ab06
-def on_cpu(arrays: list[np.ndarray]) -> list[Tensor]:
-    """The arrays as tensors, without a copy."""
-    return [torch.from_numpy(array) for array in arrays]
+Upload = Callable[[list[np.ndarray]], list[Tensor]]
+
+
+def uploads_to(device: torch.device) -> Upload:
+    """Makes tensors on `device` of arrays; on a CPU without a copy."""
+    return lambda arrays: [torch.from_numpy(array).to(device) for array in arrays]
+
+
+on_cpu = uploads_to(torch.device("cpu"))
 
 # %% ../nbs/07_sampler.ipynb #4a114172
 @dataclass
@@ -126,7 +132,6 @@ class SamplingMetaData:
 
 # %% ../nbs/07_sampler.ipynb #173b1a5a
 NEUTRAL = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}
-Upload = Callable[[list[np.ndarray]], list[Tensor]]
 
 # %% ../nbs/07_sampler.ipynb #6871c104
 class Sampler:

@@ -31,8 +31,8 @@ class TritonOps(PagedAttention, TorchOps):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        (rows, size) = x.shape
-        block = triton.next_power_of_2(x.shape[1])
+        rows, size = x.shape
+        block = triton.next_power_of_2(size)
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         warps = max(1, min(8, block // 512))  # 8 numbers of 16 bits to a lane: 128 bits
@@ -46,8 +46,8 @@ class TritonOps(PagedAttention, TorchOps):
         self, qkv: Tensor, qk_norm: tuple[Tensor, Tensor] | None, eps: float,
         cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
     ) -> Tensor:
-        (tokens, heads, dim) = qkv.shape
-        (_, _, K, S, _) = kv_cache.shape
+        tokens, heads, dim = qkv.shape
+        K, S = kv_cache.shape[2:4]
         q = qkv.new_empty(tokens, heads - 2 * K, dim)
         strides = kv_cache.stride()[:2]
         group = 8 if tokens > 256 else 1  # heads per program
@@ -59,8 +59,8 @@ class TritonOps(PagedAttention, TorchOps):
         return q
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        tokens = gate_up.shape[0]
-        size = gate_up.shape[1] // 2
+        tokens, both = gate_up.shape
+        size = both // 2
         out = gate_up.new_empty(tokens, size)
         grid = (tokens, triton.cdiv(size, 1024))
         silu_and_mul_kernel[grid](gate_up, out, size, 1024, num_warps=2)

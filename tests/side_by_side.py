@@ -10,11 +10,10 @@ from typing import Any
 
 from atom_mini.assemble import make_engine_core
 from atom_mini.config import Config
-from atom_mini.processes.cuts import TensorParallel
+from atom_mini.processes.engine_process import decode
 from atom_mini.processes.group import open_group
-from atom_mini.processes.knobs import ProcessKnobs
-from atom_mini.processes.messages import decode
-from atom_mini.processes.ranks import Known, ToRank, pack_batch, take_news, unpack_batch
+from atom_mini.processes.knobs import ProcessKnobs, TensorParallel
+from atom_mini.processes.ranks import Known, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import make_rank
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
@@ -46,14 +45,11 @@ class SideBySide:
         """One step; what the others get went over the wire."""
         if "sample" in vars(self):  # a test listens
             self.runners[0].sample = self.sample
-        frames = pack_batch(batch, self.sent)
+        frame = pack_batch(batch, self.sent)
         self.num_steps += 1
 
         def told(rank: int) -> ScheduledBatch:
-            *news, step = (decode(frame, ToRank) for frame in frames)
-            for one in news:
-                take_news(one, self.known[rank - 1])
-            return unpack_batch(step, self.known[rank - 1])
+            return unpack_batch(decode(frame, ToRank), self.known[rank - 1])
 
         first, *others = self.all(lambda r: self.runners[r].forward(told(r) if r else batch))
         assert all(other == first for other in others), "the ranks drew different tokens"

@@ -46,10 +46,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.processes import knobs
 from atom_mini.processes.core_client import EngineDead
-from atom_mini.processes.data_parallel import devices, make_loop, make_one
-from atom_mini.processes.group import open_group
-from atom_mini.processes.lockstep import Agreement, LockstepProc, dummy_batch, with_spare_block
-from atom_mini.processes.messages import (
+from atom_mini.processes.engine_process import (
     Abort,
     Add,
     Array,
@@ -62,7 +59,9 @@ from atom_mini.processes.messages import (
     encode,
     wishes,
 )
-from atom_mini.processes.replicas import Replica, Replicas, chain, longest_match
+from atom_mini.processes.group import open_group
+from atom_mini.processes.lockstep import Agreement, LockstepProc, dummy_batch, make_member, with_spare_block
+from atom_mini.processes.replicas import Replica, Replicas, chain, devices, longest_match, make_loop
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
@@ -225,7 +224,7 @@ class Counting:
 
 def near_config(**options: Any) -> Config:
     config = Config(**{"data_parallel_size": 2, "routing": "prefix", **SMALL, **options})
-    config.data_parallel_place = [0, "", 1]
+    config.recipe = {"number": 0, "meeting": ""}
     return config
 
 
@@ -424,7 +423,7 @@ def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
 def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
     """All end, and nothing is left of any (`tidy` looks)."""
     with pytest.raises(EngineDead, match="exit code 3"):
-        fake(kind=LLM, data_parallel_size=3, in_loading="os._exit(3) if config.data_parallel_place[0] == 1 else 0")
+        fake(kind=LLM, data_parallel_size=3, in_loading="os._exit(3) if config.recipe['number'] == 1 else 0")
     with pytest.raises(ValueError, match=r"^too small$"):
         fake(kind=LLM, data_parallel_size=2, in_loading="raise ValueError('too small')")
 
@@ -432,9 +431,9 @@ def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
 FRONT = """  # its engines are processes.engine_process
 import json, signal, sys
 from atom_mini import Config
-from atom_mini.processes.data_parallel import make_replicas
+from atom_mini.processes.replicas import make_front
 from atom_mini.sequence import Sequence
-core = make_replicas(Config("tiny", **json.loads(sys.argv[1])))
+core = make_front(Config("tiny", **json.loads(sys.argv[1])))
 core.add(Sequence([5, 6, 7], 4))
 print(*[engine.process.pid for engine in core.engines], flush=True)
 {then}
@@ -477,8 +476,8 @@ def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> Non
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
     command = [sys.executable, "-c", FRONT.format(then=""), json.dumps(PAIR | {"lockstep": True})]
     process, before = subprocess.Popen(command, env=env), processes().keys()
-    wait_for(lambda: len(processes().keys() - before) == 2)
-    assert len([*tidy.iterdir()]) == 3
+    wait_for(lambda: len(processes().keys() - before) == 2, 25)
+    assert len([*tidy.iterdir()]) == 1
     process.kill()
     process.wait()
     wait_for(lambda: not [*tidy.iterdir()])
@@ -594,7 +593,6 @@ class Together:
 
     def make_core(self, rank: int) -> EngineCore:
         config = near_config(lockstep=True, routing="load")
-        config.data_parallel_place = [rank, self.folder, self.limit]
         runner = Noting()
         runner.ranks = vars(config)["ranks"] = Agreement(open_group(self.folder, rank, self.size, self.limit))
         return EngineCore(config, runner)
@@ -671,7 +669,7 @@ def test_the_same_collectives_on_all_ranks(seed: int) -> None:
         if rng.random() < 0.8:
             together.wake(pause)
         if rng.random() < 0.2:
-            together.inboxes[rng.randrange(together.size)].put(Utility(id, "metrics"))
+            together.inboxes[rng.randrange(together.size)].put(Utility(id))
         if rng.random() < 0.1:
             together.inboxes[rank].put(Abort(id))
             del wanted[id]
@@ -833,9 +831,9 @@ def test_experts_over_ranks(mixture: Path) -> None:
         assert [facts(out) for out in llm.generate(IDS, HOW)] == expected
         assert facts(llm.generate(IDS[:1], HOW[:1])[0]) == expected[0]
         core = replicas_of(llm)
-        wait_for(lambda: len({e.ask("metrics")["collectives"] for e in core.engines}) == 1)
-        assert min(e.ask("metrics")["dummies"] for e in core.engines) >= 0 < core.metrics()["dummies"]
-        assert all(e.ask("metrics")["free_blocks"] == SMALL["num_kvcache_blocks"] and e.hashes for e in core.engines)
+        wait_for(lambda: len({e.ask()["collectives"] for e in core.engines}) == 1)
+        assert min(e.ask()["dummies"] for e in core.engines) >= 0 < core.metrics()["dummies"]
+        assert all(e.ask()["free_blocks"] == SMALL["num_kvcache_blocks"] and e.hashes for e in core.engines)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "glm4_moe"])
@@ -862,8 +860,9 @@ def test_each_rank_has_its_own_experts(kind: str, tmp_path: Path, monkeypatch: p
     def run(rank: int) -> None:
         own.rank = str(rank)
         config = Config(str(tmp_path), data_parallel_size=3, enable_expert_parallel=True, **SMALL)
-        config.data_parallel_place = [rank, folder, 20.0]
-        core = make_one(config)
+        config.recipe = {"number": rank, "meeting": folder}
+        config.ready_timeout = 20.0
+        core = make_member(config)
         core.config.ranks.num_rows = 6
         results[rank] = core.runner, logits(core.runner, ids[rank])
 
@@ -930,7 +929,7 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
             {"data_parallel_size": 2, "lockstep": True, "speculative_config": {"method": "ngram"}},
             "speculative_config=.* does not go with lockstep=True: set it to None",
         ),
-        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "0 experts"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "qwen3 has no experts"),
         (
             {"data_parallel_size": 2, "enable_expert_parallel": True, "lockstep": False},
             "lockstep=False does not go with enable_expert_parallel=True over engines: set it to True",
@@ -943,7 +942,7 @@ def test_bad_knobs(options: dict[str, Any], words: str) -> None:
 
 
 def test_experts_must_divide(mixture: Path) -> None:
-    with pytest.raises(ValueError, match="data_parallel_size=4: 6 experts are no multiple"):
+    with pytest.raises(ValueError, match="data_parallel_size=4 does not divide num_experts=6: set it to 3"):
         Config(str(mixture), data_parallel_size=4, enable_expert_parallel=True)
     assert Config(str(mixture), data_parallel_size=3, enable_expert_parallel=True).lockstep
 

@@ -32,7 +32,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.parts import VARIANTS, Variant
 from atom_mini.processes import core_client, knobs
 from atom_mini.processes.core_client import EngineCoreClient, EngineDead
-from atom_mini.processes.messages import Abort, Add, Array, Refused, Utility, encode
+from atom_mini.processes.engine_process import Abort, Add, Array, Refused, Utility, encode
 from atom_mini.sequence import Sequence
 
 alone = pytest.mark.alone  # it starts processes or looks at the clock
@@ -358,7 +358,7 @@ def test_ten_thousand_bad_frames(fake: Callable[..., EngineCoreClient]) -> None:
     """Random, cut, wrongly tagged, oversized and pickled: a request that runs meanwhile gets its tokens."""
     core, rng = fake(), random.Random(0)
     seq = request(core, max_tokens=200)
-    good = [encode(Abort(seq.id)), encode(Utility(3, "metrics"))]
+    good = [encode(Abort(seq.id)), encode(Utility(3))]
     kinds: list[Callable[[], bytes]] = [
         lambda: rng.randbytes(rng.randint(0, 40)),
         lambda: rng.choice(good)[: rng.randint(0, 6)],
@@ -745,12 +745,13 @@ def test_death_of_the_front(how: str, fake: Callable[..., EngineCoreClient]) -> 
 @alone
 @pytest.mark.parametrize("when", ["as it starts", "while it loads"])
 def test_death_of_the_front_before_ready(when: str, fake: Callable[..., EngineCoreClient], tidy: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading="time.sleep(60)"))
+    loading = f"open({str(tmp_path / 'loads')!r}, 'w').close(); time.sleep(60)"
+    (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading=loading))
     env, before = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, processes().keys()
     process = subprocess.Popen([sys.executable, "-c", FRONT.format(then=""), json.dumps(SMALL)], env=env)
     wait_for(lambda: [p for p in processes().keys() - before - {process.pid} if str(tidy) in environment(p)])
     if when == "while it loads":
-        wait_for(lambda: not [*tidy.iterdir()])
+        wait_for(lambda: (tmp_path / "loads").exists())
     process.kill()
     process.wait()
 

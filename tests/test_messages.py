@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import atom_mini.processes
 from atom_mini import SamplingParams
-from atom_mini.processes.messages import (
+from atom_mini.processes.engine_process import (
     DTYPES,
     MAX_ARRAY,
     MAX_FRAME,
@@ -48,7 +48,7 @@ rows = st.builds(
 )  # fmt: skip
 FIELDS: dict[Any, Any] = {
     "token_ids": arrays, "params": st.dictionaries(texts, st.booleans() | counts | floats | st.lists(counts)),
-    "method": st.sampled_from(["ping", "metrics"]), "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
+    "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
     "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
     "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),
 }  # fmt: skip

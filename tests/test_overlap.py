@@ -224,10 +224,12 @@ def test_middle_chunks_sample_nothing_and_shift_nothing() -> None:
 
 
 def test_what_cannot_run_ahead_is_refused_by_name() -> None:
-    for options in ({"scheduler": "spyre"}, {"scheduler": None}, {"scheduler_delay_factor": 0.5}):
+    for options in ({"scheduler": "spyre"}, {"scheduler_delay_factor": 0.5}):
         (name,) = options
         with pytest.raises(ValueError, match=f"{name}=.*overlap=True"):
             Config(overlap=True, max_model_len=512, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scheduler=None must be one of 'atom'"):  # none at all, with overlap or without
+        Config(overlap=True, scheduler=None)
     with pytest.raises(ValueError, match="overlap='yes'"):
         Config(overlap="yes")  # type: ignore[arg-type]
     config = Config(scheduler="spyre", kv_cache_block_size=64, num_kvcache_blocks=8, max_model_len=512)

@@ -47,7 +47,7 @@ def adjusted(logits: Tensor, wishes: list[dict[str, Any]], histories: dict[int, 
     batch = ScheduledBatch(
         SequenceType.DECODE, [*range(B)], ones.astype(np.int64), ones, ones, table, ones > 0, params, histories
     )
-    return Extras().adjust(batch, logits, None, on_cpu)
+    return Extras().adjust(batch, logits, on_cpu)
 
 
 def sample(
@@ -371,7 +371,9 @@ def test_places_are_counted_among_the_rows_that_sample_and_the_newest_is_filled_
         np.array([False, True]), params, {1: [0, 0, -1]},
     )  # fmt: skip
     logits = torch.tensor([[4.0, 3.0, -1.0]])
-    assert Extras().adjust(batch, logits, torch.tensor([2]), on_cpu).tolist() == [[2.0, 3.0, -2.0]]
+    extras = Extras()
+    extras.newest = torch.tensor([2])
+    assert extras.adjust(batch, logits, on_cpu).tolist() == [[2.0, 3.0, -2.0]]
     ((token, value),) = Extras().report(batch, logits, [1])[8][0].items()
     assert token == 1 and abs(value - logits.log_softmax(-1)[0, 1].item()) < 1e-6  # the model's own
     assert [*Extras().report(batch, logits, [1])] == [8]

@@ -50,16 +50,16 @@ import atom_mini.processes.ranks as ranks
 import atom_mini.processes.shards as shards
 from atom_mini import LLM, Config, SamplingParams, loading
 from atom_mini.engine_core import EngineCore
+from atom_mini.families.dealt import DealtMLP
 from atom_mini.families.records import Experts, FamilySpec
-from atom_mini.families.spread import SpreadMLP
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
 from atom_mini.processes.core_client import EngineDead
-from atom_mini.processes.cuts import TensorParallel, cut_spec
-from atom_mini.processes.group import Group
-from atom_mini.processes.messages import Array, Ready, decode, encode
-from atom_mini.processes.ranks import Known, Leader, News, RankManager, ToRank, pack_batch, take_news, unpack_batch
+from atom_mini.processes.engine_process import Ready, decode, encode
+from atom_mini.processes.group import Group, cut_spec
+from atom_mini.processes.knobs import TensorParallel
+from atom_mini.processes.ranks import Known, Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import as_rows
@@ -239,7 +239,7 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "the same part on every rank": ("odd", lambda p: p.setattr(shards, "find_cut", first_part)),
     "no sum after the embedding": ("odd", lambda p: p.setattr(shards.SharedTable, "forward", unsummed_rows)),
     "a norm per rank": ("olmoe", lambda p: p.setattr(shards.SharedNorm, "forward", RMSNorm.forward)),
-    "foreign experts answer": ("moe", lambda p: p.setattr(SpreadMLP, "compute", wrapped_ids)),
+    "foreign experts answer": ("moe", lambda p: p.setattr(DealtMLP, "compute", wrapped_ids)),
     "the first K/V head for all": ("kv", lambda p: p.setattr(shards, "find_cut", first_head)),
 }
 FIND = shards.find_cut
@@ -378,22 +378,20 @@ def test_a_step_crosses_whole() -> None:
     assert np.array_equal(cross(large, sent, known).block_tables, large.block_tables)
     large = replace(large, block_tables=table[2:4])
     assert np.array_equal(cross(large, sent, known).block_tables, large.block_tables)
-    frame = pack_batch(batch, Known(4))[-1]
+    frame = pack_batch(batch, Known(4))
     for bad in (pickle.dumps(batch), frame[:-1], b""):
         with pytest.raises(ValueError):
             decode(bad, ToRank)
-    for shape, changes in (([1, 3], [4, 0, 0]), ([1, 3], [-1, 0, 0]), ([3], [0, 0, 0])):
-        news = News(0, Array("int32", shape, np.array(changes, np.int32).tobytes()), {})
+    step: Any = decode(frame, Step)
+    for changes, wish in (([(4, 0, 0)], {}), ([(-1, 0, 0)], {}), ([0, 0, 0], {}), ([], {4: {}}), ([(0, 0, 2**31)], {})):
+        step.changes, step.wishes = changes, wish
         with pytest.raises(ValueError):
-            take_news(decode(encode(news), ToRank), Known(4))
+            unpack_batch(decode(encode(step), ToRank), Known(4))
 
 
 def cross(batch: ScheduledBatch, sent: Known, known: Known) -> ScheduledBatch:
     """What a rank that knows `known` makes of what a leader sends that has `sent` the rest before."""
-    *news, step = (decode(frame, ToRank) for frame in pack_batch(batch, sent))
-    for one in news:
-        take_news(one, known)
-    return unpack_batch(step, known)
+    return unpack_batch(decode(pack_batch(batch, sent), ToRank), known)
 
 
 class Crossing:
@@ -404,7 +402,7 @@ class Crossing:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         found = cross(batch, self.sent, self.known)
-        self.sizes.append(sum(map(len, pack_batch(batch, self.sent))))
+        self.sizes.append(len(pack_batch(batch, self.sent)))
         assert np.array_equal(found.block_tables, batch.block_tables)
         assert [p.max_tokens for p in found.sampling_params] == [p.max_tokens for p in batch.sampling_params]
         assert np.array_equal(self.sent.tables, self.known.tables)
@@ -598,7 +596,7 @@ def test_nobody_listens_but_on_loopback(pair: tuple[LLM, Path]) -> None:
     for pid in (engine_of(llm), rank_of(llm)):
         assert listeners(pid) <= {"0100007F"}
     core: Any = llm.engine_core
-    assert not os.path.exists(core.config.recipe["meeting"])
+    assert not os.path.exists(core.engines[0].recipe["meeting"])
 
 
 def ranks_alive(tag: str) -> list[int]:
@@ -845,7 +843,7 @@ def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_p
         ({"enable_expert_parallel": True}, "with one rank: raise tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "collective_timeout": 0}, "collective_timeout=0 must be seconds"),
         ({"tensor_parallel_size": 2, "collective_timeout": 1e300}, r"collective_timeout=1e\+300 must be seconds"),
-        ({"collective_timeout": 5.0}, "collective_timeout with one rank: raise tensor_parallel_size"),
+        ({"collective_timeout": 5.0}, "collective_timeout is for tensor_parallel_size above 1: raise it"),
         ({"tensor_parallel_size": 2, "overlap": True}, "overlap=True does not go with tensor_parallel_size above 1"),
         ({"tensor_parallel_size": 2, "scheduler": "spyre"}, "scheduler='spyre' does not go with"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' does not go with .*: set it to one of .*'cuda'"),

@@ -19,10 +19,10 @@ from ..parts import Variant
 from .records import StateSpec
 from .state import GatedDeltaNet, StateMetaData, state_bytes
 from .state import state_shapes
-from ..memory import InputBuffer, free_host_bytes
+from ..memory import free_host_bytes
 from ..model_runner import Inputs, ModelRunner
-from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch
+from ..uploads import choose_upload
 
 # %% auto #0
 __all__ = ['StatePool', 'StateRunner', 'Slots']
@@ -76,7 +76,7 @@ class StateRunner(ModelRunner):
         require(count * each < room, f"{wrong}: lower it, {room // each} would fill them")
         layers = [m for m in self.model.modules() if isinstance(m, GatedDeltaNet)]
         self.pool = StatePool(layers, count, self.dtype, self.device)
-        self.upload_slots = on_cpu if on_host else InputBuffer(self.device).upload
+        self.upload_slots = choose_upload(self.device)
         what = "%d states of %d bytes; torch's attention, no graphs, no prefix cache"
         _log.info(what, count, each)
         return min(super()._free_bytes(), room - count * each)

@@ -226,14 +226,13 @@ def needs(config: Config, device: str) -> tuple[Any, Any, int]:
 def extra_needs(config: Config, dtype: Any) -> dict[str, Any]:
     """What drafts, and the bytes of its weights and of a token's K/V; the bytes of a
     sequence's state. {} without either."""
-    from atom_mini.model_runner import nothing_beside
-
     report: dict[str, Any] = {}
     if drafts(config):
         asked = config.speculative_config
         report["speculative_method"] = asked.method
         report["num_speculative_tokens"] = asked.num_speculative_tokens
-    weights, block = config.pick("bytes_beside", nothing_beside)(config, dtype)
+    count = config.pick("bytes_beside", None)
+    weights, block = count(config, dtype) if count else (0, 0)
     if weights:
         report["draft_weight_bytes"] = weights
         report["draft_kvcache_bytes_per_token"] = block // config.kv_cache_block_size

@@ -27,7 +27,7 @@ from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepProc', 'make_rank']
+__all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepProc', 'meet', 'make_member']
 
 # %% ../../nbs/73b_lockstep.ipynb #b690bcb5
 class Agreement:
@@ -108,13 +108,9 @@ class LockstepProc(EngineCoreProc):
             self.runner.launch(self.dummy)  # what it returns is nobody's
             self.num_dummies += 1
 
-    def is_asleep(self) -> bool:
-        """Until the next wave."""
-        return self.is_open and self.slept == self.wave
-
-    def sleep(self) -> None:
-        """Until a message comes: only a wave wakes it, and room for results does not."""
-        self.inbox.poll()
+    def pause(self) -> int | None:
+        """Milliseconds that it may wait for a message; None: until one comes."""
+        return None if self.is_open and self.slept == self.wave else 0
 
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now, and of what it did with the others."""
@@ -122,17 +118,25 @@ class LockstepProc(EngineCoreProc):
         return super().metrics() | both
 
 # %% ../../nbs/73b_lockstep.ipynb #98cbbc85
-def make_rank(config: Config) -> EngineCore:
-    """The engine core of a rank, in its process; `config.ranks` knows the others."""
-    rank, folder, limit = config.data_parallel_place
-    size, wants_experts = config.data_parallel_size, config.enable_expert_parallel
-    group, layers = open_group(folder, rank, size, limit), None
-    if wants_experts and config.device and config.device != "cpu":
-        os.makedirs(place := f"{folder}-layers", 0o700, exist_ok=True)
-        layers = open_group(place, rank, size, limit, config.device)
-    ranks = vars(config)["ranks"] = Agreement(group, layers)
-    if wants_experts:
-        deal = import_module("atom_mini.families.spread").deal
+def meet(config: Config) -> Agreement:
+    """Join the other engines of one front."""
+    number, folder = config.recipe["number"], config.recipe["meeting"]
+    place = number, config.data_parallel_size, config.ready_timeout
+    layers = None
+    if config.enable_expert_parallel and config.device not in (None, "cpu"):
+        os.makedirs(f"{folder}/layers", exist_ok=True)
+        layers = open_group(f"{folder}/layers", *place, config.device)
+    return Agreement(open_group(folder, *place), layers)
+
+# %% ../../nbs/73b_lockstep.ipynb #f1f5949b
+def make_member(config: Config) -> EngineCore:
+    """The engine core of one of several, in its process; ValueError if they recorded
+    different graphs."""
+    if not config.lockstep:
+        return make_engine_core(config)
+    ranks = vars(config)["ranks"] = meet(config)
+    if config.enable_expert_parallel:
+        deal = import_module("atom_mini.families.dealt").deal
         config.spec = deal(config.spec, ranks)
     core = make_engine_core(config)
     with_spare_block(core.runner)

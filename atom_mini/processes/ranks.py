@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from copy import copy
 from importlib import import_module
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,18 +23,17 @@ from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..model_runner import choose_device
 from .core_client import TICK, CoreManager
-from .engine_process import from_recipe
-from .group import Group, open_group
-from atom_mini.processes.messages import (
-    MAX_ARRAY, Array, Message, Ready, Shutdown, Size, decode, encode, wishes,
+from atom_mini.processes.engine_process import (
+    Array, Message, Ready, Shutdown, Size, decode, encode, from_recipe, wishes,
 )  # fmt: skip
+from .group import Group, open_group
 from .shards import make_rank
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['ToRank', 'Known', 'News', 'Step', 'pack_news', 'pack_batch', 'take_news', 'unpack_batch', 'Meet', 'load_rank',
-           'RankManager', 'check_machine', 'Leader']
+__all__ = ['Place', 'ToRank', 'Known', 'Step', 'pack_batch', 'unpack_batch', 'Meet', 'load_rank', 'RankManager', 'check_machine',
+           'Leader']
 
 # %% ../../nbs/72d_ranks.ipynb #a5c56612
 class Known:
@@ -59,25 +58,24 @@ class Known:
         places = np.array(rows)[which], columns, tables[which, columns]
         return np.stack(places, 1).astype(np.int32)
 
-    def apply(self, changes: np.ndarray) -> None:
-        """Know of `changes` [n, 3]. ValueError for a row that there is not."""
+    def apply(self, changes: np.ndarray, wishes: dict[int, SamplingParams]) -> None:
+        """Know of `changes` [n, 3] and of wishes by row. ValueError for a row that there is
+        not."""
         rows, columns, blocks = changes.T
-        low, high = int(changes.min(initial=0)), int(rows.max(initial=0))
-        good = low >= 0 and high < len(self.tables)
-        require(good, f"row {high}, or below 0: there are {len(self.tables)} rows")
+        high = max([int(rows.max(initial=0)), *wishes])
+        count = len(self.wishes)
+        require(high < count, f"row {high}: there are {count} rows")
         self.widen(int(columns.max(initial=0)) + 1)
         self.tables[rows, columns] = blocks
+        for row, wish in wishes.items():
+            self.wishes[row] = wish
 
 # %% ../../nbs/72d_ranks.ipynb #6073aea5
-class News(Message):
-    """What has changed in the rows: (row, column, block) [n, 3], and wishes by row."""
-
-    changes: Array
-    wishes: dict[Size, dict[str, Any]]
+Place = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Step(Message):
-    """A `ScheduledBatch`, but tables and wishes. `has_drafts`: they get rows."""
+    """A `ScheduledBatch`; of block tables and wishes, what is new in which row."""
 
     kind: Literal["PREFILL", "DECODE"]
     req_ids: list[int]
@@ -85,49 +83,33 @@ class Step(Message):
     width: Size  # of the block tables
     histories: dict[int, list[Size]]
     rows: list[Size]
-    has_drafts: bool = False
-
-
-def pack_news(batch: ScheduledBatch, known: Known) -> list[bytes]:
-    """Frames of what the ranks do not know yet; `known` knows it from now on."""
-    changes = known.changes(batch.rows, batch.block_tables)
-    known.apply(changes)
-    by_row = zip(batch.rows, batch.sampling_params, strict=True)
-    new = {row: wish for row, wish in by_row if known.wishes[row] is not wish}
-    for row, wish in new.items():
-        known.wishes[row] = wish
-    if not new and not len(changes):
-        return []
-    pieces = np.array_split(changes, 1 + changes.nbytes // (MAX_ARRAY // 2))
-    said = [{row: wishes(wish) for row, wish in new.items()}] + [{}] * len(pieces)
-    both = zip(pieces, said, strict=False)
-    return [encode(News(0, Array.pack(piece), wish)) for piece, wish in both]
+    changes: list[tuple[Place, Place, Place]]  # row, column, block
+    wishes: dict[Size, dict[str, Any]]
+    has_drafts: bool = False  # they get rows
 
 # %% ../../nbs/72d_ranks.ipynb #ffdd0efd
-def pack_batch(batch: ScheduledBatch, known: Known) -> list[bytes]:
-    """The frames of a step: news, if there are any, and a `Step`."""
+def pack_batch(batch: ScheduledBatch, known: Known) -> bytes:
+    """The frame of a step, with what the ranks do not know yet; `known` knows it from
+    now on."""
     plain: Any = getattr(batch, "whole", batch)  # without rows for its drafts
+    changes = known.changes(plain.rows, plain.block_tables)
+    by_row = zip(plain.rows, plain.sampling_params, strict=True)
+    new = {row: wish for row, wish in by_row if known.wishes[row] is not wish}
+    known.apply(changes, new)
     arrays = [plain.scheduled_tokens, plain.num_scheduled_tokens, plain.context_lens]
     packed = [*map(Array.pack, [*arrays, plain.is_sampled.view(np.uint8)])]
-    width, has_drafts = plain.block_tables.shape[1], plain is not batch
-    rest = width, plain.histories, plain.rows, has_drafts
-    step = Step(0, plain.type.name, plain.req_ids, packed, *rest)
-    return [*pack_news(plain, known), encode(step)]
+    said = {row: wishes(wish) for row, wish in new.items()}
+    kind, width = plain.type.name, plain.block_tables.shape[1]
+    rest = width, plain.histories, plain.rows, changes.tolist(), said, plain is not batch
+    return encode(Step(0, kind, plain.req_ids, packed, *rest))
 
-
-def take_news(news: News, known: Known) -> None:
-    """Know of it. ValueError for what is no news."""
-    changes = news.changes.unpack()
-    good = changes.ndim == 2 and changes.shape[1] == 3 and changes.dtype == np.int32
-    require(good, f"changes {changes.dtype}{[*changes.shape]}: int32 [n, 3] are meant")
-    known.apply(changes)
-    for row, said in news.wishes.items():
-        known.wishes[row] = SamplingParams(**said)
-
-
+# %% ../../nbs/72d_ranks.ipynb #531bb686
 def unpack_batch(step: Step, known: Known) -> ScheduledBatch:
-    """The batch in a message; ValueError if there is none."""
+    """The batch in a message, of which `known` knows then; ValueError if there is
+    none."""
     tokens, counts, lens, flags = (a.unpack().copy() for a in step.arrays)
+    new = {row: SamplingParams(**wish) for row, wish in step.wishes.items()}
+    known.apply(np.array(step.changes, np.int32).reshape(-1, 3), new)
     known.widen(step.width)
     tables = known.tables[step.rows, : step.width]
     said: Any = [known.wishes[row] for row in step.rows]
@@ -143,12 +125,12 @@ class Meet(Message):
     """All ranks have loaded: join the group."""
 
 
-ToRank = Meet | News | Step | Shutdown
+ToRank = Meet | Step | Shutdown
 
 # %% ../../nbs/72d_ranks.ipynb #fe866ad9
 def load_rank(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
-    """Load this rank's share and join the group; returns what runs the steps."""
-    config, rank = from_recipe(recipe), recipe["rank"]
+    """Load this rank's part and join the group; returns what runs the steps."""
+    config, rank = from_recipe(recipe), recipe["number"]
     size, limit = config.tensor_parallel_size, config.collective_timeout
 
     def hear() -> Any:
@@ -163,10 +145,7 @@ def load_rank(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], N
 
     def run() -> None:
         while not isinstance(told := hear(), Shutdown):
-            if isinstance(told, News):
-                take_news(told, known)
-            else:
-                runner.forward(unpack_batch(told, known))
+            runner.forward(unpack_batch(told, known))
 
     return run
 
@@ -179,9 +158,8 @@ class RankManager(CoreManager):
     is_group = False
 
     def __init__(self, rank: int, recipe: Any, config: Config) -> None:
-        super().__init__(rank, recipe | {"rank": rank}, copy(config), SimpleQueue())
+        super().__init__(rank, recipe, copy(config), SimpleQueue())
         self.share = config.tensor_parallel_size
-        self.home = recipe.get("meeting")  # the front removes it
         vars(self.config)["ping_timeout"] = math.inf
 
     def run(self) -> None:
@@ -190,7 +168,6 @@ class RankManager(CoreManager):
         if not self.is_refusal:
             print(str(self.dead).splitlines()[0], file=sys.stderr, flush=True)
             time.sleep(0.1)  # who dies takes others along: let them be named
-            shutil.rmtree(self.recipe["meeting"], ignore_errors=True)
             os._exit(1)
 
 # %% ../../nbs/72d_ranks.ipynb #5a5a5435
@@ -234,9 +211,9 @@ class Leader:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step on all ranks."""
-        for frame in pack_batch(batch, self.known):
-            for manager in self.managers:
-                manager.tell(frame)
+        frame = pack_batch(batch, self.known)
+        for manager in self.managers:
+            manager.tell(frame)
         try:
             return self.runner.forward(batch)
         except Exception:

@@ -6,18 +6,21 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
 from ..block_manager import NO_HASH, Block, PrefixIndex
+from ..checkpoint import require
+from ..config import Config
 from ..engine_core import EngineCore, StepOutput
-from .core_client import CoreManager, EngineDead, EngineCoreClient
-from .messages import Output, Wave
+from .core_client import CoreManager, EngineCoreClient, EngineDead
+from .engine_process import EngineCoreProc, Output, Wave
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'report_blocks', 'chain', 'longest_match',
-           'Replicas']
+__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'report_blocks', 'make_loop', 'chain',
+           'longest_match', 'Replicas', 'devices', 'make_front']
 
 # %% ../../nbs/73a_replicas.ipynb #ea211763
 class Replica(CoreManager):
@@ -80,6 +83,16 @@ def report_blocks(core: EngineCore) -> None:
     manager = core.scheduler.block_manager
     manager.index_type = ReportingIndex
     manager.reset()
+
+# %% ../../nbs/73a_replicas.ipynb #a0f6342e
+def make_loop(core: EngineCore, *sockets: Any) -> EngineCoreProc:
+    """The loop of one of several engines."""
+    if core.config.routing == "prefix":
+        report_blocks(core)
+    if core.config.lockstep:  # chapter 73b
+        lockstep = import_module("atom_mini.processes.lockstep")
+        return lockstep.LockstepProc(core, *sockets)
+    return EngineCoreProc(core, *sockets)
 
 # %% ../../nbs/73a_replicas.ipynb #664daca4
 def chain(seq: Sequence) -> list[int]:
@@ -148,3 +161,27 @@ class Replicas(EngineCoreClient):
             self.num_waves += 1
             for engine in self.engines:
                 engine.tell(Wave(self.num_waves))
+
+# %% ../../nbs/73a_replicas.ipynb #85ff6594
+def devices(config: Config, num_gpus: int) -> list[str | None]:
+    """A device for each replica. ValueError if there are too few."""
+    size, asked = config.data_parallel_size, config.device
+    if asked == "cpu" or (asked is None and num_gpus == 0):
+        return [asked] * size
+    require(asked in (None, "cuda"), f"device={asked!r} is one device: set 'cuda'")
+    many = f"data_parallel_size={size} needs as many GPUs, and here are {num_gpus}"
+    require(size <= num_gpus, f"{many}: lower it, or set device='cpu'")
+    return [f"cuda:{i}" for i in range(size)]
+
+# %% ../../nbs/73a_replicas.ipynb #24e5a439
+def make_front(config: Config) -> EngineCoreClient:
+    """What stands before the processes that `config` asks for."""
+    if config.data_parallel_size == 1:
+        return EngineCoreClient(config)
+    on_cpu = config.device == "cpu"
+    num_gpus = 0 if on_cpu else import_module("torch").cuda.device_count()
+    asked = config.recipe
+    recipes = []
+    for device in devices(config, num_gpus):
+        recipes.append(asked | {"options": asked["options"] | {"device": device}})
+    return Replicas(config, recipes)

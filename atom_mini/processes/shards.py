@@ -23,17 +23,17 @@ from ..config import Config
 from ..loading import Readers, read_tensor, weight_targets
 from ..model_runner import choose_device
 from ..models import CausalLM, RMSNorm, TorchOps
-from .cuts import cut_spec
+from .group import cut_spec
 
 # %% auto #0
-__all__ = ['Shard', 'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'SharedTable', 'SharedHead', 'SharedNorm', 'share',
+__all__ = ['Shard', 'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'SharedTable', 'SharedHead', 'SharedNorm', 'join_ranks',
            'make_rank']
 
 # %% ../../nbs/72c_shards.ipynb #03d59e74
 @dataclass
 class Shard:
     """What a rank must know of its place. Where experts are dealt, it is the `ranks` of
-    a `SpreadMLP` (chapter 73d)."""
+    a `DealtMLP` (chapter 72b)."""
 
     rank: int
     size: int
@@ -60,7 +60,7 @@ class Shard:
         """The spec of what this rank has; makes `whole` one with dealt experts, if so."""
         mine = cut_spec(self.whole, self.size, self.is_dealt)
         if self.is_dealt:
-            deal = import_module("atom_mini.families.spread").deal
+            deal = import_module("atom_mini.families.dealt").deal
             ranks = copy(self)
             self.whole, mine = deal(self.whole, ranks), deal(mine, ranks)
         return replace(mine, adapters=(self.cut_readers,))
@@ -148,7 +148,7 @@ class SharedNorm(RMSNorm):
         return (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight, x
 
 # %% ../../nbs/72c_shards.ipynb #a2bbd54d
-def share(model: Any, shard: Shard) -> None:
+def join_ranks(model: Any, shard: Shard) -> None:
     """Let a rank's loaded `CausalLM` compute what the whole one does."""
 
     def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def make_rank(config: Config, rank: int, meet: Callable[[torch.device], Any]) ->
 
         def _decide_num_blocks(self) -> int:
             shard.group = meet(self.device)
-            share(self.model, shard)
+            join_ranks(self.model, shard)
             blocks = torch.tensor(super()._decide_num_blocks(), device=self.device)
             return int(shard.group.all_reduce(blocks, ReduceOp.MIN))
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import Config
 from ..parts import Variant
 from ..scheduler import ScheduledBatch
 
@@ -36,6 +35,8 @@ def penalise(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
 class Extras:
     """Penalties before sampling, and log probabilities after it."""
 
+    newest: Tensor | None = None  # [R]: what stands for a token id of -1
+
     def find_seen(self, batch: ScheduledBatch) -> np.ndarray:
         """(row of the logits, token id) of all tokens that penalised requests have had:
         int64 [2, N]."""
@@ -45,19 +46,18 @@ class Extras:
         return np.array([*chain(*pairs)], np.int64).reshape(-1, 2).T
 
     def adjust(
-        self, batch: ScheduledBatch, logits: Tensor, newest: Tensor | None,
-        upload: Any,
-    ) -> Tensor:  # fmt: skip
+        self, batch: ScheduledBatch, logits: Tensor, upload: Any
+    ) -> Tensor:
         """The logits to sample from, by those of the model: [R, V], float32 if somebody is
-        penalised, else as they came. `newest` [R]: what stands for a token id of -1."""
+        penalised, else as they came."""
         seen = self.find_seen(batch) if batch.histories else np.empty((2, 0))
         if not seen.size:
             return logits
         params = compress(batch.sampling_params, batch.is_sampled)
         penalty = np.array([p.repetition_penalty or 1 for p in params], np.float32)
         by, where = upload([penalty, seen])
-        if newest is not None:
-            where[1] = newest[where[0]].where(where[1] < 0, where[1])
+        if self.newest is not None:
+            where[1] = self.newest[where[0]].where(where[1] < 0, where[1])
         return penalise(logits.float(), by, where)
 
     def report(
@@ -99,8 +99,3 @@ class ExtraWishes(Variant):
     """Always chosen: `Extras` does nothing for requests that ask for nothing."""
 
     make_extras = Extras
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        """Yes."""
-        return True

@@ -17,11 +17,11 @@ from torch import Tensor
 from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config
-from ..memory import InputBuffer
 from ..model_runner import ModelRunner, choose_device
 from .overlap import PLACEHOLDER, OverlapCore, Pending
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
+from ..uploads import InputBuffer
 
 # %% auto #0
 __all__ = ['Launcher', 'Computing', 'Copied', 'make_core']
@@ -56,10 +56,13 @@ class Launcher:
         those of this one go."""
         rows = np.array(batch.rows, dtype=np.int64)
         unknown = np.flatnonzero(batch.scheduled_tokens == PLACEHOLDER)  # decodes only
-        maps = [unknown, rows[unknown], rows[batch.is_sampled]]
-        places, loaded_rows, self.stored_rows = self.upload(maps)
+        last = batch.num_scheduled_tokens.cumsum()[batch.is_sampled] - 1
+        maps = [unknown, rows[unknown], rows[batch.is_sampled], last]
+        places, loaded_rows, self.stored_rows, last = self.upload(maps)
         if len(unknown):
             ids[places] = self.token_pool[loaded_rows]
+        if batch.histories:  # they end with a placeholder, too
+            self.runner.extras.newest = ids[last]
 
     @torch.inference_mode()
     def _compute(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:

@@ -216,7 +216,7 @@ class DraftModel(ModelDrafter):
             return super().judge(runner, rows)
         logits, size = runner.run_model(*runner.prepare_model(rows)), self.vocab_size
         params, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
-        adjusted = runner.extras.adjust(rows, logits, None, runner.upload)
+        adjusted = runner.extras.adjust(rows, logits, runner.upload)
         meta = SamplingMetaData.pack(params, lens, size, runner.upload)
         drafts, none = np.append(rows.scheduled_tokens[1:], -1), logits.new_zeros(size)
         drafts[counts.cumsum() - 1] = -1  # of each sequence's last row

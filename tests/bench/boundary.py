@@ -26,7 +26,7 @@ from report import OtherLoad, machine, print_table, write_json
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.processes.core_client import EngineCoreClient, EngineDead
-from atom_mini.processes.messages import FromEngine, Output, Row, decode, encode
+from atom_mini.processes.engine_process import FromEngine, Output, Row, decode, encode
 from atom_mini.sequence import Sequence, SequenceType
 
 BATCHES = (1, 64, 256)

@@ -26,10 +26,10 @@ from atom_mini import LLM
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
-from atom_mini.memory import InputBuffer
 from atom_mini.model_runner import ModelRunner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import SequenceType
+from atom_mini.uploads import InputBuffer
 
 AIMS = {256: 0.5, 512: 1.0}
 

@@ -1,15 +1,3 @@
 # %% 1
 def blocks_that_fit(peak: int, block_bytes: int) -> int:
     return int((24 * 2**30 - 2**30 - peak) * 0.9) // block_bytes  # 90 % of what is left
-# %% 2
-class Places:
-    def __init__(self, device, num_places):
-        self.device = device
-        self.hosts = deque(np.empty(3, int) for _ in range(num_places))
-
-    def send(self, there, values):
-        if self.device.queue:  # waits at every step
-            self.device.run()
-        self.hosts.rotate()
-        self.hosts[0][:] = values
-        self.device.copy(there, self.hosts[0])
