@@ -172,6 +172,28 @@ def admit(manager, *seqs) -> None:
     manager.index.publish()
 
 
+SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
+SMALL |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"max_position_embeddings": 256, "initializer_range": 0.3}
+
+
+def random_checkpoint(kind: str, folder, **options):
+    """A small random model of transformers, saved to `folder`. Norms and biases are random, too."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SMALL | options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
 def complain(action) -> None:
     """Print the ValueError that `action` must raise."""
     try:

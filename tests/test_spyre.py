@@ -453,15 +453,15 @@ class RectangularSymbols(SymbolicRunner):
             assert batch.query_len == 1 and ends.max() <= config.max_model_len
         else:
             assert len(ends) == 1 and tables.shape[1] * size % config.chunk_size == 0 and batch.query_len == config.chunk_size
-            self.stats["redirected"] += int(batch.num_redirected[0])
+            self.stats["redirected"] += batch.num_redirected
         shift = [row[pad // size :] for row, pad in zip(tables.tolist(), batch.left_padding, strict=True)]
-        self.redirected = batch.num_redirected.tolist()
+        self.redirected = batch.num_redirected
         width = max(map(len, shift))
         plain = np.array([row + [0] * (width - len(row)) for row in shift], dtype=np.int32)
         return super().forward(replace(batch, block_tables=plain))
 
     def _check_batch(self, batch: ScheduledBatch, positions: list[int], slots: list[int], tokens: list[int]) -> None:
-        redirected = self.redirected[0]
+        redirected = self.redirected
         read = {slot + self.size for seq, computed in self.readers for slot in self._slots(seq.block_table)[:computed]}
         if batch.type is SequenceType.PREFILL:
             assert not read & set(slots[redirected:]), "a block that somebody reads is written"
@@ -473,7 +473,7 @@ def locate_redirected(locate: Any, runner: Any) -> Any:
     """`locate`, with the first slots of a redirected chunk in the dummy block."""
     def locating(batch: ScheduledBatch, size: int) -> Any:
         positions, slots, cu_seqlens = locate(batch, size)
-        slots[: runner.redirected[0]] = 0
+        slots[: runner.redirected] = 0
         return positions, slots, cu_seqlens
     return locating
 
@@ -608,7 +608,7 @@ class StaleTkv(SpyreScheduler):
 
 class NoRedirect(SpyreScheduler):
     def _prefill(self, seq: Sequence, decoding: list[Sequence]) -> PaddedBatch:
-        return replace(super()._prefill(seq, decoding), num_redirected=np.zeros(1, np.int64))
+        return replace(super()._prefill(seq, decoding), num_redirected=0)
 
 
 class NoVolume(SpyreScheduler):

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..config import Config
 from ..parts import Variant
 from ..text import IncrementalDetokenizer, Progress, decode
 
@@ -64,7 +63,3 @@ class ByteTokens(Variant):
     """Always asked: it knows tokenizers that take text back."""
 
     make_detokenizer = staticmethod(make_detokenizer)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return True

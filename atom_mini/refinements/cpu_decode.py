@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionMetaData
-from ..config import Config
 from ..models import TorchOps
 from ..parts import Variant
 from .cpu_products import prepare
@@ -104,8 +103,3 @@ class CpuDecode(Variant):
     """Always chosen: `CpuOps` takes the other way where its own does not apply."""
 
     make_torch_ops = CpuOps
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        """Yes."""
-        return True

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import Config
 from ..parts import Variant
 from ..scheduler import ScheduledBatch
 
@@ -100,8 +99,3 @@ class ExtraWishes(Variant):
     """Always chosen: `Extras` does nothing for requests that ask for nothing."""
 
     make_extras = Extras
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        """Yes."""
-        return True

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import Config
 from ..parts import Variant
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
@@ -69,7 +68,3 @@ class RopeScaling(Variant):
     """Has no knobs: the checkpoint's config says which type it wants."""
 
     rope_types = TYPES
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return True

@@ -5,7 +5,7 @@
 # %% ../../nbs/40_radix_cache.ipynb #6dc85777
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..block_manager import NO_HASH, ROOT, Block, PrefixIndex, tokens_of
 from ..config import Config, check_rules, one_of
@@ -16,20 +16,15 @@ from ..sequence import Sequence
 __all__ = ['Node', 'RadixCache', 'RadixKnobs']
 
 # %% ../../nbs/40_radix_cache.ipynb #ecb396de
+@dataclass(slots=True, eq=False)
 class Node:
     """An edge of the tree and the node it leads to: whole blocks of `tokens`, the ids
     of the blocks that hold them, and how it goes on."""
 
-    __slots__ = ("block_ids", "children", "tokens")
-
-    def __init__(
-        self,
-        tokens: list[int] | None = None,
-        block_ids: list[int] | None = None,
-        children: dict[tuple[int, ...], Node] | None = None,
-    ) -> None:
-        self.tokens, self.block_ids = tokens or [], block_ids or []
-        self.children = children or {}  # by the tokens of their first block
+    tokens: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    # by the tokens of their first block
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
 
 # %% ../../nbs/40_radix_cache.ipynb #6aab9e21
 class RadixCache(PrefixIndex):

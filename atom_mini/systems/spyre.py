@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from ..parts import Variant
 from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
+Seqs = list[Sequence]
+
 # %% auto #0
-__all__ = ['round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'SpyreKnobs', 'remaining']
+__all__ = ['Seqs', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'SpyreKnobs', 'remaining']
 
 # %% ../../nbs/41_spyre.ipynb #856d9aaa
 def round_up(x: int, step: int) -> int:
@@ -40,17 +42,13 @@ class PaddedBatch(ScheduledBatch):
     query_len: int = 1  # columns of queries: the chunk, or 1
     # [B] tokens
     left_padding: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    # [B]: of how many first tokens the K/V goes to the dummy block
-    num_redirected: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_redirected: int = 0  # so many first tokens' K/V goes to the dummy block
 
     @classmethod
     def pad(
-        cls,
-        batch: ScheduledBatch,
-        left: list[int],
-        size: int,
-        **rest: Any,
-    ) -> PaddedBatch:
+        cls, batch: ScheduledBatch, left: list[int], size: int,
+        **rest: int,
+    ) -> PaddedBatch:  # fmt: skip
         """`batch` with `left` dummy tokens before each sequence, in blocks of `size`."""
         padding, ends = np.array(left), -(-batch.context_lens // size)
         width = int((padding // size + ends).max())
@@ -164,9 +162,7 @@ class SpyreScheduler(BaseScheduler):
         self.note("admitted", seq)
         return len(cached) * self.size - usable
 
-    def _prefill(
-        self, seq: Sequence, decoding: list[Sequence]
-    ) -> PaddedBatch:
+    def _prefill(self, seq: Sequence, decoding: Seqs) -> PaddedBatch:
         """The next chunk of `seq`, alone."""
         manager, plan = self.block_manager, self._plan(seq)
         redirected = 0 if seq is self.prefilling else self._begin(seq)
@@ -180,10 +176,10 @@ class SpyreScheduler(BaseScheduler):
             left = align(joined, self.size)
             self.tkv = max(n + pad for n, pad in zip(joined, left, strict=True))
         batch = ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager)
-        extra = {"query_len": plan.chunk_size, "num_redirected": np.array([redirected])}
+        extra = {"query_len": plan.chunk_size, "num_redirected": redirected}
         return PaddedBatch.pad(batch, [plan.left], self.size, **extra)
 
-    def _decode(self, decoding: list[Sequence]) -> PaddedBatch:
+    def _decode(self, decoding: Seqs) -> PaddedBatch:
         """One token for everybody, as a rectangle with the least padding."""
         for seq in decoding:
             self.block_manager.may_append(seq)
@@ -194,8 +190,7 @@ class SpyreScheduler(BaseScheduler):
         tkvs = [s.num_tokens + pad for s, pad in zip(decoding, left, strict=True)]
         self.tkv = max(tkvs)
         batch = ScheduledBatch.pack(SequenceType.DECODE, decoding, self.block_manager)
-        stored = np.zeros(len(decoding), np.int64)
-        return PaddedBatch.pad(batch, left, self.size, num_redirected=stored)
+        return PaddedBatch.pad(batch, left, self.size)
 
     def _to_come(self, seq: Sequence) -> int:
         """Blocks that it may yet take; its last token needs no place."""
@@ -210,7 +205,7 @@ class SpyreScheduler(BaseScheduler):
         return f"num_kvcache_blocks: {needed} > {total}" if needed > total else None
 
     def staircase(
-        self, seq: Sequence, decoding: list[Sequence]
+        self, seq: Sequence, decoding: Seqs
     ) -> list[tuple[int, int]]:
         """The future with `seq` in the batch: (sequences left, tkv when the next one ends).
 
@@ -226,17 +221,13 @@ class SpyreScheduler(BaseScheduler):
         stairs = [min(e, end) for e in others[: before + 1]]
         return [(len(others) + 1 - i, e) for i, e in enumerate(stairs)]
 
-    def _too_large(
-        self, seq: Sequence, decoding: list[Sequence]
-    ) -> str | None:
+    def _too_large(self, seq: Sequence, decoding: Seqs) -> str | None:
         """Whether sequences x tkv could exceed the limit in some step to come."""
         limit, stairs = self.config.max_batch_tkv_limit, self.staircase(seq, decoding)
         worst = max((n * end for n, end in stairs), default=0)
         return f"volume: {worst} > {limit}" if worst > limit else None
 
-    def _too_long(
-        self, seq: Sequence, decoding: list[Sequence]
-    ) -> str | None:
+    def _too_long(self, seq: Sequence, decoding: Seqs) -> str | None:
         """Whether, aligned with `seq`, somebody's last token would be beyond the model's
         context."""
         size = self.size
@@ -246,9 +237,7 @@ class SpyreScheduler(BaseScheduler):
         longest = self.config.max_model_len or max(ends)
         return f"max_model_len: {max(ends)} > {longest}" if max(ends) > longest else None
 
-    def _why_not(
-        self, seq: Sequence, decoding: list[Sequence]
-    ) -> str | None:
+    def _why_not(self, seq: Sequence, decoding: Seqs) -> str | None:
         """What forbids the next chunk of `seq` in this step; None if nothing does."""
         config, is_first = self.config, seq is not self.prefilling
         if config.interleave and self.last_was_prefill and decoding:

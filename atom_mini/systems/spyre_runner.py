@@ -40,12 +40,9 @@ class RectangularOps(TorchOps):
     is_padded = True  # an attention of another kind could not read its metadata
 
     def attend(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        meta: AttentionMetaData,
+        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData,
         scale: float,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         plan: Rectangle = meta.plan
         rows, queries = plan.mask.shape[0], plan.mask.shape[2]
         k, v = kv_cache[:, plan.tables].transpose(2, 3).flatten(3, 4)  # each [B, K, L, D]
@@ -77,7 +74,7 @@ class RectangularRunner(ModelRunner):
         if batch.type is SequenceType.PREFILL:
             places = np.arange(width * size - batch.query_len, width * size)[None, :]
         is_real = (places >= starts) & (places < ends)
-        stored = is_real & (places - starts >= batch.num_redirected[:, None])
+        stored = is_real & (places - starts >= batch.num_redirected)
         inside = np.take_along_axis(batch.block_tables, places // size, 1)
         blocks = np.where(stored, inside, 0).astype(np.int64)
         return places, is_real, blocks * size + places % size
@@ -119,5 +116,5 @@ class RectangularRunner(ModelRunner):
             scheduled_tokens=np.zeros(count, np.int64), num_scheduled_tokens=ones,
             context_lens=longest * ones, is_sampled=ones > 0,
             block_tables=np.tile(table, (count, 1)),
-            left_padding=0 * ones.astype(np.int64), num_redirected=0 * ones,
+            left_padding=0 * ones.astype(np.int64),
         )  # fmt: skip

@@ -1,5 +1,5 @@
 # %% 1
-loud_row = Row("loud=True", has("loud", True), {"scheduler": ("atom",)}, "shouting takes no turns")
+loud_row = Need("loud=True", has("loud", True), {"scheduler": ("atom",)}, "shouting takes no turns")
 # %% 2
 def implied(options):
     usual, known = vars(Config("tiny")), vars(Config("tiny", **options))
