@@ -157,8 +157,8 @@ class Kernels(Variant):
 # %% ../nbs/20_parts.ipynb #3862dd42
 def check_roles(config: Config, offers: Variants) -> None:
     """ValueError if a role is taken twice."""
-    for role in vars(Variant):
-        if role.startswith(("make_", "max_", "bytes_")):
+    for role, kind in inspect.get_annotations(Variant).items():
+        if kind == "Role":
             offers.taker(config, role)
 
 # %% ../nbs/20_parts.ipynb #639d042b

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention import AttentionMetaData
 from ..checkpoint import require
-from ..instruments import launches
+import atom_mini.instruments.launches as launches
 from ..instruments.launches import amd
 from ..triton_attention import Launch, product_type
 from ..triton_ops import TritonOps

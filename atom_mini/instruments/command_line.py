@@ -62,8 +62,8 @@ def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
 
 # %% ../../nbs/31_command_line.ipynb #5d1e7a90
 def figures(m: Metrics, outs: list[CompletionOutput]) -> dict[str, Any]:
-    """What an engine did and how fast: counts, seconds, tokens per second; and mean TTFT
-    and TPOT of `outs` in milliseconds, if there are any."""
+    """What an engine did and how fast: counts, seconds, tokens per second; if there
+    are `outs`, also their mean TTFT and TPOT in milliseconds."""
     rates = ("prefill_tokens_per_second", "decode_tokens_per_second")
     report = asdict(m) | {name: getattr(m, name) for name in rates}
     for name in ("ttft", "tpot") if outs else ():
@@ -87,7 +87,7 @@ def save_trace(trace: Trace, path: Path) -> None:
 def show_texts(
     llm: LLM, prompts: list[str], params: SamplingParams
 ) -> list[CompletionOutput]:
-    """Complete and print: one prompt piece by piece as they come, several at the end."""
+    """Complete and print: one prompt piece by piece as it comes, several at the end."""
     if len(prompts) != 1:
         outs = llm.generate(prompts, params)
         print("\n\n".join(f"{out.prompt}{out.text}" for out in outs))
@@ -153,7 +153,8 @@ def run_bench(args: argparse.Namespace) -> None:
     count, longest = args.num_requests, args.input_len
     require(count > 0 and longest > 0, "num_requests and input_len must be at least 1")
     with LLM(**given(args, Config)) as llm:
-        rng, ids = random.Random(args.params.seed or 0), range(llm.config.spec.vocab_size)
+        rng = random.Random(args.params.seed or 0)
+        ids = range(llm.config.spec.vocab_size)
         prompts = [rng.choices(ids, k=rng.randint(1, longest)) for _ in range(count)]
         report = measure(llm, prompts, replace(args.params, ignore_eos=True))
     print_report({"model": args.model} | report, args.json)
@@ -226,14 +227,13 @@ def needs(config: Config, device: str) -> tuple[Any, Any, int]:
 def extra_needs(config: Config, dtype: Any) -> dict[str, Any]:
     """What drafts, and the bytes of its weights and of a token's K/V; the bytes of a
     sequence's state. {} without either."""
-    from atom_mini.model_runner import nothing_beside
-
     report: dict[str, Any] = {}
     if drafts(config):
         asked = config.speculative_config
         report["speculative_method"] = asked.method
         report["num_speculative_tokens"] = asked.num_speculative_tokens
-    weights, block = config.pick("bytes_beside", nothing_beside)(config, dtype)
+    count = config.pick("bytes_beside", None)
+    weights, block = count(config, dtype) if count else (0, 0)
     if weights:
         report["draft_weight_bytes"] = weights
         report["draft_kvcache_bytes_per_token"] = block // config.kv_cache_block_size
@@ -345,7 +345,7 @@ def add_own(sub: argparse.ArgumentParser, name: str) -> None:
     """The options that are the command's own."""
     model: Any = {"default": "tiny", "help": "a folder, a hub id, or 'tiny' (default)"}
     if name in ("generate", "trace"):
-        words, file = "- reads them from stdin, one per line", "or .json, .perfetto.json"
+        words, file = "- reads them from stdin, a line each", "or .json, .perfetto.json"
         sub.add_argument("prompts", nargs="*", default=EXAMPLES, help=words)
         sub.add_argument("--output", type=Path, default="trace.html", help=file)
     if name == "bench":

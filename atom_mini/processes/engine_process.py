@@ -314,8 +314,8 @@ class EngineCoreProc:
 
 # %% ../../nbs/70_engine_process.ipynb #bc3897fc
 def end_with_front(folder: str) -> None:
-    """Wait for the end of standard input, then remove `folder`, which nobody else would,
-    and end, with all that this process has started: the group that it leads."""
+    """Wait for the end of standard input, then remove `folder`, which nobody else
+    would, and end, with all that this process has started: the group that it leads."""
     sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

@@ -101,7 +101,8 @@ class ProcessKnobs(Variant):
         if is_there:
             sizes = ("tensor_parallel_size", "data_parallel_size")  # which imply it
             knob = next((n for n in sizes if getattr(config, n, 1) > 1), None)
-            require_extra(f"{knob}={getattr(config, knob)}" if knob else "engine_process=True")
+            asked = f"{knob}={getattr(config, knob)}" if knob else "engine_process=True"
+            require_extra(asked)
             off = f"{knob}=1" if knob else "engine_process=False"
             own = {"engine_process", *limits.split()}
             vars(config)["recipe"] = as_recipe(config, given - own, off)
@@ -139,7 +140,8 @@ class TensorParallel(Variant):
             limit = min(config.ping_timeout, config.collective_timeout + 2)
             vars(config)["ping_timeout"] = limit
             if config.spec is not None:
-                import_module("atom_mini.processes.group").cut_spec(config.spec, n, is_dealt)
+                group = import_module("atom_mini.processes.group")
+                group.cut_spec(config.spec, n, is_dealt)
 
 # %% ../../nbs/73c_knobs.ipynb #015197db
 MOST = 64  # engines of one machine

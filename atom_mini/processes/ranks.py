@@ -100,8 +100,9 @@ def pack_batch(batch: ScheduledBatch, known: Known) -> bytes:
     packed = [*map(Array.pack, [*arrays, plain.is_sampled.view(np.uint8)])]
     said = {row: wishes(wish) for row, wish in new.items()}
     kind, width = plain.type.name, plain.block_tables.shape[1]
-    rest = width, plain.histories, plain.rows, changes.tolist(), said, plain is not batch
-    return encode(Step(0, kind, plain.req_ids, packed, *rest))
+    rest = width, plain.histories, plain.rows, changes.tolist(), said
+    step = Step(0, kind, plain.req_ids, packed, *rest, plain is not batch)
+    return encode(step)
 
 # %% ../../nbs/72d_ranks.ipynb #531bb686
 def unpack_batch(step: Step, known: Known) -> ScheduledBatch:

@@ -210,7 +210,7 @@ def load_head(
 # %% ../../nbs/53_eagle.ipynb #6fc7e8b2
 def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
     """The step that has run, with the token *after* each in its place (0 after a wrong
-    draft). A decode goes row by row, and asks for the last right row of each sequence."""
+    draft). A decode goes by rows, and asks for the last right row of each sequence."""
     tokens, is_last = list[int](), list[bool]()
     for seq, n in zip(seqs, batch.num_scheduled_tokens.tolist(), strict=True):
         known = seq.token_ids[seq.num_computed_tokens + 1 :][:n]

@@ -46,8 +46,9 @@ class PaddedBatch(ScheduledBatch):
 
     @classmethod
     def pad(
-        cls, batch: ScheduledBatch, left: list[int], size: int, **rest: int
-    ) -> PaddedBatch:
+        cls, batch: ScheduledBatch, left: list[int], size: int,
+        **rest: int,
+    ) -> PaddedBatch:  # fmt: skip
         """`batch` with `left` dummy tokens before each sequence, in blocks of `size`."""
         padding, ends = np.array(left), -(-batch.context_lens // size)
         width = int((padding // size + ends).max())

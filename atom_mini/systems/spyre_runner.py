@@ -40,8 +40,9 @@ class RectangularOps(TorchOps):
     is_padded = True  # an attention of another kind could not read its metadata
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
-    ) -> Tensor:
+        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
         plan: Rectangle = meta.plan
         rows, queries = plan.mask.shape[0], plan.mask.shape[2]
         k, v = kv_cache[:, plan.tables].transpose(2, 3).flatten(3, 4)  # each [B, K, L, D]
