@@ -141,7 +141,7 @@ WISHES: list[Rule] = [
     ("top_k", lambda v: is_whole(v) and v >= -1, "a whole number from -1 (off)"),
     ("min_p", lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 (off) to 1"),
     ("repetition_penalty", lambda v: is_number(v) and v >= LEAST, FROM_LEAST),
-    ("max_tokens", lambda v: v is None or is_count(v), "None or whole, at least 1"),
+    ("max_tokens", lambda v: v is None or is_count(v), "None or a whole number from 1"),
     ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
     ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
     ("ignore_eos", is_bool, "True or False"),

@@ -63,7 +63,7 @@ class Linear(nn.Module):
         super().__init__()
         self.parts = parts
         rows = sum(parts.values())
-        self.weight = unfilled(rows, size)
+        self.weight: Tensor = unfilled(rows, size)
         self.bias = unfilled(rows) if bias else None
         self.multiply: Callable[..., Tensor] = F.linear  # x, weight, bias -> product
 

@@ -232,6 +232,7 @@ def read_differences(cfg: Any, raw: dict[str, Any] | None) -> dict[str, Any]:
 
 # %% ../../nbs/60_experts.ipynb #8d8e632a
 def check_latents(cfg: Any) -> None:
+    """ValueError for latent attention that is not computed."""
     what = "attention_bias=True needs q_lora_rank: without it, q_proj has no bias"
     require(cfg.q_lora_rank or not cfg.attention_bias, what)
     method = first_of(cfg, "topk_method")

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..checkpoint import require
+from ..checkpoint import find, require
 from ..config import Config, SamplingParams
 from .trace import Metrics, Trace
 from ..llm import LLM
@@ -238,9 +238,8 @@ def extra_needs(config: Config, dtype: Any) -> dict[str, Any]:
         report["draft_weight_bytes"] = weights
         report["draft_kvcache_bytes_per_token"] = block // config.kv_cache_block_size
     if keeps_state(config):
-        from atom_mini.families.state import state_bytes
-
-        report["state_bytes_per_sequence"] = state_bytes(config.spec, dtype)
+        count = find("families.state:state_bytes")
+        report["state_bytes_per_sequence"] = count(config.spec, dtype)
     return report
 
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
