@@ -143,7 +143,7 @@ def test_parity_test_can_fail(breakage: str, tmp_path: Path, monkeypatch: pytest
             layer.post_attention_layernorm.weight.data *= 1.001
         elif breakage == "yarn":
             rotary = llm.engine_core.runner.model.model.rotary  # type: ignore[attr-defined]
-            rotary.cos /= rotary_frequencies(model.config, 16)[1]
+            rotary.cos /= rotary_frequencies(spec_of(model.config), 16)[1]
         else:
             rotary = llm.engine_core.runner.model.model.rotary  # type: ignore[attr-defined]
             rotary.cos[40:] = rotary.cos[39:-1].clone()
@@ -189,7 +189,7 @@ def test_yarn_frequencies_equal_transformers(original: int) -> None:
         rope = YARN | {"original_max_position_embeddings": original} | change
         config = LlamaConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=rope)
         wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-        ours, scale = rotary_frequencies(config, 64)
+        ours, scale = rotary_frequencies(spec_of(config), 64)
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
         assert math.isclose(scale, factor, rel_tol=1e-9)
 

@@ -1,11 +1,11 @@
 # %% 1
 class DeepCore(OverlapCore):
-    def step(self, stream=True):
+    def step(self):
         with self.transaction():
             while len(self.in_flight) < 2 and (scheduled := self.scheduler.schedule()):
                 batch, seqs = scheduled
-                self._launch(batch, [*seqs.values()], time.perf_counter())
-        return super().step(stream)
+                self._launch(batch, [*seqs.values()])
+        return super().step()
 # %% 2
 class UnorderedDevice(WritingDevice):
     held = None
