@@ -95,7 +95,8 @@ def find_attributes(app: Sphinx) -> None:
 
 def signature(app: Sphinx, what: str, name: str, obj: object, opts: object, args: str, result: str) -> tuple[str, str]:
     """A dataclass's would repeat its fields. `type` is Python's, not somebody's field of that name."""
-    return ("" if is_dataclass(obj) else args and re.sub(r": type\b", ": ~builtins.type", args)), result
+    is_class = isinstance(obj, type) and is_dataclass(obj)
+    return ("" if is_class else args and re.sub(r": type\b", ": ~builtins.type", args)), result
 
 
 def docstring(app: Sphinx, what: str, name: str, obj: type, options: object, lines: list[str]) -> None:

@@ -242,6 +242,7 @@ def check_latents(cfg: Any) -> None:
 
 # %% ../../nbs/60_experts.ipynb #f0ddc67c
 def check_states(cfg: Any) -> None:
+    """ValueError for layers with a state that are not computed."""
     has_gate = getattr(cfg, "attn_output_gate", True)
     require(has_gate, "attn_output_gate=False is not supported: True is")
     keys = cfg.linear_num_key_heads
