@@ -16,7 +16,7 @@ from .config import VARIANTS, Config, Variant
 
 # %% auto #0
 __all__ = ['PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL', 'attach',
-           'Kernels', 'check_roles', 'Row', 'has', 'many', 'drafts', 'drafts_by_model', 'keeps_state', 'apply',
+           'Kernels', 'check_roles', 'Need', 'has', 'many', 'drafts', 'drafts_by_model', 'keeps_state', 'apply',
            'settle', 'Together', 'as_markdown']
 
 # %% ../nbs/20_parts.ipynb #b6d8f73b
@@ -71,8 +71,8 @@ def check_roles(config: Config) -> None:
             config.taker(role)
 
 # %% ../nbs/20_parts.ipynb #639d042b
-class Row(NamedTuple):
-    """What one wish needs of other options."""
+class Need(NamedTuple):
+    """What one option needs of others."""
 
     asked: str  # in words
     holds: Callable[[Config], bool]
@@ -109,19 +109,19 @@ def keeps_state(config: Config) -> bool:
 NO_BLOCKS = "cached blocks hold keys and values, no state"
 OWN_STEPS = "it plans its steps by rules of its own"
 KNOWN = "a step is planned before the last one has ended"
-TOGETHER: list[Row] = [
-    Row("overlap=True", has("overlap", True),
+TOGETHER: list[Need] = [
+    Need("overlap=True", has("overlap", True),
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
-    Row("speculative_config", drafts,
+    Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
-    Row("prefix_cache='hash'", has("prefix_cache", "hash"),
+    Need("prefix_cache='hash'", has("prefix_cache", "hash"),
         {"enable_prefix_caching": (True,)}, "it is one"),
-    Row("prefix_cache='radix'", has("prefix_cache", "radix"),
+    Need("prefix_cache='radix'", has("prefix_cache", "radix"),
         {"enable_prefix_caching": (True,), "trace": (False,)},
         "its tree is not traced"),
-    Row("prefix_cache='none'", has("prefix_cache", "none"),
+    Need("prefix_cache='none'", has("prefix_cache", "none"),
         {"enable_prefix_caching": (False,)}, "it is none"),
-    Row("scheduler='spyre'", has("scheduler", "spyre"),
+    Need("scheduler='spyre'", has("scheduler", "spyre"),
         {"interleave_decode": (False,), "attention": ("torch",),
          "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
         OWN_STEPS),
@@ -130,16 +130,16 @@ TOGETHER: list[Row] = [
 # %% ../nbs/20_parts.ipynb #7d650bb4
 STATE = "layers that keep a state"
 TOGETHER += [
-    Row(STATE, keeps_state,
+    Need(STATE, keeps_state,
         {"enable_prefix_caching": (False,), "prefix_cache": ("none",),
          "routing": ("load",)}, NO_BLOCKS),
-    Row(STATE, keeps_state, {"speculative_config": (None,)},
+    Need(STATE, keeps_state, {"speculative_config": (None,)},
         "a state cannot forget the drafts that are rejected"),
-    Row(STATE, keeps_state, {"scheduler": ("atom",)},
+    Need(STATE, keeps_state, {"scheduler": ("atom",)},
         "a padded step would write its padding into the state"),
-    Row(STATE, keeps_state, {"tensor_parallel_size": (1,)},
+    Need(STATE, keeps_state, {"tensor_parallel_size": (1,)},
         "a rank would need its own part of each state"),
-    Row(STATE, keeps_state, {"attention": ("torch",)},
+    Need(STATE, keeps_state, {"attention": ("torch",)},
         "there is no kernel for states, none tuned for 256 a head"),
 ]  # fmt: skip
 
@@ -147,31 +147,31 @@ TOGETHER += [
 ONE_DEVICE = "each rank or engine gets a device of its own"
 SEVERAL = many("data_parallel_size")
 TOGETHER += [
-    Row("engine_process=True", has("engine_process", True), {"trace": (False,)},
+    Need("engine_process=True", has("engine_process", True), {"trace": (False,)},
         "no records come back"),
-    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"overlap": (False,), "scheduler": ("atom",)}, "ranks run a step at a time"),
-    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"engine_process": (True,)}, "a rank that dies takes its process along"),
-    Row("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"device": (None, "cpu", "cuda")}, ONE_DEVICE),
-    Row("a draft model or EAGLE", drafts_by_model,
+    Need("a draft model or EAGLE", drafts_by_model,
         {"tensor_parallel_size": (1,)}, "drafts are made on one device"),
-    Row("data_parallel_size above 1", SEVERAL,
+    Need("data_parallel_size above 1", SEVERAL,
         {"tensor_parallel_size": (1,), "engine_process": (True,)}, ONE_DEVICE),
-    Row("routing='prefix'", has("routing", "prefix"),
+    Need("routing='prefix'", has("routing", "prefix"),
         {"enable_prefix_caching": (True,), "prefix_cache": ("hash",)},
         "it asks which engine has a prompt's blocks"),
-    Row("enable_expert_parallel=True over engines",
+    Need("enable_expert_parallel=True over engines",
         lambda c: all(f(c) for f in (SEVERAL, has("enable_expert_parallel", True))),
         {"lockstep": (True,)}, "an engine that pauses would keep the others waiting"),
-    Row("lockstep=True", has("lockstep", True),
+    Need("lockstep=True", has("lockstep", True),
         {"overlap": (False,), "speculative_config": (None,), "scheduler": ("atom",)},
         "all engines take the same step"),
 ]  # fmt: skip
 
 # %% ../nbs/20_parts.ipynb #674ef0b1
-def apply(row: Row, config: Config, fixed: set[str]) -> bool:
+def apply(row: Need, config: Config, fixed: set[str]) -> bool:
     """Set what `row` needs and nobody has said; whether anything was set. ValueError
     for an option in `fixed` that has another value."""
     known, before = vars(config), len(fixed)

@@ -235,6 +235,27 @@ def logits_by_token(engine, runner, seqs, forward=None) -> tuple[dict, list]:
         del runner.sample
 
 
+def logits_of(model, spec, ids, pieces=(), kind=None, **more):
+    """Logits [T, vocabulary] of one sequence `ids` [T], which `model` (of the spec `spec`) gets in pieces of so many
+    tokens, or whole. The cache is one block, NaN where nothing was written; `more` goes to the metadata, of `kind`."""
+    import torch
+
+    from atom_mini.attention import Attention, AttentionMetaData, set_forward_context
+
+    size, found = len(ids), []
+    both, heads, dim = spec.kv_shape
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.kv_cache = torch.full((both, 1, heads, size, dim), torch.nan)
+    for places in torch.arange(size).split(list(pieces) or [size]):
+        end = int(places[-1]) + 1
+        table, lens = torch.zeros(1, 1).int(), torch.tensor([end]).int()
+        meta = (kind or AttentionMetaData)(lens, table, places, [len(places)], [end], **more)
+        with set_forward_context(meta):
+            found.append(model.compute_logits(model(ids[places], places)))
+    return torch.cat(found)
+
+
 def seconds(action, repeat=7, warm_up=True) -> float:
     """The median of some runs. Print ratios of it: the seconds are this machine's."""
     times = []
@@ -312,6 +333,41 @@ def plot_lanes(ax, steps: list[Played], names="abcde") -> None:
     ax.invert_yaxis()
     ax.label_outer()
     legend(ax, shown)
+
+
+def plot_trace(trace, width=8.0):
+    """Requests, pool and time by step of a `Trace` (chapter 30); the figure."""
+    import matplotlib.pyplot as plt
+
+    seen = [(state.phases(), state.counts()) for state in trace.replay()]
+    ids, lanes = [*trace.requests], [phases for phases, _ in seen]
+    high = min(6.0, 0.6 + 0.17 * len(ids))
+    shape = {"figsize": (width, high + 2), "sharex": True}
+    fig, axes = plt.subplots(3, **shape, height_ratios=[high, 1, 1], layout="tight")
+    rows = [[to_rgba(now.get(id)) for now in lanes] for id in ids]
+    axes[0].imshow(rows, aspect="auto")
+    every = 1 + len(ids) // 40
+    axes[0].set_yticks(range(0, len(ids), every), ids[::every], fontsize=7)
+    for name in dict.fromkeys(name for now in lanes for name in now.values()):
+        axes[0].plot([], "s", color=COLOURS[name], label=name)
+    pool = {n: [counts[n] for _, counts in seen] for n in ("used", "cached", "free")}
+    times = {n: [getattr(s, n) for s in trace.steps] for n in ("host", "device")}
+    for ax, what in zip(axes[1:], (pool, times), strict=True):
+        style = {"labels": what, "colors": [COLOURS[n] for n in what]}
+        ax.stackplot(range(len(seen)), what.values(), step="mid", **style)
+    for ax, label in zip(axes, ("request", "blocks", "ms"), strict=True):
+        ax.set_ylabel(label)
+        place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+        ax.legend(frameon=False, fontsize=7, **place)
+    axes[2].set_xlabel("step")
+    return fig
+
+
+def to_rgba(name: str | None) -> tuple[float, ...]:
+    """The colour of that name as four numbers; nothing is drawn for None."""
+    from matplotlib.colors import to_rgba
+
+    return to_rgba(COLOURS[name] if name else "none")
 
 
 def plot_used(ax, steps: list[Played], num_blocks: int) -> None:

@@ -28,7 +28,7 @@ from atom_mini.sampler import on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens, read_draft_config
-from atom_mini.speculation.verify import accept, spread
+from atom_mini.speculation.verify import accept, as_rows
 
 TINY = Path(DraftModel.__init__.__code__.co_filename).parent.parent / "tiny"
 LONG = [*PROMPTS, "Once upon a time there was a boy", "25 + 31 ="]
@@ -386,7 +386,7 @@ def test_a_step_is_judged_sequence_by_sequence() -> None:
         batch = ScheduledBatch.pack(SequenceType.DECODE, [seqs[i] for i in some], manager)
         tokens = [t for i in some for t in (seqs[i].last_token, *lists[i])]
         batch = replace(batch, scheduled_tokens=np.array(tokens), is_sampled=np.ones(len(some), bool))
-        return accept(batch, drafter.judge(Given(rows), spread(batch))).token_ids
+        return accept(batch, drafter.judge(Given(rows), as_rows(batch))).token_ids
 
     ends = np.cumsum([len(drafts) + 1 for drafts in lists])
     alone = [kept([i], logits[ends[i] - len(lists[i]) - 1 : ends[i]])[i] for i in range(4)]

@@ -18,7 +18,7 @@ import pytest
 import show
 
 from atom_mini import Config
-from atom_mini.instruments.trace import COLOURS, POOL, TIMES, VERDICTS
+from atom_mini.instruments.trace import COLOURS, VERDICTS
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if p.stem[0].isdigit()]
@@ -101,7 +101,7 @@ def test_lines_fit_the_page(path: Path) -> None:
 
 def test_one_palette() -> None:
     """The player and the figures paint the same thing in the same colour."""
-    assert show.COLOURS.items() >= (COLOURS | POOL | TIMES | VERDICTS).items()
+    assert show.COLOURS.items() >= (COLOURS | VERDICTS).items()
 
 
 def test_config_refuses_a_name_that_no_part_knows() -> None:

@@ -162,7 +162,7 @@ def keeps_the_drafts_blocks(patch: Patch) -> None:
 def reads_one_context_for_all_rows(patch: Patch) -> None:
     """vLLM-like metadata per sequence instead of per row: every row sees all drafts."""
     old = "(batch.context_lens - ends)[owners] + np.arange(1, len(owners) + 1)"
-    mutate(patch, verify, "spread", old, "batch.context_lens[owners]")
+    mutate(patch, verify, "as_rows", old, "batch.context_lens[owners]")
 
 
 PLANTED: list[Callable[[Patch], None]] = [

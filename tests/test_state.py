@@ -223,8 +223,8 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
     "the filter reversed": ("dense", state, "causal_conv", "rows.mT, weight", "rows.mT, weight.flip(-1)"),
     "no silu after the filter": ("dense", state, "causal_conv", "F.silu(out)", "out"),
     "no l2 norm": ("dense", state, "unit", "(x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()", "0.3"),
-    "heads in turns": ("dense", NET, "advance", "t.repeat_interleave(r.heads // r.key_heads, 2)",
-                       "t.repeat(1, 1, r.heads // r.key_heads, 1)"),
+    "heads in turns": ("dense", NET, "advance", "t.repeat_interleave(heads // t.shape[2], 2)",
+                       "t.repeat(1, 1, heads // t.shape[2], 1)"),
     "linear attention": ("dense", state, "delta_chunk", "v - total.exp() * (k @ state)", "v"),
     "no system": ("dense", state, "delta_chunk", "if k.shape[-2] > 1:", "if False:"),
     "norms are w": ("dense", state, "add_one", "+ 1", ""),
@@ -315,7 +315,7 @@ def test_query_scale_and_epsilons_show_on_crafted_weights(tmp_path: Path, monkey
     model.save_pretrained(tmp_path)
     assert worst_error(model, tmp_path, **TIGHT) <= 2e-4
     with monkeypatch.context() as patch:
-        mutate(patch, NET, "advance", " * r.key_dim**-0.5", "")
+        mutate(patch, NET, "advance", " * key**-0.5", "")
         assert worst_error(model, tmp_path, **TIGHT) > 1
     for layer in model.model.layers[:3]:
         layer.linear_attn.in_proj_qkv.weight.data[:64] *= 1e-3

@@ -62,7 +62,7 @@ from atom_mini.processes.messages import Array, Ready, decode, encode
 from atom_mini.processes.ranks import Known, Leader, News, RankManager, ToRank, pack_batch, take_news, unpack_batch
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.verify import spread
+from atom_mini.speculation.verify import as_rows
 
 alone = pytest.mark.alone  # it starts processes or looks at the clock
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
@@ -360,7 +360,7 @@ def test_a_step_crosses_whole() -> None:
         SequenceType.DECODE, [7, 9], np.array([1, 5, 6, 2]), np.array([3, 1], np.int32), np.array([8, 30], np.int32),
         np.arange(16, dtype=np.int32).reshape(2, 8), np.array([True, True]), wishes, {1: [4, 2]}, [0, 3],
     )  # fmt: skip
-    for sent in (batch, spread(batch)):
+    for sent in (batch, as_rows(batch)):
         found = cross(sent, Known(4), Known(4))
         assert type(found) is type(sent) and found.type is sent.type
         for name, value in vars(sent).items():

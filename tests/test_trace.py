@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any, cast
 
 import pytest
+import show
 import symbolic
 from symbolic import SymbolicRunner
 
@@ -263,7 +264,7 @@ def test_perfetto_reads_it(trace: Trace) -> None:
 
 
 def test_plot_draws_every_step(trace: Trace) -> None:
-    fig = trace.plot()
+    fig = show.plot_trace(trace)
     assert len(fig.axes) == 3 and fig.axes[2].get_xlim() == (-0.5, len(trace.steps) - 0.5)
     shown, phases = fig.axes[0].images[0].get_array(), [state.phases() for state in trace.replay()]
     assert shown.shape == (len(TIGHT), len(trace.steps), 4) and (shown[..., 3] > 0).sum() == sum(map(len, phases))

@@ -29,8 +29,8 @@ __all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 
 def halves_first(size: int, dim: int) -> Tensor:
     """The numbers of a head, [size] int64; of its last `dim`, which are pairs of
     neighbours, first all firsts and then all seconds."""
-    plain, pairs = torch.arange(size).split([size - dim, dim])
-    return torch.cat([plain, pairs[::2], pairs[1::2]])
+    still, pairs = torch.arange(size).split([size - dim, dim])
+    return torch.cat([still, pairs[::2], pairs[1::2]])
 
 # %% ../../nbs/65a_latent_attention.ipynb #7f237c17
 def softmax_scale(spec: LatentSpec) -> float:

@@ -5,8 +5,6 @@
 # %% ../../nbs/64_quantised_files.ipynb #573554f9
 from __future__ import annotations
 
-import logging
-import time
 from functools import partial
 from typing import Any
 
@@ -21,7 +19,7 @@ from ..loading import Readers
 from ..models import TorchOps
 
 # %% auto #0
-__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8', 'Speed',
+__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8', 'read_checked',
            'unpack', 'PackedExperts', 'PackedMLP', 'make_mlp']
 
 # %% ../../nbs/64_quantised_files.ipynb #e09fc83a
@@ -83,26 +81,11 @@ METHODS: dict[str, tuple[str, str, str, Any]] = {
 }
 
 # %% ../../nbs/64_quantised_files.ipynb #36f6d6ca
-_log = logging.getLogger("atom_mini")
-
-
-class Speed:
-    """Reads what is not packed, and says how fast when the last reader is gone."""
-
-    def __init__(self) -> None:
-        self.start, self.size = time.perf_counter(), 0
-
-    def read(self, name: str, read: Any, part: Any = None) -> Tensor:
-        """What `read` reads; ValueError if it is packed."""
-        tensor = read(part)
-        require(tensor.dtype.itemsize > 1, f"{name} is {tensor.dtype} without scales")
-        self.size += tensor.nbytes
-        return tensor
-
-    def __del__(self) -> None:
-        size, took = self.size / 1e9, time.perf_counter() - self.start
-        if size:  # or nothing was loaded
-            _log.info("unpacked %.3g GB in %.3g s: %.2g GB/s", size, took, size / took)
+def read_checked(name: str, read: Any, part: Any = None) -> Tensor:
+    """What `read` reads; ValueError for bytes, whose scales are missing."""
+    tensor = read(part)
+    require(tensor.dtype.itemsize > 1, f"{name} is {tensor.dtype} without scales")
+    return tensor
 
 # %% ../../nbs/64_quantised_files.ipynb #f35e55ac
 def unpack(readers: Readers, spec: Any, model: Any) -> Readers:
@@ -113,14 +96,13 @@ def unpack(readers: Readers, spec: Any, model: Any) -> Readers:
     if model is not None and any(isinstance(m, PackedExperts) for m in model.modules()):
         return readers  # its weights are as they are stored
     left = {**readers}
-    speed = Speed()
     packed, scales, end, read = METHODS[spec.storage.method]
     for name in [n for n in left if n.endswith(scales)]:
         base = name.removesuffix(scales)
         require(base + packed in left, f"there is {name}, but no {base + packed}")
         pair = left.pop(base + packed), left.pop(name)
         left[base + end] = partial(read, *pair, spec.storage)
-    return {n: partial(speed.read, n, r) for n, r in left.items()}
+    return {n: partial(read_checked, n, r) for n, r in left.items()}
 
 # %% ../../nbs/64_quantised_files.ipynb #b237560b
 class PackedExperts(ExpertLinear):

@@ -16,7 +16,7 @@ from atom_mini.checkpoint import (
 from ..config import Config, Variant, is_count
 
 # %% auto #0
-__all__ = ['EVEN', 'RULES', 'COUNTS', 'MTP', 'FULL', 'PART', 'LATENT', 'STATE', 'ROWS', 'ONLY', 'PLAIN', 'NAMES', 'ADDED',
+__all__ = ['EVEN', 'RULES', 'COUNTS', 'MTP', 'FULL', 'PART', 'LATENT', 'STATE', 'ROWS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
            'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
            'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
            'read_windows', 'read_differences', 'check_latents', 'check_states', 'Family', 'check_family', 'read_row',
@@ -134,7 +134,7 @@ class FamilySpec(ModelSpec):
         """Numbers of a head that turn."""
         return int(self.head_dim * self.rope["partial_rotary_factor"])
 
-
+# %% ../../nbs/60_experts.ipynb #7a472d38
 @dataclass(frozen=True)
 class LatentSpec(FamilySpec):
     """A model that keeps a row of latents for all heads; its config's names."""
@@ -151,7 +151,7 @@ class LatentSpec(FamilySpec):
         """One row of latent and rotated part: keys, and in them the values."""
         return 1, 1, self.kv_lora_rank + self.qk_rope_head_dim
 
-
+# %% ../../nbs/60_experts.ipynb #8ad1a2a7
 @dataclass(frozen=True)
 class StateSpec(FamilySpec):
     """A model most of whose layers keep a state; its config's names."""
@@ -324,7 +324,7 @@ def decoder_of(wrapper: Any) -> Any:
     return cfg
 
 # %% ../../nbs/60_experts.ipynb #798c0d59
-PLAIN = ("llama", "qwen2", "qwen3")
+PART_ONE = ("llama", "qwen2", "qwen3")
 
 
 def read_family(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
@@ -334,7 +334,7 @@ def read_family(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     cfg = decoder_of(cfg) if wrapped else cfg
     check_family(cfg, ROWS[cfg.model_type])
     storage = read_storage(cfg)
-    if cfg.model_type in PLAIN and not any(read_windows(cfg)):
+    if cfg.model_type in PART_ONE and not any(read_windows(cfg)):
         spec = read_spec(cfg)
     else:
         spec = read_row(cfg, raw, **{"has_vision": True} if wrapped else {})

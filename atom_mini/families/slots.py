@@ -17,6 +17,7 @@ from ..checkpoint import require
 from ..config import Config, Variant
 from .records import StateSpec
 from .state import GatedDeltaNet, StateMetaData, state_bytes
+from .state import state_shapes
 from ..memory import InputBuffer, free_host_bytes
 from ..model_runner import Inputs, ModelRunner
 from ..sampler import on_cpu
@@ -32,11 +33,10 @@ class StatePool:
     def __init__(
         self, layers: list[GatedDeltaNet], slots: int, dtype: torch.dtype, device: Any
     ) -> None:  # fmt: skip
-        r, count = layers[0].sizes, len(layers)
-        state, past = (r.heads, r.key_dim, r.value_dim), (r.width - 1, sum(r.mixed))
-        kind = {"dtype": torch.float32, "device": device}
-        self.state = torch.zeros(count, slots, *state, **kind)
-        self.past = torch.zeros(count, slots, *past, **kind | {"dtype": dtype})
+        state, past = state_shapes(layers[0].spec)
+        count = len(layers)
+        self.state = torch.zeros(count, slots, *state, device=device)
+        self.past = torch.zeros(count, slots, *past, dtype=dtype, device=device)
         for layer, one, other in zip(layers, self.state, self.past, strict=True):
             layer.state, layer.past = one, other
 

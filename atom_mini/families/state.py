@@ -5,6 +5,7 @@
 # %% ../../nbs/66a_state.ipynb #03230851
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,8 @@ from ..loading import Readers
 from ..models import Linear, RMSNorm, SelfAttention, TorchOps, unfilled
 
 # %% auto #0
-__all__ = ['CHUNK', 'delta_chunk', 'delta_rule', 'causal_conv', 'Recurrence', 'read_recurrence', 'StateMetaData', 'Convolution',
-           'GatedDeltaNet', 'unit', 'GatedAttention', 'make_attention', 'state_bytes', 'read_half', 'add_one',
-           'take_decoder']
+__all__ = ['CHUNK', 'delta_chunk', 'delta_rule', 'causal_conv', 'mixed_sizes', 'state_shapes', 'StateMetaData', 'GatedDeltaNet',
+           'unit', 'GatedAttention', 'make_attention', 'state_bytes', 'read_half', 'add_one', 'take_decoder']
 
 # %% ../../nbs/66a_state.ipynb #dcb2317f
 def delta_chunk(
@@ -65,27 +65,18 @@ def causal_conv(x: Tensor, past: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
     return F.silu(out), rows[:, x.shape[1] :]
 
 # %% ../../nbs/66a_state.ipynb #c53a23d2
-@dataclass(frozen=True)
-class Recurrence:
-    """The sizes of a layer that keeps a state."""
-
-    key_heads: int
-    heads: int  # of values, each with a state [key_dim, value_dim]
-    key_dim: int
-    value_dim: int
-    width: int  # tokens that the convolution sees
-
-    @property
-    def mixed(self) -> list[int]:
-        """Numbers of q, k and v, which pass the convolution."""
-        keys = self.key_heads * self.key_dim
-        return [keys, keys, self.heads * self.value_dim]
+def mixed_sizes(spec: StateSpec) -> list[int]:
+    """Numbers of a token's q, k and v, which pass the convolution."""
+    keys = spec.linear_num_key_heads * spec.linear_key_head_dim
+    return [keys, keys, spec.linear_num_value_heads * spec.linear_value_head_dim]
 
 # %% ../../nbs/66a_state.ipynb #627f9588
-def read_recurrence(spec: StateSpec) -> Recurrence:
-    heads = spec.linear_num_key_heads, spec.linear_num_value_heads
-    sizes = spec.linear_key_head_dim, spec.linear_value_head_dim
-    return Recurrence(*heads, *sizes, spec.linear_conv_kernel_dim)
+def state_shapes(spec: StateSpec) -> tuple[list[int], list[int]]:
+    """Of a sequence in a layer: its state [H, Dk, Dv], and the rows [W - 1, C] of the
+    past that the convolution sees."""
+    heads = spec.linear_num_value_heads
+    state = [heads, spec.linear_key_head_dim, spec.linear_value_head_dim]
+    return state, [spec.linear_conv_kernel_dim - 1, sum(mixed_sizes(spec))]
 
 # %% ../../nbs/66a_state.ipynb #c418941e
 @dataclass
@@ -94,14 +85,6 @@ class StateMetaData(AttentionMetaData):
 
     state_slots: Tensor | None = None  # [B] int64
 
-# %% ../../nbs/66a_state.ipynb #fb0f03b6
-class Convolution(nn.Module):
-    """A convolution's weights: see `causal_conv`."""
-
-    def __init__(self, size: int, width: int) -> None:
-        super().__init__()
-        self.weight = unfilled(size, 1, width)
-
 # %% ../../nbs/66a_state.ipynb #5c560711
 class GatedDeltaNet(nn.Module):
     """x [T, hidden] -> [T, hidden], through a state per sequence. The runner sets
@@ -109,17 +92,17 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, spec: StateSpec, ops: TorchOps, layer: int = 0) -> None:
         super().__init__()
-        r = read_recurrence(spec)
-        self.sizes = r
-        value, heads = r.mixed[2], r.heads
-        self.rows = [sum(r.mixed), value, heads, heads]
+        self.spec, mixed = spec, mixed_sizes(spec)
+        state, (past, _) = state_shapes(spec)
+        heads, _, dim = state
+        self.rows = [sum(mixed), heads * dim, heads, heads]
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         self.inner = Linear(spec.hidden_size, dict(zip(names, self.rows, strict=True)))
-        self.conv1d = Convolution(self.rows[0], r.width)
+        self.conv1d = nn.ParameterDict({"weight": unfilled(sum(mixed), 1, past + 1)})
         zeros = torch.zeros(heads, dtype=torch.float32)
         self.A_log, self.dt_bias = (nn.Parameter(zeros.clone(), False) for _ in "Ab")
-        self.norm = RMSNorm(r.value_dim, spec.rms_norm_eps, ops)
-        self.out = Linear(value, {"out_proj": spec.hidden_size})
+        self.norm = RMSNorm(dim, spec.rms_norm_eps, ops)
+        self.out = Linear(heads * dim, {"out_proj": spec.hidden_size})
         self.state, self.past = torch.empty(0), torch.empty(0)
 
     def advance(
@@ -127,13 +110,13 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """The tokens `mixed` [B, n, q and k and v], `g`, `beta` [B, n, H] float32, of the
         sequences in `slots` [B] -> [B, n, H, Dv]; their states are the next ones then."""
-        r = self.sizes
-        x, past = causal_conv(mixed, self.past[slots], self.conv1d.weight)
-        q, k, v = x.split(r.mixed, -1)
-        q, k = (unit(t.unflatten(-1, (-1, r.key_dim))) for t in (q, k))
-        q, k = (t.repeat_interleave(r.heads // r.key_heads, 2) for t in (q, k))
-        v = v.unflatten(-1, (-1, r.value_dim)).float()
-        inputs = q * r.key_dim**-0.5, k, v, g[..., None], beta[..., None]
+        heads, key, value = state_shapes(self.spec)[0]
+        x, past = causal_conv(mixed, self.past[slots], self.conv1d["weight"])
+        q, k, v = x.split(mixed_sizes(self.spec), -1)
+        q, k = (unit(t.unflatten(-1, (-1, key))) for t in (q, k))
+        q, k = (t.repeat_interleave(heads // t.shape[2], 2) for t in (q, k))
+        v = v.unflatten(-1, (-1, value)).float()
+        inputs = q * key**-0.5, k, v, g[..., None], beta[..., None]
         turned = (t.transpose(1, 2) for t in inputs)  # [B, H, n, ...]
         out, state = delta_rule(self.state[slots], *turned)
         self.past[slots], self.state[slots] = past, state
@@ -184,10 +167,9 @@ def make_attention(spec: StateSpec, ops: TorchOps, layer: int) -> nn.Module:
 
 def state_bytes(spec: StateSpec, dtype: torch.dtype) -> int:
     """Of one sequence: states in float32, the convolutions' rows in `dtype`."""
-    r = read_recurrence(spec)
-    state = 4 * r.heads * r.key_dim * r.value_dim
-    past = (r.width - 1) * sum(r.mixed) * dtype.itemsize
-    return (spec.num_hidden_layers - spec.kv_layers) * (state + past)
+    state, past = map(math.prod, state_shapes(spec))
+    layers = spec.num_hidden_layers - spec.kv_layers
+    return layers * (4 * state + dtype.itemsize * past)
 
 # %% ../../nbs/66a_state.ipynb #772c335b
 def read_half(read: Callable[..., Tensor], dim: int, which: int) -> Tensor:

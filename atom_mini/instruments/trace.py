@@ -14,6 +14,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from ..sequence import Sequence, SequenceType
 from ..text import decode
 
 # %% auto #0
-__all__ = ['COLOURS', 'Event', 'REASONS', 'POOL', 'TIMES', 'VERDICTS', 'Metrics', 'Step', 'Block', 'State', 'Trace', 'Recorder',
+__all__ = ['COLOURS', 'Event', 'REASONS', 'VERDICTS', 'Metrics', 'StepRecord', 'BlockRecord', 'State', 'Trace', 'Recorder',
            'record', 'TraceKnobs']
 
 # %% ../../nbs/30_timeline.ipynb #a4bd3cc7
@@ -67,7 +68,7 @@ Event = dict[str, Any]  # one change of one request
 
 # %% ../../nbs/30_timeline.ipynb #93bbbd66
 @dataclass
-class Step:
+class StepRecord:
     """One step of the engine. Times in milliseconds."""
 
     kind: str  # "prefill" or "decode"
@@ -84,7 +85,7 @@ class Step:
     error: str | None = None  # what the runner raised; the step was rolled back
 
 # %% ../../nbs/30_timeline.ipynb #722ba187
-class Block(NamedTuple):
+class BlockRecord(NamedTuple):
     """A block that holds piece number `piece` of the tokens of request `id`."""
 
     id: int
@@ -98,18 +99,18 @@ class State:
     """Queues and blocks while `step` runs, rebuilt from the events up to there."""
 
     num_blocks: int
-    step: Step = field(init=False)
+    step: StepRecord = field(init=False)
     waiting: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
     tables: dict[int, list[int]] = field(default_factory=dict)  # request -> its blocks
     computed: dict[int, int] = field(default_factory=dict)  # request -> tokens with K/V
-    blocks: dict[int, Block] = field(default_factory=dict)  # those ever used
+    blocks: dict[int, BlockRecord] = field(default_factory=dict)  # those ever used
 
     def _give(self, id: int, blocks: list[int], cached: int) -> None:
         """Append `blocks` to its table; the first `cached` keep what they hold."""
         for i, number in enumerate(blocks):
             if i >= cached:
-                self.blocks[number] = Block(id, len(self.tables[id]))
+                self.blocks[number] = BlockRecord(id, len(self.tables[id]))
             self.tables[id].append(number)
             block = self.blocks[number]
             self.blocks[number] = block._replace(owners=block.owners | {id})
@@ -189,17 +190,16 @@ class State:
 class Trace:
     """A run of an engine, step by step. Of every `BaseScheduler`, with any runner.
 
-    It can be checked, asked, saved, read again, drawn and played.
+    It can be checked, asked, saved, read again and played.
     """
 
     scheduler: str
     num_blocks: int
     block_size: int
     max_num_batched_tokens: int
-    requests: dict[int, dict[str, Any]] = field(
-        default_factory=dict, repr=False
-    )  # id -> prompt (length), token_ids
-    steps: list[Step] = field(default_factory=list, repr=False)
+    # id -> prompt (length), token_ids
+    requests: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
+    steps: list[StepRecord] = field(default_factory=list, repr=False)
     tail: list[Event] = field(default_factory=list, repr=False)  # since the last step
     to_text: Callable[[int], str | None] | None = field(
         default=None, repr=False, compare=False
@@ -252,7 +252,7 @@ class Trace:
             return {int(k) if k.isdigit() else k: v for k, v in d.items()}
 
         data = json.loads(text, object_hook=with_numbers)
-        steps, to_text = [Step(**s) for s in data["steps"]], data["to_text"].get
+        steps, to_text = [StepRecord(**s) for s in data["steps"]], data["to_text"].get
         return cls(**data | {"steps": steps, "to_text": to_text})
 
     def to_perfetto(self) -> str:
@@ -273,27 +273,6 @@ class Trace:
             events.append(counter | {"args": state.counts()})
         return json.dumps({"traceEvents": events})
 
-    def plot(self, width: float = 8.0) -> Any:
-        """Requests, pool and time by step: a matplotlib figure."""
-        import matplotlib.pyplot as plt
-
-        seen = [(state.phases(), state.counts()) for state in self.replay()]
-        high = min(6.0, 0.6 + 0.17 * len(self.requests))
-        shape: dict[str, Any] = {"figsize": (width, high + 2), "sharex": True}
-        fig, axes = plt.subplots(3, **shape, height_ratios=[high, 1, 1], layout="tight")
-        _plot_lanes(axes[0], [phases for phases, _ in seen], [*self.requests])
-        pool = {name: [counts[name] for _, counts in seen] for name in POOL}
-        times = {name: [getattr(step, name) for step in self.steps] for name in TIMES}
-        for ax, rows, colours in ((axes[1], pool, POOL), (axes[2], times, TIMES)):
-            style: dict[str, Any] = {"labels": rows, "colors": colours.values()}
-            ax.stackplot(range(len(seen)), rows.values(), step="mid", **style)
-        for ax, label in zip(axes, ("request", "blocks", "ms"), strict=True):
-            ax.set_ylabel(label)
-            place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-            ax.legend(frameon=False, fontsize=7, **place)
-        axes[2].set_xlabel("step")
-        return fig
-
     def verdicts(self, state: State) -> dict[int, list[int]]:
         """request -> how many tokens of each of `VERDICTS` it had, if it had drafts."""
         counts = {}
@@ -307,7 +286,7 @@ class Trace:
 
     def _views(self) -> Iterator[dict[str, Any]]:
         """What the page shows of each step."""
-        before: dict[int, Block] = {}
+        before: dict[int, BlockRecord] = {}
         for n, state in enumerate(self.replay()):
             now = state.blocks
             changed = {i: block for i, block in now.items() if block is not before.get(i)}
@@ -365,7 +344,7 @@ class Recorder:
         self.trace = Trace(type(self.scheduler).__name__, blocks, size, budget)
         self.lengths: dict[int, int] = {}  # request -> blocks that are written down
         # the steps under way, and when each was handed to the runner: two at most
-        self.under_way: list[tuple[Step, float]] = []
+        self.under_way: list[tuple[StepRecord, float]] = []
         self.seen = 0.0  # when the runner had last returned
         self.has_run = False  # a step, and it is not written down
 
@@ -413,7 +392,7 @@ class Recorder:
         when, lead = round(1e3 * (self.start - self.zero), 3), _ms_since(self.start)
         events = self.trace.tail
         news, counted = self._pending(), self._count()
-        step = Step(kind, tokens, events, news, counted, when, lead)
+        step = StepRecord(kind, tokens, events, news, counted, when, lead)
         if kind == "decode":  # a token of each, and perhaps drafts: chapter 50
             step.drafts = {id: n - 1 for id, n in tokens.items() if n > 1}
         self.under_way.append((step, time.perf_counter()))
@@ -452,16 +431,6 @@ class Recorder:
         waiting = [seq.id for seq in self.scheduler.waiting]
         self.trace.tail.append({"event": "rolled back", "id": None, "waiting": waiting})
 
-    def _around_runs(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, which waits for the runner's results, and a note that they are here."""
-
-        def watched(*args: Any) -> Any:
-            output = run(*args)
-            self.ran()
-            return output
-
-        return watched
-
     def _enter_runner(self, core: EngineCore) -> None:
         """Hear of each batch, and of its end. A core with steps `in_flight` (chapter 23a)
         launches them, and waits for what that returns."""
@@ -469,15 +438,18 @@ class Recorder:
         name = "launch" if hasattr(core, "in_flight") else "forward"
         plain = getattr(runner, name)
 
-        def forward(batch: ScheduledBatch) -> Any:
-            self.scheduled(batch)
-            return self._around_runs(plain)(batch)
+        def finish(wait: Callable[..., Any], *args: Any) -> Any:
+            output = wait(*args)
+            self.ran()
+            return output
 
-        def launch(batch: ScheduledBatch) -> Any:
+        def watched(batch: ScheduledBatch) -> Any:
             self.scheduled(batch)
-            return SimpleNamespace(result=self._around_runs(plain(batch).result))
+            if name == "forward":
+                return finish(plain, batch)
+            return SimpleNamespace(result=partial(finish, plain(batch).result))
 
-        setattr(runner, name, launch if name == "launch" else forward)
+        setattr(runner, name, watched)
 
     def _enter_core(self, core: Any) -> None:
         """Hear of the beginnings, ends and failures of what is asked of the core."""
@@ -511,21 +483,6 @@ def record(core: EngineCore, tokenizer: Any = None) -> Trace:
     if tokenizer is not None:
         recorder.trace.to_text = lambda token_id: decode(tokenizer, [token_id])
     return recorder.trace
-
-# %% ../../nbs/30_timeline.ipynb #017b6ae0
-POOL = {"used": "#7f8fa3", "cached": "#bcc6d2", "free": "#eef1f4"}  # blocks
-TIMES = {"host": "#5b6570", "device": "#12a3a3"}
-
-# %% ../../nbs/30_timeline.ipynb #6cfd6cde
-def _plot_lanes(ax: Any, phases: list[dict[int, str]], ids: list[int]) -> None:
-    from matplotlib.colors import to_rgba
-
-    colours = [[COLOURS.get(now.get(id, ""), "none") for now in phases] for id in ids]
-    ax.imshow([[*map(to_rgba, row)] for row in colours], aspect="auto")
-    every = 1 + len(ids) // 40
-    ax.set_yticks(range(0, len(ids), every), ids[::every], fontsize=7)
-    for name, colour in COLOURS.items():
-        ax.plot([], "s", color=colour, label=name)
 
 # %% ../../nbs/30_timeline.ipynb #cdff8fda
 VERDICTS = {"accepted": "#2f6db3", "bonus": "#8fc7f0", "rejected": "#e3a9b8"}

@@ -136,7 +136,7 @@ def unpack_batch(step: Step, known: Known) -> ScheduledBatch:
     batch = ScheduledBatch(kind, step.req_ids, *arrays, step.histories, step.rows)
     if not step.has_drafts:
         return batch
-    return import_module("atom_mini.speculation.verify").spread(batch)
+    return import_module("atom_mini.speculation.verify").as_rows(batch)
 
 # %% ../../nbs/72d_ranks.ipynb #2f2b54fe
 class Meet(Message):

@@ -25,7 +25,7 @@ from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
 from .rejection import RejectionSampler, draft_tokens, final_probs
-from .verify import Drafter, Drafts, Rows, Seqs, Tokens, spread
+from .verify import Drafter, Drafts, Rows, Seqs, Tokens, as_rows
 from ..text import load_tokenizer
 
 # %% auto #0
@@ -119,7 +119,7 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
     counts, width = np.array([*map(len, new)]), max(len(s.block_table) for s in seqs)
     tables = [(s.block_table + [0] * width)[:width] for s in seqs]
     lens = np.array([s.num_tokens + ahead for s in seqs], np.int32)
-    return spread(ScheduledBatch(
+    return as_rows(ScheduledBatch(
         SequenceType.DECODE, [s.id for s in seqs], np.array([*chain(*new)]), counts,
         lens, np.array(tables, np.int32), counts > 0, [params] * len(seqs),
     ))  # fmt: skip

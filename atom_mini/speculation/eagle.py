@@ -25,7 +25,7 @@ from ..models import RotaryEmbedding, TorchOps
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from .drafters import ModelDrafter, extend
-from .verify import Seqs, Tokens, spread
+from .verify import Seqs, Tokens, as_rows
 
 # %% auto #0
 __all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'HeadSpec', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_spec', 'rename',
@@ -212,14 +212,14 @@ def load_head(
 # %% ../../nbs/53_eagle.ipynb #6fc7e8b2
 def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
     """The step that has run, with the token *after* each in its place (0 after a wrong
-    draft). A decode is spread, and asks for the last right row of each sequence."""
+    draft). A decode goes row by row, and asks for the last right row of each sequence."""
     tokens, is_last = list[int](), list[bool]()
     for seq, n in zip(seqs, batch.num_scheduled_tokens.tolist(), strict=True):
         known = seq.token_ids[seq.num_computed_tokens + 1 :][:n]
         tokens += [*known, *new.get(seq.id, ()), *[0] * n][:n]
         is_last += [row == len(new.get(seq.id, ())) - 1 for row in range(n)]
     if batch.type is SequenceType.DECODE:
-        batch = replace(spread(batch), is_sampled=np.array(is_last))
+        batch = replace(as_rows(batch), is_sampled=np.array(is_last))
     return replace(batch, scheduled_tokens=np.array(tokens))
 
 # %% ../../nbs/53_eagle.ipynb #58addfbe

@@ -24,7 +24,7 @@ from ..sequence import Sequence, SequenceType
 from .knobs import make_drafter
 
 # %% auto #0
-__all__ = ['Seqs', 'Drafts', 'Tokens', 'Rows', 'spread', 'accept', 'Drafter', 'Verifier', 'SpecStats', 'SpecScheduler',
+__all__ = ['Seqs', 'Drafts', 'Tokens', 'Rows', 'as_rows', 'accept', 'Drafter', 'Verifier', 'SpecStats', 'SpecScheduler',
            'SpecCore', 'make_speculating']
 
 # %% ../../nbs/50_verify.ipynb #55c9d3e7
@@ -40,7 +40,7 @@ class Rows(ScheduledBatch):
         return self.whole.queries
 
 # %% ../../nbs/50_verify.ipynb #331159a2
-def spread(batch: ScheduledBatch) -> Rows:
+def as_rows(batch: ScheduledBatch) -> Rows:
     """A decode of B sequences and their drafts as one of T sequences, one per row.
 
     Row r has request id r, and a context that ends with its own token.
@@ -60,7 +60,7 @@ def spread(batch: ScheduledBatch) -> Rows:
 
 # %% ../../nbs/50_verify.ipynb #7f4224c1
 def accept(batch: ScheduledBatch, output: ScheduledBatchOutput) -> ScheduledBatchOutput:
-    """`output`, by row of `spread(batch)`, by request: the accepted drafts of each and
+    """`output`, by row of `as_rows(batch)`, by request: the accepted drafts of each and
     the token after them; log probabilities of as many."""
     tokens, start, kept = batch.scheduled_tokens.tolist(), 0, ScheduledBatchOutput({})
     for id, n in zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True):
@@ -132,7 +132,7 @@ class Verifier:
         has_drafts = batch.total_tokens_num > batch.total_seqs_num
         if batch.type is SequenceType.PREFILL or not has_drafts:
             return self.runner.forward(batch)
-        return accept(batch, self.drafter.judge(self.runner, spread(batch)))
+        return accept(batch, self.drafter.judge(self.runner, as_rows(batch)))
 
 # %% ../../nbs/50_verify.ipynb #6a60b852
 @dataclass
