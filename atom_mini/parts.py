@@ -33,6 +33,7 @@ def attach(parts: dict[str, str]) -> None:
 PARTS = {
     "parts": "Together Kernels",
     "refinements.turns": "TurnKnobs",
+    "refinements.compiled": "Compiled",
     "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
     "refinements.rope_scaling": "RopeScaling",
@@ -123,7 +124,8 @@ TOGETHER: list[Need] = [
         {"enable_prefix_caching": (False,)}, "it is none"),
     Need("scheduler='spyre'", has("scheduler", "spyre"),
         {"interleave_decode": (False,), "attention": ("torch",),
-         "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
+         "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,),
+         "compiled": (False,)},
         OWN_STEPS),
 ]  # fmt: skip
 
@@ -151,6 +153,8 @@ TOGETHER += [
         "no records come back"),
     Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"overlap": (False,), "scheduler": ("atom",)}, "ranks run a step at a time"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
+        {"compiled": (False,)}, "ranks add up between the products"),
     Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"engine_process": (True,)}, "a rank that dies takes its process along"),
     Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
