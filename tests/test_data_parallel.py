@@ -476,7 +476,7 @@ def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> Non
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
     command = [sys.executable, "-c", FRONT.format(then=""), json.dumps(PAIR | {"lockstep": True})]
     process, before = subprocess.Popen(command, env=env), processes().keys()
-    wait_for(lambda: len(processes().keys() - before) == 2, 25)
+    wait_for(lambda: len(processes().keys() - before) == 2)
     assert len([*tidy.iterdir()]) == 1
     process.kill()
     process.wait()
