@@ -81,7 +81,7 @@ def test_a_refusal_is_a_fault_where_none_is_expected() -> None:
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx1201"])
 def test_readme_says_what_float32_heads_of_256_spill(target: str) -> None:
-    """They are in no row of the table."""
+    """No other kernel of these targets spills more, so the row of the table has their number."""
     spilled = run(f"""
 with tool.recorded({target!r}) as launches:
     for phase in ('decode', 'prefill'):
@@ -89,7 +89,7 @@ with tool.recorded({target!r}) as launches:
 result = max(tool.amd_facts(kernel.asm["amdgcn"])["spills"] for _, kernel in launches)
 """)
     readme = Path(__file__).parents[1].joinpath("README.md").read_text()
-    said = re.search(rf"heads of 256, .*\b(\d+)( registers)? on `{target}`", readme)
+    said = re.search(rf"^\| `{target}` .*\| float32: (\d+) \|", readme, re.MULTILINE)
     assert said and spilled == int(said[1]) > 0
 
 

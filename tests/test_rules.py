@@ -481,7 +481,7 @@ def test_a_reserve_keeps_preemption_from_thrashing(monkeypatch: pytest.MonkeyPat
 
 def test_zero_tokens_cannot_be_asked_for() -> None:
     """nano-vLLM: max_tokens=0 never stops."""
-    with pytest.raises(ValueError, match=r"max_tokens=0.*at least 1"):
+    with pytest.raises(ValueError, match=r"max_tokens=0.*from 1"):
         SamplingParams(max_tokens=0)
 
 
