@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
 from ..config import Config
-from ..parts import Variant
+from ..refinements.parts import Variant
 from .mixture import sort_rows
 from .records import LatentSpec
 from ..loading import Readers

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint import require
 from ..config import Config
-from ..parts import Variant
+from ..refinements.parts import Variant
 from .records import StateSpec
 from .state import GatedDeltaNet, StateMetaData, state_bytes
 from .state import state_shapes

@@ -23,7 +23,9 @@ from ..checkpoint import find, require
 from ..config import Config, SamplingParams
 from .trace import Metrics, Trace
 from ..llm import LLM
-from ..parts import VARIANTS, WITH_TORCH, attach, drafts, keeps_state
+from atom_mini.refinements.parts import (
+    VARIANTS, WITH_TORCH, attach, drafts, keeps_state,
+)  # fmt: skip
 from ..text import CompletionOutput
 
 # %% auto #0
