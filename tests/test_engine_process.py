@@ -29,10 +29,10 @@ from test_interrupt import Tripwire
 import atom_mini
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.refinements.parts import VARIANTS, Variant
 from atom_mini.processes import core_client, knobs
 from atom_mini.processes.core_client import EngineCoreClient, EngineDead
 from atom_mini.processes.engine_process import Abort, Add, Array, Refused, Utility, encode
+from atom_mini.refinements.parts import VARIANTS, Variant
 from atom_mini.sequence import Sequence
 
 alone = pytest.mark.alone  # it starts processes or looks at the clock
