@@ -346,7 +346,7 @@ assert FAMILIES == before, "an import changed Part I's table"
 spec = Config("tiny").spec
 print(type(spec).__name__, spec.attention, spec.mlp, spec.rotary, spec.rope_scale, spec.adapters)
 """
-MODULES = ["mixture", "windows", "quantised", "latent", "state", "slots", "dealt"]
+MODULES = ["mixture", "windows", "quantised", "latent", "state", "dealt"]
 
 
 @pytest.mark.parametrize("module", [*[f"families.{name}" for name in MODULES], "processes.shards"])

@@ -134,13 +134,11 @@ PARTS = {
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
     "speculation.knobs": "Speculation",
-    "families.records": "FamilyNames",
+    "families.records": "FamilyNames Latents Slots",
     "processes.knobs": "DataParallel ProcessKnobs TensorParallel",
 }
 WITH_TORCH = {  # attached when an engine is made
     "refinements.cpu_decode": "CpuDecode",
-    "families.latent": "Latents",
-    "families.slots": "Slots",
 }
 
 # %% ../../nbs/20_parts.ipynb #c1fbcec4
