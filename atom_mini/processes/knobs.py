@@ -14,7 +14,7 @@ from typing import Any, cast
 from ..checkpoint import find, require
 from ..config import Config, Rule, check_rules
 from ..config import is_bool, is_count, is_number, one_of
-from ..parts import VARIANTS, Variant
+from ..refinements.parts import VARIANTS, Variant
 
 # %% auto #0
 __all__ = ['COUNT', 'MOST', 'SECONDS', 'RULES', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'only_with',

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint import require
 from ..config import Config, check_options, check_rules
-from ..parts import Variant
+from ..refinements.parts import Variant
 from ..config import is_bool, is_count, is_whole, one_of
 
 # %% auto #0
