@@ -22,7 +22,7 @@ from atom_mini import LLM, SamplingParams
 from atom_mini.attention import AttentionMetaData, plain_attention, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, RotaryEmbedding, TorchOps, rotate
-from atom_mini.parts import WITH_TORCH, attach
+from atom_mini.refinements.parts import WITH_TORCH, attach
 
 KINDS: dict[str, Any] = {
     "deepseek_v2": transformers.DeepseekV2Config,

@@ -13,7 +13,7 @@ from atom_mini.checkpoint import (
     FAMILIES, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
 from ..config import Config, is_count
-from ..parts import Variant
+from ..refinements.parts import Variant
 
 # %% auto #0
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',

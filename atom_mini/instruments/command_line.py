@@ -23,7 +23,7 @@ from ..checkpoint import find, require
 from ..config import Config, SamplingParams
 from .trace import Trace
 from ..llm import LLM, Chat
-from ..parts import WITH_TORCH, attach, keeps_state
+from ..refinements.parts import WITH_TORCH, attach, keeps_state
 from ..text import CompletionOutput
 
 # %% auto #0

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint import read_json, require
 from ..config import Config, is_count, is_number, is_whole
-from ..parts import Variant
+from .parts import Variant
 
 # %% auto #0
 __all__ = ['COUNTED', 'FIELDS', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_files', 'FileChecks']

@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint import find, require
 from ..config import Config, check_options, check_rules
 from ..config import is_bool, is_count, is_whole, one_of
-from ..parts import Variant
+from ..refinements.parts import Variant
 
 # %% auto #0
 __all__ = ['LOOKUP', 'METHODS', 'RULES', 'LARGEST_GRAPH', 'find_drafter', 'SpeculativeConfig', 'read_speculative', 'count_rows',
