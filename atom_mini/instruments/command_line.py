@@ -23,7 +23,7 @@ from ..checkpoint import find, require
 from ..config import Config, SamplingParams
 from .trace import Trace
 from ..llm import LLM, Chat
-from ..parts import WITH_TORCH, attach, keeps_state
+from ..refinements.parts import keeps_state
 from ..text import CompletionOutput
 
 # %% auto #0
@@ -212,7 +212,6 @@ def needs(config: Config, device: str) -> dict[str, Any]:
 
     from atom_mini.memory import kvcache_block_bytes
 
-    attach(WITH_TORCH)  # they say what a token keeps in other kinds of models
     stored = None if device == "cpu" else config.spec.dtype
     dtype = getattr(torch, config.dtype or stored or "float32")
     chosen = config.attention or {"cuda": "triton"}.get(device)
@@ -317,7 +316,7 @@ COMMANDS = {  # each with its own arguments
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
-    "--output": {"type": Path, "default": "trace.html", "help": "or .json, .perfetto.json"},
+    "--output": {"type": Path, "default": "trace.html", "help": "or .perfetto.json"},
     "--num-requests": {"type": int, "default": 32, "help": "default: 32"},
     "--input-len": {"type": int, "default": 128, "help": "default: 128"},
     "--json": {"action": "store_true", "help": "one JSON document on stdout, no more"},

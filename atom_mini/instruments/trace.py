@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..config import Config, check_rules, is_bool
-from ..parts import Variant
+from ..refinements.parts import Variant
 from ..engine_core import EngineCore, StepOutput
 from ..scheduler import ScheduledBatch
 from ..sequence import Sequence, SequenceType

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..checkpoint import require
 from ..config import Config, check_rules, is_bool
-from ..parts import Variant
+from .parts import Variant
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput

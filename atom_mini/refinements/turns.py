@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config, check_rules, is_bool, is_number
-from ..parts import Variant
+from .parts import Variant
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceType
 

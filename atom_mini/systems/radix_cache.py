@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..block_manager import NO_HASH, ROOT, Block, PrefixIndex, tokens_of
 from ..config import Config, check_rules, one_of
-from ..parts import Variant
+from ..refinements.parts import Variant
 from ..sequence import Sequence
 
 # %% auto #0

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..checkpoint import require
 from ..config import Config, check_rules, is_bool, one_of
-from ..parts import Variant
+from ..refinements.parts import Variant
 from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
