@@ -5,81 +5,18 @@
 # %% ../nbs/01b_config.ipynb #1a8bc354
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field, fields, replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
     FAMILIES, find, read_defaults, read_model, require, resolve_model,
 )  # fmt: skip
+from .checks import Rule, are_texts, as_token_ids, check_options
+from .checks import check_rules, is_bool, is_count, is_number, is_whole, one_of
 
 # %% auto #0
-__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'check_options', 'is_number', 'is_whole',
-           'is_count', 'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config',
-           'Offers']
-
-# %% ../nbs/01b_config.ipynb #dd6226ff
-def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
-    """Refuse an option that `kind` does not have, with the nearest name that it has."""
-    for name in [n for n in options if n not in known]:
-        longer = [k for k in known if k.endswith(f"_{name}")]
-        near = longer or difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-        raise ValueError(f"{kind} has no option {name!r}: {hint}")
-
-# %% ../nbs/01b_config.ipynb #f1e1d5a0
-def is_number(value: Any, kinds: Any = (int, float)) -> bool:
-    """Whether it is a number that float32 holds: no bool, not infinite, not `nan`."""
-    is_kind = isinstance(value, kinds) and type(value) is not bool
-    return is_kind and -3e38 < value < 3e38
-
-
-def is_whole(value: Any) -> bool:
-    return is_number(value, int)
-
-# %% ../nbs/01b_config.ipynb #60ef3ba7
-Rule = tuple[str, Callable[[Any], bool], str]  # names, what holds, in words
-
-
-def is_count(value: Any, most: float = float("inf")) -> bool:
-    return is_whole(value) and 1 <= value <= most
-
-# %% ../nbs/01b_config.ipynb #261bf909
-def is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def one_of(names: str, *choices: Any) -> Rule:
-    """The knobs `names` have one of the values `choices`."""
-    return names, lambda v: v in choices, f"one of {', '.join(map(repr, choices))}"
-
-# %% ../nbs/01b_config.ipynb #80da3e00
-def check_rules(owner: Any, rules: list[Rule]) -> None:
-    """ValueError with the name, its value, the rule it breaks and where to set it."""
-    for names, holds, words in rules:
-        for name in names.split():
-            value = getattr(owner, name)
-            kind = type(owner)
-            is_open = value is None and getattr(kind, name, "") is None
-            wrong = f"{name}={value!r} must be {words}: set {kind.__name__}({name}=...)"
-            require(is_open or holds(value), wrong)
-
-# %% ../nbs/01b_config.ipynb #829ff1bf
-def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: whatever is `Integral`, as NumPy's integers are, but no bool.
-
-    Raises ValueError, with the type, for what is no whole number.
-    """
-    ids = list(values)
-    for kind in dict.fromkeys(map(type, ids)):  # mostly one
-        value = next(v for v in ids if type(v) is kind)
-        wrong = f"token id {value!r} in {what} is of type {kind.__name__}"
-        is_whole = issubclass(kind, Integral) and kind is not bool
-        require(is_whole, f"{wrong}: ids are whole numbers")
-    return [*map(int, ids)]
+__all__ = ['LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'SamplingParams', 'Config', 'Offers']
 
 # %% ../nbs/01b_config.ipynb #771ef795
 @dataclass(frozen=True)
@@ -126,12 +63,6 @@ class SamplingParams:
         return self.repetition_penalty not in (None, 1)
 
 # %% ../nbs/01b_config.ipynb #127b3fe1
-def are_texts(value: Any) -> bool:
-    many = [value] if isinstance(value, str) else value
-    is_list = isinstance(many, list | tuple)
-    return is_list and all(isinstance(s, str) and s for s in many)
-
-
 LEAST = 1e-30  # above 0: the sampler computes in float32, for which 1e-46 is 0
 FROM_LEAST = f"a number from {LEAST}"
 TO_ONE = f"[{LEAST}, 1]"

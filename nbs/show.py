@@ -14,8 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom_mini.block_manager import NO_HASH, tokens_of
+from atom_mini.block_manager import NO_HASH
 from atom_mini.config import SamplingParams
+from atom_mini.prefix_index import tokens_of
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
 

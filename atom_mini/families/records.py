@@ -13,7 +13,8 @@ from typing import Any
 from atom_mini.checkpoint import (
     FAMILIES, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
-from ..config import Config, is_count
+from ..checks import is_count
+from ..config import Config
 from ..parts import Variant
 
 # %% auto #0

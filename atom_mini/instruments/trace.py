@@ -20,7 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ..config import Config, check_rules, is_bool
+from ..checks import check_rules, is_bool
+from ..config import Config
 from ..parts import Variant
 from ..engine_core import EngineCore, StepOutput
 from ..scheduler import ScheduledBatch

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import Config, check_rules, is_bool, one_of
+from ..checks import check_rules, is_bool, one_of
+from ..config import Config
 from ..parts import Variant
-from ..scheduler import BaseScheduler, ScheduledBatch
+from ..bookkeeping import BaseScheduler
+from ..scheduler import ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
 Seqs = list[Sequence]

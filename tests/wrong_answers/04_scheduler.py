@@ -7,3 +7,7 @@ class ShortestFirst(Scheduler):
 class FirstIsVictim(Scheduler):
     def _grow(self, seq):
         raise NotImplementedError("it goes wrong, but for no reason of the exercise")
+# %% 3
+class NoReserve(Scheduler):
+    def _can_grow(self, seq):
+        return True  # a larger reserve
