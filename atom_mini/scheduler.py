@@ -5,18 +5,21 @@
 # %% ../nbs/04_scheduler.ipynb #b69e3d09
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from .block_manager import BlockManager
-from .bookkeeping import BaseScheduler
-from .config import SamplingParams
-from .sequence import RequestOutput, Sequence
+from .block_manager import PREFIX_INDEX, BlockManager
+from .checkpoint import require
+from .config import Config, SamplingParams
+from .sequence import NO_TOKEN, RequestOutput, Sequence
 from .sequence import SequenceStatus, SequenceType
 
 # %% auto #0
-__all__ = ['ScheduledBatch', 'ScheduledBatchOutput', 'next_chunk', 'Scheduler']
+__all__ = ['ScheduledBatch', 'ScheduledBatchOutput', 'BaseScheduler', 'next_chunk', 'Scheduler']
 
 # %% ../nbs/04_scheduler.ipynb #756c8330
 @dataclass(frozen=True)
@@ -95,7 +98,175 @@ class ScheduledBatchOutput:
         got = [(s.id, self.token_ids[s.id]) for s in seqs if s.id in self.token_ids]
         return [RequestOutput(i, new, i in ended, ended.get(i)) for i, new in got]
 
-# %% ../nbs/04_scheduler.ipynb #26c03c8d
+# %% ../nbs/04_scheduler.ipynb #6fb9c006
+def _ignore(event: str, seq: Sequence, **facts: object) -> None:
+    pass
+
+# %% ../nbs/04_scheduler.ipynb #e9ac1faa
+class BaseScheduler:
+    """Queues, block manager and postprocessing: what all policies share.
+    `config.num_kvcache_blocks` must be set."""
+
+    supports_overlap = False  # whether a step may be scheduled before the last ends
+
+    def __init__(self, config: Config) -> None:
+        assert config.num_kvcache_blocks is not None
+        self.config = config
+        self.block_manager = BlockManager(
+            config.num_kvcache_blocks, config.kv_cache_block_size,
+            config.enable_prefix_caching, config.max_num_seqs,
+            config.pick("make_index", PREFIX_INDEX),
+        )
+        self.seqs: dict[int, Sequence] = {}  # the unfinished, in order of arrival
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+        self.eos_token_ids = frozenset(config.eos_token_ids)
+        # the longest a sequence may get: nobody will read the K/V of its last token
+        self.max_len = config.num_kvcache_blocks * config.kv_cache_block_size + 1
+        self.max_len = min(self.max_len, config.max_model_len or self.max_len)
+        self.num_preemptions = 0
+        self.note: Callable[..., None] = _ignore  # (event, seq, **facts)
+
+    def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """The next step's batch and its sequences by id, in order; None if nothing runs."""
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """ValueError if a prompt of `num_tokens` tokens can never run."""
+        blocks = self.config.num_kvcache_blocks
+        size = self.config.kv_cache_block_size
+        require(
+            num_tokens < self.max_len,
+            f"prompt of {num_tokens} tokens: with one to generate it must fit "
+            f"max_model_len={self.config.max_model_len} and the pool of {blocks} blocks x "
+            f"{size} tokens: shorten it, or raise max_model_len or num_kvcache_blocks",
+        )
+
+    def check(self, seq: Sequence) -> None:
+        """ValueError if `seq` cannot be added."""
+        self.check_prompt(seq.num_prompt_tokens)
+        wish = seq.sampling_params
+        asks = wish.is_penalised or wish.logprobs is not None
+        missing = "repetition_penalty and logprobs need atom_mini.refinements.extras"
+        require(not asks or self.config.pick("make_extras", None) is not None, missing)
+        require(seq.id not in self.seqs, f"id {seq.id} is in the engine: take another")
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. ValueError if its prompt can never run or its id is taken."""
+        self.check(seq)
+        seq.limit = min(seq.limit, self.max_len)
+        self.waiting.append(seq)
+        self.note("added", seq)
+        self.seqs[seq.id] = seq
+
+    def admit(self, seq: Sequence, cached: list[int]) -> None:
+        """`seq`, the first in line, gets its blocks; `cached`: see `can_allocate`."""
+        self.block_manager.allocate(seq, cached)
+        self.running.append(self.waiting.popleft())
+        seq.status = SequenceStatus.RUNNING
+        self.note("admitted", seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the blocks of a running sequence; it is the first to be admitted again."""
+        self.note("preempted", seq)
+        self.running.remove(seq)
+        self.block_manager.deallocate(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def _finish(self, seq: Sequence, now: float) -> None:
+        """Take it out of its queue, take its blocks, and let it go."""
+        is_waiting = seq.status is SequenceStatus.WAITING
+        (self.waiting if is_waiting else self.running).remove(seq)
+        if seq.block_table:
+            self.block_manager.deallocate(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.leave_time = now
+        del self.seqs[seq.id]
+        self.note("finished", seq, why=seq.leave_reason)
+
+    def abort(
+        self, request_id: int, why: str = "abort"
+    ) -> Sequence | None:
+        """Take a request back, between two steps; None if it is not in the engine. `why`:
+        its `leave_reason`."""
+        if seq := self.seqs.get(request_id):
+            seq.leave_reason = why
+            self._finish(seq, time.perf_counter())
+        return seq
+
+    def _stop_reason(self, seq: Sequence, token_id: int) -> str | None:
+        """Why `seq` ends with `token_id`, its next token, or None. The words are ATOM's,
+        but "not_finite": the model's logits were no numbers, and there is no token."""
+        if token_id == NO_TOKEN:
+            return "not_finite"
+        if token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos:
+            return "eos"
+        if token_id in seq.stop_ids:
+            return f"stop_{token_id}"
+        length = seq.num_known_tokens + 1
+        if length < seq.limit:
+            return None
+        if length - seq.num_prompt_tokens == seq.sampling_params.max_tokens:
+            return "max_tokens"
+        return "max_model_len" if length == self.config.max_model_len else "kv_cache"
+
+    def advance(self, seqs: list[Sequence]) -> None:
+        """The scheduled tokens of `seqs` have K/V, and full blocks may be found."""
+        self.block_manager.index.publish()
+        for seq in seqs:
+            seq.num_computed_tokens += seq.num_scheduled_tokens
+
+    def deliver(
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
+    ) -> list[Sequence]:
+        """Append the sampled tokens; returns the sequences that are finished."""
+        now = time.perf_counter()
+        finished = []
+        for seq in seqs:
+            new = output.token_ids.get(seq.id, ())  # none: its prompt goes on
+            logprobs = output.logprobs.get(seq.id, [])
+            for i, token_id in enumerate(new):
+                seq.first_token_time = seq.first_token_time or now
+                reason = self._stop_reason(seq, token_id)
+                end = i + (token_id != NO_TOKEN)
+                seq.logprobs += logprobs[i:end]
+                if end > i:
+                    seq.append_token(token_id, reason)
+                else:
+                    seq.leave_reason = reason
+                if reason is not None:
+                    output.token_ids[seq.id] = new[:end]
+                    self._finish(seq, now)
+                    finished.append(seq)
+                    break
+        return finished
+
+    def postprocess(
+        self, seqs: list[Sequence], output: ScheduledBatchOutput
+    ) -> list[Sequence]:
+        """The step has run: count it, append the sampled tokens, and return the sequences
+        that are finished."""
+        self.advance(seqs)
+        return self.deliver(seqs, output)
+
+    def rollback(self) -> None:
+        """Undo whatever was begun: all wait again, in the order in which they came."""
+        self.block_manager.reset()
+        self.running.clear()
+        self.waiting = deque(self.seqs.values())
+        for seq in [*self.waiting]:
+            seq.restart()
+            seq.num_preemptions += seq.status is SequenceStatus.RUNNING
+            seq.status = SequenceStatus.WAITING
+            if seq.leave_reason is not None:  # it ended, and was not yet taken out
+                self._finish(seq, time.perf_counter())
+
+# %% ../nbs/06f_policy.ipynb #26c03c8d
 def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -> int:
     """How many of the tokens from `start` to `end` to compute with `budget` left. It
     cuts at a border of blocks of `size` tokens.
@@ -108,7 +279,7 @@ def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -
     aligned = (start + budget) // size * size - start
     return aligned if aligned > 0 else budget if may_exceed else 0
 
-# %% ../nbs/04_scheduler.ipynb #f1a58a00
+# %% ../nbs/06f_policy.ipynb #f1a58a00
 class Scheduler(BaseScheduler):
     """Prefill first (ATOM's policy): admit while the first one waiting fits, otherwise
     decode all, preempting the last.

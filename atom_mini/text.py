@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .checkpoint import read_json, require
-from .checks import as_token_ids
+from .config import as_token_ids
 from .config import Config, SamplingParams
 from .sequence import Sequence
 

@@ -56,9 +56,8 @@ from symbolic import run_trial
 import atom_mini.model_runner as model_runner
 import atom_mini.prefix_index as prefix_index
 from atom_mini.block_manager import BlockManager, BlockPool
-from atom_mini.bookkeeping import BaseScheduler
 from atom_mini.prefix_index import PrefixIndex
-from atom_mini.scheduler import ScheduledBatch, Scheduler
+from atom_mini.scheduler import BaseScheduler, ScheduledBatch, Scheduler
 from atom_mini.sequence import Sequence
 
 Patch = pytest.MonkeyPatch

@@ -18,13 +18,12 @@ import show
 import symbolic
 from symbolic import SymbolicRunner
 
-from atom_mini.bookkeeping import _ignore
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import COLOURS, REASONS, VERDICTS, Trace, record
 from atom_mini.llm import LLM
 from atom_mini.refinements.overlap import OverlapCore
-from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, _ignore
 from atom_mini.sequence import Sequence
 
 TIGHT = [(9, 18), (6, 22), (13, 6), (3, 12), (5, 4)]  # prompt and output tokens

@@ -13,7 +13,7 @@ from typing import Any
 from atom_mini.checkpoint import (
     FAMILIES, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
-from ..checks import is_count
+from ..config import is_count
 from ..config import Config
 from ..parts import Variant
 

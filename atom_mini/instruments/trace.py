@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ..checks import check_rules, is_bool
+from ..config import check_rules, is_bool
 from ..config import Config
 from ..parts import Variant
 from ..engine_core import EngineCore, StepOutput

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from ..checkpoint import require
-from ..checks import check_rules
+from ..config import check_rules
 from ..config import Config
-from ..checks import is_bool, is_count, is_number, one_of
+from ..config import is_bool, is_count, is_number, one_of
 from ..parts import VARIANTS, Variant
 
 # %% auto #0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import read_json, require
-from ..checks import is_count, is_number, is_whole
+from ..config import is_count, is_number, is_whole
 from ..config import Config
 from ..parts import Variant
 

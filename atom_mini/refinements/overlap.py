@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..checks import check_rules, is_bool
+from ..config import check_rules, is_bool
 from ..config import Config
 from ..parts import Variant
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
-from ..bookkeeping import BaseScheduler
+from ..scheduler import BaseScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence
 

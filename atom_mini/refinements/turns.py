@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import check_rules, is_bool, is_number
+from ..config import check_rules, is_bool, is_number
 from ..config import Config
 from ..parts import Variant
 from ..scheduler import Scheduler

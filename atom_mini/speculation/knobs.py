@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from ..checkpoint import require
-from ..checks import check_options, check_rules
+from ..config import check_options, check_rules
 from ..config import Config
 from ..parts import Variant
 from ..config import is_bool, is_count, is_whole, one_of

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..checks import check_rules, is_bool, one_of
+from ..config import check_rules, is_bool, one_of
 from ..config import Config
 from ..parts import Variant
-from ..bookkeeping import BaseScheduler
+from ..scheduler import BaseScheduler
 from ..scheduler import ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
