@@ -85,8 +85,8 @@ Offers.rooms["make_upload"] = "uploads:choose_upload"
 # %% ../nbs/12b_assemble.ipynb #01e74508
 def let_in(parts: str) -> None:
     """Attach the table `parts` of later parts, if there are any."""
-    if find_spec("atom_mini.parts"):
-        later = import_module("atom_mini.parts")
+    if find_spec("atom_mini.refinements"):
+        later = import_module("atom_mini.refinements.parts")
         later.attach(getattr(later, parts))
 
 # %% ../nbs/12b_assemble.ipynb #2a68c460

@@ -10,7 +10,7 @@ import nbformat
 from map import ROOT, draw, parts, read_book
 from player import player
 
-from atom_mini.parts import as_markdown
+from atom_mini.refinements.parts import as_markdown
 
 sys.path += [str(ROOT / "kernels"), str(ROOT / "nbs")]  # appended: a folder of ours hides no installed package
 import book as books

@@ -115,7 +115,7 @@ def test_options_are_the_dataclasses() -> None:
     parser = make_parser()
     for command in COMMANDS:
         for f in [*knobs(Config), *(knobs(SamplingParams) if command != "info" else [])]:
-            if f.init and f.name != "model":
+            if f.name != "model":
                 flag, kind = f.name.replace("_", "-"), str(f.type)
                 words = [f"--no-{flag}"] if "bool" in kind else [f"--{flag}", "3"]
                 want: Any = next(v for t, v in {"bool": False, "int": 3, "float": 3.0, "str": "3"}.items() if t in kind)
@@ -351,23 +351,23 @@ def test_bench_counts_drafts(capsys: Capture) -> None:
 
 
 def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
-    """The method and k; of a draft model what it needs besides, without a weight being read."""
+    """Of a draft model what it needs besides, without a weight being read; of a lookup, which needs nothing, 0."""
     draft = save_checkpoint("llama", tmp_path / "draft")
     monkeypatch.setattr("atom_mini.loading.load_weights", None)
     plain, ngram = (run_json(capsys, "info", "--device", "cpu", *more) for more in ([], DRAFTS))
-    named = {"speculative_method": "ngram", "num_speculative_tokens": 4}
-    assert ngram.items() >= named.items() and set(ngram) - set(plain) == set(named)
+    besides = {"draft_weight_bytes": 0, "draft_kvcache_bytes_per_token": 0}
+    assert ngram.items() >= besides.items() and plain.items() >= besides.items()
     wanted = {"method": "draft_model", "num_speculative_tokens": 2, "model": str(tmp_path / "draft")}
     asked = ["info", "--device", "cpu", "--max-model-len", "256", "--speculative-config", json.dumps(wanted)]
     report = run_json(capsys, *asked)
     alone = run_json(capsys, "info", str(tmp_path / "draft"), "--device", "cpu")
     assert report["draft_weight_bytes"] == alone["weight_bytes"] == 4 * sum(p.numel() for p in draft.parameters())
     assert report["draft_kvcache_bytes_per_token"] == alone["kvcache_bytes_per_token"]
-    assert report["weight_bytes"] == plain["weight_bytes"] and report["speculative_method"] == "draft_model"
+    assert report["weight_bytes"] == plain["weight_bytes"]
     half = run_json(capsys, *asked, "--dtype", "bfloat16")
     assert half["draft_weight_bytes"] == report["draft_weight_bytes"] // 2
     off = run_json(capsys, "info", "--device", "cpu", "--speculative-config", '{"num_speculative_tokens": 0}')
-    assert set(off) == set(plain)
+    assert off.items() >= besides.items()
 
 
 # mistakes

@@ -29,10 +29,10 @@ from test_interrupt import Tripwire
 import atom_mini
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.parts import VARIANTS, Variant
 from atom_mini.processes import core_client, knobs
 from atom_mini.processes.core_client import EngineCoreClient, EngineDead
 from atom_mini.processes.engine_process import Abort, Add, Array, Refused, Utility, encode
+from atom_mini.refinements.parts import VARIANTS, Variant
 from atom_mini.sequence import Sequence
 
 alone = pytest.mark.alone  # it starts processes or looks at the clock
@@ -111,7 +111,7 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
     from dataclasses import dataclass
     from types import SimpleNamespace
     import atom_mini.config
-    from atom_mini.parts import VARIANTS, Variant
+    from atom_mini.refinements.parts import VARIANTS, Variant
     from atom_mini.engine_core import EngineCore
     from atom_mini.scheduler import ScheduledBatchOutput
 
@@ -561,7 +561,7 @@ def test_a_row_without_a_token_crosses(fake: Callable[..., EngineCoreClient]) ->
 
 NEWEST_FIRST = """
 from dataclasses import dataclass
-from atom_mini.parts import Variant
+from atom_mini.refinements.parts import Variant
 from atom_mini.scheduler import Scheduler
 
 class NewestFirstScheduler(Scheduler):
@@ -589,8 +589,8 @@ def test_a_variant_of_the_readers_own_crosses(
     (tmp_path / f"{name}.py").write_text(NEWEST_FIRST.format(knob=knob, chosen=chosen))
     monkeypatch.syspath_prepend(tmp_path)
     variant = importlib.import_module(name).NewestFirst
-    monkeypatch.setattr(atom_mini.parts, "VARIANTS", [*VARIANTS, variant])
-    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.parts.VARIANTS)
+    monkeypatch.setattr(atom_mini.refinements.parts, "VARIANTS", [*VARIANTS, variant])
+    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.refinements.parts.VARIANTS)
     options = {"newest_first": True} if "newest" in knob else {}
     core = fake(max_num_seqs=1, **options)
     seqs = [request(core, 3, max_tokens=2) for _ in range(3)]
@@ -606,8 +606,8 @@ def test_a_variant_without_a_module_is_refused(monkeypatch: pytest.MonkeyPatch) 
     class Inner(Variant):
         inner: bool = False
 
-    monkeypatch.setattr(atom_mini.parts, "VARIANTS", [*VARIANTS, Inner])
-    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.parts.VARIANTS)
+    monkeypatch.setattr(atom_mini.refinements.parts, "VARIANTS", [*VARIANTS, Inner])
+    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.refinements.parts.VARIANTS)
     with pytest.raises(ValueError, match=r"Inner is defined in .*test_engine_process.*: move it .*engine_process=False"):
         Config("tiny", engine_process=True, inner=True)
     Config("tiny", engine_process=True)  # it is not asked for

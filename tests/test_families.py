@@ -25,7 +25,7 @@ from atom_mini.families import mixture, records
 from atom_mini.families.records import ARCHITECTURES, LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
 from atom_mini.models import SelfAttention
-from atom_mini.parts import WITH_TORCH, attach
+from atom_mini.refinements.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
@@ -336,7 +336,7 @@ def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words
 
 LOOK = """
 import importlib, sys
-from atom_mini.parts import PARTS, WITH_TORCH, attach
+from atom_mini.refinements.parts import PARTS, WITH_TORCH, attach
 from atom_mini.checkpoint import FAMILIES
 before = dict(FAMILIES)
 importlib.import_module("atom_mini." + sys.argv[1])
@@ -346,7 +346,7 @@ assert FAMILIES == before, "an import changed Part I's table"
 spec = Config("tiny").spec
 print(type(spec).__name__, spec.attention, spec.mlp, spec.rotary, spec.rope_scale, spec.adapters)
 """
-MODULES = ["mixture", "windows", "quantised", "latent", "state", "slots", "dealt"]
+MODULES = ["mixture", "windows", "quantised", "latent", "state", "dealt"]
 
 
 @pytest.mark.parametrize("module", [*[f"families.{name}" for name in MODULES], "processes.shards"])

@@ -22,7 +22,7 @@ from atom_mini import LLM, SamplingParams
 from atom_mini.attention import AttentionMetaData, plain_attention, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, RotaryEmbedding, TorchOps, rotate
-from atom_mini.parts import WITH_TORCH, attach
+from atom_mini.refinements.parts import WITH_TORCH, attach
 
 KINDS: dict[str, Any] = {
     "deepseek_v2": transformers.DeepseekV2Config,
@@ -259,7 +259,8 @@ def test_info_counts_latents(name: str, tmp_path: Path) -> None:
     cfg.save_pretrained(tmp_path)
     cfg.num_hidden_layers = layers
     code = "import sys; from atom_mini.config import Config; from atom_mini.instruments import command_line as c; "
-    code += "import atom_mini; print(c.needs(Config(sys.argv[1], dtype='bfloat16'), 'cuda')[2])"
+    code += "import atom_mini; config = Config(sys.argv[1], dtype='bfloat16'); "
+    code += "print(c.needs(config, 'cuda')['kvcache_bytes_per_token'])"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout.split() == [str(wanted // layers)], done.stderr
 

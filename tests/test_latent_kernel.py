@@ -26,7 +26,7 @@ from atom_mini.graphs import GraphRunner
 from atom_mini.instruments import launches
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
-from atom_mini.parts import WITH_TORCH, attach
+from atom_mini.refinements.parts import WITH_TORCH, attach
 
 __all__ = ["record"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")

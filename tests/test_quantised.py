@@ -33,7 +33,7 @@ from atom_mini.families.quantised import dequantise_fp8, dequantise_mxfp4, unpac
 from atom_mini.families.records import Storage
 from atom_mini.instruments.command_line import describe
 from atom_mini.loading import load_model, read_tensor
-from atom_mini.parts import WITH_TORCH, attach
+from atom_mini.refinements.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 # As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.

@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from atom_mini import parts
 from atom_mini.config import Config, SamplingParams
+from atom_mini.refinements import parts
 from atom_mini.refinements.extras import Extras, gather_logprobs, penalise
 from atom_mini.sampler import Sampler, SamplingMetaData, draw, keep_mask, on_cpu, uniforms
 from atom_mini.scheduler import ScheduledBatch, Scheduler

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
-from atom_mini.families import mixture, slots, state
+from atom_mini.families import mixture, state
 from atom_mini.families.records import FamilySpec, StateSpec, read_experts, read_family, read_routing
 from atom_mini.instruments.command_line import describe
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
-from atom_mini.parts import STATE, TOGETHER, WITH_TORCH, attach
+from atom_mini.refinements.parts import STATE, TOGETHER, WITH_TORCH, attach
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 attach(WITH_TORCH)
@@ -135,8 +135,8 @@ def test_half_precision(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """States stay float32; the logits are as near to float32's as those of transformers in the same dtype, within 3 x."""
     model = save("dense", tmp_path)
     prompt, runners = make_prompts()[1], list[Any]()
-    free = slots.StateRunner._free_bytes
-    monkeypatch.setattr(slots.StateRunner, "_free_bytes", lambda self: runners.append(self) or free(self))
+    free = state.StateRunner._free_bytes
+    monkeypatch.setattr(state.StateRunner, "_free_bytes", lambda self: runners.append(self) or free(self))
     recorder, sequences, _ = generate(tmp_path, [prompt], dtype=dtype, **ROOMY)
     (ids,), (runner,) = sequences.values(), runners
     right, n = reference_logits(model, ids), len(ids) - 1
@@ -233,8 +233,8 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {
     "first all queries, then all gates": ("dense", state, "read_half", "unflatten(0, (-1, 2, dim))[:, which].flatten(0, 1)",
                                           "chunk(2)[which]"),
     "experts not renormalised": ("mixture", mixture, "route", "if routing.renormalize:", "if False:"),
-    "conv rows not cleared": ("dense", slots.StatePool, "clear", "self.past.index_fill_(1, slots, 0)", "pass"),
-    "states not cleared": ("dense", slots.StatePool, "clear", "self.state.index_fill_(1, slots, 0)", "pass"),
+    "conv rows not cleared": ("dense", state.StatePool, "clear", "self.past.index_fill_(1, slots, 0)", "pass"),
+    "states not cleared": ("dense", state.StatePool, "clear", "self.state.index_fill_(1, slots, 0)", "pass"),
 }  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def test_a_mistake_moves_a_logit(mistake: str, tmp_path: Path, monkeypatch: pyte
 
 def kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
     """A sequence that comes back goes on from the state that it had, which has seen its tokens already."""
-    prepare = slots.StateRunner.prepare_model
+    prepare = state.StateRunner.prepare_model
     kept: dict[int, Tensor] = {}
 
     def bug(self: Any, batch: ScheduledBatch) -> Any:
@@ -286,13 +286,13 @@ def kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
             kept[i] = self.pool.state[:, row]
         return found
 
-    patch.setattr(slots.StateRunner, "prepare_model", bug)
+    patch.setattr(state.StateRunner, "prepare_model", bug)
 
 
 def slots_by_place(patch: pytest.MonkeyPatch) -> None:
     """A sequence's place in the batch, which changes when another one ends."""
-    prepare = slots.StateRunner.prepare_model
-    patch.setattr(slots.StateRunner, "prepare_model", lambda self, batch: prepare(
+    prepare = state.StateRunner.prepare_model
+    patch.setattr(state.StateRunner, "prepare_model", lambda self, batch: prepare(
         self, type(batch)(**vars(batch) | {"rows": [*range(len(batch.rows))]})))  # fmt: skip
 
 
@@ -463,7 +463,7 @@ def test_states_count_in_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """What the states take is not there for blocks; and if there is no room for them, the error says how many fit."""
     save("dense", tmp_path)
     each = state.state_bytes(Config(str(tmp_path)).spec, torch.float32)
-    monkeypatch.setattr(slots, "free_host_bytes", lambda: 100 * each)
+    monkeypatch.setattr(state, "free_host_bytes", lambda: 100 * each)
     with LLM(str(tmp_path), device="cpu", max_num_seqs=60) as llm:
         used = (llm.config.num_kvcache_blocks or 0) * llm.engine_core.runner.block_bytes  # type: ignore[attr-defined]
         assert 39 * each < used <= 40 * each
@@ -477,7 +477,7 @@ def test_info_says_both_prices(tmp_path: Path) -> None:
     assert few["kvcache_bytes_per_token"] == 2 * 2 * 32 * 4
     assert few["state_bytes_per_sequence"] == 3 * (4 * 16 * 24 * 4 + 3 * 160 * 4)
     assert many["fitting_tokens"] <= few["fitting_tokens"]
-    assert "state_bytes_per_sequence" not in describe(Config("tiny", device="cpu"))
+    assert describe(Config("tiny", device="cpu"))["state_bytes_per_sequence"] == 0
 
 
 # What it goes with
@@ -538,7 +538,7 @@ def test_no_graphs_on_a_gpu(tmp_path: Path) -> None:
     """The runner is ours, which records nothing, whatever the device."""
     save("dense", tmp_path)
     config = Config(str(tmp_path))
-    assert config.pick("make_runner", None) is slots.StateRunner
+    assert config.pick("make_runner", None) is state.StateRunner
     assert Config("tiny").pick("make_runner", ModelRunner) is ModelRunner
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from atom_mini import LLM, Config, SamplingParams, parts
-from atom_mini.parts import VARIANTS, Variant
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.refinements import parts
+from atom_mini.refinements.parts import VARIANTS, Variant
 from atom_mini.scheduler import Scheduler
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -68,7 +69,7 @@ def test_what_goes_together_has_no_order(
     usual = [settled(options) for options in asked]
     assert 50 < usual.count("refused") < len(usual) - 50
     monkeypatch.setattr(parts, "TOGETHER", rng.sample(parts.TOGETHER, len(parts.TOGETHER)))
-    monkeypatch.setattr("atom_mini.parts.VARIANTS", rng.sample(VARIANTS, len(VARIANTS)))
+    monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", rng.sample(VARIANTS, len(VARIANTS)))
     for options, before in zip(asked, usual, strict=True):
         shuffled = dict(rng.sample(list(options.items()), len(options)))
         assert settled(shuffled) == before, options
@@ -145,7 +146,7 @@ OTHERS: list[dict[str, Any]] = [
 def test_a_scheduler_of_the_readers_own_is_never_dropped(
     other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atom_mini.parts.VARIANTS", [*VARIANTS, Manners])
+    monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", [*VARIANTS, Manners])
     try:
         llm = LLM("tiny", device="cpu", num_kvcache_blocks=50, newest_first=True, **other)
     except ValueError as error:
@@ -160,7 +161,7 @@ def test_a_scheduler_of_the_readers_own_is_never_dropped(
 @pytest.mark.alone
 def test_a_scheduler_of_the_readers_own_crosses_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process imports it by its name; from a place that cannot be imported it is refused."""
-    monkeypatch.setattr("atom_mini.parts.VARIANTS", [*VARIANTS, Manners])
+    monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", [*VARIANTS, Manners])
     monkeypatch.setattr("atom_mini.processes.knobs.VARIANTS", [*VARIANTS, Manners])
     monkeypatch.setattr(Manners, "__module__", "__main__")
     with pytest.raises(ValueError, match="Manners"):
@@ -185,7 +186,7 @@ def test_a_variant_that_wraps_another_stands_before_it(monkeypatch: pytest.Monke
             return config.politer
 
     for variants in ([*VARIANTS, Manners, Politer], [Politer, Manners, *VARIANTS]):
-        monkeypatch.setattr("atom_mini.parts.VARIANTS", variants)
+        monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", variants)
         Politer.wraps = ()
         with pytest.raises(ValueError, match="newest_first"):
             Config(newest_first=True, politer=True)

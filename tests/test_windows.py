@@ -22,11 +22,12 @@ from atom_mini import LLM
 from atom_mini.attention import gather_kv
 from atom_mini.config import Config
 from atom_mini.families import mixture, windows
+from atom_mini.families.mixture import split_experts
 from atom_mini.families.records import read_experts
-from atom_mini.families.windows import split_in_turns, windowed_attention
+from atom_mini.families.windows import windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
-from atom_mini.parts import WITH_TORCH, attach
+from atom_mini.refinements.parts import WITH_TORCH, attach
 
 attach(WITH_TORCH)
 torch.set_num_threads(1)
@@ -385,7 +386,7 @@ def test_every_expert_is_read_once(tmp_path: Path) -> None:
     """The slices cover the file; another number of experts is a wrong shape, not another model."""
     model = save("gpt-oss", tmp_path)
     file = torch.arange(8 * 4 * 6.0).view(8, 4, 6)
-    adapted = split_in_turns({"x.experts.gate_up_proj": lambda part: file[part]}, spec_of(model.config), None)
+    adapted = split_experts({"x.experts.gate_up_proj": lambda part: file[part]}, spec_of(model.config), None)
     assert torch.equal(torch.cat([read().flatten() for read in adapted.values()]).sort().values, file.flatten())
     for count in (6, 10):
         edit_json(tmp_path / "config.json", num_local_experts=count)

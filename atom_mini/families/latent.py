@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,15 +14,15 @@ from torch import Tensor, nn
 
 from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
+from ..checkpoint import find
 from ..config import Config
-from ..parts import Variant
 from .mixture import sort_rows
 from .records import LatentSpec
 from ..loading import Readers
 from ..models import Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
-__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'choose_latent_ops', 'Latents']
+__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'choose_latent_ops']
 
 # %% ../../nbs/65a_latent_attention.ipynb #87e764b3
 def halves_first(size: int, dim: int) -> Tensor:
@@ -106,19 +104,7 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
     """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
     ops, sampler = choose_ops(config, device, dtype)
     if ops.is_triton:
-        kernels = import_module("atom_mini.families.latent_kernel")
         spec = config.spec
         sizes = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
-        ops = kernels.LatentOps(device, *sizes, dtype)
+        ops = find("families.latent_kernel:LatentOps")(device, *sizes, dtype)
     return ops, sampler
-
-# %% ../../nbs/65a_latent_attention.ipynb #66b80e59
-@dataclass
-class Latents(Variant):
-    """Has no knobs: the checkpoint's config says whether it keeps latents."""
-
-    make_ops = staticmethod(choose_latent_ops)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return isinstance(config.spec, LatentSpec)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import get_forward_context
+from ..checkpoint import find
 from .records import FamilySpec, Routing
 from ..loading import Readers
 from atom_mini.models import (
@@ -26,9 +26,8 @@ from atom_mini.models import (
 
 # %% auto #0
 __all__ = ['RENAMED', 'FUSED', 'PARTS', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate', 'MixtureMLP',
-           'make_mlp', 'VariedAttention', 'make_attention', 'rotary_order', 'PartialRotary', 'rename', 'is_announced',
-           'rename_weights', 'read_expert', 'in_halves', 'split_experts', 'split_halves', 'reorder', 'sort_rows',
-           'sort_heads']
+           'make_mlp', 'VariedAttention', 'rotary_order', 'PartialRotary', 'rename', 'is_announced', 'rename_weights',
+           'read_expert', 'in_halves', 'split_experts', 'reorder', 'sort_rows', 'sort_heads']
 
 # %% ../../nbs/61_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -62,18 +61,14 @@ def route(
 
 # %% ../../nbs/61_mixture.ipynb #bfc5c6cf
 class ExpertLinear(Linear):
-    """A matrix per expert, [count * rows, size]: `parts` (name -> rows) of each.
-
-    `stays`: as it is, for a kernel that reads all experts.
-    """
+    """A matrix per expert, [count * rows, size]: `parts` (name -> rows) of each."""
 
     def __init__(
-        self, size: int, count: int, parts: dict[str, int], bias: bool = False,
-        stays: bool = False,
-    ) -> None:  # fmt: skip
+        self, size: int, count: int, parts: dict[str, int], bias: bool = False
+    ) -> None:
         names = {f"experts.{e}.{n}": r for e in range(count) for n, r in parts.items()}
         super().__init__(size, names, bias)
-        self.count, self.stays = count, stays
+        self.count = count
         self.packed: list[Tensor] = []
 
     def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -82,9 +77,8 @@ class ExpertLinear(Linear):
         return weight, None, None if bias is None else bias.view(self.count, -1)
 
     def pack(self, reorder: Callable[[Tensor], Tensor]) -> None:
-        if not self.stays:
-            self.packed = [reorder(w.contiguous()) for w in self.stacked()[0]]
-            self.weight = unfilled(self.count, 0)
+        self.packed = [reorder(w.contiguous()) for w in self.stacked()[0]]
+        self.weight = unfilled(self.count, 0)
 
     def product(self, x: Tensor, expert: int) -> Tensor:
         """x [n, size] times one expert's matrix -> [n, rows]."""
@@ -129,9 +123,9 @@ class MixtureMLP(nn.Module):
         self.router = Linear(size, {"gate": count}, is_biased).float()
         zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
         self.correction = zeros if self.routing.is_corrected else None
-        parts, stays = {"gate_proj": width, "up_proj": width}, ops.is_triton
-        self.gate_up = self.linear(size, count, parts, is_biased, stays)
-        self.down = self.linear(width, count, {"down_proj": size}, is_biased, stays)
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up = self.linear(size, count, parts, is_biased)
+        self.down = self.linear(width, count, {"down_proj": size}, is_biased)
         shared = replace(spec, intermediate_size=experts.shared)
         self.shared = MLP(shared, ops) if experts.shared else None
         gate = Linear(size, {"shared_expert_gate": 1}) if experts.is_gated else None
@@ -147,9 +141,9 @@ class MixtureMLP(nn.Module):
         """x [T, hidden], ids (up to nobody's) and weights [T, k] -> [T, hidden]."""
         if not self.ops.is_triton:
             return loop_over_experts(x, ids, weights, self.expert)
-        kernels = import_module("atom_mini.families.grouped")  # chapter 62: needs Triton
+        run = find("families.grouped:grouped_experts")  # chapter 62: needs Triton
         stacks = self.gate_up.stacked(), self.down.stacked()
-        return kernels.grouped_experts(x, ids, weights, *stacks, self.limit)
+        return run(x, ids, weights, *stacks, self.limit)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
@@ -200,12 +194,6 @@ class VariedAttention(SelfAttention):
             q, k, v = (part.contiguous() for part in qkv.split(self.widths, -1))
             qkv = torch.cat([self.q_norm(q, None)[0], self.k_norm(k, None)[0], v], -1)
         return qkv.view(len(x), -1, self.head_dim)
-
-# %% ../../nbs/61_mixture.ipynb #2f5a52f2
-def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> SelfAttention:
-    """The attention of this layer."""
-    is_plain = spec.turning[layer] and not spec.has_whole_norm
-    return (SelfAttention if is_plain else VariedAttention)(spec, ops, layer)
 
 # %% ../../nbs/61_mixture.ipynb #472cb273
 def rotary_order(dim: int, turned: int) -> Tensor:
@@ -267,9 +255,11 @@ FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_?(bias|blocks|scales|)")
 PARTS = {"gate_up": ["gate_proj", "up_proj"], "down": ["down_proj"]}
 
 
-def split_experts(readers: Readers, count: int, take: Callable[..., Tensor]) -> Readers:
-    """A reader per expert and part where a file holds all experts in one tensor. `take`
-    finds part i of n in what reads an expert."""
+def split_experts(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+    """A reader per expert and part where a file holds all experts in one tensor."""
+    if (experts := spec.experts) is None:
+        return readers
+    take = find("families.windows:in_turns") if experts.in_turns else in_halves
     split, read_one = Readers(), lru_cache(maxsize=1)(read_expert)  # for gate, then up
     for name, read in readers.items():
         if not (match := FUSED.fullmatch(name)):
@@ -277,17 +267,10 @@ def split_experts(readers: Readers, count: int, take: Callable[..., Tensor]) -> 
             continue
         where, fused, kind = match.groups()
         ours, parts = kind if kind in ("bias", "scales") else "weight", PARTS[fused]
-        for e, (i, part) in product(range(count), enumerate(parts)):
-            reader = partial(take, partial(read_one, read, e, count), i, len(parts))
-            split[f"{where}.{e}.{part}.{ours}"] = reader
+        for e, (i, part) in product(range(experts.count), enumerate(parts)):
+            one = partial(read_one, read, e, experts.count)
+            split[f"{where}.{e}.{part}.{ours}"] = partial(take, one, i, len(parts))
     return split
-
-# %% ../../nbs/61_mixture.ipynb #3aaa81d0
-def split_halves(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
-    """A reader per expert, of whose rows gate and up are the halves."""
-    if spec.experts is None:
-        return readers
-    return split_experts(readers, spec.experts.count, in_halves)
 
 # %% ../../nbs/61_mixture.ipynb #ae60e888
 def reorder(read: Callable[..., Tensor], order: Tensor) -> Tensor:

@@ -5,24 +5,22 @@
 # %% ../../nbs/60_experts.ipynb #11059899
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
     FAMILIES, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
-from ..config import is_count
-from ..config import Config
-from ..parts import Variant
+from ..config import Config, is_count
+from ..refinements.parts import Variant
 
 # %% auto #0
-__all__ = ['EVEN', 'RULES', 'COUNTS', 'MTP', 'FULL', 'PART', 'LATENT', 'STATE', 'ROWS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
+__all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
            'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
            'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
-           'read_windows', 'read_differences', 'check_latents', 'check_states', 'Family', 'check_family', 'read_row',
-           'decoder_of', 'read_family', 'FamilyNames']
+           'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_family', 'read_row',
+           'decoder_of', 'read_family', 'FamilyNames', 'Latents', 'Slots']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -80,6 +78,7 @@ class Experts:
     is_gated: bool = False  # the shared one, times a sigmoid of its own
     is_biased: bool = False
     limit: float = 0.0  # of gpt-oss's activation; 0: silu(gate) * up
+    in_turns: bool = False  # on disk, gate and up alternate row by row
 
 # %% ../../nbs/60_experts.ipynb #9ea0e764
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -94,7 +93,7 @@ def read_experts(cfg: Any) -> Experts | None:
     shared = gated or width * first_of(cfg, "n_shared_experts")
     is_oss = cfg.model_type == "gpt_oss"
     limit = first_of(cfg, "swiglu_limit") or 7.0 * is_oss  # its config may leave it out
-    return Experts(count, width, shared, gated > 0, is_oss, limit)
+    return Experts(count, width, shared, gated > 0, is_oss, limit, is_oss)
 
 # %% ../../nbs/60_experts.ipynb #bb047015
 def check_experts(experts: Experts, r: Routing) -> None:
@@ -118,10 +117,17 @@ def is_sparse(cfg: Any, layer: int) -> bool:
     return read_experts(cfg) is not None and not is_dense
 
 # %% ../../nbs/60_experts.ipynb #fd722310
+FULL = ("full_attention",)
+WEIGHTS = ("families.mixture:rename_weights", "families.mixture:split_experts")
+
+
 @dataclass(frozen=True)
 class FamilySpec(ModelSpec):
     """`ModelSpec`, and what models of this part have beside it; tuples are by layer."""
 
+    kinds: ClassVar[tuple[str, ...]] = (*FULL, "sliding_attention")  # of layers
+    attention: Any = "families.windows:make_attention"
+    adapters: tuple[Any, ...] = (*WEIGHTS, "families.mixture:sort_heads")
     experts: Experts | None = None
     routing: Routing | None = None
     sparse: tuple[bool, ...] = ()  # has experts
@@ -141,6 +147,9 @@ class FamilySpec(ModelSpec):
 class LatentSpec(FamilySpec):
     """A model that keeps a row of latents for all heads; its config's names."""
 
+    kinds = FULL
+    attention: Any = "families.latent:LatentAttention"
+    adapters: tuple[Any, ...] = (*WEIGHTS, "families.latent:sort_latents")
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -158,6 +167,9 @@ class LatentSpec(FamilySpec):
 class StateSpec(FamilySpec):
     """A model most of whose layers keep a state; its config's names."""
 
+    kinds = (*FULL, "linear_attention")
+    attention: Any = "families.state:make_attention"
+    adapters: tuple[Any, ...] = ("families.state:take_decoder", *FamilySpec.adapters)
     layer_types: tuple[str, ...] = ()
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
@@ -208,6 +220,7 @@ def read_windows(cfg: Any) -> tuple[int, ...]:
 
 # %% ../../nbs/60_experts.ipynb #915bf846
 MTP = ("num_nextn_predict_layers", "num_mtp_layers")
+PARTLY = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text")  # a part of a head turns
 
 
 def read_differences(cfg: Any, raw: dict[str, Any] | None) -> dict[str, Any]:
@@ -223,6 +236,7 @@ def read_differences(cfg: Any, raw: dict[str, Any] | None) -> dict[str, Any]:
         "has_qk_norm": getattr(cfg, "use_qk_norm", kind.startswith("qwen3")),
         "has_whole_norm": kind == "olmoe",
         "has_sinks": kind == "gpt_oss",
+        "rotary": "families.mixture:PartialRotary" if kind in PARTLY else None,
         "experts": experts,
         "routing": read_routing(cfg) if experts else None,
         "sparse": tuple(is_sparse(cfg, layer) for layer in layers),
@@ -251,73 +265,44 @@ def check_states(cfg: Any) -> None:
     what = f"{values} value heads cannot share {keys} key heads evenly"
     require(values % keys == 0, what)
 
-# %% ../../nbs/60_experts.ipynb #5ebdc1b0
-@dataclass(frozen=True)
-class Family:
-    """A row: the layers that models of a type may have, who builds them, who changes
-    the readers of their weights, and what else is checked."""
-
-    spec: type[FamilySpec] = FamilySpec
-    kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
-    attention: str = "families.windows:make_attention"
-    rotary: str | None = None  # Part I's, which turns all numbers of a head
-    split: str = "families.mixture:split_halves"
-    sort: str = "families.mixture:sort_heads"
-    first: tuple[str, ...] = ()
-    check: Callable[[Any], None] | None = None
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        return *self.first, "families.mixture:rename_weights", self.split, self.sort
-
 # %% ../../nbs/60_experts.ipynb #7c33a326
-FULL = ("full_attention",)
-PART = "families.mixture:PartialRotary"
-LATENT = Family(
-    LatentSpec, FULL, "families.latent:LatentAttention",
-    sort="families.latent:sort_latents", check=check_latents,
-)  # fmt: skip
-STATE = Family(
-    StateSpec, (*FULL, "linear_attention"), "families.state:make_attention", PART,
-    first=("families.state:take_decoder",), check=check_states,
-)  # fmt: skip
-ROWS = dict.fromkeys(["qwen2", "qwen3", "mistral", "smollm3", "mixtral"], Family())
-ROWS |= dict.fromkeys(["olmoe", "qwen2_moe", "qwen3_moe"], Family())
-ROWS |= dict.fromkeys(["deepseek_v2", "deepseek_v3", "glm4_moe_lite"], LATENT)
-ROWS |= dict.fromkeys(["qwen3_5_text", "qwen3_5_moe_text"], STATE)
-ROWS |= {"llama": Family(kinds=FULL), "glm4_moe": Family(rotary=PART)}
-ROWS["gpt_oss"] = Family(split="families.windows:split_in_turns")
+ROWS: dict[str, type[ModelSpec]] = {"llama": ModelSpec, "glm4_moe": FamilySpec}
+ROWS |= dict.fromkeys(["qwen2", "qwen3", "mistral", "smollm3", "gpt_oss"], FamilySpec)
+ROWS |= dict.fromkeys(["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"], FamilySpec)
+ROWS |= dict.fromkeys(["deepseek_v2", "deepseek_v3", "glm4_moe_lite"], LatentSpec)
+ROWS |= dict.fromkeys(["qwen3_5_text", "qwen3_5_moe_text"], StateSpec)
+CHECKS: dict[Any, Any] = {LatentSpec: check_latents, StateSpec: check_states}
 
 # %% ../../nbs/60_experts.ipynb #3031c00d
 ONLY = {"clip_qkv": None, "swiglu_alpha": 1.702}  # option -> what is computed
 
 
-def check_family(cfg: Any, row: Family) -> None:
+def check_family(cfg: Any) -> None:
     """ValueError for what the config asks for and this does not compute."""
-    check_supported(cfg, row.kinds)
+    kind = ROWS[cfg.model_type]
+    check_supported(cfg, getattr(kind, "kinds", FULL))
     for name, only in ONLY.items():
         value = getattr(cfg, name, only)
         require(value == only, f"{name}={value} is not supported: {only} is")
     part = read_rope(cfg)["partial_rotary_factor"]
     what = f"partial_rotary_factor={part}: all of a head turns in {cfg.model_type}"
-    require(row.rotary is not None or part == 1, what)
-    if row.check:
-        row.check(cfg)
+    require(cfg.model_type in PARTLY or part == 1, what)
+    if kind in CHECKS:
+        CHECKS[kind](cfg)
 
 # %% ../../nbs/60_experts.ipynb #bb22af6f
 def read_row(cfg: Any, raw: dict[str, Any] | None, **more: Any) -> FamilySpec:
     """The spec that its row of the table makes of a config."""
-    row = ROWS[cfg.model_type]
+    kind = ROWS[cfg.model_type]
     found = read_differences(cfg, raw) | more
     if any(found["sparse"]):
         check_experts(found["experts"], found["routing"])
         found["mlp"] = "families.mixture:make_mlp"
     known = {f.name for f in fields(FamilySpec)}
-    for own in [f for f in fields(row.spec) if f.name not in {*known, *found}]:
+    for own in [f for f in fields(kind) if f.name not in {*known, *found}]:
         value = getattr(cfg, own.name, own.default)
         found[own.name] = tuple(value) if isinstance(value, list) else value
-    builders = {"attention": row.attention, "rotary": row.rotary}
-    return read_spec(cfg, row.spec, **builders, adapters=row.adapters, **found)
+    return read_spec(cfg, kind, **found)
 
 # %% ../../nbs/60_experts.ipynb #b8d932b2
 def decoder_of(wrapper: Any) -> Any:
@@ -337,7 +322,7 @@ def read_family(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     long as no layer slides. ValueError for what is not computed."""
     wrapped = cfg.model_type in ("qwen3_5", "qwen3_5_moe")
     cfg = decoder_of(cfg) if wrapped else cfg
-    check_family(cfg, ROWS[cfg.model_type])
+    check_family(cfg)
     storage = read_storage(cfg)
     if cfg.model_type in PART_ONE and not any(read_windows(cfg)):
         spec = read_spec(cfg)
@@ -375,6 +360,24 @@ class FamilyNames(Variant):
 
     families = ARCHITECTURES
 
+# %% ../../nbs/60_experts.ipynb #3f169961
+@dataclass
+class Latents(Variant):
+    """Has no knobs: the checkpoint's config says whether it keeps latents."""
+
+    make_ops = "families.latent:choose_latent_ops"
+
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        return True
+        return isinstance(config.spec, LatentSpec)
+
+
+@dataclass
+class Slots(Variant):
+    """Has no knobs: a model with states runs on `StateRunner`."""
+
+    make_runner = "families.state:StateRunner"
+
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        return isinstance(config.spec, StateSpec)

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention import AttentionMetaData, causal_mask, gather_kv
-from ..checkpoint import require
-from .mixture import make_attention as make_whole
-from .mixture import split_experts
+from ..checkpoint import find, require
+from .mixture import VariedAttention
 from .records import FamilySpec
-from ..loading import Readers
-from ..models import SelfAttention, TorchOps, unfilled
+from ..models import TorchOps, unfilled
 
 # %% auto #0
-__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'windowed', 'make_attention', 'in_turns', 'split_in_turns']
+__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'windowed', 'make_attention', 'in_turns']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -69,17 +66,16 @@ def windowed(ops: TorchOps) -> Callable[..., Tensor]:
     """`windowed_attention`, or the kernel in its place where `ops` are Triton's."""
     if not ops.is_triton:
         return windowed_attention
-    kernel = import_module("atom_mini.families.window_kernel")
-    return partial(kernel.attend, ops)
+    return partial(find("families.window_kernel:attend"), ops)
 
 # %% ../../nbs/63_sinks_windows.ipynb #f9f41bd5
-def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> SelfAttention:
+def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> VariedAttention:
     """The attention of this layer, within its window, and with a logit per head,
     `sinks` [H], that takes weight and gives nothing.
 
     ValueError for `ops` that pad their rows: their metadata is another.
     """
-    found: Any = make_whole(spec, ops, layer)
+    found: Any = VariedAttention(spec, ops, layer)
     window = spec.windows[layer]
     if window or spec.has_sinks:
         is_padded = hasattr(ops, "is_padded")
@@ -97,9 +93,3 @@ def in_turns(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
     is_packed = expert.dtype == torch.uint8
     rows = expert.flatten(2) if is_packed else expert.movedim(-1, 1)
     return rows[:, i::n].flatten(0, 1)
-
-# %% ../../nbs/63_sinks_windows.ipynb #0fd7fb9b
-def split_in_turns(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
-    """A reader per expert of gpt-oss, in whose rows gate and up take turns."""
-    assert spec.experts is not None
-    return split_experts(readers, spec.experts.count, in_turns)

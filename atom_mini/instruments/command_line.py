@@ -21,59 +21,76 @@ from typing import Any
 
 from ..checkpoint import find, require
 from ..config import Config, SamplingParams
-from .trace import Metrics, Trace
-from ..llm import LLM
-from ..parts import VARIANTS, WITH_TORCH, attach, drafts, keeps_state
+from .trace import Trace
+from ..llm import LLM, Chat
+from ..refinements.parts import WITH_TORCH, attach, keeps_state
 from ..text import CompletionOutput
 
 # %% auto #0
-__all__ = ['SUMMARY', 'Messages', 'SPINS', 'EXAMPLES', 'COMMANDS', 'knobs', 'add_fields', 'given', 'figures', 'save_trace',
-           'show_texts', 'run_generate', 'print_report', 'drafted', 'measure', 'run_bench', 'shape_model',
-           'weight_bytes', 'read_bytes', 'free_bytes', 'memory_bandwidth', 'needs', 'extra_needs', 'describe',
-           'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_own', 'make_parser', 'parse', 'main']
+__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'knobs', 'add_fields', 'given', 'figures', 'print_report',
+           'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'shape_model', 'weight_bytes',
+           'read_bytes', 'free_bytes', 'memory_bandwidth', 'needs', 'describe', 'run_info', 'answer', 'respond',
+           'run_chat', 'spin_less', 'make_parser', 'parse', 'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
     """What a user may set in a dataclass; in `Config`, variants' knobs as well."""
-    kinds: list[Any] = [cls, *VARIANTS] if cls is Config else [cls]
-    return [f for k in kinds for f in fields(k) if f.init and f.name != "model"]
+    more = cls.offers.knobs() if cls is Config else []
+    return [f for f in [*fields(cls), *more] if f.init]
 
 # %% ../../nbs/31_command_line.ipynb #b947490b
-def add_fields(parser: argparse.ArgumentParser, title: str, cls: Any) -> None:
+def add_fields(parser: argparse.ArgumentParser, cls: Any) -> None:
     """An option for each knob of the dataclass `cls`; one paragraph of help."""
-    group, words = parser.add_argument_group(f"{title}, =default or =TYPE"), []
+    group, words = parser.add_argument_group(cls.__name__), []
+    hidden = argparse.SUPPRESS
     for f in knobs(cls):
         kind = next(t for t in (bool, int, float, str) if t.__name__ in str(f.type))
-        is_list, name = f.default == (), f.name.replace("_", "-")
-        how: Any = {"type": kind, "action": "append" if is_list else "store"}
+        how: Any = {"type": kind, "action": "append" if f.default == () else "store"}
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
+        name = f.name.replace("_", "-")
         value = parser.get_default(f.name) or f.default or kind.__name__.upper()
-        hidden = argparse.SUPPRESS
         group.add_argument(f"--{name}", default=hidden, **how).help = hidden
         words.append(f"--[no-]{name}" if kind is bool else f"--{name}={value}")
-    group.description = textwrap.fill(" ".join(words), 76, break_on_hyphens=False)
+    group.description = textwrap.fill(" ".join(words), 78, break_on_hyphens=False)
 
 # %% ../../nbs/31_command_line.ipynb #a4bbebaf
 def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
     """The fields of the dataclass `cls` that the command line sets."""
-    names = {f.name for f in [*fields(cls), *knobs(cls)]}
+    names = {f.name for f in knobs(cls)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 # %% ../../nbs/31_command_line.ipynb #5d1e7a90
-def figures(m: Metrics, outs: list[CompletionOutput]) -> dict[str, Any]:
-    """What an engine did and how fast: counts, seconds, tokens per second; if there
-    are `outs`, also their mean TTFT and TPOT in milliseconds."""
+def figures(llm: LLM, outs: list[CompletionOutput]) -> dict[str, Any]:
+    """What an engine has done, and how fast: counts, seconds, tokens per second; of
+    finished requests `outs` the mean TTFT and TPOT in milliseconds; of drafts the
+    tokens per step and sequence, the share that was kept in each place, and how many
+    steps kept 0, 1, 2 ... of them."""
     rates = ("prefill_tokens_per_second", "decode_tokens_per_second")
-    report = asdict(m) | {name: getattr(m, name) for name in rates}
+    report = asdict(llm.metrics) | {name: getattr(llm.metrics, name) for name in rates}
     for name in ("ttft", "tpot") if outs else ():
-        report[f"mean_{name}_ms"] = 1e3 * fmean(getattr(out, name) for out in outs)
+        report[f"mean_{name}_ms"] = 1e3 * fmean(out[name] for out in outs)
+    if stats := getattr(llm.engine_core.scheduler, "spec_stats", None):
+        kept = range(max(stats.histogram, default=-1) + 1)
+        report["tokens_per_step"] = stats.tokens_per_step
+        report["accepted_by_place"] = stats.acceptance
+        report["steps_by_accepted"] = [stats.histogram[n] for n in kept]
     return report
 
 
 SUMMARY = "prefill {prefill_tokens_per_second:,.0f} tokens/s, decode "
 SUMMARY += "{decode_tokens_per_second:,.0f} tokens/s, TTFT {mean_ttft_ms:,.1f} ms, "
 SUMMARY += "TPOT {mean_tpot_ms:,.1f} ms"
+
+# %% ../../nbs/31_command_line.ipynb #cba9466d
+def print_report(report: dict[str, Any], as_json: bool = False) -> None:
+    """Print it as one JSON document, or as lines."""
+    if as_json:
+        return print(json.dumps(report))
+    for name, value in report.items():
+        values = value if isinstance(value, list) else [value]
+        words = (v if isinstance(v, str) else f"{round(v, 2):,}" for v in values)
+        print(f"{name:31}", *words)
 
 # %% ../../nbs/31_command_line.ipynb #2c051230
 def save_trace(trace: Trace, path: Path) -> None:
@@ -111,41 +128,21 @@ def run_generate(args: argparse.Namespace) -> None:
         if args.json:
             print(json.dumps([asdict(out) for out in outs]))
         if outs:
-            print(SUMMARY.format(**figures(llm.metrics, outs)), file=sys.stderr)
+            print(SUMMARY.format(**figures(llm, outs)), file=sys.stderr)
         if args.trace:
             save_trace(llm.trace, args.output)
 
-# %% ../../nbs/31_command_line.ipynb #cba9466d
-def print_report(report: dict[str, Any], as_json: bool = False) -> None:
-    """Print it as one JSON document, or as lines."""
-    if as_json:
-        return print(json.dumps(report))
-    for name, value in report.items():
-        values = value if isinstance(value, list) else [value]
-        words = (v if isinstance(v, str) else f"{round(v, 2):,}" for v in values)
-        print(f"{name:31}", *words)
-
-# %% ../../nbs/31_command_line.ipynb #da6358a5
-def drafted(stats: Any) -> dict[str, Any]:
-    """What a `SpecStats` says: tokens per decode step and sequence, the share of the
-    drafts in each place that was kept, and how many steps kept 0, 1, 2 ... of them."""
-    kept = range(max(stats.histogram, default=-1) + 1)
-    report = {"tokens_per_step": stats.tokens_per_step}
-    report["accepted_by_place"] = stats.acceptance
-    return report | {"steps_by_accepted": [stats.histogram[n] for n in kept]}
-
 # %% ../../nbs/31_command_line.ipynb #1ecc33c6
 def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, Any]:
-    """Generate, and say how fast: counts, seconds, tokens per second, milliseconds."""
+    """Generate, and say how fast: `figures` of that alone."""
     llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     scheduler: Any = llm.engine_core.scheduler
-    llm.metrics = Metrics()
-    if has_stats := hasattr(scheduler, "spec_stats"):
+    llm.metrics = type(llm.metrics)()
+    if hasattr(scheduler, "spec_stats"):
         scheduler.spec_stats = type(scheduler.spec_stats)()
     outs = llm.generate(prompts, params)
     report = {"requests": len(outs), "seconds": max(out.latency for out in outs)}
-    report |= figures(llm.metrics, outs)
-    return report | (drafted(scheduler.spec_stats) if has_stats else {})
+    return report | figures(llm, outs)
 
 # %% ../../nbs/31_command_line.ipynb #2ce2a206
 def run_bench(args: argparse.Namespace) -> None:
@@ -160,17 +157,17 @@ def run_bench(args: argparse.Namespace) -> None:
     print_report({"model": args.model} | report, args.json)
 
 # %% ../../nbs/31_command_line.ipynb #ec6fd32a
-def shape_model(config: Config, device: str, dtype: Any) -> Any:
-    """The model of `config` on such a device, of which no number is made."""
-    import torch
+def shape_model(config: Config, dtype: Any, is_packed: bool = False) -> Any:
+    """The model of `config`, of which no number is made; `is_packed`: quantised weights
+    as the file has them, for kernels that read these."""
+    from torch import device
 
     from atom_mini.loading import blank_model
     from atom_mini.models import TorchOps
 
     ops = TorchOps()
-    chosen = config.attention or {"cuda": "triton"}.get(device)
-    ops.is_triton = chosen == "triton"  # its kernels read packed weights
-    return blank_model(config.spec, 1, torch.device("meta"), dtype, ops)
+    ops.is_triton = is_packed
+    return blank_model(config.spec, 1, device("meta"), dtype, ops)
 
 
 def weight_bytes(model: Any) -> int:
@@ -191,9 +188,7 @@ def read_bytes(model: Any) -> float:
 # %% ../../nbs/31_command_line.ipynb #3214ced6
 def free_bytes(config: Config, device: Any, weights: int) -> int:
     """What is left for the KV cache; on a GPU, without a step's own memory."""
-    import torch
-
-    from atom_mini.model_runner import CPU_KVCACHE_BYTES, free_host_bytes
+    from atom_mini.model_runner import CPU_KVCACHE_BYTES, free_host_bytes, torch
 
     if device.type != "cuda":
         return min(CPU_KVCACHE_BYTES, (free_host_bytes() - weights) // 2)
@@ -210,66 +205,47 @@ def memory_bandwidth(device: Any) -> float:
     return numbers.nbytes / min(runs)
 
 # %% ../../nbs/31_command_line.ipynb #4d05287e
-def needs(config: Config, device: str) -> tuple[Any, Any, int]:
-    """The checkpoint's dtype on such a device, its `shape_model`, and the bytes of a
-    token's K/V."""
+def needs(config: Config, device: str) -> dict[str, Any]:
+    """Bytes that the checkpoint of `config` needs on such a device: of weights, of what
+    one token reads of them, of a token's K/V, of a sequence's state, of a draft model."""
     import torch
 
     from atom_mini.memory import kvcache_block_bytes
 
     attach(WITH_TORCH)  # they say what a token keeps in other kinds of models
-    own = "float32" if device == "cpu" else config.spec.dtype or "float32"
-    dtype: torch.dtype = getattr(torch, config.dtype or own)
-    model = shape_model(config, device, dtype)
-    return dtype, model, kvcache_block_bytes(config.spec, 1, dtype)
-
-# %% ../../nbs/31_command_line.ipynb #8ea70770
-def extra_needs(config: Config, dtype: Any) -> dict[str, Any]:
-    """What drafts, and the bytes of its weights and of a token's K/V; the bytes of a
-    sequence's state. {} without either."""
-    report: dict[str, Any] = {}
-    if drafts(config):
-        asked = config.speculative_config
-        report["speculative_method"] = asked.method
-        report["num_speculative_tokens"] = asked.num_speculative_tokens
-    count = config.pick("bytes_beside", None)
-    weights, block = count(config, dtype) if count else (0, 0)
-    if weights:
-        report["draft_weight_bytes"] = weights
-        report["draft_kvcache_bytes_per_token"] = block // config.kv_cache_block_size
-    if keeps_state(config):
-        count = find("families.state:state_bytes")
-        report["state_bytes_per_sequence"] = count(config.spec, dtype)
-    return report
+    stored = None if device == "cpu" else config.spec.dtype
+    dtype = getattr(torch, config.dtype or stored or "float32")
+    chosen = config.attention or {"cuda": "triton"}.get(device)
+    model = shape_model(config, dtype, is_packed=chosen == "triton")
+    plain = shape_model(config, dtype)
+    draft, beside = config.pick("bytes_beside", lambda *_: (0, 0))(config, dtype)
+    count_state = find("families.state:state_bytes") if keeps_state(config) else None
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": sum(weight.numel() for weight in plain.parameters()),
+        "weight_bytes": weight_bytes(model),
+        "read_bytes_per_token": read_bytes(model),
+        "kvcache_bytes_per_token": kvcache_block_bytes(config.spec, 1, dtype),
+        "state_bytes_per_sequence": count_state(config.spec, dtype) if count_state else 0,
+        "draft_weight_bytes": draft,
+        "draft_kvcache_bytes_per_token": beside // config.kv_cache_block_size,
+    }
 
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
 def describe(config: Config) -> dict[str, Any]:
-    """What the checkpoint of `config` needs, how many tokens fit, and the speed that
-    memory allows one sequence."""
-    import torch
-
+    """`needs` of the checkpoint of `config` here, how many tokens fit, and the speed
+    that memory allows one sequence."""
     from atom_mini.model_runner import choose_device
 
     device = choose_device(config.device)
-    dtype, model, per_token = needs(config, device.type)
-    extra = extra_needs(config, dtype)
-    weights = weight_bytes(model)
-    held = weights + extra.get("draft_weight_bytes", 0)
-    held += config.max_num_seqs * extra.get("state_bytes_per_sequence", 0)
-    each = per_token + extra.get("draft_kvcache_bytes_per_token", 0)
-    unpacked = shape_model(config, device.type, torch.float32)
-    bandwidth = memory_bandwidth(device)
-    return {
-        "model": config.model,
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "parameters": sum(weight.numel() for weight in unpacked.parameters()),
-        "weight_bytes": weights,
-        "kvcache_bytes_per_token": per_token,
-        "fitting_tokens": max(0, free_bytes(config, device, held)) // each,
-        "memory_bytes_per_second": int(bandwidth),
-        "ideal_decode_tokens_per_second": bandwidth / read_bytes(model),
-    } | extra
+    report = {"model": config.model, "device": str(device)} | needs(config, device.type)
+    held = report["weight_bytes"] + report["draft_weight_bytes"]
+    held += config.max_num_seqs * report["state_bytes_per_sequence"]
+    each = report["kvcache_bytes_per_token"] + report["draft_kvcache_bytes_per_token"]
+    report["fitting_tokens"] = max(0, free_bytes(config, device, held)) // each
+    speed = report["memory_bytes_per_second"] = memory_bandwidth(device)
+    report["ideal_decode_tokens_per_second"] = speed / report["read_bytes_per_token"]
+    return report
 
 # %% ../../nbs/31_command_line.ipynb #5c7a0076
 def run_info(args: argparse.Namespace) -> None:
@@ -277,10 +253,7 @@ def run_info(args: argparse.Namespace) -> None:
     print_report(describe(Config(**given(args, Config))), args.json)
 
 # %% ../../nbs/31_command_line.ipynb #f23b2594
-Messages = list[dict[str, str]]  # each with a role and a content
-
-
-def answer(llm: LLM, messages: Messages, params: SamplingParams) -> dict[str, str]:
+def answer(llm: LLM, messages: Chat, params: SamplingParams) -> dict[str, str]:
     """The next message, printed as it comes. Ctrl-C ends it, and what came is kept."""
     pieces, text = llm.stream(llm.format_chat(messages), params), ""
     try:
@@ -294,33 +267,30 @@ def answer(llm: LLM, messages: Messages, params: SamplingParams) -> dict[str, st
     return {"role": "assistant", "content": text}
 
 # %% ../../nbs/31_command_line.ipynb #c89a6a08
-def respond(
-    llm: LLM, messages: Messages, line: str, params: SamplingParams
-) -> Messages:
-    """Do what `line` says; returns the conversation as it is then."""
+def respond(llm: LLM, messages: Chat, line: str, params: SamplingParams) -> None:
+    """Do what `line` says; `messages` grow by a question and its answer."""
     match line.split():
         case ["/reset"]:
-            return []
+            messages.clear()
         case ["/stats"]:
-            print_report({"messages": len(messages)} | figures(llm.metrics, []))
+            print_report({"messages": len(messages)} | figures(llm, []))
         case ["/trace", *file]:
             require(llm.trace is not None, "nothing is recorded: start with --trace")
             save_trace(llm.trace, Path(" ".join(file) or "trace.html"))
         case [word, *_]:
             known = "/reset, /stats, /trace and /exit are"
             require(word[0] != "/", f"{word} is no command: {known}")
-            asked = [*messages, {"role": "user", "content": line}]
-            return [*asked, answer(llm, asked, params)]
-    return messages
+            question = {"role": "user", "content": line}
+            messages += [question, answer(llm, [*messages, question], params)]
 
 # %% ../../nbs/31_command_line.ipynb #e7d1514a
 def run_chat(args: argparse.Namespace, read: Any = input) -> None:
     """Talk to a model: /reset, /stats, /trace [FILE] (with --trace), /exit."""
-    messages: Messages = []
+    messages: Chat = []
     with LLM(**given(args, Config)) as llm, suppress(EOFError):  # Ctrl-D
         while (line := read("> ").strip()) != "/exit":
             try:
-                messages = respond(llm, messages, line, args.params)
+                respond(llm, messages, line, args.params)
             except (OSError, ValueError) as error:
                 print(f"[{error}]")
     print()
@@ -336,28 +306,22 @@ def spin_less(environ: MutableMapping[str, str]) -> None:
 
 # %% ../../nbs/31_command_line.ipynb #64daba3c
 EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 7 ="]
-COMMANDS = {"generate": run_generate, "chat": run_chat, "bench": run_bench,
-            "trace": run_generate, "info": run_info}  # fmt: skip
-
-
-def add_own(sub: argparse.ArgumentParser, name: str) -> None:
-    """The options that are the command's own."""
-    model: Any = {"default": "tiny", "help": "a folder, a hub id, or 'tiny' (default)"}
-    if name in ("generate", "trace"):
-        words, file = "- reads them from stdin, a line each", "or .json, .perfetto.json"
-        sub.add_argument("prompts", nargs="*", default=EXAMPLES, help=words)
-        sub.add_argument("--output", type=Path, default="trace.html", help=file)
-    if name == "bench":
-        sub.add_argument("--num-requests", type=int, default=32, help="default: 32")
-        sub.add_argument("--input-len", type=int, default=128, help="default: 128")
-    if name == "info":
-        sub.add_argument("model", nargs="?", **model)
-    else:
-        sub.add_argument("--model", **model)
-    if name != "chat":
-        words = "one JSON document on stdout, nothing else"
-        sub.add_argument("--json", action="store_true", help=words)
-    sub.add_argument("--debug", action="store_true", help="show an error's traceback")
+COMMANDS = {  # each with its own arguments
+    "generate": (run_generate, "prompts --output --json"),
+    "chat": (run_chat, ""),
+    "bench": (run_bench, "--num-requests --input-len --json"),
+    "trace": (run_generate, "prompts --output --json"),
+    "info": (run_info, "model --json"),
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
+    "--output": {"type": Path, "default": "trace.html", "help": "or a .json"},
+    "--num-requests": {"type": int, "default": 32, "help": "default: 32"},
+    "--input-len": {"type": int, "default": 128, "help": "tokens at most, default: 128"},
+    "--json": {"action": "store_true", "help": "one JSON document on stdout, no more"},
+    "--debug": {"action": "store_true", "help": "show an error's traceback"},
+    "model": {"nargs": "?", "default": argparse.SUPPRESS, "help": "as --model"},
+}
 
 # %% ../../nbs/31_command_line.ipynb #3f4ff67f
 def make_parser() -> argparse.ArgumentParser:
@@ -365,17 +329,17 @@ def make_parser() -> argparse.ArgumentParser:
     more = "Without a command: generate. Options: atom-mini COMMAND --help"
     parser = argparse.ArgumentParser("atom-mini", epilog=more)
     commands = parser.add_subparsers(metavar="COMMAND")
-    form = argparse.RawTextHelpFormatter
-    for name, run in COMMANDS.items():
-        usage = f"atom-mini {name} [options and arguments]"  # one line
-        texts: Any = {"help": run.__doc__, "description": run.__doc__, "usage": usage}
-        sub = commands.add_parser(name, formatter_class=form, **texts)
-        longest = {"max_tokens": 512} if name == "chat" else {}
-        sub.set_defaults(run=run, trace=name == "trace", **longest)
-        add_own(sub, name)
-        if name != "info":
-            add_fields(sub, "sampling", SamplingParams)
-        add_fields(sub, "engine", Config)
+    form = argparse.RawTextHelpFormatter  # it leaves the paragraphs as they are
+    for name, (run, own) in COMMANDS.items():
+        says = run.__doc__
+        sub = commands.add_parser(name, help=says, description=says, formatter_class=form)
+        sub.set_defaults(run=run, model="tiny", trace=name == "trace")
+        if name == "chat":  # its answers may be longer
+            sub.set_defaults(max_tokens=512)
+        for argument in [*own.split(), "--debug"]:
+            sub.add_argument(argument, **ARGUMENTS[argument])
+        for cls in [Config] if name == "info" else [SamplingParams, Config]:
+            add_fields(sub, cls)
     return parser
 
 # %% ../../nbs/31_command_line.ipynb #61054cff

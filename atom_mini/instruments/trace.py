@@ -20,9 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ..config import check_rules, is_bool
-from ..config import Config
-from ..parts import Variant
+from ..config import Config, check_rules, is_bool
+from ..refinements.parts import Variant
 from ..engine_core import EngineCore, StepOutput
 from ..scheduler import ScheduledBatch
 from ..sequence import Sequence, SequenceType

@@ -27,7 +27,7 @@ from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..engine_core import EngineCore, StepOutput
 from ..llm import plain_engine
-from ..parts import VARIANTS
+from ..refinements.parts import VARIANTS
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0

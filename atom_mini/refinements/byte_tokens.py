@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..parts import Variant
+from .parts import Variant
 from ..text import IncrementalDetokenizer, Progress, decode
 
 # %% auto #0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionMetaData
 from ..models import TorchOps
-from ..parts import Variant
+from .parts import Variant
 from .cpu_products import prepare
 
 # %% auto #0

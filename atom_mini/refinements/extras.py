@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..parts import Variant
+from .parts import Variant
 from ..scheduler import ScheduledBatch
 
 if TYPE_CHECKING:

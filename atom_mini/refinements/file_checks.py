@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import read_json, require
-from ..config import is_count, is_number, is_whole
-from ..config import Config
-from ..parts import Variant
+from ..config import Config, is_count, is_number, is_whole
+from .parts import Variant
 
 # %% auto #0
 __all__ = ['COUNTED', 'FIELDS', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_files', 'FileChecks']

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..config import check_rules, is_bool
-from ..config import Config
-from ..parts import Variant
+from ..config import Config, check_rules, is_bool
+from .parts import Variant
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
-from ..scheduler import BaseScheduler
-from ..scheduler import ScheduledBatch, ScheduledBatchOutput
+from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence
 
 # %% auto #0

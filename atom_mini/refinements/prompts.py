@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpoint import require
 from ..config import Config
 from ..llm import as_list
-from ..parts import Variant
+from .parts import Variant
 
 # %% auto #0
 __all__ = ['unwrap', 'read_prompts', 'content_text', 'read_messages', 'PromptKinds']

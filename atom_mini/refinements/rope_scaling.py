@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..parts import Variant
+from .parts import Variant
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor

@@ -10,9 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import check_rules, is_bool, is_number
-from ..config import Config
-from ..parts import Variant
+from ..config import Config, check_rules, is_bool, is_number
+from .parts import Variant
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceType
 

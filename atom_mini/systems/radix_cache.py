@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 from ..block_manager import NO_HASH, Block
 from ..prefix_index import ROOT, PrefixIndex, tokens_of
-from ..config import check_rules, one_of
-from ..config import Config
-from ..parts import Variant
+from ..config import Config, check_rules, one_of
+from ..refinements.parts import Variant
 from ..sequence import Sequence
 
 # %% auto #0

@@ -11,11 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import check_rules, is_bool, one_of
-from ..config import Config
-from ..parts import Variant
-from ..scheduler import BaseScheduler
-from ..scheduler import ScheduledBatch
+from ..config import Config, check_rules, is_bool, one_of
+from ..refinements.parts import Variant
+from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
 Seqs = list[Sequence]
