@@ -11,10 +11,9 @@ from typing import Any
 from atom_mini.assemble import make_engine_core
 from atom_mini.config import Config
 from atom_mini.processes.engine_process import decode
-from atom_mini.processes.group import open_group
 from atom_mini.processes.knobs import ProcessKnobs, TensorParallel
 from atom_mini.processes.ranks import Known, ToRank, pack_batch, unpack_batch
-from atom_mini.processes.shards import make_rank
+from atom_mini.processes.shards import make_rank, open_group
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 LIMIT = 20.0  # seconds

@@ -59,9 +59,9 @@ from atom_mini.processes.engine_process import (
     encode,
     wishes,
 )
-from atom_mini.processes.group import open_group
 from atom_mini.processes.lockstep import Agreement, LockstepProc, dummy_batch, make_member, with_spare_block
 from atom_mini.processes.replicas import Replica, Replicas, chain, devices, longest_match, make_loop
+from atom_mini.processes.shards import open_group
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 

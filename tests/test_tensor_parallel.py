@@ -57,9 +57,9 @@ from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
 from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.engine_process import Ready, decode, encode
-from atom_mini.processes.group import Group, cut_spec
 from atom_mini.processes.knobs import TensorParallel
 from atom_mini.processes.ranks import Known, Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
+from atom_mini.processes.shards import Group, cut_spec
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import as_rows
@@ -813,8 +813,8 @@ except KeyboardInterrupt:
 GONE = """
 import sys
 if "atom_mini.processes.ranks:load_rank" in sys.orig_argv:
-    import os, zmq, atom_mini.processes.group as group
-    group.open_group = lambda *where: os._exit(3)
+    import os, zmq, atom_mini.processes.shards as shards
+    shards.open_group = lambda *where: os._exit(3)
 """
 
 

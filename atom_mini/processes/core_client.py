@@ -67,6 +67,7 @@ class CoreManager(Thread):
         own = {"name": self.name, "number": number, "load": self.entry}
         self.recipe = recipe | own
         self.config = config
+        self.ping = config.ping_timeout  # seconds
         self.bell = bell
         self.seqs: dict[int, Sequence] = {}  # the requests that it has
         self.messages: deque[Any] = deque()  # that nobody has used yet
@@ -132,10 +133,9 @@ class CoreManager(Thread):
 
     def _check_clock(self, now: float) -> str | None:
         """Ask for a sign of life after a silence; why it is dead, if a limit has passed."""
-        ping = self.config.ping_timeout
-        if now > self.heard + ping / 4 and self.awaited[0] == math.inf:
-            silent = f"no answer within ping_timeout={ping} seconds"
-            self.awaited = (now + 0.75 * ping, silent)
+        if now > self.heard + self.ping / 4 and self.awaited[0] == math.inf:
+            silent = f"no answer within ping_timeout={self.ping} seconds"
+            self.awaited = (now + 0.75 * self.ping, silent)
             self.tell(Utility(0))
         limits = [self.awaited, (self.closing, "it did not end by itself")]
         return next((why for limit, why in limits if now > limit), None)

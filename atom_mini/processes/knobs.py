@@ -8,18 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass, fields
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
-from ..checkpoint import require
-from ..config import Config, check_rules
+from ..checkpoint import find, require
+from ..config import Config, Rule, check_rules
 from ..config import is_bool, is_count, is_number, one_of
 from ..refinements.parts import VARIANTS, Variant
 
 # %% auto #0
-__all__ = ['SECONDS', 'MOST', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'only_with', 'ProcessKnobs',
-           'TensorParallel', 'DataParallel']
+__all__ = ['COUNT', 'MOST', 'SECONDS', 'RULES', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'only_with',
+           'ProcessKnobs', 'TensorParallel', 'DataParallel']
 
 # %% ../../nbs/73c_knobs.ipynb #156b7f44
 def must_cross(variant: type[Variant], config: Config, given: set[str]) -> bool:
@@ -64,7 +63,16 @@ def require_extra(asked: str) -> None:
     require(not lacking, f"{asked} needs {lacking}: install atom_mini[processes]")
 
 # %% ../../nbs/73c_knobs.ipynb #91ca8531
+COUNT = "a whole number from 1"
+MOST = 64  # engines of one machine
 SECONDS = (lambda v: is_number(v) and 0 < v < 1e9, "seconds, above 0 and below 1e9")
+RULES: list[Rule] = [
+    ("engine_process enable_expert_parallel lockstep", is_bool, "True or False"),
+    ("ready_timeout ping_timeout collective_timeout", *SECONDS),
+    ("tensor_parallel_size", is_count, COUNT),
+    ("data_parallel_size", lambda v: is_count(v, MOST), f"{COUNT} to {MOST}"),
+    one_of("routing", "load", "prefix"),
+]
 
 
 def only_with(is_there: bool, names: str, given: set[str], what: str) -> None:
@@ -90,8 +98,7 @@ class ProcessKnobs(Variant):
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        bools = ("engine_process", is_bool, "True or False")
-        check_rules(config, [bools, ("ready_timeout ping_timeout", *SECONDS)])
+        check_rules(config, RULES)
 
     @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
@@ -123,30 +130,21 @@ class TensorParallel(Variant):
         return config.tensor_parallel_size > 1
 
     @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        count = "tensor_parallel_size", is_count, "a whole number from 1"
-        dealt = "enable_expert_parallel", is_bool, "True or False"
-        check_rules(config, [count, dealt, ("collective_timeout", *SECONDS)])
-        above = "tensor_parallel_size above 1: raise it"
-        only_with(cls.is_chosen(config), "collective_timeout", given, above)
-
-    @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError for a model that cannot be cut."""
+        """ValueError for a model that cannot be cut, or a limit of ranks that are not
+        there."""
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
+        above = "tensor_parallel_size above 1: raise it"
+        only_with(n > 1, "collective_timeout", given, above)
         what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
         require(n > 1 or config.data_parallel_size > 1 or not is_dealt, what)
         if n > 1:
             limit = min(config.ping_timeout, config.collective_timeout + 2)
             vars(config)["ping_timeout"] = limit
             if config.spec is not None:
-                group = import_module("atom_mini.processes.group")
-                group.cut_spec(config.spec, n, is_dealt)
+                find("processes.shards:cut_spec")(config.spec, n, is_dealt)
 
 # %% ../../nbs/73c_knobs.ipynb #015197db
-MOST = 64  # engines of one machine
-
-
 @dataclass
 class DataParallel(Variant):
     """Several engines behind one front."""
@@ -163,20 +161,13 @@ class DataParallel(Variant):
         return config.data_parallel_size > 1
 
     @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        words = f"a whole number from 1 to {MOST}"
-        size = "data_parallel_size", lambda v: is_count(v, MOST), words
-        rules = [size, ("lockstep", is_bool, "True or False")]
-        check_rules(config, [*rules, one_of("routing", "load", "prefix")])
-        above = "data_parallel_size above 1: raise it"
-        only_with(cls.is_chosen(config), "lockstep routing", given, above)
-
-    @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError for experts that cannot be dealt."""
+        """ValueError for experts that cannot be dealt, or knobs of engines that are not
+        there."""
         n, spec = config.data_parallel_size, config.spec
+        above = "data_parallel_size above 1: raise it"
+        only_with(n > 1, "lockstep routing", given, above)
         if n > 1 and config.enable_expert_parallel and spec is not None:
-            group = import_module("atom_mini.processes.group")
-            group.check_dealt(spec, n, "data_parallel_size")
+            find("processes.shards:check_dealt")(spec, n, "data_parallel_size")
             what = f"data_parallel_size={n}: experts in MXFP4 stay whole: set it to 1"
             require(getattr(spec.storage, "method", None) != "mxfp4", what)

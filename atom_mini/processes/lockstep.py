@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..assemble import make_engine_core
-from ..checkpoint import require
+from ..checkpoint import find, require
 from ..config import Config
 from ..engine_core import EngineCore
 from ..graphs import first_decodes
 from .engine_process import EngineCoreProc
-from .group import Group, open_group
+from .shards import Group, open_group
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
@@ -136,8 +135,7 @@ def make_member(config: Config) -> EngineCore:
         return make_engine_core(config)
     ranks = vars(config)["ranks"] = meet(config)
     if config.enable_expert_parallel:
-        deal = import_module("atom_mini.families.dealt").deal
-        config.spec = deal(config.spec, ranks)
+        config.spec = find("families.dealt:deal")(config.spec, ranks)
     core = make_engine_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))

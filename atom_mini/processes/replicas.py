@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from ..block_manager import NO_HASH, Block, PrefixIndex
-from ..checkpoint import require
+from ..checkpoint import find, require
 from ..config import Config
 from ..engine_core import EngineCore, StepOutput
 from .core_client import CoreManager, EngineCoreClient, EngineDead
@@ -89,10 +89,8 @@ def make_loop(core: EngineCore, *sockets: Any) -> EngineCoreProc:
     """The loop of one of several engines."""
     if core.config.routing == "prefix":
         report_blocks(core)
-    if core.config.lockstep:  # chapter 73b
-        lockstep = import_module("atom_mini.processes.lockstep")
-        return lockstep.LockstepProc(core, *sockets)
-    return EngineCoreProc(core, *sockets)
+    lockstep = "processes.lockstep:LockstepProc" if core.config.lockstep else None
+    return find(lockstep, EngineCoreProc)(core, *sockets)  # chapter 73b
 
 # %% ../../nbs/73a_replicas.ipynb #664daca4
 def chain(seq: Sequence) -> list[int]:
@@ -180,8 +178,6 @@ def make_front(config: Config) -> EngineCoreClient:
         return EngineCoreClient(config)
     on_cpu = config.device == "cpu"
     num_gpus = 0 if on_cpu else import_module("torch").cuda.device_count()
-    asked = config.recipe
-    recipes = []
-    for device in devices(config, num_gpus):
-        recipes.append(asked | {"options": asked["options"] | {"device": device}})
-    return Replicas(config, recipes)
+    asked = config.recipe["options"]
+    each = [asked | {"device": device} for device in devices(config, num_gpus)]
+    return Replicas(config, [config.recipe | {"options": own} for own in each])

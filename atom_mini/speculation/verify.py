@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ..assemble import make_runner
+from ..checkpoint import find
 from ..config import Config
 from ..engine_core import EngineCore, StepOutput
 from ..refinements.turns import TurnScheduler
@@ -335,5 +335,5 @@ class SpecCore(EngineCore):
 def make_speculating(config: Config) -> SpecCore:
     """The engine core with any runner, and with the drafter that `config` asks for."""
     runner = make_runner(config)
-    knobs = import_module("atom_mini.speculation.knobs")  # chapter 50b
-    return SpecCore(config, Verifier(runner, knobs.make_drafter(config, runner)))
+    drafter = find("speculation.knobs:find_drafter")(config)  # chapter 50b
+    return SpecCore(config, Verifier(runner, drafter(config, runner)))

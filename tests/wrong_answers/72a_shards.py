@@ -15,3 +15,12 @@ def mlp_of(rank, x, up, a, down, b):
 def share_of_sums(tokens):
     compute_ms = 2 * 70.6e9 * tokens / (2 * 989e12) * 1e3
     return sums_ms(1, 2, 450e9) / compute_ms
+# %% 5
+def uncut(whole: dict, mine: dict) -> int:
+    same = [n for n in mine if len(mine[n]) == 1]
+    return len(same)
+# %% 6
+def errors_of_sums(a, b):
+    exact = (a.double() * b.double()).sum()
+    found = (a * b).sum()
+    return (abs(found.double() - exact).item(),) * 2
