@@ -15,7 +15,7 @@ import numpy as np
 from .block_manager import BlockManager, PrefixIndex
 from .checkpoint import require
 from .config import Config, SamplingParams
-from .sequence import NO_TOKEN, RequestOutput, Sequence
+from .sequence import NO_TOKEN, Sequence
 from .sequence import SequenceStatus, SequenceType
 
 # %% auto #0
@@ -89,14 +89,6 @@ class ScheduledBatchOutput:
 
     token_ids: dict[int, tuple[int, ...]]
     logprobs: dict[int, list[dict[int, float]]] = field(default_factory=dict)
-
-    def for_requests(
-        self, seqs: list[Sequence], finished: list[Sequence]
-    ) -> list[RequestOutput]:
-        """The new tokens of each of `seqs` that got some; `finished` ended with them."""
-        ended = {s.id: s.leave_reason for s in finished}
-        got = [(s.id, self.token_ids[s.id]) for s in seqs if s.id in self.token_ids]
-        return [RequestOutput(i, new, i in ended, ended.get(i)) for i, new in got]
 
 # %% ../nbs/04_scheduler.ipynb #6fb9c006
 def _ignore(event: str, seq: Sequence, **facts: object) -> None:
