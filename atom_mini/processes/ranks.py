@@ -60,7 +60,7 @@ class Known:
         rows, columns, blocks = changes.T
         high = max([int(rows.max(initial=0)), *wishes])
         low, count = changes.min(initial=0), len(self.wishes)
-        require(low >= 0 and high < count, f"rows to {high}, from {low}: it has {count}")
+        require(0 <= low and high < count, f"rows to {high}, from {low}: it has {count}")
         self.widen(int(columns.max(initial=0)) + 1)
         self.tables[rows, columns] = blocks
         for row, wish in wishes.items():
@@ -109,8 +109,8 @@ def unpack_batch(step: Step, known: Known) -> ScheduledBatch:
     known.widen(step.width)
     tables = known.tables[step.rows, : step.width]
     said: Any = [known.wishes[row] for row in step.rows]
-    rest = tables, flags, said, step.histories, step.rows
-    batch = ScheduledBatch(step.type, step.req_ids, *arrays, *rest)
+    facts: Any = *arrays, tables, flags, said, step.histories, step.rows
+    batch = ScheduledBatch(step.type, step.req_ids, *facts)
     return find("speculation.verify:as_rows")(batch) if step.has_drafts else batch
 
 # %% ../../nbs/72c_ranks.ipynb #2f2b54fe
