@@ -14,7 +14,7 @@ from .config import Config
 from atom_mini.scheduler import (
     BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler,
 )
-from .sequence import RequestOutput, Sequence
+from .sequence import Sequence
 
 # %% auto #0
 __all__ = ['Runner', 'StepOutput', 'EngineCore']
@@ -30,15 +30,10 @@ class StepOutput(NamedTuple):
     """What one step did."""
 
     batch: ScheduledBatch
-    seqs: list[Sequence]  # whose new tokens `outputs` tells
-    output: ScheduledBatchOutput
+    seqs: list[Sequence]
+    output: ScheduledBatchOutput  # `token_ids`: request -> its new tokens
     finished: list[Sequence]
     seconds: float
-
-    @property
-    def outputs(self) -> list[RequestOutput]:
-        """The new tokens of each sequence that got some, at whatever time it is asked."""
-        return self.output.for_requests(self.seqs, self.finished)
 
 # %% ../nbs/09a_engine_core.ipynb #e1e7e9ec
 class EngineCore:

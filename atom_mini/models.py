@@ -87,7 +87,7 @@ class TorchOps:
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
     ) -> Tensor:
-        """`reference_attention`: q [T, H, D] -> [T, H, D]."""
+        """`paged_attention`: q [T, H, D] -> [T, H, D]."""
         return paged_attention(q, kv_cache, meta, scale)
 
     def add_rms_norm(

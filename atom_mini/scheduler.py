@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .block_manager import BlockManager, PrefixIndex
+from .block_manager import PREFIX_INDEX, BlockManager
 from .checkpoint import require
 from .config import Config, SamplingParams
-from .sequence import NO_TOKEN, RequestOutput, Sequence
+from .sequence import NO_TOKEN, Sequence
 from .sequence import SequenceStatus, SequenceType
 
 # %% auto #0
@@ -90,14 +90,6 @@ class ScheduledBatchOutput:
     token_ids: dict[int, tuple[int, ...]]
     logprobs: dict[int, list[dict[int, float]]] = field(default_factory=dict)
 
-    def for_requests(
-        self, seqs: list[Sequence], finished: list[Sequence]
-    ) -> list[RequestOutput]:
-        """The new tokens of each of `seqs` that got some; `finished` ended with them."""
-        ended = {s.id: s.leave_reason for s in finished}
-        got = [(s.id, self.token_ids[s.id]) for s in seqs if s.id in self.token_ids]
-        return [RequestOutput(i, new, i in ended, ended.get(i)) for i, new in got]
-
 # %% ../nbs/04_scheduler.ipynb #6fb9c006
 def _ignore(event: str, seq: Sequence, **facts: object) -> None:
     pass
@@ -115,7 +107,7 @@ class BaseScheduler:
         self.block_manager = BlockManager(
             config.num_kvcache_blocks, config.kv_cache_block_size,
             config.enable_prefix_caching, config.max_num_seqs,
-            config.pick("make_index", PrefixIndex),
+            config.pick("make_index", PREFIX_INDEX),
         )
         self.seqs: dict[int, Sequence] = {}  # the unfinished, in order of arrival
         self.waiting: deque[Sequence] = deque()
@@ -266,7 +258,7 @@ class BaseScheduler:
             if seq.leave_reason is not None:  # it ended, and was not yet taken out
                 self._finish(seq, time.perf_counter())
 
-# %% ../nbs/04_scheduler.ipynb #26c03c8d
+# %% ../nbs/06f_policy.ipynb #26c03c8d
 def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -> int:
     """How many of the tokens from `start` to `end` to compute with `budget` left. It
     cuts at a border of blocks of `size` tokens.
@@ -279,7 +271,7 @@ def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -
     aligned = (start + budget) // size * size - start
     return aligned if aligned > 0 else budget if may_exceed else 0
 
-# %% ../nbs/04_scheduler.ipynb #f1a58a00
+# %% ../nbs/06f_policy.ipynb #f1a58a00
 class Scheduler(BaseScheduler):
     """Prefill first (ATOM's policy): admit while the first one waiting fits, otherwise
     decode all, preempting the last.

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
-from typing import NamedTuple
 
 from .checkpoint import require
 from .config import SamplingParams, as_token_ids
 
 # %% auto #0
-__all__ = ['NO_TOKEN', 'SequenceStatus', 'SequenceType', 'Sequence', 'RequestOutput']
+__all__ = ['NO_TOKEN', 'SequenceStatus', 'SequenceType', 'Sequence']
 
 # %% ../nbs/02_sequence.ipynb #d2316756
 class SequenceStatus(Enum):
@@ -27,7 +26,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()  # holds blocks
     FINISHED = auto()  # left, blocks returned
 
-# %% ../nbs/02_sequence.ipynb #81405286
+
 class SequenceType(Enum):
     """What a step does for its sequences."""
 
@@ -133,13 +132,3 @@ class Sequence:
 
 # %% ../nbs/02_sequence.ipynb #7e40ee66
 NO_TOKEN = -1  # what a step brings in place of a token if its logits were no numbers
-
-
-class RequestOutput(NamedTuple):
-    """New tokens of one request after one step: the first fields of ATOM's record.
-    `finish_reason`: its `leave_reason`."""
-
-    request_id: int
-    output_tokens: tuple[int, ...]
-    finished: bool = False
-    finish_reason: str | None = None

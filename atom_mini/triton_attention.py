@@ -391,7 +391,7 @@ class PagedAttention:
         self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan,
         scale: float, kernel: Any = paged_attention_kernel, **more: Any,
     ) -> Tensor:
-        """`reference_attention`: `q` [T, H, D] -> [T, H, D]; `plan.data` is on the device.
+        """`paged_attention`: `q` [T, H, D] -> [T, H, D]; `plan.data` is on the device.
         `kernel` with `more` arguments attends to the items."""
         out = torch.empty_like(q)
         lse = q.new_empty(plan.num_partials, self.heads, dtype=torch.float32)

@@ -14,8 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom_mini.block_manager import NO_HASH, tokens_of
+from atom_mini.block_manager import NO_HASH
 from atom_mini.config import SamplingParams
+from atom_mini.prefix_index import tokens_of
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
 
@@ -74,6 +75,21 @@ class CountingRunner:
 
     def forward(self, batch) -> ScheduledBatchOutput:
         return ScheduledBatchOutput({i: (n,) for i, n in sampled(batch)})
+
+
+class Told(NamedTuple):
+    """What a step has brought a request."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    reason: str | None = None  # why it has ended with them
+
+
+def told(step) -> list[Told]:
+    """By request what a step has brought it, for those that it brought tokens."""
+    ended = {seq.id: seq.leave_reason for seq in step.finished}
+    new = step.output.token_ids
+    return [Told(s.id, new[s.id], ended.get(s.id)) for s in step.seqs if s.id in new]
 
 
 class Played(NamedTuple):
@@ -240,6 +256,34 @@ def make_step(shapes, H=4, K=2, D=8, S=4, seed=0, device="cpu") -> tuple:
     meta = AttentionMetaData(ends, tables, torch.cat(slots), news, lens)
     q = torch.randn(sum(news), H, D, generator=g)
     return q.to(device), cache.to(device), meta, unpaged
+
+
+def plain_attention(q, k, v, scale):
+    """softmax(q k^T scale) v, causal: `q` [n, H, D], `k`, `v` [K, L, D] -> [n, H, D].
+
+    Computes in float32 whatever the dtype. Chapter 05's.
+    """
+    import torch
+
+    from atom_mini.attention import causal_mask
+
+    k, v = (x.float().repeat_interleave(q.shape[1] // len(x), 0) for x in (k, v))
+    scores = q.transpose(0, 1).float() @ k.transpose(1, 2) * scale  # [H, n, L]
+    scores.masked_fill_(~causal_mask(len(q), k.shape[1], q.device), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1).to(q.dtype)
+
+
+def reference_attention(q, kv_cache, meta, scale):
+    """`plain_attention` of each sequence over its own blocks: q [T, H, D] -> same.
+
+    The oracle of every attention: clear, slow, exact. Chapter 05's.
+    """
+    import torch
+
+    from atom_mini.attention import split_batch
+
+    batch = split_batch(q, kv_cache, meta)
+    return torch.cat([plain_attention(q, k, v, scale) for q, k, v in batch])
 
 
 def logits_by_token(engine, runner, seqs, forward=None) -> tuple[dict, list]:

@@ -21,7 +21,7 @@ from functools import reduce
 from itertools import accumulate, chain, islice, pairwise
 from types import SimpleNamespace
 
-from show import check_blocks
+from show import check_blocks, told
 
 import atom_mini.model_runner as model_runner
 import atom_mini.refinements.turns as turns
@@ -423,10 +423,10 @@ def play(
             stats["put_back"] += holding  # they lose their blocks and compute again, as the preempted do
         else:
             assert (result is None) == idle
-            for output in result.outputs if result else ():
-                streams[output.request_id] += output.output_tokens
-                if output.finished:
-                    ended[output.request_id] = output.finish_reason
+            for new in told(result) if result else ():
+                streams[new.request_id] += new.tokens
+                if new.reason is not None:
+                    ended[new.request_id] = new.reason
             for i, seq in seqs.items():  # as the text side does it
                 if ended.get(i) != "abort" and trial.requests[i].stopped(seq.completion_token_ids):
                     ended[i] = "stop_sequence"

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from show import reference_attention
 from torch import Tensor
 
-from atom_mini.attention import AttentionMetaData, paged_attention, reference_attention, store_kv_cache
+from atom_mini.attention import AttentionMetaData, paged_attention, store_kv_cache
 from atom_mini.config import SamplingParams
 from atom_mini.model_runner import locate
 from atom_mini.refinements.cpu_decode import CpuOps, SparseTable, decode_attention

@@ -17,8 +17,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
+from show import reference_attention
+
 from atom_mini import sampler, triton_attention
-from atom_mini.attention import AttentionMetaData, reference_attention
+from atom_mini.attention import AttentionMetaData
 from atom_mini.models import TorchOps
 from atom_mini.refinements import sampling_kernels
 from atom_mini.sampler import draw

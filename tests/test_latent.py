@@ -15,11 +15,12 @@ import torch
 import transformers
 from checkpoints import Recorder, random_model, recorded, spec_of
 from safetensors.torch import load_file, save_file
+from show import plain_attention
 from torch import Tensor
 
 import atom_mini.families.latent as latent
 from atom_mini import LLM, SamplingParams
-from atom_mini.attention import AttentionMetaData, plain_attention, set_forward_context
+from atom_mini.attention import AttentionMetaData, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, RotaryEmbedding, TorchOps, rotate
 from atom_mini.refinements.parts import WITH_TORCH, attach

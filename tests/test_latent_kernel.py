@@ -14,13 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
 import test_graphs
+from show import reference_attention
 from test_graphs import count_replays, record, run
 from test_kernels import DEVICE, DTYPES, FULL, LIMITS, Lens, Step, make_lens, relative_error
 from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 
 import atom_mini.families.latent as latent
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.attention import reference_attention
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
 from atom_mini.graphs import GraphRunner
 from atom_mini.instruments import launches

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
+from show import told
 
 from atom_mini import LLM, CompletionOutput, SamplingParams
 from atom_mini.text import TextPiece
@@ -781,8 +782,8 @@ def test_step_and_add_request(llm: LLM) -> None:
     finished: dict[int, str | None] = {}
     while (step := llm.step()) is not None:
         assert step.seconds > 0 and step.batch.total_seqs_num >= 1
-        for output in step.outputs:
-            tokens[output.request_id] += output.output_tokens
+        for new in told(step):
+            tokens[new.request_id] += new.tokens
         finished |= {seq.id: seq.leave_reason for seq in step.finished}
     assert finished == dict.fromkeys(ids, "max_tokens")
     assert tokens[ids[0]] == wanted.token_ids and len(tokens[ids[1]]) == 3
@@ -801,7 +802,7 @@ def test_abort(llm: LLM) -> None:
     assert [seq.id for seq in llm.engine_core.scheduler.running] == [stays]
     tokens = list(llm.engine_core.scheduler.running[0].completion_token_ids)
     while (step := llm.step()) is not None:
-        tokens += [t for output in step.outputs for t in output.output_tokens]
+        tokens += [token for new in told(step) for token in new.tokens]
     assert tokens == wanted.token_ids and not llm.abort(stays)
 
 

@@ -11,8 +11,9 @@ from show import check_blocks
 from symbolic import run_trial
 from test_fuzz import mutate
 
-from atom_mini.block_manager import NO_HASH, Block, BlockManager, PrefixIndex
+from atom_mini.block_manager import NO_HASH, Block, BlockManager
 from atom_mini.config import Config
+from atom_mini.prefix_index import PrefixIndex
 from atom_mini.sequence import Sequence
 from atom_mini.systems.radix_cache import RadixCache
 

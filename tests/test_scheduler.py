@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from show import check_blocks
+from show import Told, check_blocks, told
 
 import atom_mini.scheduler as scheduler_module
 from atom_mini.config import Config, SamplingParams
-from atom_mini.engine_core import EngineCore
+from atom_mini.engine_core import EngineCore, StepOutput
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
-from atom_mini.sequence import RequestOutput, Sequence, SequenceStatus, SequenceType
+from atom_mini.sequence import Sequence, SequenceStatus, SequenceType
 
 PREFILL, DECODE = SequenceType.PREFILL, SequenceType.DECODE
 
@@ -367,17 +367,17 @@ def test_a_wish_that_ends_exactly_at_the_pool_is_max_tokens() -> None:
 def test_records_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
     scheduler = make(max_num_batched_tokens=8)
     add(scheduler, request(0, 3, max_tokens=2), request(1, 9, max_tokens=1))
-    streams: list[list[RequestOutput]] = []
+    streams: list[list[Told]] = []
     while scheduled := scheduler.schedule():
         batch, seqs = scheduled
         output = answer(batch, 7)
         finished = scheduler.postprocess(list(seqs.values()), output)
-        streams.append(output.for_requests(list(seqs.values()), finished))
-        assert [s.id for s in finished] == [o.request_id for o in streams[-1] if o.finished]
+        streams.append(told(StepOutput(batch, list(seqs.values()), output, finished, 0.0)))
+        assert [s.id for s in finished] == [o.request_id for o in streams[-1] if o.reason]
     assert streams == [
-        [RequestOutput(0, (7,))],  # the chunk of request 1 has nothing to say
-        [RequestOutput(1, (7,), True, "max_tokens")],
-        [RequestOutput(0, (7,), True, "max_tokens")],
+        [Told(0, (7,))],  # the chunk of request 1 has nothing to say
+        [Told(1, (7,), "max_tokens")],
+        [Told(0, (7,), "max_tokens")],
     ]
 
 
@@ -389,16 +389,13 @@ def engine(**options: Any) -> EngineCore:
     return EngineCore(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), Runner())
 
 
-def test_records_of_a_step_are_made_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`generate` reads none, and pays for none."""
-    core, made = engine(), []
-    monkeypatch.setattr(scheduler_module, "RequestOutput", lambda *args: made.append(args) or RequestOutput(*args))
+def test_a_step_says_what_it_brought_whenever_it_is_asked() -> None:
+    core = engine()
     for i in range(2):
         core.add(request(i, 5, max_tokens=3))
     (first, *_, last) = iter(core.step, None)
-    assert not made
-    assert last.outputs == [RequestOutput(i, (7,), True, "max_tokens") for i in range(2)] and len(made) == 2
-    assert first.outputs == [RequestOutput(i, (7,)) for i in range(2)]  # by now they are finished; then they were not
+    assert told(last) == [Told(i, (7,), "max_tokens") for i in range(2)]
+    assert told(first) == [Told(i, (7,)) for i in range(2)]  # by now they are finished; then they were not
 
 
 def test_records_hold_what_was_kept() -> None:
@@ -406,7 +403,7 @@ def test_records_hold_what_was_kept() -> None:
     core.add(seq)
     core.runner.forward = lambda batch: ScheduledBatchOutput({0: (4, 9, 8)})  # type: ignore[method-assign]
     step = core.step()
-    assert step is not None and step.outputs == [RequestOutput(0, (4, 9), True, "stop_9")]
+    assert step is not None and told(step) == [Told(0, (4, 9), "stop_9")]
 
 
 def test_times_and_status_of_a_life(clock: list[float]) -> None:

@@ -61,18 +61,14 @@ def route(
 
 # %% ../../nbs/61_mixture.ipynb #bfc5c6cf
 class ExpertLinear(Linear):
-    """A matrix per expert, [count * rows, size]: `parts` (name -> rows) of each.
-
-    `stays`: as it is, for a kernel that reads all experts.
-    """
+    """A matrix per expert, [count * rows, size]: `parts` (name -> rows) of each."""
 
     def __init__(
-        self, size: int, count: int, parts: dict[str, int], bias: bool = False,
-        stays: bool = False,
-    ) -> None:  # fmt: skip
+        self, size: int, count: int, parts: dict[str, int], bias: bool = False
+    ) -> None:
         names = {f"experts.{e}.{n}": r for e in range(count) for n, r in parts.items()}
         super().__init__(size, names, bias)
-        self.count, self.stays = count, stays
+        self.count = count
         self.packed: list[Tensor] = []
 
     def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -81,9 +77,8 @@ class ExpertLinear(Linear):
         return weight, None, None if bias is None else bias.view(self.count, -1)
 
     def pack(self, reorder: Callable[[Tensor], Tensor]) -> None:
-        if not self.stays:
-            self.packed = [reorder(w.contiguous()) for w in self.stacked()[0]]
-            self.weight = unfilled(self.count, 0)
+        self.packed = [reorder(w.contiguous()) for w in self.stacked()[0]]
+        self.weight = unfilled(self.count, 0)
 
     def product(self, x: Tensor, expert: int) -> Tensor:
         """x [n, size] times one expert's matrix -> [n, rows]."""
@@ -128,9 +123,9 @@ class MixtureMLP(nn.Module):
         self.router = Linear(size, {"gate": count}, is_biased).float()
         zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
         self.correction = zeros if self.routing.is_corrected else None
-        parts, stays = {"gate_proj": width, "up_proj": width}, ops.is_triton
-        self.gate_up = self.linear(size, count, parts, is_biased, stays)
-        self.down = self.linear(width, count, {"down_proj": size}, is_biased, stays)
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up = self.linear(size, count, parts, is_biased)
+        self.down = self.linear(width, count, {"down_proj": size}, is_biased)
         shared = replace(spec, intermediate_size=experts.shared)
         self.shared = MLP(shared, ops) if experts.shared else None
         gate = Linear(size, {"shared_expert_gate": 1}) if experts.is_gated else None

@@ -32,7 +32,7 @@ def sink_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float,
     window: int = 0, sinks: Tensor | None = None,
 ) -> Tensor:
-    """`plain_attention` within a `window` (0: none), and with `sinks` [H]: q [n, H, D],
+    """`fused_attention` within a `window` (0: none), and with `sinks` [H]: q [n, H, D],
     `k`, `v` [K, L, D] -> [n, H, D]."""
     grouped = q.float().unflatten(1, (len(k), -1))  # [n, K, G, D]
     scores = torch.einsum("nkgd,kld->kgnl", grouped, k.float()) * scale
@@ -48,7 +48,7 @@ def windowed_attention(
     q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float,
     window: int = 0, sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference_attention` in which a query sees its newest `window` keys (0: all) and
+    """`paged_attention` in which a query sees its newest `window` keys (0: all) and
     each head has a sink: q [T, H, D], `sinks` [H] or None -> [T, H, D]."""
     out = []
     rows = zip(q.split(meta.query_lens), meta.block_tables, meta.lens, strict=True)

@@ -10,7 +10,8 @@ from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
-from ..block_manager import NO_HASH, Block, PrefixIndex
+from ..block_manager import NO_HASH, Block
+from ..prefix_index import PrefixIndex
 from ..checkpoint import find, require
 from ..config import Config
 from ..engine_core import EngineCore, StepOutput

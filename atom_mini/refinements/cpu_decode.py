@@ -63,7 +63,7 @@ def find_rows(meta: AttentionMetaData, num_heads: int, kv_cache: Tensor) -> Tens
 def decode_attention(
     q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
 ) -> Tensor:
-    """`reference_attention` for one float32 query per sequence: q [B, H, D] -> same.
+    """`paged_attention` for one float32 query per sequence: q [B, H, D] -> same.
 
     The step's first layer builds `meta.plan`.
     """
@@ -91,7 +91,7 @@ class CpuOps(TorchOps):
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
     ) -> Tensor:
-        """`reference_attention`: q [T, H, D] -> [T, H, D]."""
+        """`paged_attention`: q [T, H, D] -> [T, H, D]."""
         is_decode, is_float = max(meta.query_lens) == 1, q.dtype == torch.float32
         if is_decode and is_float and q.device.type == "cpu":
             return decode_attention(q, kv_cache, meta, scale)

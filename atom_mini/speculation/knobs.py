@@ -7,41 +7,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..checkpoint import require
+from ..checkpoint import find, require
 from ..config import Config, check_options, check_rules
-from ..refinements.parts import Variant
 from ..config import is_bool, is_count, is_whole, one_of
+from ..refinements.parts import Variant
 
 # %% auto #0
-__all__ = ['METHODS', 'RULES', 'LARGEST_GRAPH', 'Method', 'find', 'SpeculativeConfig', 'read_speculative', 'make_drafter',
-           'count_rows', 'count_bytes', 'Speculation']
+__all__ = ['LOOKUP', 'METHODS', 'RULES', 'LARGEST_GRAPH', 'find_drafter', 'SpeculativeConfig', 'read_speculative', 'count_rows',
+           'count_bytes', 'Speculation']
 
 # %% ../../nbs/50b_knobs.ipynb #50b00007
-class Method(NamedTuple):
-    """A way to draft. `drafter`: the class or where it stands, of (config, runner);
-    `knobs`: those of its own."""
-
-    drafter: Any
-    knobs: list[str]
-
-
-METHODS = {
-    "ngram": Method(
-        "drafters:NgramDrafter", ["prompt_lookup_max", "prompt_lookup_min"]
-    ),
-    "draft_model": Method("drafters:DraftModel", ["model", "draft_sampling"]),
-    "eagle3": Method("eagle:EagleDrafter", ["model"]),
+LOOKUP = ["prompt_lookup_max", "prompt_lookup_min"]
+METHODS: dict[str, tuple[Any, list[str]]] = {  # its drafter, of (config, runner); knobs
+    "ngram": ("speculation.drafters:NgramDrafter", LOOKUP),
+    "draft_model": ("speculation.drafters:DraftModel", ["model", "draft_sampling"]),
+    "eagle3": ("speculation.eagle:EagleDrafter", ["model"]),
 }
 
 # %% ../../nbs/50b_knobs.ipynb #50b00008
-def find(name: Any) -> Any:
-    """The class `module:Name` of this part, imported now; a class is itself."""
-    if not isinstance(name, str):
-        return name
-    return resolve_name(f"atom_mini.speculation.{name}")
+def find_drafter(config: Config) -> Any:
+    """The class of the drafter that `config` asks for, imported now."""
+    drafter, _ = METHODS[config.speculative_config.method]
+    return find(drafter)
 
 # %% ../../nbs/50b_knobs.ipynb #50b0000b
 RULES: list[Any] = [
@@ -70,7 +59,7 @@ class SpeculativeConfig:
     def _refuse_foreign(self) -> None:
         """ValueError for a knob that the method does not have."""
         for f in fields(self):
-            owners = [name for name, method in METHODS.items() if f.name in method.knobs]
+            owners = [name for name, (_, knobs) in METHODS.items() if f.name in knobs]
             value = getattr(self, f.name)
             wrong = f"{f.name}={value!r} is for {' and '.join(owners)}, not for method="
             is_foreign = bool(owners) and self.method not in owners
@@ -105,11 +94,6 @@ def read_speculative(given: Any) -> SpeculativeConfig:
     require(isinstance(given, SpeculativeConfig), wrong)
     return given
 
-# %% ../../nbs/50b_knobs.ipynb #50b00011
-def make_drafter(config: Config, runner: Any) -> Any:
-    """The drafter that `config` asks for, beside `runner`."""
-    return find(METHODS[config.speculative_config.method].drafter)(config, runner)
-
 # %% ../../nbs/50b_knobs.ipynb #e9ffb131
 LARGEST_GRAPH = 512  # rows; a recording beyond that saves little
 
@@ -123,7 +107,7 @@ def count_rows(config: Config) -> int:
 # %% ../../nbs/50b_knobs.ipynb #e3e89133
 def count_bytes(config: Config, dtype: Any) -> tuple[int, int]:
     """Of the drafter that `config` asks for, `Drafter.memory`."""
-    return find(METHODS[config.speculative_config.method].drafter).memory(config, dtype)
+    return find_drafter(config).memory(config, dtype)
 
 # %% ../../nbs/50b_knobs.ipynb #7cae9feb
 @dataclass

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..block_manager import NO_HASH, ROOT, Block, PrefixIndex, tokens_of
+from ..block_manager import NO_HASH, Block
+from ..prefix_index import ROOT, PrefixIndex, tokens_of
 from ..config import Config, check_rules, one_of
 from ..refinements.parts import Variant
 from ..sequence import Sequence
