@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint import ModelSpec, require
 from .parts import Variant
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'RopeScaling']
+__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'scale_rope', 'RopeScaling']
 
 # %% ../../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -60,11 +61,20 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     return freqs * (1 - slow) + freqs / p["factor"] * slow, sharpness(p)
 
 # %% ../../nbs/22_rope_scaling.ipynb #5ac0ee1b
-TYPES = {"linear": linear, "llama3": llama3, "yarn": yarn}
+TYPES = {"default": None, "linear": linear, "llama3": llama3, "yarn": yarn}
+
+
+def scale_rope(spec: ModelSpec) -> ModelSpec:
+    """`spec` with what changes its rotation's frequencies; ValueError for a type that
+    is not among `TYPES`."""
+    kind = spec.rope["rope_type"]
+    known = ", ".join(TYPES)
+    require(kind in TYPES, f"rope type {kind!r} is not supported: {known} are")
+    return replace(spec, rope_scale=TYPES[kind])
 
 
 @dataclass
 class RopeScaling(Variant):
     """Has no knobs: the checkpoint's config says which type it wants."""
 
-    rope_types = TYPES
+    scale_rope = scale_rope
