@@ -109,9 +109,9 @@ def spec_of(cfg: Any) -> Any:
     """What the engine reads in a transformers config, of any family, whatever scales its rotation."""
     from atom_mini.checkpoint import choose_scale
     from atom_mini.families.records import read_family
-    from atom_mini.refinements.rope_scaling import RopeScaling
+    from atom_mini.refinements.rope_scaling import TYPES
 
-    return choose_scale(read_family(cfg), RopeScaling.rope_types)
+    return choose_scale(read_family(cfg), TYPES)
 
 
 def save_family(kind: str, folder: Path, seed: int = 0, **options: Any) -> Any:

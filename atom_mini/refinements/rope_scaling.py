@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .parts import Variant
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'RopeScaling']
+__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn']
 
 # %% ../../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -61,10 +59,3 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
 
 # %% ../../nbs/22_rope_scaling.ipynb #5ac0ee1b
 TYPES = {"linear": linear, "llama3": llama3, "yarn": yarn}
-
-
-@dataclass
-class RopeScaling(Variant):
-    """Has no knobs: the checkpoint's config says which type it wants."""
-
-    rope_types = TYPES
