@@ -67,13 +67,11 @@ def choose_runner(config: Config) -> type[ModelRunner]:
 # %% ../nbs/12b_assemble.ipynb #212be9ad
 def make_runner(config: Config) -> ModelRunner:
     """The runner for `config`. The checkpoint is loaded here."""
-    let_in("WITH_TORCH")
     return config.pick("make_runner", choose_runner(config))(config)
 
 # %% ../nbs/12b_assemble.ipynb #9baf5b9c
 def make_engine_core(config: Config) -> EngineCore:
     """The engine core that `config` asks for, with its runner."""
-    let_in("WITH_TORCH")
     if make := config.pick("make_core", None):
         return make(config)
     return EngineCore(config, make_runner(config))
@@ -83,11 +81,11 @@ Offers.rooms |= {"make_engine": make_engine_core, "make_ops": choose_ops}
 Offers.rooms["make_upload"] = "uploads:choose_upload"
 
 # %% ../nbs/12b_assemble.ipynb #01e74508
-def let_in(parts: str) -> None:
-    """Attach the table `parts` of later parts, if there are any."""
+def let_in() -> None:
+    """Attach the later parts, if there are any."""
     if find_spec("atom_mini.refinements"):
         later = import_module("atom_mini.refinements.parts")
-        later.attach(getattr(later, parts))
+        later.attach(later.PARTS)
 
 # %% ../nbs/12b_assemble.ipynb #2a68c460
-let_in("PARTS")
+let_in()

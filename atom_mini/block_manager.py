@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from .checkpoint import find
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NO_HASH', 'ROOT', 'Block', 'BlockPool', 'tokens_of', 'compute_hash', 'PrefixIndex', 'BlockManager']
+__all__ = ['NO_HASH', 'PREFIX_INDEX', 'Block', 'BlockPool', 'BlockManager']
 
 # %% ../nbs/03_block_manager.ipynb #f013ff40
 NO_HASH = -1
@@ -65,98 +63,10 @@ class BlockPool:
             self.free_block_ids[block_id] = None
             self.free_block_ids.move_to_end(block_id, last=block.hash != NO_HASH)
 
-# %% ../nbs/03_block_manager.ipynb #6f0eb0c4
-def tokens_of(seq: Sequence, i: int) -> list[int]:
-    """The tokens of the `i`-th block of `seq`; fewer than a block in its last."""
-    return seq.token_ids[i * seq.block_size : (i + 1) * seq.block_size]
-
-# %% ../nbs/03_block_manager.ipynb #d4ffaacd
-def compute_hash(token_ids: list[int], prefix: int = NO_HASH) -> int:
-    """xxHash64 of a full block after the block hashed `prefix`, if there is one.
-
-    Hashed are the prefix's 8 bytes and int64 ids, both little-endian (ATOM's chain).
-    """
-    before = b"" if prefix == NO_HASH else prefix.to_bytes(8, "little")
-    return xxhash.xxh64_intdigest(before + np.array(token_ids, dtype="<i8").tobytes())
-
-# %% ../nbs/03_block_manager.ipynb #f7b62b75
-ROOT = 0  # the content before the first block
-
-
-class PrefixIndex:
-    """Finds full blocks by content: xxHash proposes, a comparison decides.
-
-    `blocks` are the pool's; `pending` is what the step that is scheduled now computes.
-    """
-
-    def __init__(self, blocks: list[Block], block_size: int) -> None:
-        self.blocks = blocks
-        self.block_size = block_size
-        self.hash_to_block_id: dict[int, int] = {}
-        self.pending: dict[Any, int] = {}  # hash -> block id
-        self._content_ids = count(ROOT + 1)
-
-    def _hash(self, seq: Sequence, i: int) -> int:
-        """The chained hash of the sequence's i-th block, computed once in its life."""
-        while (n := len(seq.block_hashes)) <= i:
-            before = seq.block_hashes[-1] if n else NO_HASH
-            seq.block_hashes.append(compute_hash(tokens_of(seq, n), before))
-        return seq.block_hashes[i]
-
-    def _lookup(self, seq: Sequence, i: int, parent_id: int) -> Block | None:
-        """The block that holds the i-th of `seq` after the content `parent_id`, or None."""
-        hash = self._hash(seq, i)
-        token_ids = tokens_of(seq, i)
-        block_id = self.hash_to_block_id.get(hash, self.pending.get(hash))
-        if block_id is None:
-            return None
-        block = self.blocks[block_id]
-        same = block.token_ids == token_ids and block.parent_id == parent_id
-        return block if same else None
-
-    def stage(self, seq: Sequence, num_tokens: int) -> None:
-        """Note the blocks of `seq` that are full once this step has computed its first
-        `num_tokens` tokens."""
-        for i in range(seq.num_published_blocks, num_tokens // self.block_size):
-            block = self.blocks[seq.block_table[i]]
-            hash = self._hash(seq, i)
-            block.token_ids = tokens_of(seq, i)
-            block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else ROOT
-            twin = self._lookup(seq, i, block.parent_id)
-            block.content_id = twin.content_id if twin else next(self._content_ids)
-            if hash not in self.hash_to_block_id:  # the first keeps the place
-                self.pending.setdefault(hash, block.block_id)
-            seq.num_published_blocks = i + 1
-
-    def publish(self) -> None:
-        """The step has run: what it computed may be found."""
-        for hash, block_id in self.pending.items():
-            self.blocks[block_id].hash = hash
-        self.hash_to_block_id.update(self.pending)
-        self.pending.clear()
-
-    def __len__(self) -> int:
-        return len(self.hash_to_block_id)
-
-    def find(self, seq: Sequence) -> list[int]:
-        """Ids of the leading blocks of `seq` that exist; never its last token's."""
-        found = []
-        parent_id = ROOT
-        for i in range((seq.num_tokens - 1) // self.block_size):
-            block = self._lookup(seq, i, parent_id)
-            if block is None:
-                break
-            found.append(block.block_id)
-            parent_id = block.content_id
-        return found
-
-    def forget(self, block: Block) -> None:
-        """Drop the block's entry: it is about to hold something else."""
-        if block.hash != NO_HASH:
-            del self.hash_to_block_id[block.hash]
-            block.hash = NO_HASH
-
 # %% ../nbs/03_block_manager.ipynb #2199be1d
+PREFIX_INDEX = "prefix_index:PrefixIndex"  # in chapter 06e
+
+
 @dataclass(eq=False)
 class BlockManager:
     """Hands out the KV cache block by block. Knows ids only: no tensor, no device.
@@ -170,7 +80,7 @@ class BlockManager:
     block_size: int
     enable_prefix_caching: bool = True
     max_num_seqs: int = 512
-    index_type: Callable[[list[Block], int], PrefixIndex] = PrefixIndex
+    index_type: Any = PREFIX_INDEX
 
     def __post_init__(self) -> None:
         self.reset()
@@ -178,7 +88,7 @@ class BlockManager:
     def reset(self) -> None:
         """Begin anew: all blocks are free, and nothing can be found."""
         self.pool = BlockPool(self.num_blocks)
-        self.index = self.index_type(self.pool.blocks, self.block_size)
+        self.index = find(self.index_type)(self.pool.blocks, self.block_size)
         self.block_tables = np.zeros((self.max_num_seqs, 16), np.int32)  # grows in width
         self._free_rows = list(range(self.max_num_seqs))
 

@@ -17,69 +17,8 @@ from atom_mini.checkpoint import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES', 'check_options', 'is_number', 'is_whole',
-           'is_count', 'is_bool', 'one_of', 'check_rules', 'as_token_ids', 'SamplingParams', 'are_texts', 'Config',
-           'Offers']
-
-# %% ../nbs/01b_config.ipynb #dd6226ff
-def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
-    """Refuse an option that `kind` does not have, with the nearest name that it has."""
-    for name in [n for n in options if n not in known]:
-        longer = [k for k in known if k.endswith(f"_{name}")]
-        near = longer or difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-        raise ValueError(f"{kind} has no option {name!r}: {hint}")
-
-# %% ../nbs/01b_config.ipynb #f1e1d5a0
-def is_number(value: Any, kinds: Any = (int, float)) -> bool:
-    """Whether it is a number that float32 holds: no bool, not infinite, not `nan`."""
-    is_kind = isinstance(value, kinds) and type(value) is not bool
-    return is_kind and -3e38 < value < 3e38
-
-
-def is_whole(value: Any) -> bool:
-    return is_number(value, int)
-
-# %% ../nbs/01b_config.ipynb #60ef3ba7
-Rule = tuple[str, Callable[[Any], bool], str]  # names, what holds, in words
-
-
-def is_count(value: Any, most: float = float("inf")) -> bool:
-    return is_whole(value) and 1 <= value <= most
-
-# %% ../nbs/01b_config.ipynb #261bf909
-def is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def one_of(names: str, *choices: Any) -> Rule:
-    """The knobs `names` have one of the values `choices`."""
-    return names, lambda v: v in choices, f"one of {', '.join(map(repr, choices))}"
-
-# %% ../nbs/01b_config.ipynb #80da3e00
-def check_rules(owner: Any, rules: list[Rule]) -> None:
-    """ValueError with the name, its value, the rule it breaks and where to set it."""
-    for names, holds, words in rules:
-        for name in names.split():
-            value = getattr(owner, name)
-            kind = type(owner)
-            is_open = value is None and getattr(kind, name, "") is None
-            wrong = f"{name}={value!r} must be {words}: set {kind.__name__}({name}=...)"
-            require(is_open or holds(value), wrong)
-
-# %% ../nbs/01b_config.ipynb #829ff1bf
-def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
-    """`values` as ints: whatever is `Integral`, as NumPy's integers are, but no bool.
-
-    Raises ValueError, with the type, for what is no whole number.
-    """
-    ids = list(values)
-    for kind in dict.fromkeys(map(type, ids)):  # mostly one
-        value = next(v for v in ids if type(v) is kind)
-        wrong = f"token id {value!r} in {what} is of type {kind.__name__}"
-        is_whole = issubclass(kind, Integral) and kind is not bool
-        require(is_whole, f"{wrong}: ids are whole numbers")
-    return [*map(int, ids)]
+__all__ = ['SamplingParams', 'Config', 'Offers', 'Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES',
+           'check_options', 'is_number', 'is_whole', 'is_count', 'is_bool', 'one_of', 'check_rules', 'are_texts', 'as_token_ids']
 
 # %% ../nbs/01b_config.ipynb #771ef795
 @dataclass(frozen=True)
@@ -105,6 +44,15 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
+    def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
+        """A copy in which every `None` that `defaults` knows is filled in."""
+        unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
+        return replace(self, **unsaid)
+
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty not in (None, 1)
+
     def __new__(cls, /, *args: Any, **options: Any) -> SamplingParams:
         check_options("SamplingParams", options, [f.name for f in fields(cls)])
         return super().__new__(cls)
@@ -115,39 +63,6 @@ class SamplingParams:
         ids = tuple(as_token_ids(self.stop_token_ids, "stop_token_ids"))
         require(min(ids, default=0) >= 0, f"stop_token_ids={ids} must be from 0")
         vars(self).update(stop=stop, stop_token_ids=ids)  # it is frozen for all others
-
-    def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
-        """A copy in which every `None` that `defaults` knows is filled in."""
-        unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
-        return replace(self, **unsaid)
-
-    @property
-    def is_penalised(self) -> bool:
-        return self.repetition_penalty not in (None, 1)
-
-# %% ../nbs/01b_config.ipynb #127b3fe1
-def are_texts(value: Any) -> bool:
-    many = [value] if isinstance(value, str) else value
-    is_list = isinstance(many, list | tuple)
-    return is_list and all(isinstance(s, str) and s for s in many)
-
-
-LEAST = 1e-30  # above 0: the sampler computes in float32, for which 1e-46 is 0
-FROM_LEAST = f"a number from {LEAST}"
-TO_ONE = f"[{LEAST}, 1]"
-WISHES: list[Rule] = [
-    ("temperature", lambda v: is_number(v) and v >= 0, "a number from 0 to 3e38"),
-    ("top_p", lambda v: is_number(v) and LEAST <= v <= 1, f"a number in {TO_ONE}"),
-    ("top_k", lambda v: is_whole(v) and v >= -1, "a whole number from -1 (off)"),
-    ("min_p", lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 (off) to 1"),
-    ("repetition_penalty", lambda v: is_number(v) and v >= LEAST, FROM_LEAST),
-    ("max_tokens", lambda v: v is None or is_count(v), "None or a whole number from 1"),
-    ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
-    ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
-    ("ignore_eos", is_bool, "True or False"),
-    ("stop", are_texts, "a text or a list of texts, none of them empty"),
-    ("stop_token_ids", lambda v: isinstance(v, list | tuple), "a list of token ids"),
-]
 
 # %% ../nbs/01b_config.ipynb #288426cc
 @dataclass(init=False)
@@ -197,15 +112,6 @@ class Config:
         self.eos_token_ids = ends
         self.max_model_len = asked
 
-    def _check_chunks(self) -> None:
-        longest = self.max_model_len
-        budget = self.max_num_batched_tokens
-        fits = longest is not None and longest <= budget
-        what = f"a sequence of max_model_len={longest} tokens must fit in one step of "
-        what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
-        wrong = f"without chunked prefill {what}enable_chunked_prefill=True"
-        require(self.enable_chunked_prefill or fits, wrong)
-
     def __init__(
         self, model: str | Path | None = None, **options: Any
     ) -> None:
@@ -225,20 +131,14 @@ class Config:
         """Only for names that it lacks; says to a type checker that variants add some."""
         raise AttributeError(f"this Config has no {name!r}")
 
-# %% ../nbs/01b_config.ipynb #a2bfb97a
-COUNT = "a whole number from 1"
-MOST = 2**20  # sequences: each has a row in a matrix that is made at the start
-RULES: list[Rule] = [
-    ("model", lambda v: isinstance(v, str), "a folder, a hub id or 'tiny'"),
-    ("kv_cache_block_size max_num_batched_tokens", is_count, COUNT),
-    ("max_num_seqs", lambda v: is_count(v, MOST), f"{COUNT} to {MOST}"),
-    ("num_kvcache_blocks max_model_len", is_count, COUNT),
-    ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
-    ("enable_prefix_caching enable_chunked_prefill", is_bool, "True or False"),
-    ("enforce_eager", is_bool, "True or False"),
-    one_of("attention", None, "triton", "torch"),
-    one_of("dtype", None, "auto", "float32", "float16", "bfloat16"),
-]
+    def _check_chunks(self) -> None:
+        longest = self.max_model_len
+        budget = self.max_num_batched_tokens
+        fits = longest is not None and longest <= budget
+        what = f"a sequence of max_model_len={longest} tokens must fit in one step of "
+        what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
+        wrong = f"without chunked prefill {what}enable_chunked_prefill=True"
+        require(self.enable_chunked_prefill or fits, wrong)
 
 # %% ../nbs/01b_config.ipynb #2e01ef64
 class Offers:
@@ -260,3 +160,102 @@ class Offers:
 
 
 Config.offers = Offers()
+
+# %% ../nbs/06g_refused.ipynb #dd6226ff
+def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
+    """Refuse an option that `kind` does not have, with the nearest name that it has."""
+    for name in [n for n in options if n not in known]:
+        longer = [k for k in known if k.endswith(f"_{name}")]
+        near = longer or difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+        raise ValueError(f"{kind} has no option {name!r}: {hint}")
+
+# %% ../nbs/06g_refused.ipynb #f1e1d5a0
+def is_number(value: Any, kinds: Any = (int, float)) -> bool:
+    """Whether it is a number that float32 holds: no bool, not infinite, not `nan`."""
+    is_kind = isinstance(value, kinds) and type(value) is not bool
+    return is_kind and -3e38 < value < 3e38
+
+
+def is_whole(value: Any) -> bool:
+    return is_number(value, int)
+
+# %% ../nbs/06g_refused.ipynb #60ef3ba7
+Rule = tuple[str, Callable[[Any], bool], str]  # names, what holds, in words
+
+
+def is_count(value: Any, most: float = float("inf")) -> bool:
+    return is_whole(value) and 1 <= value <= most
+
+# %% ../nbs/06g_refused.ipynb #261bf909
+def is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def one_of(names: str, *choices: Any) -> Rule:
+    """The knobs `names` have one of the values `choices`."""
+    return names, lambda v: v in choices, f"one of {', '.join(map(repr, choices))}"
+
+# %% ../nbs/06g_refused.ipynb #80da3e00
+def check_rules(owner: Any, rules: list[Rule]) -> None:
+    """ValueError with the name, its value, the rule it breaks and where to set it."""
+    for names, holds, words in rules:
+        for name in names.split():
+            value = getattr(owner, name)
+            kind = type(owner)
+            is_open = value is None and getattr(kind, name, "") is None
+            wrong = f"{name}={value!r} must be {words}: set {kind.__name__}({name}=...)"
+            require(is_open or holds(value), wrong)
+
+# %% ../nbs/06g_refused.ipynb #799226b6
+def are_texts(value: Any) -> bool:
+    many = [value] if isinstance(value, str) else value
+    is_list = isinstance(many, list | tuple)
+    return is_list and all(isinstance(s, str) and s for s in many)
+
+# %% ../nbs/06g_refused.ipynb #829ff1bf
+def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
+    """`values` as ints: whatever is `Integral`, as NumPy's integers are, but no bool.
+
+    Raises ValueError, with the type, for what is no whole number.
+    """
+    ids = list(values)
+    for kind in dict.fromkeys(map(type, ids)):  # mostly one
+        value = next(v for v in ids if type(v) is kind)
+        wrong = f"token id {value!r} in {what} is of type {kind.__name__}"
+        is_whole = issubclass(kind, Integral) and kind is not bool
+        require(is_whole, f"{wrong}: ids are whole numbers")
+    return [*map(int, ids)]
+
+# %% ../nbs/06g_refused.ipynb #127b3fe1
+LEAST = 1e-30  # above 0: the sampler computes in float32, for which 1e-46 is 0
+FROM_LEAST = f"a number from {LEAST}"
+TO_ONE = f"[{LEAST}, 1]"
+WISHES: list[Rule] = [
+    ("temperature", lambda v: is_number(v) and v >= 0, "a number from 0 to 3e38"),
+    ("top_p", lambda v: is_number(v) and LEAST <= v <= 1, f"a number in {TO_ONE}"),
+    ("top_k", lambda v: is_whole(v) and v >= -1, "a whole number from -1 (off)"),
+    ("min_p", lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 (off) to 1"),
+    ("repetition_penalty", lambda v: is_number(v) and v >= LEAST, FROM_LEAST),
+    ("max_tokens", lambda v: v is None or is_count(v), "None or a whole number from 1"),
+    ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
+    ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
+    ("ignore_eos", is_bool, "True or False"),
+    ("stop", are_texts, "a text or a list of texts, none of them empty"),
+    ("stop_token_ids", lambda v: isinstance(v, list | tuple), "a list of token ids"),
+]
+
+# %% ../nbs/06g_refused.ipynb #a2bfb97a
+COUNT = "a whole number from 1"
+MOST = 2**20  # sequences: each has a row in a matrix that is made at the start
+RULES: list[Rule] = [
+    ("model", lambda v: isinstance(v, str), "a folder, a hub id or 'tiny'"),
+    ("kv_cache_block_size max_num_batched_tokens", is_count, COUNT),
+    ("max_num_seqs", lambda v: is_count(v, MOST), f"{COUNT} to {MOST}"),
+    ("num_kvcache_blocks max_model_len", is_count, COUNT),
+    ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
+    ("enable_prefix_caching enable_chunked_prefill", is_bool, "True or False"),
+    ("enforce_eager", is_bool, "True or False"),
+    one_of("attention", None, "triton", "torch"),
+    one_of("dtype", None, "auto", "float32", "float16", "bfloat16"),
+]

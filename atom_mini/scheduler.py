@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .block_manager import BlockManager, PrefixIndex
+from .block_manager import PREFIX_INDEX, BlockManager
 from .checkpoint import require
 from .config import Config, SamplingParams
 from .sequence import NO_TOKEN, Sequence
@@ -107,7 +107,7 @@ class BaseScheduler:
         self.block_manager = BlockManager(
             config.num_kvcache_blocks, config.kv_cache_block_size,
             config.enable_prefix_caching, config.max_num_seqs,
-            config.pick("make_index", PrefixIndex),
+            config.pick("make_index", PREFIX_INDEX),
         )
         self.seqs: dict[int, Sequence] = {}  # the unfinished, in order of arrival
         self.waiting: deque[Sequence] = deque()
@@ -258,7 +258,7 @@ class BaseScheduler:
             if seq.leave_reason is not None:  # it ended, and was not yet taken out
                 self._finish(seq, time.perf_counter())
 
-# %% ../nbs/04_scheduler.ipynb #26c03c8d
+# %% ../nbs/06f_policy.ipynb #26c03c8d
 def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -> int:
     """How many of the tokens from `start` to `end` to compute with `budget` left. It
     cuts at a border of blocks of `size` tokens.
@@ -271,7 +271,7 @@ def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -
     aligned = (start + budget) // size * size - start
     return aligned if aligned > 0 else budget if may_exceed else 0
 
-# %% ../nbs/04_scheduler.ipynb #f1a58a00
+# %% ../nbs/06f_policy.ipynb #f1a58a00
 class Scheduler(BaseScheduler):
     """Prefill first (ATOM's policy): admit while the first one waiting fits, otherwise
     decode all, preempting the last.

@@ -26,7 +26,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()  # holds blocks
     FINISHED = auto()  # left, blocks returned
 
-# %% ../nbs/02_sequence.ipynb #81405286
+
 class SequenceType(Enum):
     """What a step does for its sequences."""
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .checkpoint import read_json, require
-from .config import Config, SamplingParams, as_token_ids
+from .config import as_token_ids
+from .config import Config, SamplingParams
 from .sequence import Sequence
 
 # %% auto #0

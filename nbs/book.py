@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ def module_of(path: Path) -> str | None:
     """The module that a chapter exports: `refinements.turns`."""
     found = re.search(r"#\| *default_exp ([\w.]+)", path.read_text())
     return found[1] if found else None
+
+
+def continued(path: Path) -> set[str]:
+    """The modules of earlier chapters into which this one writes, too: `#| export scheduler`."""
+    return set(re.findall(r"#\| *export ([\w.]+)", path.read_text()))
 
 
 def run(path: Path) -> None:
@@ -144,7 +150,12 @@ class FoldingMaker(ModuleMaker):
         except ValueError as error:
             self.fname.unlink() if before is None else self.fname.write_text(before)
             raise SystemExit(f"{self.nb_path}: {error}") from None
-        self.fname.write_text(folded)
+        self.fname.write_text(re.sub(r"^__all__ = .*$", _wrapped, folded, flags=re.MULTILINE))
+
+
+def _wrapped(names: re.Match[str]) -> str:
+    """As nbdev wraps `__all__` when it writes a module; where it adds to one, it does not."""
+    return "\n".join(textwrap.wrap(names[0], 131, subsequent_indent=" " * 11, break_long_words=False))
 
 
 def export(paths: list[Path]) -> None:
@@ -153,7 +164,10 @@ def export(paths: list[Path]) -> None:
     settings.ini's `lib_path` is no folder on purpose: nbdev_export, which folds nothing, stops there before it writes.
     """
     package = ROOT / get_config().lib_name
-    for path in paths:
+    grown = set().union(*map(continued, notebooks([])))  # by several chapters: written anew by all of them
+    names = grown & ({module_of(path) for path in paths} | set().union(*map(continued, paths)))
+    others = {path for path in notebooks([]) if {module_of(path), *continued(path)} & names}
+    for path in sorted({*(path.resolve() for path in paths), *others}):
         nb_export(path, lib_path=package, mod_maker=FoldingMaker)
     add_init(package)
     (package / "_modidx.py").unlink(missing_ok=True)  # nbdev's index of names, which nothing reads

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from show import check_blocks
 
-import atom_mini.block_manager as block_manager_module
-from atom_mini.block_manager import NO_HASH, BlockManager, BlockPool, PrefixIndex, compute_hash
+import atom_mini.prefix_index as prefix_index_module
+from atom_mini.block_manager import NO_HASH, BlockManager, BlockPool
 from atom_mini.config import SamplingParams
+from atom_mini.prefix_index import PrefixIndex, compute_hash
 from atom_mini.sequence import Sequence
 from atom_mini.systems.radix_cache import RadixCache
 
@@ -35,7 +36,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, blocks: int, size: int, caching: bool, bits: int) -> None:
         real = compute_hash
         self.patch = pytest.MonkeyPatch()  # hashes that collide as often as they like
-        self.patch.setattr(block_manager_module, "compute_hash", lambda *args: real(*args) % 2**bits)
+        self.patch.setattr(prefix_index_module, "compute_hash", lambda *args: real(*args) % 2**bits)
         self.manager = BlockManager(blocks, size, caching, 4, self.index_type)
         self.size = size
         self.content: list[list[Any]] = [[None] * size for _ in range(blocks)]
@@ -212,7 +213,7 @@ def test_a_chain_depends_on_every_token_before() -> None:
 def test_a_sequence_is_hashed_once_in_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = compute_hash
-    monkeypatch.setattr(block_manager_module, "compute_hash", lambda *args: calls.append(args) or real(*args))
+    monkeypatch.setattr(prefix_index_module, "compute_hash", lambda *args: calls.append(args) or real(*args))
     manager, seq = BlockManager(8, 2), Sequence(range(9), 2)
     for _ in range(3):
         admit(manager, seq)

@@ -49,7 +49,6 @@ from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.engine_process import (
     Abort,
     Add,
-    Array,
     FromEngine,
     Output,
     Shutdown,
@@ -616,8 +615,7 @@ class Together:
             inbox.put(Wave(self.num_waves))
 
     def add(self, rank: int, id: int, length: int = 3, **wish: Any) -> None:
-        prompt = Array.pack(np.full(length, 5, np.int32))
-        self.inboxes[rank].put(Add(id, prompt, wishes(SamplingParams(**{"ignore_eos": True, **wish}))))
+        self.inboxes[rank].put(Add(id, [5] * length, wishes(SamplingParams(**{"ignore_eos": True, **wish}))))
 
     def tokens(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}

@@ -25,9 +25,7 @@ from atom_mini.families import mixture, records
 from atom_mini.families.records import ARCHITECTURES, LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
 from atom_mini.models import SelfAttention
-from atom_mini.refinements.parts import WITH_TORCH, attach
 
-attach(WITH_TORCH)
 torch.set_num_threads(1)
 NARROW = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 GLM = {"n_routed_experts": 8, "use_qk_norm": True, "attention_bias": True, "head_dim": 32, **NARROW}
@@ -336,11 +334,11 @@ def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words
 
 LOOK = """
 import importlib, sys
-from atom_mini.refinements.parts import PARTS, WITH_TORCH, attach
+from atom_mini.refinements.parts import PARTS, attach
 from atom_mini.checkpoint import FAMILIES
 before = dict(FAMILIES)
 importlib.import_module("atom_mini." + sys.argv[1])
-attach(PARTS | WITH_TORCH)
+attach(PARTS)
 from atom_mini.config import Config
 assert FAMILIES == before, "an import changed Part I's table"
 spec = Config("tiny").spec

@@ -53,9 +53,10 @@ from typing import Any
 import pytest
 from symbolic import run_trial
 
-import atom_mini.block_manager as block_manager
 import atom_mini.model_runner as model_runner
-from atom_mini.block_manager import BlockManager, BlockPool, PrefixIndex
+import atom_mini.prefix_index as prefix_index
+from atom_mini.block_manager import BlockManager, BlockPool
+from atom_mini.prefix_index import PrefixIndex
 from atom_mini.scheduler import BaseScheduler, ScheduledBatch, Scheduler
 from atom_mini.sequence import Sequence
 
@@ -111,8 +112,8 @@ def mutate(patch: Patch, owner: Any, name: str, old: str, new: str) -> None:
 
 
 def cut_hashes(patch: Patch, bits: int) -> None:
-    whole = block_manager.compute_hash
-    patch.setattr(block_manager, "compute_hash", lambda *args: whole(*args) % 2**bits)
+    whole = prefix_index.compute_hash
+    patch.setattr(prefix_index, "compute_hash", lambda *args: whole(*args) % 2**bits)
 
 
 def publishes_at_allocation(patch: Patch) -> None:

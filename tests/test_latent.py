@@ -23,14 +23,12 @@ from atom_mini import LLM, SamplingParams
 from atom_mini.attention import AttentionMetaData, set_forward_context
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.models import RMSNorm, RotaryEmbedding, TorchOps, rotate
-from atom_mini.refinements.parts import WITH_TORCH, attach
 
 KINDS: dict[str, Any] = {
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
 }
-attach(WITH_TORCH)
 checkpoints.CONFIGS.update(KINDS)
 SMALL: dict[str, Any] = {
     "kv_lora_rank": 32,

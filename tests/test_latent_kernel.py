@@ -26,7 +26,6 @@ from atom_mini.graphs import GraphRunner
 from atom_mini.instruments import launches
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
-from atom_mini.refinements.parts import WITH_TORCH, attach
 
 __all__ = ["record"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
@@ -61,9 +60,6 @@ def lens_of(kind: str, size: int, heads: int) -> Lens:
         return {"decode": [(1, 1), (1, 300)], "several": [(5, 40)], "mixed": [(7, 20)]}[kind]
     decode = [(1, n) for n in (1, 15, 16, 17, 256, 257, 700 if heads == 16 else 300)]
     return {"decode": decode, "several": [(2, 17), (5, 270), (1, 1)], "mixed": [(20, 20), (17, 40), (1, 33)]}[kind]
-
-
-attach(WITH_TORCH)  # as an engine does
 KINDS = ["decode", "several", "mixed"]
 GRID = [(h, size, kind, d) for h in SHAPES for size, kind, d in zip((16, 1, 32), KINDS, DTYPES, strict=True)]
 GRID += [(16, 16, kind, torch.bfloat16) for kind in ("decode", "several")]

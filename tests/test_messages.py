@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,11 +15,8 @@ from hypothesis import strategies as st
 import atom_mini.processes
 from atom_mini import SamplingParams
 from atom_mini.processes.engine_process import (
-    DTYPES,
-    MAX_ARRAY,
     MAX_FRAME,
     Add,
-    Array,
     FromEngine,
     Message,
     Row,
@@ -38,16 +34,12 @@ KINDS = [*get_args(ToEngine), *get_args(FromEngine)]
 
 counts, texts = st.integers(0, 2**62), st.text(max_size=20)
 floats, hashes = st.floats(allow_nan=False), st.integers(0, 2**64 - 1)
-arrays = st.builds(
-    lambda dtype, shape, fill: Array.pack(np.full(shape, fill, dtype)),
-    st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=4), st.integers(0, 100),
-)  # fmt: skip
 rows = st.builds(
     Row, counts, counts, st.lists(counts, max_size=5), counts, st.none() | texts,
     st.lists(st.dictionaries(counts, floats, max_size=3), max_size=3),
 )  # fmt: skip
 FIELDS: dict[Any, Any] = {
-    "token_ids": arrays, "params": st.dictionaries(texts, st.booleans() | counts | floats | st.lists(counts)),
+    "token_ids": st.lists(counts), "params": st.dictionaries(texts, st.booleans() | counts | floats | st.lists(counts)),
     "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
     "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
     "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),
@@ -110,11 +102,8 @@ def test_one_byte_changed(message: Message, data: st.DataObject) -> None:
             found = decode(bytes(frame), kind)
         except ValueError:
             continue
-        if isinstance(found, Add):  # its array may lie about its shape: that is noticed when it is used
-            try:
-                found.token_ids.unpack()
-            except ValueError as error:
-                assert "came" in str(error)
+        if isinstance(found, Add):  # another request, and a whole one
+            assert all(type(i) is int and i >= 0 for i in found.token_ids)
 
 
 WENT_OFF: list[str] = []
@@ -155,13 +144,8 @@ def test_there_is_no_pickle_in_the_part() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Array.pack(np.zeros(MAX_ARRAY + 1, np.uint8)), f"MAX_ARRAY={MAX_ARRAY}"),
-        (lambda: Array.pack(np.array(["text"])), "does not cross"),
-        (lambda: Array.pack(np.zeros(2)), "float64 does not cross"),
-        (lambda: Array("int32", [2**40, 2**40], b"").unpack(), "needs"),
-        (lambda: Array("int64", [3], bytes(23)).unpack(), "needs 24 bytes, and 23 came"),
         (lambda: decode(bytes(MAX_FRAME + 1), ToEngine), f"MAX_FRAME={MAX_FRAME}"),
-        (lambda: encode(Add(1, Array("uint8", [1], bytes(MAX_FRAME)), {})), f"MAX_FRAME={MAX_FRAME}"),
+        (lambda: encode(Add(1, [2**40] * (MAX_FRAME // 9), {})), f"MAX_FRAME={MAX_FRAME}"),
     ],
 )
 def test_sizes_are_limited(make: Any, words: str) -> None:
@@ -169,17 +153,17 @@ def test_sizes_are_limited(make: Any, words: str) -> None:
         make()
 
 
-def raw(dtype: Any = "int32", shape: Any = (1,), data: Any = bytes(4), id: Any = 5, more: Any = ()) -> bytes:
-    return msgspec.msgpack.encode(["ADD", id, [dtype, [*shape], data], {}, *more])
+def raw(ids: Any = (7,), id: Any = 5, more: Any = ()) -> bytes:
+    return msgspec.msgpack.encode(["ADD", id, ids, {}, *more])
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        raw(dtype="object"), raw(dtype="float64"), raw(shape=[-1]), raw(shape=[1] * 5), raw(data="text"), raw(more=[1]),
-        raw(data=bytes(MAX_ARRAY + 1)), raw(shape=[1.5]), msgspec.msgpack.encode(["EVAL", 5, "1 + 1"]),
+        raw("text"), raw(b"\0\0\0\0"), raw(7), raw(None), raw({"a": 1}), raw([[7]]), raw([1.5]), raw([-1]), raw(["7"]),
+        raw([True]), raw([None]), raw([2**63, -(2**63)]), raw(more=[1]), msgspec.msgpack.encode(["EVAL", 5, "1 + 1"]),
         msgspec.msgpack.encode(["ADD", 5]), msgspec.msgpack.encode(["UTILITY", 5, "__class__"]),
-        msgspec.msgpack.encode(["ADD", 5, ["int32", [0], b""], {"stop": {"a": 1}}]),
+        msgspec.msgpack.encode(["ADD", 5, [0], {"stop": {"a": 1}}]),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_refused_and_the_id_is_read(frame: bytes) -> None:
@@ -201,7 +185,7 @@ def test_no_id_to_read(frame: bytes) -> None:
 def test_wishes_arrive(seed: int | None, max_tokens: int, logprobs: int | None) -> None:
     """All of them but the stop strings; of a seed the 64 bits that count."""
     asked = SamplingParams(seed=seed, max_tokens=max_tokens, logprobs=logprobs, stop=["x"], stop_token_ids=[1, 2], min_p=0.5)
-    add: Any = decode(encode(Add(1, Array.pack(np.zeros(1, np.int32)), wishes(asked))), ToEngine)
+    add: Any = decode(encode(Add(1, [0], wishes(asked))), ToEngine)
     got = SamplingParams(**add.params)
     mask = 2**64 - 1
     assert (got.seed is None) == (seed is None) and (got.seed or 0) & mask == (seed or 0) & mask
@@ -211,7 +195,7 @@ def test_wishes_arrive(seed: int | None, max_tokens: int, logprobs: int | None) 
 def test_large_wishes_cross() -> None:
     """What works in-process: no number is too large to be sent, and it says the same."""
     asked = SamplingParams(max_tokens=10**30, top_k=2**70, temperature=10**30, stop_token_ids=[3, 2**70], ignore_eos=True)
-    add: Any = decode(encode(Add(1, Array.pack(np.zeros(1, np.int32)), wishes(asked))), ToEngine)
+    add: Any = decode(encode(Add(1, [0], wishes(asked))), ToEngine)
     got, most = SamplingParams(**add.params), 2**64 - 1
     assert [got.max_tokens, got.top_k, got.temperature, *got.stop_token_ids] == [most, most, most, 3, most]
     assert got.ignore_eos is True and got.min_p is None

@@ -33,9 +33,7 @@ from atom_mini.families.quantised import dequantise_fp8, dequantise_mxfp4, unpac
 from atom_mini.families.records import Storage
 from atom_mini.instruments.command_line import describe
 from atom_mini.loading import load_model, read_tensor
-from atom_mini.refinements.parts import WITH_TORCH, attach
 
-attach(WITH_TORCH)
 # As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}

@@ -7,12 +7,13 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from show import check_blocks
+from show import check_blocks, check_index
 from symbolic import run_trial
 from test_fuzz import mutate
 
-from atom_mini.block_manager import NO_HASH, Block, BlockManager, PrefixIndex
+from atom_mini.block_manager import NO_HASH, Block, BlockManager
 from atom_mini.config import Config
+from atom_mini.prefix_index import PrefixIndex
 from atom_mini.sequence import Sequence
 from atom_mini.systems.radix_cache import RadixCache
 
@@ -58,7 +59,7 @@ def test_match_equals_the_oracle_while_the_tree_grows_splits_and_is_cut(seed: in
         tokens = rng.choice(known)[: rng.randint(0, 9)] + [rng.randrange(2) for _ in range(rng.randint(1, 9))]
         known.append(tokens)
         tree.forget(rng.choice(sorted(tree.oracle))) if tree.oracle and rng.random() < 0.3 else tree.add(tokens)
-        tree.index.check()
+        check_index(tree.index)
         before = tree.shape()
         for probe in known:
             assert tree.index.match(probe) == tree.expected(probe)
@@ -101,7 +102,7 @@ def test_evicted_are_the_least_recently_used_leaves_and_what_is_locked_stays() -
             assert at == len(node.block_ids) - 1 and not node.children, "not a leaf"
             order.append(block.token_ids)
         manager._fresh_block()
-        manager.index.check()
+        check_index(manager.index)
     assert order == [[2, 2], [3, 3], [1, 1]] and manager.index.match([4, 4, 5, 5]) == locked.block_table[:2]
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from show import check_blocks
 
-import atom_mini.block_manager as block_manager_module
-from atom_mini.block_manager import NO_HASH, BlockManager, PrefixIndex
+import atom_mini.prefix_index as prefix_index_module
+from atom_mini.block_manager import NO_HASH, BlockManager
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.prefix_index import PrefixIndex
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.systems.radix_cache import RadixCache
@@ -136,7 +137,7 @@ def test_a_block_is_not_published_before_its_last_token_was_forwarded(cache: str
 
 def test_a_colliding_hash_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash proposes; comparing decides."""
-    monkeypatch.setattr(block_manager_module, "compute_hash", lambda *args: 7)
+    monkeypatch.setattr(prefix_index_module, "compute_hash", lambda *args: 7)
     core = finished(engine(), request([*A, 0]))
     assert core.scheduler.block_manager.can_allocate(request([*B, 0])) == []
     assert len(core.scheduler.block_manager.can_allocate(request([*A, 1])) or []) == 1
@@ -144,9 +145,9 @@ def test_a_colliding_hash_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_same_tokens_after_a_colliding_parent_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """nano-vLLM and ATOM compare the block's own tokens: B takes the place of A, X after A is served as X after B."""
-    real = block_manager_module.compute_hash
+    real = prefix_index_module.compute_hash
     roots = {tuple(A): 1, tuple(B): 1}
-    monkeypatch.setattr(block_manager_module, "compute_hash", lambda t, *p: roots.get(tuple(t)) or real(t, *p))
+    monkeypatch.setattr(prefix_index_module, "compute_hash", lambda t, *p: roots.get(tuple(t)) or real(t, *p))
     manager = BlockManager(3, 4)
     first = request([*A, *X, 0])
     compute(manager, first)
@@ -454,7 +455,7 @@ def test_a_waiting_prompt_is_not_hashed_again_at_every_step(monkeypatch: pytest.
     run(core, 1)
     head = request(80)
     add(core, head)
-    monkeypatch.setattr(block_manager_module, "compute_hash", counted("hashes", block_manager_module.compute_hash))
+    monkeypatch.setattr(prefix_index_module, "compute_hash", counted("hashes", prefix_index_module.compute_hash))
     monkeypatch.setattr(PrefixIndex, "find", counted("searches", PrefixIndex.find))
     run(core, 12)
     assert not head.block_table and work["searches"] == 1 and work["hashes"] <= 1 + 12 // 4

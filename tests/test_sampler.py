@@ -384,7 +384,7 @@ def test_without_the_part_such_requests_are_refused(wish: dict[str, Any], monkey
     scheduler = Scheduler(Config(num_kvcache_blocks=8))
     seq = Sequence([5], 16, SamplingParams(**wish))
     scheduler.check(seq)
-    monkeypatch.setattr(parts, "VARIANTS", [v for v in parts.VARIANTS if v.__name__ != "ExtraWishes"])
+    monkeypatch.setattr(parts.Refinements, "make_extras", None)
     with pytest.raises(ValueError, match="repetition_penalty and logprobs need"):
         scheduler.add(seq)
     assert not scheduler.waiting and not scheduler.seqs

@@ -28,10 +28,9 @@ from atom_mini.families.records import FamilySpec, StateSpec, read_experts, read
 from atom_mini.instruments.command_line import describe
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
-from atom_mini.refinements.parts import STATE, TOGETHER, WITH_TORCH, attach
+from atom_mini.refinements.parts import STATE, TOGETHER
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
-attach(WITH_TORCH)
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = checkpoints.SMALL | {
     "num_hidden_layers": 4,

@@ -383,8 +383,13 @@ def test_a_step_crosses_whole() -> None:
         with pytest.raises(ValueError):
             decode(bad, ToRank)
     step: Any = decode(frame, Step)
-    for changes, wish in (([(4, 0, 0)], {}), ([(-1, 0, 0)], {}), ([0, 0, 0], {}), ([], {4: {}}), ([(0, 0, 2**31)], {})):
-        step.changes, step.wishes = changes, wish
+    *arrays, last = step.arrays
+    for wrong in (arrays, [*step.arrays, b""], [b"\0" * 7, *arrays[1:], last]):
+        step.arrays = wrong
+        with pytest.raises(ValueError):
+            unpack_batch(decode(encode(step), ToRank), Known(4))
+    for changes, wish in (([4, 0, 0], {}), ([-1, 0, 0], {}), ([0, -1, 0], {}), ([0, 0], {}), ([], {4: {}}), ([0, 0, -1], {})):
+        step.arrays, step.wishes = [*arrays, np.array(changes, np.int32).tobytes()], wish
         with pytest.raises(ValueError):
             unpack_batch(decode(encode(step), ToRank), Known(4))
 

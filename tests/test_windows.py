@@ -27,9 +27,7 @@ from atom_mini.families.records import read_experts
 from atom_mini.families.windows import windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
-from atom_mini.refinements.parts import WITH_TORCH, attach
 
-attach(WITH_TORCH)
 torch.set_num_threads(1)
 HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:

@@ -23,7 +23,7 @@ from ..checkpoint import find, require
 from ..config import Config, SamplingParams
 from .trace import Trace
 from ..llm import LLM, Chat
-from ..refinements.parts import WITH_TORCH, attach, keeps_state
+from ..refinements.parts import keeps_state
 from ..text import CompletionOutput
 
 # %% auto #0
@@ -206,27 +206,28 @@ def memory_bandwidth(device: Any) -> float:
 
 # %% ../../nbs/31_command_line.ipynb #4d05287e
 def needs(config: Config, device: str) -> dict[str, Any]:
-    """Bytes that the checkpoint of `config` needs on such a device: of weights, of what
-    one token reads of them, of a token's K/V, of a sequence's state, of a draft model."""
+    """Bytes that the checkpoint of `config` needs on such a device: its weights, what
+    one token reads of them, a token's K/V, a sequence's state, a draft model."""
     import torch
 
     from atom_mini.memory import kvcache_block_bytes
 
-    attach(WITH_TORCH)  # they say what a token keeps in other kinds of models
     stored = None if device == "cpu" else config.spec.dtype
     dtype = getattr(torch, config.dtype or stored or "float32")
     chosen = config.attention or {"cuda": "triton"}.get(device)
     model = shape_model(config, dtype, is_packed=chosen == "triton")
     plain = shape_model(config, dtype)
     draft, beside = config.pick("bytes_beside", lambda *_: (0, 0))(config, dtype)
-    count_state = find("families.state:state_bytes") if keeps_state(config) else None
+    state = 0
+    if keeps_state(config):
+        state = find("families.state:state_bytes")(config.spec, dtype)
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in plain.parameters()),
         "weight_bytes": weight_bytes(model),
         "read_bytes_per_token": read_bytes(model),
         "kvcache_bytes_per_token": kvcache_block_bytes(config.spec, 1, dtype),
-        "state_bytes_per_sequence": count_state(config.spec, dtype) if count_state else 0,
+        "state_bytes_per_sequence": state,
         "draft_weight_bytes": draft,
         "draft_kvcache_bytes_per_token": beside // config.kv_cache_block_size,
     }
@@ -315,9 +316,9 @@ COMMANDS = {  # each with its own arguments
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
-    "--output": {"type": Path, "default": "trace.html", "help": "or a .json"},
+    "--output": {"type": Path, "default": "trace.html", "help": "or .perfetto.json"},
     "--num-requests": {"type": int, "default": 32, "help": "default: 32"},
-    "--input-len": {"type": int, "default": 128, "help": "tokens at most, default: 128"},
+    "--input-len": {"type": int, "default": 128, "help": "default: 128"},
     "--json": {"action": "store_true", "help": "one JSON document on stdout, no more"},
     "--debug": {"action": "store_true", "help": "show an error's traceback"},
     "model": {"nargs": "?", "default": argparse.SUPPRESS, "help": "as --model"},
@@ -331,8 +332,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     form = argparse.RawTextHelpFormatter  # it leaves the paragraphs as they are
     for name, (run, own) in COMMANDS.items():
-        says = run.__doc__
-        sub = commands.add_parser(name, help=says, description=says, formatter_class=form)
+        sub = commands.add_parser(name, help=run.__doc__, formatter_class=form)
+        sub.description = run.__doc__
         sub.set_defaults(run=run, model="tiny", trace=name == "trace")
         if name == "chat":  # its answers may be longer
             sub.set_defaults(max_tokens=512)

@@ -21,14 +21,13 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-import numpy as np
 import zmq
 
 from ..config import Config
 from ..engine_core import StepOutput
 from atom_mini.processes.engine_process import (
-    AHEAD, LOAD, Abort, Add, Answer, Array, Dead, FromEngine, Output, Ready, Row,
-    Shutdown, Utility, decode, encode, open_sockets, wishes,
+    AHEAD, LOAD, Abort, Add, Answer, Dead, FromEngine, Output, Ready, Row, Shutdown,
+    Utility, decode, encode, open_sockets, wishes,
 )  # fmt: skip
 from ..scheduler import BaseScheduler, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceStatus
@@ -331,8 +330,8 @@ class EngineCoreClient(BaseScheduler):
         """Queue a sequence; ValueError if it can never run."""
         self.check(seq)
         self.check_alive()
-        prompt = Array.pack(np.array(seq.token_ids, np.int32))
-        frame = encode(Add(seq.id, prompt, wishes(seq.sampling_params)))  # or an error now
+        told = wishes(seq.sampling_params)
+        frame = encode(Add(seq.id, seq.token_ids, told))  # or an error now
         engine = self.choose(seq)
         engine.seqs[seq.id] = seq
         engine.tell(frame)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -17,10 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from ..checkpoint import require
@@ -31,10 +29,10 @@ from ..refinements.parts import VARIANTS
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['Id', 'MAX_ARRAY', 'MAX_FRAME', 'Size', 'Dtype', 'DTYPES', 'ToEngine', 'FromEngine', 'reader', 'AHEAD', 'LOAD',
-           'Record', 'Message', 'Array', 'Add', 'Abort', 'Utility', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output',
-           'Ready', 'Answer', 'Refused', 'Dead', 'sized', 'encode', 'decode', 'read_id', 'open_sockets',
-           'EngineCoreProc', 'end_with_front', 'from_recipe', 'load_engine', 'serve', 'main']
+__all__ = ['Id', 'Size', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'LOAD', 'Record', 'Message', 'Add', 'Abort',
+           'Utility', 'Shutdown', 'Wave', 'wishes', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead', 'sized',
+           'encode', 'decode', 'read_id', 'open_sockets', 'EngineCoreProc', 'end_with_front', 'from_recipe',
+           'load_engine', 'serve', 'main']
 
 # %% ../../nbs/70_engine_process.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -50,41 +48,14 @@ class Message(Record, tag_field="tag", tag=str.upper):
 
     id: Id
 
-# %% ../../nbs/70_engine_process.ipynb #df1648a6
-MAX_ARRAY = 2**24  # bytes
-MAX_FRAME = 2**26  # bytes of a message
-Size = Annotated[int, msgspec.Meta(ge=0)]
-Dtype = Literal["uint8", "int32", "int64", "float32"]
-DTYPES: Any = get_args(Dtype)
-
-
-class Array(Record):
-    """An array as bytes, on the same machine (its byte order is the machine's)."""
-
-    dtype: Dtype
-    shape: Annotated[list[Size], msgspec.Meta(max_length=4)]
-    data: Annotated[bytes, msgspec.Meta(max_length=MAX_ARRAY)]
-
-    @classmethod
-    def pack(cls, array: np.ndarray) -> Array:
-        """ValueError for a dtype that is not in `DTYPES`, or more than `MAX_ARRAY`."""
-        name, size = array.dtype.name, array.nbytes
-        require(name in DTYPES, f"an array of {name} does not cross, only {DTYPES}")
-        require(size <= MAX_ARRAY, f"{size} bytes are over {MAX_ARRAY=}: cut it")
-        return cls(name, [*array.shape], array.tobytes())
-
-    def unpack(self) -> np.ndarray:
-        """Read-only. ValueError if the bytes are not as many as the shape says."""
-        needed = math.prod(self.shape) * np.dtype(self.dtype).itemsize
-        wrong = f"{self.dtype}{self.shape} needs {needed} bytes, and {len(self.data)} came"
-        require(needed == len(self.data), wrong)
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
-
 # %% ../../nbs/70_engine_process.ipynb #e6b1864c
-class Add(Message):
-    """A new request: its prompt [T] int32, and fields of `SamplingParams`."""
+Size = Annotated[int, msgspec.Meta(ge=0)]
 
-    token_ids: Array
+
+class Add(Message):
+    """A new request: its prompt's ids, and fields of `SamplingParams`."""
+
+    token_ids: list[Size]
     params: dict[str, bool | int | float | list[int]]
 
 
@@ -174,6 +145,7 @@ class Dead(Message, tag="ENGINE_DEAD"):
 FromEngine = Ready | Output | Answer | Refused | Dead
 
 # %% ../../nbs/70_engine_process.ipynb #3326c7ba
+MAX_FRAME = 2**26  # bytes of a message
 reader = lru_cache(msgspec.msgpack.Decoder)  # of a union of messages
 
 
@@ -241,13 +213,12 @@ class EngineCoreProc:
 
     def _add(self, message: Add) -> None:
         """ValueError for a request that cannot run."""
-        ids, config = message.token_ids.unpack(), self.core.config
-        size, top = config.spec.vocab_size, ids.max(initial=0)
-        good = ids.ndim == 1 and ids.dtype.kind == "i" and top < size
-        require(good, f"token id {top}: the vocabulary has {size} whole numbers")
+        ids, config = message.token_ids, self.core.config
+        size, top = config.spec.vocab_size, max(ids, default=0)
+        require(top < size, f"token id {top}: the vocabulary has {size}")
         wish: Any = message.params
         params, block_size = SamplingParams(**wish), config.kv_cache_block_size
-        self.core.add(Sequence(ids.tolist(), block_size, params, message.id))
+        self.core.add(Sequence(ids, block_size, params, message.id))
 
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now."""
@@ -347,15 +318,15 @@ LOAD = "atom_mini.processes.engine_process:load_engine"  # what makes it an engi
 
 def serve(recipe: dict[str, Any], inbox: Any, outbox: Any) -> int:
     """Load, then run; the exit code: 0 if it ended as it was told to."""
-    run: Callable[[], None] | None = None
+    is_loaded = False
     try:
         module, name = recipe.get("load", LOAD).split(":")
         run = getattr(import_module(module), name)(recipe, inbox, outbox)
-        assert run is not None
+        is_loaded = True
         run()
         return 0
     except BaseException as error:
-        is_refusal = run is None and isinstance(error, ValueError)
+        is_refusal = not is_loaded and isinstance(error, ValueError)
         if not is_refusal:
             traceback.print_exc()
         text = str(error) if is_refusal else f"{type(error).__name__}: {error}"

@@ -11,9 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -22,14 +21,14 @@ from ..config import Config, SamplingParams
 from ..model_runner import choose_device
 from .core_client import TICK, CoreManager
 from atom_mini.processes.engine_process import (
-    Array, Message, Ready, Shutdown, Size, decode, encode, from_recipe, wishes,
+    Message, Ready, Shutdown, Size, decode, encode, from_recipe, wishes,
 )  # fmt: skip
 from .shards import Group, make_rank, open_group
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['Place', 'ToRank', 'Known', 'Step', 'pack_batch', 'unpack_batch', 'Meet', 'load_rank', 'RankManager', 'check_machine',
+__all__ = ['KINDS', 'ToRank', 'Known', 'Step', 'pack_batch', 'unpack_batch', 'Meet', 'load_rank', 'RankManager', 'check_machine',
            'Leader']
 
 # %% ../../nbs/72c_ranks.ipynb #a5c56612
@@ -57,30 +56,29 @@ class Known:
 
     def apply(self, changes: np.ndarray, wishes: dict[int, SamplingParams]) -> None:
         """Know of `changes` [n, 3] and of wishes by row. ValueError for a row that there is
-        not."""
+        not, or a number below 0."""
         rows, columns, blocks = changes.T
         high = max([int(rows.max(initial=0)), *wishes])
-        count = len(self.wishes)
-        require(high < count, f"row {high}: there are {count} rows")
+        low, count = changes.min(initial=0), len(self.wishes)
+        require(low >= 0 and high < count, f"rows to {high}, from {low}: it has {count}")
         self.widen(int(columns.max(initial=0)) + 1)
         self.tables[rows, columns] = blocks
         for row, wish in wishes.items():
             self.wishes[row] = wish
 
 # %% ../../nbs/72c_ranks.ipynb #6073aea5
-Place = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+KINDS = np.int64, np.int32, np.int32, np.bool_, np.int32
 
 
 class Step(Message):
     """A `ScheduledBatch`; of block tables and wishes, what is new in which row."""
 
-    kind: Literal["PREFILL", "DECODE"]
+    type: SequenceType
     req_ids: list[int]
-    arrays: list[Array]  # in the class's order; `is_sampled` as bytes
+    arrays: list[bytes]  # of `KINDS`: tokens, counts, lengths, is_sampled, changes
     width: Size  # of the block tables
     histories: dict[int, list[Size]]
     rows: list[Size]
-    changes: list[tuple[Place, Place, Place]]  # row, column, block
     wishes: dict[Size, dict[str, Any]]
     has_drafts: bool = False  # they get rows
 
@@ -94,26 +92,25 @@ def pack_batch(batch: ScheduledBatch, known: Known) -> bytes:
     new = {row: wish for row, wish in by_row if known.wishes[row] is not wish}
     known.apply(changes, new)
     arrays = [plain.scheduled_tokens, plain.num_scheduled_tokens, plain.context_lens]
-    packed = [*map(Array.pack, [*arrays, plain.is_sampled.view(np.uint8)])]
+    arrays += [plain.is_sampled, changes]
+    frames = [x.astype(kind).tobytes() for x, kind in zip(arrays, KINDS, strict=True)]
     said = {row: wishes(wish) for row, wish in new.items()}
-    kind, width = plain.type.name, plain.block_tables.shape[1]
-    rest = width, plain.histories, plain.rows, changes.tolist(), said
-    step = Step(0, kind, plain.req_ids, packed, *rest, plain is not batch)
-    return encode(step)
+    rest = plain.block_tables.shape[1], plain.histories, plain.rows, said
+    return encode(Step(0, plain.type, plain.req_ids, frames, *rest, plain is not batch))
 
 # %% ../../nbs/72c_ranks.ipynb #531bb686
 def unpack_batch(step: Step, known: Known) -> ScheduledBatch:
     """The batch in a message, of which `known` knows then; ValueError if there is
     none."""
-    tokens, counts, lens, flags = (a.unpack().copy() for a in step.arrays)
+    both = zip(step.arrays, KINDS, strict=True)
+    *arrays, flags, changes = (np.frombuffer(x, kind).copy() for x, kind in both)
     new = {row: SamplingParams(**wish) for row, wish in step.wishes.items()}
-    known.apply(np.array(step.changes, np.int32).reshape(-1, 3), new)
+    known.apply(changes.reshape(-1, 3), new)
     known.widen(step.width)
     tables = known.tables[step.rows, : step.width]
     said: Any = [known.wishes[row] for row in step.rows]
-    arrays = tokens, counts, lens, tables, flags.view(bool), said
-    kind = SequenceType[step.kind]
-    batch = ScheduledBatch(kind, step.req_ids, *arrays, step.histories, step.rows)
+    facts: Any = *arrays, tables, flags, said, step.histories, step.rows
+    batch = ScheduledBatch(step.type, step.req_ids, *facts)
     return find("speculation.verify:as_rows")(batch) if step.has_drafts else batch
 
 # %% ../../nbs/72c_ranks.ipynb #2f2b54fe

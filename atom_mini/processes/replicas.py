@@ -10,7 +10,8 @@ from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
-from ..block_manager import NO_HASH, Block, PrefixIndex
+from ..block_manager import NO_HASH, Block
+from ..prefix_index import PrefixIndex
 from ..checkpoint import find, require
 from ..config import Config
 from ..engine_core import EngineCore, StepOutput
@@ -19,8 +20,8 @@ from .engine_process import EngineCoreProc, Output, Wave
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'report_blocks', 'make_loop', 'chain',
-           'longest_match', 'Replicas', 'devices', 'make_front']
+__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'make_loop', 'chain', 'longest_match', 'Replicas',
+           'devices', 'make_front']
 
 # %% ../../nbs/73a_replicas.ipynb #ea211763
 class Replica(CoreManager):
@@ -77,18 +78,13 @@ class ReportingIndex(PrefixIndex):
         self.news, self.is_new = {}, False
         return told
 
-# %% ../../nbs/73a_replicas.ipynb #db2cae9a
-def report_blocks(core: EngineCore) -> None:
-    """Have it note which blocks can be found; as long as nothing is in it."""
-    manager = core.scheduler.block_manager
-    manager.index_type = ReportingIndex
-    manager.reset()
-
 # %% ../../nbs/73a_replicas.ipynb #a0f6342e
 def make_loop(core: EngineCore, *sockets: Any) -> EngineCoreProc:
     """The loop of one of several engines."""
+    manager = core.scheduler.block_manager
     if core.config.routing == "prefix":
-        report_blocks(core)
+        manager.index_type = ReportingIndex
+        manager.reset()  # nothing is in it so far
     lockstep = "processes.lockstep:LockstepProc" if core.config.lockstep else None
     return find(lockstep, EngineCoreProc)(core, *sockets)  # chapter 73b
 

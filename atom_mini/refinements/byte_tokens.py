@@ -5,15 +5,13 @@
 # %% ../../nbs/25_byte_tokens.ipynb #99bd2a4c
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from .parts import Variant
 from ..text import IncrementalDetokenizer, Progress, decode
 
 # %% auto #0
-__all__ = ['byte_tokens', 'ByteDetokenizer', 'make_detokenizer', 'ByteTokens']
+__all__ = ['byte_tokens', 'ByteDetokenizer', 'make_detokenizer']
 
 # %% ../../nbs/25_byte_tokens.ipynb #b7698ec1
 @lru_cache(maxsize=8)
@@ -56,10 +54,3 @@ def make_detokenizer(tokenizer: Any, stop: tuple[str, ...]) -> IncrementalDetoke
     """The detokenizer that this tokenizer needs."""
     kind = ByteDetokenizer if byte_tokens(tokenizer) else IncrementalDetokenizer
     return kind(tokenizer, stop)
-
-# %% ../../nbs/25_byte_tokens.ipynb #33614817
-@dataclass
-class ByteTokens(Variant):
-    """Always asked: it knows tokenizers that take text back."""
-
-    make_detokenizer = staticmethod(make_detokenizer)

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from ..attention import AttentionMetaData
 from ..models import TorchOps
-from .parts import Variant
 from .cpu_products import prepare
 
 # %% auto #0
-__all__ = ['SparseTable', 'find_rows', 'decode_attention', 'CpuOps', 'CpuDecode']
+__all__ = ['SparseTable', 'find_rows', 'decode_attention', 'CpuOps']
 
 # %% ../../nbs/21_cpu_decode.ipynb #9343c3ba
 @dataclass
@@ -96,10 +95,3 @@ class CpuOps(TorchOps):
         if is_decode and is_float and q.device.type == "cpu":
             return decode_attention(q, kv_cache, meta, scale)
         return super().attend(q, kv_cache, meta, scale)
-
-# %% ../../nbs/21_cpu_decode.ipynb #00969945
-@dataclass
-class CpuDecode(Variant):
-    """Always chosen: `CpuOps` takes the other way where its own does not apply."""
-
-    make_torch_ops = CpuOps

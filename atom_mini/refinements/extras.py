@@ -5,20 +5,18 @@
 # %% ../../nbs/24_extras.ipynb #24c00ff4
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .parts import Variant
 from ..scheduler import ScheduledBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['penalise', 'Extras', 'gather_logprobs', 'ExtraWishes']
+__all__ = ['penalise', 'Extras', 'gather_logprobs']
 
 # %% ../../nbs/24_extras.ipynb #9afb5402
 def penalise(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
@@ -92,10 +90,3 @@ def gather_logprobs(
         row: dict(zip(ids[:k], values[:k], strict=True)) | {ids[-1]: values[-1]}
         for (row, k), ids, values in zip(wanted.items(), *lists, strict=True)
     }
-
-# %% ../../nbs/24_extras.ipynb #cab81b34
-@dataclass
-class ExtraWishes(Variant):
-    """Always chosen: `Extras` does nothing for requests that ask for nothing."""
-
-    make_extras = Extras

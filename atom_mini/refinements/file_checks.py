@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import read_json, require
-from ..config import Config, is_count, is_number, is_whole
-from .parts import Variant
+from ..config import is_count, is_number, is_whole
 
 # %% auto #0
-__all__ = ['COUNTED', 'FIELDS', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_files', 'FileChecks']
+__all__ = ['COUNTED', 'FIELDS', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_files']
 
 # %% ../../nbs/27_file_checks.ipynb #b61df781
 def is_end(value: Any) -> bool:
@@ -69,15 +67,3 @@ def check_files(folder: Path) -> None:
             check_fields(file, read_json(file))
     if (index := folder / "model.safetensors.index.json").is_file():
         check_index(index, read_json(index))
-
-# %% ../../nbs/27_file_checks.ipynb #e123ba5d
-@dataclass
-class FileChecks(Variant):
-    """Always chosen."""
-
-    check_files = staticmethod(check_files)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        """Yes."""
-        return True

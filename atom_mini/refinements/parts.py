@@ -16,8 +16,8 @@ from ..checkpoint import require
 from ..config import Config, Offers, check_options
 
 # %% auto #0
-__all__ = ['Role', 'VARIANTS', 'PARTS', 'WITH_TORCH', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE',
-           'SEVERAL', 'Variant', 'Variants', 'attach', 'Kernels', 'check_roles', 'Need', 'has', 'many', 'drafts',
+__all__ = ['Role', 'VARIANTS', 'PARTS', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL',
+           'Variant', 'Variants', 'attach', 'Refinements', 'check_roles', 'Need', 'has', 'many', 'drafts',
            'drafts_by_model', 'keeps_state', 'apply', 'settle', 'as_markdown']
 
 # %% ../../nbs/20_parts.ipynb #33e432b5
@@ -122,14 +122,9 @@ def attach(parts: dict[str, str]) -> None:
 
 # %% ../../nbs/20_parts.ipynb #b29ba0c8
 PARTS = {
-    "refinements.parts": "Kernels",
+    "refinements.parts": "Refinements",
     "refinements.turns": "TurnKnobs",
-    "refinements.byte_tokens": "ByteTokens",
     "refinements.overlap": "OverlapKnobs",
-    "refinements.rope_scaling": "RopeScaling",
-    "refinements.extras": "ExtraWishes",
-    "refinements.prompts": "PromptKinds",
-    "refinements.file_checks": "FileChecks",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
@@ -137,16 +132,20 @@ PARTS = {
     "families.records": "FamilyNames Latents Slots",
     "processes.knobs": "DataParallel ProcessKnobs TensorParallel",
 }
-WITH_TORCH = {  # attached when an engine is made
-    "refinements.cpu_decode": "CpuDecode",
-}
 
 # %% ../../nbs/20_parts.ipynb #c1fbcec4
 @dataclass
-class Kernels(Variant):
-    """Kernels that take the place of torch where Triton runs."""
+class Refinements(Variant):
+    """Those that are always there, each imported when a room asks for it."""
 
+    check_files = "refinements.file_checks:check_files"
+    make_detokenizer = "refinements.byte_tokens:make_detokenizer"
+    make_extras = "refinements.extras:Extras"
+    make_torch_ops = "refinements.cpu_decode:CpuOps"
+    read_messages = "refinements.prompts:read_messages"
+    read_prompts = "refinements.prompts:read_prompts"
     sample = "refinements.sampling_kernels:sample"
+    scale_rope = "refinements.rope_scaling:scale_rope"
 
 # %% ../../nbs/20_parts.ipynb #3862dd42
 def check_roles(config: Config, offers: Variants) -> None:

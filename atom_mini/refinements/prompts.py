@@ -5,16 +5,13 @@
 # %% ../../nbs/28_prompts.ipynb #65b7c0a8
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint import require
-from ..config import Config
 from ..llm import as_list
-from .parts import Variant
 
 # %% auto #0
-__all__ = ['unwrap', 'read_prompts', 'content_text', 'read_messages', 'PromptKinds']
+__all__ = ['unwrap', 'read_prompts', 'content_text', 'read_messages']
 
 # %% ../../nbs/28_prompts.ipynb #d550139b
 def unwrap(prompt: Any) -> Any:
@@ -50,15 +47,3 @@ def content_text(message: dict[str, Any]) -> str:
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a conversation, each with a text for its content."""
     return [{**message, "content": content_text(message)} for message in messages]
-
-# %% ../../nbs/28_prompts.ipynb #d9e18e60
-@dataclass
-class PromptKinds(Variant):
-    """Always chosen: it takes what the engine's own door takes, and more."""
-
-    read_prompts = staticmethod(read_prompts)
-    read_messages = staticmethod(read_messages)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return True

@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import ModelSpec, require
-from .parts import Variant
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'scale_rope', 'RopeScaling']
+__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'scale_rope']
 
 # %% ../../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -71,10 +70,3 @@ def scale_rope(spec: ModelSpec) -> ModelSpec:
     known = ", ".join(TYPES)
     require(kind in TYPES, f"rope type {kind!r} is not supported: {known} are")
     return replace(spec, rope_scale=TYPES[kind])
-
-
-@dataclass
-class RopeScaling(Variant):
-    """Has no knobs: the checkpoint's config says which type it wants."""
-
-    scale_rope = scale_rope

@@ -183,7 +183,7 @@ class SpecScheduler(TurnScheduler):
         # how many of its tokens may be shared: what also the drafter has read
         self.num_read: Callable[[Sequence], int] = lambda seq: seq.num_computed_tokens
 
-    def most_drafts(self, seqs: list[Sequence]) -> list[int]:
+    def most_drafts(self, seqs: Seqs) -> list[int]:
         """How many drafts each of `seqs` may bring, by budget and length."""
         left = self.config.max_num_batched_tokens - len(seqs)
         most = []
@@ -208,14 +208,13 @@ class SpecScheduler(TurnScheduler):
             self.block_manager.pool.release(seq.block_table.pop())
         return before - kept
 
-    def reserve(self, seqs: list[Sequence], most: list[int]) -> list[int]:
+    def reserve(self, seqs: Seqs, most: list[int]) -> list[int]:
         """Blocks for up to `most[i]` drafts of `seqs[i]`; how many of each have room."""
         self.drafts = {seq.id: [] for seq in seqs}
         return [self._reserve(seq, n) for seq, n in zip(seqs, most, strict=True)]
 
     def add_drafts(
-        self, batch: ScheduledBatch, seqs: list[Sequence],
-        drafts: list[list[int]],
+        self, batch: ScheduledBatch, seqs: Seqs, drafts: Drafts
     ) -> ScheduledBatch:
         """`batch`, a decode of `seqs`, with the drafts of each that have room."""
         for seq, draft in zip(seqs, drafts, strict=True):
@@ -265,9 +264,7 @@ class SpecScheduler(TurnScheduler):
             facts = {"accepted": accepted, "rejected": rejected, "returned": spare}
             self.note("verified", seq, **facts)
 
-    def postprocess(
-        self, seqs: list[Sequence], output: ScheduledBatchOutput
-    ) -> list[Sequence]:
+    def postprocess(self, seqs: Seqs, output: ScheduledBatchOutput) -> Seqs:
         verified = [seq for seq in seqs if seq.id in self.drafts]
         for seq in verified:  # the rows that saw the right past
             seq.num_scheduled_tokens = len(output.token_ids[seq.id])
@@ -294,9 +291,7 @@ class SpecCore(EngineCore):
     def drafter(self) -> Drafter:
         return self.runner.drafter
 
-    def draft(
-        self, batch: ScheduledBatch, seqs: list[Sequence]
-    ) -> ScheduledBatch:
+    def draft(self, batch: ScheduledBatch, seqs: Seqs) -> ScheduledBatch:
         """`batch`, which was scheduled for `seqs`, with drafts if it is a decode."""
         if batch.type is SequenceType.PREFILL:
             return batch

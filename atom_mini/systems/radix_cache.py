@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..block_manager import NO_HASH, ROOT, Block, PrefixIndex, tokens_of
+from ..block_manager import NO_HASH, Block
+from ..prefix_index import ROOT, PrefixIndex, tokens_of
 from ..config import Config, check_rules, one_of
 from ..refinements.parts import Variant
 from ..sequence import Sequence
@@ -149,27 +150,6 @@ class RadixCache(PrefixIndex):
         for block_id in lost:
             del self.places[self.blocks[block_id].content_id]
             self.blocks[block_id].hash = NO_HASH
-
-    def check(self) -> None:
-        """Assert that a block has a hash (its content id) if and only if the tree holds
-        it, where `places` says."""
-        nodes, seen, size = [(self.root, ROOT)], {ROOT}, self.block_size
-        while nodes:
-            node, parent_id = nodes.pop()
-            for at, block_id in enumerate(node.block_ids):
-                block, place = self.blocks[block_id], (node, at)
-                assert block.hash == block.content_id, f"stale entry for block {block_id}"
-                assert block.parent_id == parent_id and self.places[block.hash] == place
-                assert block.token_ids == node.tokens[at * size : (at + 1) * size]
-                parent_id = block.content_id
-                seen.add(parent_id)
-            assert len(node.tokens) == len(node.block_ids) * size
-            for first, child in node.children.items():
-                assert child.block_ids and first == tuple(child.tokens[:size])
-                nodes.append((child, parent_id))
-        assert seen == self.places.keys(), "a place that is not in the tree"
-        known = {block.hash for block in self.blocks} - {NO_HASH}
-        assert known <= seen, f"hashes of no place in the tree: {known - seen}"
 
 # %% ../../nbs/40_radix_cache.ipynb #f55ec52a
 @dataclass

@@ -100,8 +100,8 @@ class SpyreScheduler(BaseScheduler):
     """One prefill at a time, in chunks; decodes as a rectangle whose volume, sequences
     x tkv, has a limit.
 
-    `tkv` is that of the last step, `refusal` why the first in line was not scheduled in
-    it: (id, reason). Source: sendnn-inference, "Scheduling and Padding Logic".
+    `tkv` is that of the last step. Source: sendnn-inference, "Scheduling and Padding
+    Logic".
     """
 
     def __init__(self, config: Config) -> None:
@@ -111,7 +111,6 @@ class SpyreScheduler(BaseScheduler):
         self.prefilling: Sequence | None = None
         self.last_was_prefill = False
         self.tkv = 0
-        self.refusal: tuple[int, str] | None = None
 
     def schedule(
         self,
@@ -134,8 +133,7 @@ class SpyreScheduler(BaseScheduler):
 
     def _tell(self, seq: Sequence | None, reason: str | None) -> None:
         """Why the first in line is not in this step."""
-        self.refusal = (seq.id, reason) if seq is not None and reason else None
-        if self.refusal:
+        if seq is not None and reason:
             self.note("refused", seq, why=reason)
         if self.waiting and self.waiting[0] is not seq:
             busy = self.prefilling or self.running[-1]
