@@ -20,8 +20,8 @@ from ..refinements.parts import Variant
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
            'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
            'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
-           'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_family', 'read_row',
-           'decoder_of', 'read_family', 'find_any_family', 'FamilyNames', 'Latents', 'Slots']
+           'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_layers', 'check_family',
+           'read_row', 'decoder_of', 'read_family', 'find_any_family', 'FamilyNames', 'Latents', 'Slots']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -278,10 +278,21 @@ CHECKS: dict[Any, Any] = {LatentSpec: check_latents, StateSpec: check_states}
 ONLY = {"clip_qkv": None, "swiglu_alpha": 1.702}  # option -> what is computed
 
 
+def check_layers(cfg: Any, kinds: tuple[str, ...]) -> None:
+    """ValueError for layers that are none of `kinds`."""
+    known = " and ".join(kinds)
+    others = sorted({*(getattr(cfg, "layer_types", None) or [])} - {*kinds})
+    require(not others, f"layer_types={others} are not supported: {known} are")
+    slides = getattr(cfg, "use_sliding_window", False)
+    is_known = "sliding_attention" in kinds or not slides
+    require(is_known, "sliding-window attention is not supported: full attention is")
+
+
 def check_family(cfg: Any) -> None:
     """ValueError for what the config asks for and this does not compute."""
     kind = ROWS[cfg.model_type]
-    check_supported(cfg, getattr(kind, "kinds", FULL))
+    check_supported(cfg)
+    check_layers(cfg, getattr(kind, "kinds", FULL))
     for name, only in ONLY.items():
         value = getattr(cfg, name, only)
         require(value == only, f"{name}={value} is not supported: {only} is")
