@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['causal_mask', 'store_kv_cache', 'gather_kv', 'AttentionMetaData', 'split_batch', 'fused_attention', 'paged_attention',
+__all__ = ['causal_mask', 'store_kv_cache', 'gather_kv', 'AttentionMetaData', 'fused_attention', 'paged_attention',
            'set_forward_context', 'get_forward_context', 'Attention']
 
 # %% ../nbs/05_attention.ipynb #b6e82e8d
@@ -56,15 +56,6 @@ class AttentionMetaData:
     lens: list[int]  # context_lens
     plan: Any = None  # the same step, prepared for one kind of attention
 
-# %% ../nbs/05_attention.ipynb #9695061c
-def split_batch(
-    q: Tensor, kv_cache: Tensor, meta: AttentionMetaData
-) -> Iterator[tuple[Tensor, ...]]:
-    """Of each sequence q [n, H, D], k and v [K, L, D]."""
-    rows = zip(q.split(meta.query_lens), meta.block_tables, meta.lens, strict=True)
-    for queries, table, length in rows:
-        yield queries, *gather_kv(kv_cache, table, length)
-
 # %% ../nbs/05_attention.ipynb #af06a155
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(q k^T scale) v, causal: `q` [n, H, D], `k`, `v` [K, L, D] -> [n, H, D].
@@ -85,8 +76,12 @@ def paged_attention(
     q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
 ) -> Tensor:
     """`fused_attention` of each sequence over its own blocks: q [T, H, D] -> same."""
-    batch = split_batch(q, kv_cache, meta)
-    return torch.cat([fused_attention(q, k, v, scale) for q, k, v in batch])
+    outs = []
+    rows = zip(q.split(meta.query_lens), meta.block_tables, meta.lens, strict=True)
+    for queries, table, length in rows:
+        k, v = gather_kv(kv_cache, table, length)
+        outs.append(fused_attention(queries, k, v, scale))
+    return torch.cat(outs)
 
 # %% ../nbs/05_attention.ipynb #c51e536b
 _of_this_thread = threading.local()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 # %% auto #0
 __all__ = ['WANTED', 'COPIED', 'NAMES', 'FAMILIES', 'SAMPLING', 'require', 'read_json', 'resolve_model', 'ModelSpec', 'find',
-           'read_rope', 'read_spec', 'check_supported', 'read_dense', 'find_family', 'choose_scale', 'read_model',
+           'read_rope', 'read_spec', 'check_supported', 'read_dense', 'find_family', 'check_rope', 'read_model',
            'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
@@ -144,22 +144,19 @@ def read_spec(cfg: Any, kind: type[ModelSpec] = ModelSpec, **more: Any) -> Any:
     return kind(rope=read_rope(cfg), **found | more)
 
 # %% ../nbs/01a_checkpoint.ipynb #6e5c4131
-def check_supported(cfg: Any, kinds: tuple[str, ...] = ("full_attention",)) -> None:
-    """ValueError for what the decoder does not compute; `kinds`: of layers it knows."""
+def check_supported(cfg: Any) -> None:
+    """ValueError for an activation that no decoder of ours computes."""
     act = cfg.hidden_act
-    layers = getattr(cfg, "layer_types", None) or []
-    others = sorted({*layers} - {*kinds})
-    slides = getattr(cfg, "use_sliding_window", False)
-    known = " and ".join(kinds)
     require(act == "silu", f"hidden_act={act!r} is not supported: 'silu' is")
-    require(not others, f"layer_types={others} are not supported: {known} are")
-    is_known = "sliding_attention" in kinds or not slides
-    require(is_known, "sliding-window attention is not supported: full attention is")
 
 
 def read_dense(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     """The spec of a Qwen3, Qwen2 or Llama; ValueError for what is not computed."""
     check_supported(cfg)
+    others = {*(getattr(cfg, "layer_types", None) or [])} - {"full_attention"}
+    slides = getattr(cfg, "use_sliding_window", False)
+    wrong = f"layers with {[*others] or 'sliding-window attention'} are not supported"
+    require(not (others or slides), f"{wrong}: full attention is")
     is_quantised = getattr(cfg, "quantization_config", None) is not None
     require(not is_quantised, "quantised weights are not supported: float ones are")
     spec = read_spec(cfg)
@@ -172,42 +169,37 @@ NAMES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 FAMILIES: dict[str, Any] = dict.fromkeys(NAMES, read_dense)
 
 
-def find_family(folder: Path, raw: dict[str, Any], families: dict[str, Any]) -> Any:
+def find_family(
+    folder: Path, raw: dict[str, Any], families: dict[str, Any] = FAMILIES
+) -> Any:
     """What reads the spec of this `config.json`; ValueError for unknown architectures.
 
-    `families`: architecture -> reader, or how its name begins -> what it needs.
+    `families`: architecture -> reader.
     """
     names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
-    name = names[0]
-    known = [n for n, family in families.items() if callable(family)]
-    lacks = [families[n] for n in families if n not in known and name.startswith(n)]
-    named = f"{name} (it needs {lacks[0]})" if lacks else name
-    require(name in known, f"{folder} holds {named}: supported are {', '.join(known)}")
-    return families[name]
+    known = ", ".join(families)
+    require(names[0] in families, f"{folder} holds {names[0]}: supported are {known}")
+    return families[names[0]]
 
 # %% ../nbs/01a_checkpoint.ipynb #4249cade
-def choose_scale(spec: Any, rope_types: dict[str, Any] | None = None) -> Any:
-    """`spec` with what changes its rotation's frequencies, from the functions by
-    `rope_type`; ValueError for a type that is not among them."""
-    types = {"default": None} | (rope_types or {})
+def check_rope(spec: ModelSpec) -> ModelSpec:
+    """`spec` itself; ValueError if anything changes its rotation's frequencies."""
     kind = spec.rope["rope_type"]
-    known = ", ".join(types)
-    require(kind in types, f"rope type {kind!r} is not supported: {known} are")
-    return replace(spec, rope_scale=types[kind])
+    require(kind == "default", f"rope type {kind!r} is not supported: default is")
+    return spec
 
 # %% ../nbs/01a_checkpoint.ipynb #6eac53bc
 def read_model(
-    folder: Path, families: dict[str, Any] = FAMILIES,
-    rope_types: dict[str, Any] | None = None,
-) -> ModelSpec:  # fmt: skip
+    folder: Path, choose: Any = find_family, scale: Any = check_rope
+) -> ModelSpec:
     """The spec of the checkpoint in `folder`; ValueError if it is none, or unknown.
 
-    `rope_types`: what changes the rotation's frequencies, by the config's `rope_type`.
+    `choose` finds its reader, `scale` sets or refuses what changes its rotation.
     """
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
     raw = read_json(file)
-    read = find_family(folder, raw, families)
+    read = choose(folder, raw)
     from transformers import AutoConfig
 
     try:
@@ -215,7 +207,7 @@ def read_model(
     except Exception as error:  # contradicts itself; transformers has many names for it
         why = " ".join(str(error).split())
         raise ValueError(f"{file} is refused by transformers: {why}") from None
-    return choose_scale(read(cfg, raw), rope_types)
+    return scale(read(cfg, raw))
 
 # %% ../nbs/01a_checkpoint.ipynb #38bf8d2c
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
-    FAMILIES, find, read_defaults, read_model, require, resolve_model,
+    check_rope, find, find_family, read_defaults, read_model, require, resolve_model,
 )  # fmt: skip
 
 # %% auto #0
@@ -102,8 +102,8 @@ class Config:
         if check := self.pick("check_files", None):
             check(self.folder)
         self.dtype = None if self.dtype == "auto" else self.dtype
-        families = self.pick("families", FAMILIES)
-        self.spec = read_model(self.folder, families, self.pick("rope_types", {}))
+        choose = self.pick("find_family", find_family)
+        self.spec = read_model(self.folder, choose, self.pick("scale_rope", check_rope))
         ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
         longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest

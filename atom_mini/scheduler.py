@@ -307,18 +307,7 @@ class Scheduler(BaseScheduler):
             budget -= n
             reserve += self._can_grow(seq)
         if self.waiting:
-            self._explain(budget, reserve)
-
-    def _explain(self, budget: int, reserve: int) -> None:
-        """Tell the listener why the first in line waits on."""
-        seq = self.waiting[0]
-        why = "token budget"
-        needed = seq.blocks_needed or seq.num_blocks
-        if budget and len(self.running) >= self.config.max_num_seqs:
-            why = "max_num_seqs"
-        elif budget and self.block_manager.num_free_blocks < needed + reserve:
-            why = "no blocks"
-        self.note("refused", seq, why=why, left=budget, needed=needed, reserve=reserve)
+            self.note("refused", self.waiting[0], left=budget, reserve=reserve)
 
     def _schedule_prefill(self) -> list[Sequence]:
         """Prompts that were cut go on, then those that wait are admitted."""

@@ -301,10 +301,11 @@ def reference_attention(q, kv_cache, meta, scale):
     """
     import torch
 
-    from atom_mini.attention import split_batch
+    from atom_mini.attention import gather_kv
 
-    batch = split_batch(q, kv_cache, meta)
-    return torch.cat([plain_attention(q, k, v, scale) for q, k, v in batch])
+    rows = zip(q.split(meta.query_lens), meta.block_tables, meta.lens, strict=True)
+    each = [(x, *gather_kv(kv_cache, table, length)) for x, table, length in rows]
+    return torch.cat([plain_attention(q, k, v, scale) for q, k, v in each])
 
 
 def logits_by_token(engine, runner, seqs, forward=None) -> tuple[dict, list]:

@@ -107,11 +107,10 @@ def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed:
 
 def spec_of(cfg: Any) -> Any:
     """What the engine reads in a transformers config, of any family, whatever scales its rotation."""
-    from atom_mini.checkpoint import choose_scale
     from atom_mini.families.records import read_family
-    from atom_mini.refinements.rope_scaling import TYPES
+    from atom_mini.refinements.rope_scaling import scale_rope
 
-    return choose_scale(read_family(cfg), TYPES)
+    return scale_rope(read_family(cfg))
 
 
 def save_family(kind: str, folder: Path, seed: int = 0, **options: Any) -> Any:

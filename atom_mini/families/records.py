@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
-    FAMILIES, ModelSpec, check_supported, read_rope, read_spec, require,
+    FAMILIES, ModelSpec, check_supported, find_family, read_rope, read_spec, require,
 )  # fmt: skip
 from ..config import Config, is_count
 from ..refinements.parts import Variant
@@ -19,8 +20,8 @@ from ..refinements.parts import Variant
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
            'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
            'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
-           'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_family', 'read_row',
-           'decoder_of', 'read_family', 'FamilyNames', 'Latents', 'Slots']
+           'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_layers', 'check_family',
+           'read_row', 'decoder_of', 'read_family', 'find_any_family', 'FamilyNames', 'Latents', 'Slots']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -277,10 +278,21 @@ CHECKS: dict[Any, Any] = {LatentSpec: check_latents, StateSpec: check_states}
 ONLY = {"clip_qkv": None, "swiglu_alpha": 1.702}  # option -> what is computed
 
 
+def check_layers(cfg: Any, kinds: tuple[str, ...]) -> None:
+    """ValueError for layers that are none of `kinds`."""
+    known = " and ".join(kinds)
+    others = sorted({*(getattr(cfg, "layer_types", None) or [])} - {*kinds})
+    require(not others, f"layer_types={others} are not supported: {known} are")
+    slides = getattr(cfg, "use_sliding_window", False)
+    is_known = "sliding_attention" in kinds or not slides
+    require(is_known, "sliding-window attention is not supported: full attention is")
+
+
 def check_family(cfg: Any) -> None:
     """ValueError for what the config asks for and this does not compute."""
     kind = ROWS[cfg.model_type]
-    check_supported(cfg, getattr(kind, "kinds", FULL))
+    check_supported(cfg)
+    check_layers(cfg, getattr(kind, "kinds", FULL))
     for name, only in ONLY.items():
         value = getattr(cfg, name, only)
         require(value == only, f"{name}={value} is not supported: {only} is")
@@ -351,14 +363,25 @@ LACKING = {  # how their names begin
     "MiniMax": "lightning attention, which keeps a state",
     "Qwen3Next": "rows of in_proj_qkvz taken apart by heads",
 }
-ARCHITECTURES = dict.fromkeys([*FAMILIES, *ADDED], read_family) | LACKING
+ARCHITECTURES = dict.fromkeys([*FAMILIES, *ADDED], read_family)
+
+
+def find_any_family(folder: Path, raw: dict[str, Any]) -> Any:
+    """What reads the spec of this `config.json`; ValueError for an architecture that is
+    unknown, or lacks something."""
+    name = (raw.get("architectures") or [""])[0]
+    known = ", ".join(ARCHITECTURES)
+    for start, needs in LACKING.items():
+        wrong = f"{folder} holds {name} (it needs {needs}): supported are {known}"
+        require(not name.startswith(start), wrong)
+    return find_family(folder, raw, ARCHITECTURES)
 
 # %% ../../nbs/60_experts.ipynb #2a7e5e91
 @dataclass
 class FamilyNames(Variant):
     """Has no knobs: the checkpoint's config says which family it is."""
 
-    families = ARCHITECTURES
+    find_family = find_any_family
 
 # %% ../../nbs/60_experts.ipynb #3f169961
 @dataclass

@@ -349,6 +349,15 @@ class Recorder:
         self.seen = 0.0  # when the runner had last returned
         self.has_run = False  # a step, and it is not written down
 
+    def _why(self, seq: Sequence, left: int, reserve: int) -> str:
+        """Why `seq`, the first in line, waits, with `left` of the step's budget."""
+        most = self.scheduler.config.max_num_seqs
+        if left and len(self.scheduler.running) >= most:
+            return "max_num_seqs"
+        needed = seq.blocks_needed or seq.num_blocks
+        is_short = self.manager.num_free_blocks < needed + reserve
+        return "no blocks" if left and is_short else "token budget"
+
     def note(self, event: str, seq: Sequence, **facts: Any) -> None:
         """The scheduler's one line: what happened to `seq`, with its new blocks."""
         known = self.lengths.get(seq.id, 0)
@@ -364,10 +373,14 @@ class Recorder:
             facts["computed"] = seq.num_computed_tokens
         elif event == "published":  # after the step: chapter 50
             facts["hashes"] = self._pending()
-        elif event == "refused" and (why := facts["why"]) in REASONS:
-            facts["free"] = self.manager.num_free_blocks
-            facts["running"] = len(self.scheduler.running)
-            facts = {"why": f"{why}: {REASONS[why].format(**facts)}"}
+        elif event == "refused":
+            why = facts.get("why") or self._why(seq, facts["left"], facts["reserve"])
+            facts["why"] = why
+            if why in REASONS:
+                facts["free"] = self.manager.num_free_blocks
+                facts["running"] = len(self.scheduler.running)
+                facts["needed"] = seq.blocks_needed or seq.num_blocks
+                facts = {"why": f"{why}: {REASONS[why].format(**facts)}"}
         self.trace.tail.append({"event": event, "id": seq.id, **facts})
 
     def _count(self) -> dict[str, int]:

@@ -29,8 +29,7 @@ from atom_mini.processes.engine_process import (
     AHEAD, LOAD, Abort, Add, Answer, Dead, FromEngine, Output, Ready, Row, Shutdown,
     Utility, decode, encode, open_sockets, wishes,
 )  # fmt: skip
-from ..scheduler import BaseScheduler
-from ..scheduler import ScheduledBatchOutput
+from ..scheduler import BaseScheduler, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceStatus
 
 # %% auto #0

@@ -51,9 +51,9 @@ class Variant:
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
     make_loop: Role = None  # core, sockets -> what runs in another process
-    families: Any = None  # architecture -> reader of its spec, or what it lacks
+    find_family: Role = None  # folder, its config.json -> what reads the spec
     check_files: Role = None  # folder: refuse files that say the impossible
-    rope_types: Any = None  # type -> what changes the rotation's frequencies
+    scale_rope: Role = None  # spec -> spec with what changes the rotation
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -144,8 +144,8 @@ class Refinements(Variant):
     make_torch_ops = "refinements.cpu_decode:CpuOps"
     read_messages = "refinements.prompts:read_messages"
     read_prompts = "refinements.prompts:read_prompts"
-    rope_types = "refinements.rope_scaling:TYPES"
     sample = "refinements.sampling_kernels:sample"
+    scale_rope = "refinements.rope_scaling:scale_rope"
 
 # %% ../../nbs/20_parts.ipynb #3862dd42
 def check_roles(config: Config, offers: Variants) -> None:

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint import ModelSpec, require
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn']
+__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'scale_rope']
 
 # %% ../../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -58,4 +60,13 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     return freqs * (1 - slow) + freqs / p["factor"] * slow, sharpness(p)
 
 # %% ../../nbs/22_rope_scaling.ipynb #5ac0ee1b
-TYPES = {"linear": linear, "llama3": llama3, "yarn": yarn}
+TYPES = {"default": None, "linear": linear, "llama3": llama3, "yarn": yarn}
+
+
+def scale_rope(spec: ModelSpec) -> ModelSpec:
+    """`spec` with what changes its rotation's frequencies; ValueError for a type that
+    is not among `TYPES`."""
+    kind = spec.rope["rope_type"]
+    known = ", ".join(TYPES)
+    require(kind in TYPES, f"rope type {kind!r} is not supported: {known} are")
+    return replace(spec, rope_scale=TYPES[kind])

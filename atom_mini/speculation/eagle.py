@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec, choose_scale, read_dense, read_json
+from ..checkpoint import ModelSpec, check_rope, read_dense, read_json
 from ..checkpoint import read_spec, require, resolve_model
 from ..config import Config, SamplingParams
 from ..loading import Readers, checkpoint_files, load_weights, read_tensor
@@ -146,7 +146,7 @@ def read_head_json(folder: Path) -> dict[str, Any]:
 
 # %% ../../nbs/53_eagle.ipynb #3b269e83
 def read_head_spec(
-    folder: Path, target: ModelSpec, rope_types: dict[str, Any] | None = None
+    folder: Path, target: ModelSpec, scale: Any = check_rope
 ) -> HeadSpec:
     """The spec of a head; ValueError unless it fits the model of the spec `target`."""
     from transformers import AutoConfig
@@ -160,7 +160,7 @@ def read_head_spec(
         "norm_before_residual": raw.get("norm_before_residual", False),
         "taps": tuple(find_taps(raw, target.num_hidden_layers)),
     }
-    spec = choose_scale(read_spec(cfg, HeadSpec, **own), rope_types)
+    spec = scale(read_spec(cfg, HeadSpec, **own))
     fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
     for name, right in fits.items():
         what = f"{folder}: {name} of the head is {getattr(spec, name)}, it must be "
@@ -235,8 +235,8 @@ class EagleDrafter(ModelDrafter, ModelRunner):
     def source(cls, config: Config) -> tuple[Path, Any]:
         wanted, beside = config.speculative_config.model, config.folder
         folder = resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
-        types = config.pick("rope_types", {})
-        return folder, read_head_spec(folder, config.spec, types)
+        scale = config.pick("scale_rope", check_rope)
+        return folder, read_head_spec(folder, config.spec, scale)
 
     def __init__(self, config: Config, runner: Any) -> None:
         graphs, (folder, spec) = getattr(runner, "graphs", {}), self.source(config)
