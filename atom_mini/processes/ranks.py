@@ -60,7 +60,7 @@ class Known:
         rows, columns, blocks = changes.T
         high = max([int(rows.max(initial=0)), *wishes])
         low, count = changes.min(initial=0), len(self.wishes)
-        require(0 <= low and high < count, f"rows to {high}, from {low}: it has {count}")
+        require(low >= 0 and high < count, f"rows to {high}, from {low}: it has {count}")
         self.widen(int(columns.max(initial=0)) + 1)
         self.tables[rows, columns] = blocks
         for row, wish in wishes.items():
