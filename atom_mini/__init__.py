@@ -4,6 +4,6 @@ __version__ = "0.1.0"
 
 import atom_mini.assemble  # noqa: F401 - first: it lets the later parts in
 from atom_mini.config import Config, SamplingParams
-from atom_mini.llm import LLM, CompletionOutput
+from atom_mini.llm import LLM, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "Config", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "Config", "SamplingParams", "__version__"]

@@ -19,7 +19,7 @@ from .checkpoint import require
 from .config import Config, SamplingParams
 from .engine_core import EngineCore, StepOutput
 from .sequence import Sequence
-from .text import CompletionOutput, IncrementalDetokenizer
+from .text import RequestOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
 
 # %% auto #0
@@ -152,7 +152,7 @@ class LLM:
     def generate(
         self, prompts: Prompts, sampling_params: Params = None,
         use_tqdm: bool | None = None,
-    ) -> list[CompletionOutput]:
+    ) -> list[RequestOutput]:
         """Complete all prompts (text or token ids), in their order.
 
         `use_tqdm=None`: a bar if this is a terminal.
@@ -223,7 +223,7 @@ class LLM:
     def chat(
         self, messages: Chat | list[Chat], sampling_params: Params = None,
         use_tqdm: bool | None = None,
-    ) -> list[CompletionOutput]:
+    ) -> list[RequestOutput]:
         """Answer one conversation or several, in the checkpoint's chat template."""
         require(len(messages) > 0, "no messages: a conversation has at least 1")
         many: Any = messages if isinstance(messages[0], list) else [messages]

@@ -18,7 +18,7 @@ from .config import Config, SamplingParams
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'CompletionOutput', 'TextPiece', 'check_unicode',
+__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'RequestOutput', 'TextPiece', 'check_unicode',
            'load_tokenizer', 'InputOutputProcessor', 'Request']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
@@ -116,7 +116,7 @@ class IncrementalDetokenizer:
 
 # %% ../nbs/09b_text.ipynb #c4a7346c
 @dataclass(frozen=True)
-class CompletionOutput:
+class RequestOutput:
     """One finished request, times in seconds. Also a dict to read: `out["text"]`."""
 
     request_id: int
@@ -148,7 +148,7 @@ class TextPiece:
     token_ids: list[int]
     finished: bool
     finish_reason: str | None = None
-    output: CompletionOutput | None = None  # the whole result, with the last piece
+    output: RequestOutput | None = None  # the whole result, with the last piece
 
 # %% ../nbs/09b_text.ipynb #ade097b3
 def check_unicode(text: str, name: str) -> None:
@@ -177,7 +177,7 @@ def load_tokenizer(config: Config) -> Any:
 
 # %% ../nbs/09b_text.ipynb #52cf4521
 class InputOutputProcessor:
-    """Prompt -> `Sequence` -> `CompletionOutput`: tokenises, checks, detokenises."""
+    """Prompt -> `Sequence` -> `RequestOutput`: tokenises, checks, detokenises."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.config = config
@@ -240,7 +240,7 @@ class InputOutputProcessor:
         progress = request.detokenizer.progress
         return progress.text, progress.num, progress.stopped
 
-    def postprocess(self, request: Request) -> CompletionOutput:
+    def postprocess(self, request: Request) -> RequestOutput:
         """The result of a finished (or aborted) request."""
         seq = request.seq
         text, num, stopped = self._finish(request)
@@ -249,7 +249,7 @@ class InputOutputProcessor:
             warnings.warn(f"request {seq.id} failed: {stop_reason}", stacklevel=3)
         first = seq.first_token_time or seq.leave_time
         has_logprobs = seq.sampling_params.logprobs is not None
-        return CompletionOutput(
+        return RequestOutput(
             request_id=seq.id,
             prompt=request.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],

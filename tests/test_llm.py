@@ -28,7 +28,7 @@ import torch
 from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
 from show import told
 
-from atom_mini import LLM, CompletionOutput, SamplingParams
+from atom_mini import LLM, RequestOutput, SamplingParams
 from atom_mini.text import TextPiece
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
@@ -67,7 +67,7 @@ def collect(pieces: Iterator[TextPiece]) -> dict[int, list[TextPiece]]:
     return found
 
 
-def check_pieces(pieces: list[TextPiece], out: CompletionOutput) -> None:
+def check_pieces(pieces: list[TextPiece], out: RequestOutput) -> None:
     """The pieces of one prompt say together what `out` says at once."""
     assert "".join(p.text for p in pieces) == out.text
     assert [t for p in pieces for t in p.token_ids] == out.token_ids
@@ -982,7 +982,7 @@ THREADS: list[tuple[list[Any], SamplingParams]] = [
 ]
 
 
-def essence(out: CompletionOutput) -> tuple[Any, ...]:
+def essence(out: RequestOutput) -> tuple[Any, ...]:
     return out.prompt_token_ids, out.token_ids, out.text, out.finish_reason, out.stop_reason
 
 
@@ -1063,7 +1063,7 @@ def test_close_from_another_thread(num_steps: int, overlap: bool) -> None:
         wanted = llm.generate([PROMPT, "12 + 7 ="], wish)
         start = llm.metrics.num_steps
 
-        def run(stream: bool) -> list[CompletionOutput | None]:
+        def run(stream: bool) -> list[RequestOutput | None]:
             try:
                 if not stream:
                     return list(llm.generate([PROMPT, "12 + 7 ="], wish))

@@ -24,7 +24,7 @@ from ..config import Config, SamplingParams
 from .trace import Trace
 from ..llm import LLM, Chat
 from ..refinements.parts import keeps_state
-from ..text import CompletionOutput
+from ..text import RequestOutput
 
 # %% auto #0
 __all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'knobs', 'add_fields', 'given', 'figures', 'print_report',
@@ -61,7 +61,7 @@ def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 # %% ../../nbs/31_command_line.ipynb #5d1e7a90
-def figures(llm: LLM, outs: list[CompletionOutput]) -> dict[str, Any]:
+def figures(llm: LLM, outs: list[RequestOutput]) -> dict[str, Any]:
     """What an engine has done, and how fast: counts, seconds, tokens per second; of
     finished requests `outs` the mean TTFT and TPOT in milliseconds; of drafts the
     tokens per step and sequence, the share that was kept in each place, and how many
@@ -103,7 +103,7 @@ def save_trace(trace: Trace, path: Path) -> None:
 # %% ../../nbs/31_command_line.ipynb #c2bd337f
 def show_texts(
     llm: LLM, prompts: list[str], params: SamplingParams
-) -> list[CompletionOutput]:
+) -> list[RequestOutput]:
     """Complete and print: one prompt piece by piece as it comes, several at the end."""
     if len(prompts) != 1:
         outs = llm.generate(prompts, params)
