@@ -23,7 +23,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [p for p in map(str, (ROOT, ROOT / "kernels", ROOT / "tests")) if p not in sys.path]
+sys.path += [p for p in map(str, (ROOT, ROOT / "kernels", ROOT / "tests", ROOT / "nbs")) if p not in sys.path]
 
 from amd.launch import emulated  # noqa: E402, I001  before atom_mini imports triton
 from amd.group import Launch  # noqa: E402

@@ -306,7 +306,7 @@ def test_refused_architectures_say_what_they_need(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as error:
             Config(str(tmp_path))
         assert name in str(error.value) and needed in str(error.value)
-    assert LACKING.items() <= ARCHITECTURES.items()
+    assert not [name for name in ARCHITECTURES if name.startswith(tuple(LACKING))]
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
