@@ -9,6 +9,7 @@ import sys
 import nbformat
 from map import ROOT, draw, parts, read_book
 from player import player
+from playground import playground, recorded
 
 from atom_mini.refinements.parts import as_markdown
 
@@ -76,7 +77,7 @@ def stage() -> dict[str, str]:
         part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
     }
     files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme, "machines.txt": machines.whole()}
-    files["together.txt"] = as_markdown()
+    files |= {"together.txt": as_markdown(), "playground.html": playground(recorded())}
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"

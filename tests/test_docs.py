@@ -7,6 +7,7 @@ import functools
 import html.parser
 import http.server
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -35,6 +36,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import book_site  # noqa: E402
 import map as book_map  # noqa: E402
 import player as book_player  # noqa: E402
+import playground  # noqa: E402
 
 PACKAGE = "atom_mini"
 BOOK = book_map.read_book()
@@ -200,6 +202,45 @@ def test_the_player_has_the_five_requests_of_the_book(monkeypatch: pytest.Monkey
     monkeypatch.setattr(book_player, "PROMPTS", ["One day", *book_player.PROMPTS[1:]])
     with pytest.raises(ValueError, match=r"\(3, 18\).*mend PROMPTS"):
         book_player.record()
+
+
+@pytest.fixture(scope="session")
+def runs() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The recorded runs of the scheduler to play with, by the settings of its sliders."""
+    return dict(zip(playground.grid(), playground.recorded()["runs"], strict=True))
+
+
+def longest(run: dict[str, Any]) -> int:
+    """The longest wait between two tokens of a request, in ms."""
+    return max(person[3] for person in run["people"])
+
+
+def computed(run: dict[str, Any]) -> int:
+    """Tokens of prompts."""
+    return sum(n for step in run["steps"] for _, n in step[-1])
+
+
+def test_what_the_page_with_sliders_says(runs: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+    """docs/play.md's sentences about the runs hold: those about all settings at all, the others at those named."""
+    atom, interleaved, overlapped, spyre = playground.POLICIES
+    done = {setting: run["steps"][-1][1] for setting, run in runs.items()}
+    for policy, *rest in runs:
+        assert policy == overlapped or done[(overlapped, *rest)] < done[(policy, *rest)]
+        assert done[(policy, *rest)] <= done[(spyre, *rest)]
+        assert rest[0] != 8 or (runs[(policy, *rest)]["preempted"] > 0) == (policy != spyre)
+    plain, turns = (runs[policy, 32, 8, 30, "off"] for policy in (atom, interleaved))
+    assert 3 * longest(turns) < longest(plain)
+    assert sum(p[1] for p in turns["people"]) > sum(p[1] for p in plain["people"])
+    saved = {n: computed(runs[atom, n, 16, 4, "off"]) - computed(runs[atom, n, 16, 4, "on"]) for n in (8, 32)}
+    assert saved[32] >= 20 > saved[8]
+
+
+def test_the_modelled_steps_leave_the_device_idle_only_for_the_host() -> None:
+    """One step at a time the device waits for each plan; two in flight it waits only when nobody is there."""
+    for policy, idle in (("ATOM's", playground.HOST), ("overlapped", 0)):
+        spans = playground.run(policy, 32, 16, "all at once", "off").spans
+        gaps = [start - before for (_, before), (start, _) in itertools.pairwise(spans)]
+        assert gaps == pytest.approx([idle] * len(gaps))
 
 
 def test_the_snippets_about_other_documents_run() -> None:
@@ -499,6 +540,32 @@ def test_the_landing_page_opens_with_the_player(tab: Any) -> None:
     step = frame.locator("#scrub").input_value()
     tab.wait_for_timeout(2500)
     assert frame.locator("#scrub").input_value() == step
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_sliders_choose_a_run(tab: Any, runs: dict[tuple[Any, ...], dict[str, Any]], width: int) -> None:
+    """Every place of every slider shows the numbers of its own run; lanes are in the player's colours; it plays."""
+    tab.set_viewport_size({"width": width, "height": 844})
+    tab.goto("play.html")
+    tab.locator("#lanes tr td:nth-child(3)").first.wait_for()
+    places, chosen = [*playground.KNOBS.values()], list(playground.START)
+    for knob, several in enumerate(places):
+        for place in range(len(several)):
+            chosen[knob] = place
+            tab.locator("#knobs input").nth(knob).fill(str(place))
+            run = runs[tuple(places[k][i] for k, i in enumerate(chosen))]
+            shown = tab.locator("#lanes tr td:nth-child(3)").all_inner_texts()
+            assert [int(text) for text in shown[:-1]] == [person[1] for person in run["people"]]
+    tab.locator("#policies button").first.click()
+    assert tab.locator("#knobs output").first.inner_text() == "ATOM's"
+    last = int(tab.locator("#scrub").get_attribute("max") or 0)
+    tab.locator("#scrub").fill(str(last - 3))
+    tab.locator("#play").click()
+    tab.locator("#what", has_text=f"Step {last} of {last}").wait_for()
+    red = tab.locator("#lanes canvas").first.evaluate(
+        "c => [...c.getContext('2d').getImageData(0, 8, c.width, 1).data.slice(0, 4000)].join().includes('228,87,46')"
+    )
+    assert red and not tab.locator("#lanes").evaluate("e => e.parentNode.scrollWidth > e.parentNode.parentNode.clientWidth")
 
 
 def test_who_asks_for_less_motion_gets_none(tab: Any) -> None:
