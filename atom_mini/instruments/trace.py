@@ -508,7 +508,7 @@ class TraceKnobs(Variant):
 
     trace: bool = False
 
-    make_metrics = Metrics
+    make_metrics = "instruments.callbacks:Listening"
 
     @staticmethod
     def make_trace(core: EngineCore, tokenizer: Any) -> Trace | None:
