@@ -34,7 +34,7 @@ class StreamParams(SamplingParams):
     stream_callback: Callable[[TextPiece], object] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        SamplingParams.__post_init__(self)
         call = self.stream_callback
         wrong = f"stream_callback={call!r} must be a function of a piece, or None"
         require(call is None or callable(call), wrong)
@@ -80,7 +80,7 @@ class Listening(Metrics):
 
     def record(self, step: StepOutput) -> None:
         """Count what a step did, and call who wants to hear of it."""
-        super().record(step)
+        Metrics.record(self, step)
         for seq in step.finished:
             warn_if_cut(seq)
         for seq in [*step.seqs, *step.finished]:
