@@ -80,7 +80,7 @@ class BlockRecord(NamedTuple):
 # %% ../../nbs/30_timeline.ipynb #93bbbd67
 @dataclass
 class StepRecord:
-    """One step of the engine, as it was when it was scheduled. Times in milliseconds."""
+    """One step of the engine, as it was when it was scheduled. Times: milliseconds."""
 
     kind: str  # "prefill" or "decode"
     tokens: dict[int, int]  # request -> tokens computed
@@ -275,8 +275,8 @@ class Recorder:
         pool = {"used": self.trace.num_blocks - free, "cached": sum(found)}
         pool["free"] = free - pool["cached"]
         changed = {n: b for n, b in known[1].items() if b != before[1].get(n)}
-        events = self.trace.tail
-        step = StepRecord(kind, tokens, waiting, computed, pool, changed, events, when, lead)
+        queues, said = (waiting, computed), self.trace.tail
+        step = StepRecord(kind, tokens, *queues, pool, changed, said, when, lead)
         if kind == "decode":  # a token of each, and perhaps drafts: chapter 50
             step.drafts = {id: n - 1 for id, n in tokens.items() if n > 1}
         self.under_way.append((step, time.perf_counter(), known))
