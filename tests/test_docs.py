@@ -283,7 +283,7 @@ def test_the_modelled_steps_leave_the_device_idle_only_for_the_host() -> None:
 
 def test_the_snippets_about_other_documents_run() -> None:
     """Each goes on from the first; what they assert holds for the engine of today."""
-    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "documents.md").read_text(), re.DOTALL)
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "errata.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(first, names)
     assert len(others) > 30
