@@ -508,12 +508,12 @@ class TraceKnobs(Variant):
 
     trace: bool = False
 
-    make_metrics = Metrics
-
     @staticmethod
-    def make_trace(core: EngineCore, tokenizer: Any) -> Trace | None:
-        """What `core` will do, if it is asked for."""
-        return record(core, tokenizer) if core.config.trace else None
+    def watch(llm: Any) -> None:
+        """Count the steps of an `LLM`, and record them if that is asked for."""
+        llm.metrics = Metrics()
+        if llm.config.trace:
+            llm.trace = record(llm.engine_core, llm.tokenizer)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
