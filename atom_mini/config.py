@@ -219,7 +219,7 @@ def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
     Raises ValueError, with the type, for what is no whole number from 0.
     """
     ids = list(values)
-    odd = [v for v in ids if isinstance(v, bool) or not isinstance(v, Integral) or v < 0]
+    odd = [v for v in ids if type(v) is bool or not isinstance(v, Integral) or v < 0]
     first = odd and f"token id {odd[0]!r} of type {type(odd[0]).__name__} in {what}"
     require(not odd, f"{first}: ids are whole numbers from 0")
     return [*map(int, ids)]

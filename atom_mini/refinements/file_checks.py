@@ -60,7 +60,7 @@ def check_index(file: Path, raw: dict[str, Any]) -> None:
 
 # %% ../../nbs/27_file_checks.ipynb #5b1e07a2
 def check_end(file: Path) -> None:
-    """ValueError for a JSON file that has broken off: it does not end with a bracket."""
+    """ValueError for a JSON file that has broken off, that is, ends with no bracket."""
     if not file.read_bytes().rstrip().endswith(b"}"):
         read_json(file)
 
