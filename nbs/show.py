@@ -491,6 +491,35 @@ def plot_pool(ax, manager, seqs: dict[str, Sequence], names="abcde") -> None:
     ax.axis("off")
 
 
+def diagram(ax, boxes: dict, arrows: list, width=1.7, height=0.8) -> None:
+    """Boxes, name -> (x, y, colour's name, text), and arrows (from, to, text, bend)."""
+    from matplotlib.patches import FancyBboxPatch
+
+    drawn = {}
+    for name, (x, y, colour, text) in boxes.items():
+        corner = x - width / 2, y - height / 2
+        style = {"boxstyle": "round,pad=0,rounding_size=0.12", "fc": COLOURS[colour]}
+        drawn[name] = FancyBboxPatch(corner, width, height, ec="none", **style)
+        ax.add_patch(drawn[name])
+        ax.text(x, y, text, size=8, color=ink(COLOURS[colour]), **CENTRE)
+    for start, end, text, bend in arrows:
+        ends = {"patchA": drawn[start], "patchB": drawn[end]}
+        how = {"arrowstyle": "-|>", "connectionstyle": f"arc3,rad={bend}"}
+        (x, y), (u, v) = boxes[start][:2], boxes[end][:2]
+        ax.annotate("", (u, v), (x, y), arrowprops={**ends, **how, "color": COLOURS["host"]})
+        at = (x + u) / 2 + bend * (v - y) / 2, (y + v) / 2 - bend * (u - x) / 2
+        page = {"fc": "white", "ec": "none", "pad": 0.8}
+        ax.text(*at, text, size=8, **CENTRE, **({"bbox": page} if text else {}))
+    ax.set(xlim=_span(boxes, 0, width), ylim=_span(boxes, 1, height))
+    ax.axis("off")
+
+
+def _span(boxes: dict, axis: int, size: float) -> tuple[float, float]:
+    """From the first to the last of the boxes along an axis, with a margin."""
+    places = [box[axis] for box in boxes.values()]
+    return min(places) - 0.55 * size, max(places) + 0.55 * size
+
+
 def plot_verified(ax, steps: list[tuple[int, int, int]]) -> None:
     """A bar per verify step of (accepted, rejected, bonus) tokens, as they were kept."""
     names = ("accepted", "bonus", "rejected")
