@@ -116,8 +116,8 @@ class LLM:
             step = self.engine_core.step()
             if step:
                 self._end_stopped(step)
-            if step and self.metrics:
-                self.metrics.record(step)
+                if self.metrics:
+                    self.metrics.record(step)
             return step
 
     def _add(self, requests: list[Request]) -> None:
@@ -224,7 +224,8 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, in the checkpoint's chat template."""
-        require(len(messages) > 0, "no messages: a conversation has at least 1")
+        good = isinstance(messages, list | tuple) and len(messages) > 0
+        require(good, "no messages: a conversation is a list of at least 1")
         many: Any = messages if isinstance(messages[0], list) else [messages]
         return self.generate([self.format_chat(m) for m in many], sampling_params, use_tqdm)
 

@@ -166,8 +166,8 @@ class ModelRunner:
 
     def _decide_num_blocks(self) -> int:
         config = self.config
-        count = config.pick("bytes_beside", None)  # of what stands beside the model
-        in_all, each = count(config, self.dtype) if count else (0, 0)
+        count = config.pick("bytes_beside", lambda *_: (0, 0))  # of what is beside
+        in_all, each = count(config, self.dtype)
         needed = self.block_bytes + each
         free = self._free_bytes() - in_all
         longest = -(-(config.max_model_len or 0) // config.kv_cache_block_size)

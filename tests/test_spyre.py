@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from show import check_blocks, told
+from show import check_blocks, check_trace, told
 from symbolic import Request, SymbolicRunner, Trial, play
 
 import atom_mini.model_runner as model_runner
@@ -577,7 +577,7 @@ def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
             core = EngineCore(trial.config, runner)
             trace = record(core)
             play(trial, core, runner, True, time.perf_counter)
-        trace.check()
+        check_trace(trace)
         refused = [e["why"] for step in trace.steps for e in step.events if e["event"] == "refused"]
         reasons.update(why.split(":")[0] for why in refused)
     known = {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks", "one prefill at a time"}
