@@ -2,7 +2,8 @@
 
 `--quick` gives every test function SHARE seconds: of one whose cases take longer, as many cases run as fit, chosen so
 that each value of each parameter turns up as soon as it can. A function of which one case alone takes longer than
-LONGEST is left out, unless it has the mark `smoke`. A function that seconds.json does not know takes no time.
+LONGEST is left out, unless it has the mark `smoke`. What runs `alone` keeps two cores from work and counts twice. A
+function that seconds.json does not know takes no time.
 `--rest` runs the others. `--record` writes seconds.json, of what it runs: do that on a quiet machine.
 
     python tests/quick.py    # the line with which `make test` ends
@@ -50,6 +51,8 @@ def pick(cases: list[pytest.Item], known: dict[str, list[float]]) -> list[pytest
     """Those of a function's cases that `make test` runs."""
     seconds, number = known.get(function_of(cases[0].nodeid), [0.0, 1])
     each, mark = seconds / number, cases[0].get_closest_marker("share")
+    if cases[0].get_closest_marker("alone"):
+        each *= 2
     share = mark.args[0] if mark else SHARE
     if each * len(cases) <= share:
         return cases

@@ -820,7 +820,6 @@ HOW = [SamplingParams(max_tokens=4 + 3 * i, temperature=0.8 * (i % 2), seed=i, l
 
 
 @alone
-@pytest.mark.smoke
 def test_experts_over_ranks(mixture: Path) -> None:
     """The same tokens as one engine that has them all; also when one rank only comes along."""
     with LLM(str(mixture), **SMALL) as llm:

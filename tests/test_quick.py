@@ -44,6 +44,11 @@ def test_one_long_case_runs_and_a_giant_only_if_it_is_asked_for() -> None:
     assert len(quick.pick(cases("test_giant", smoke=[]), KNOWN)) == 1
 
 
+def test_what_runs_alone_counts_twice() -> None:
+    assert quick.pick(cases("test_long", alone=[]), KNOWN) == []
+    assert len(quick.pick(cases("test_grid", (4, 3), alone=[]), KNOWN)) == 1
+
+
 def test_the_last_line() -> None:
     assert quick.covered([[10, 4, 90, 5], [1, 1, 1000, 3]]) == (
         "make test ran 11 of 1,101 tests, of 5 of 8 test functions at least one;"
