@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from ..checkpoint import require
 from ..config import Config, is_bool
@@ -55,4 +54,4 @@ class Compiled(Variant):
         reason = why_not(config)
         wrong = f"compiled=True does not apply: {reason}; or leave it out"
         require(reason is None or not config.compiled, wrong)
-        config.compiled = reason is None
+        vars(config)["compiled"] = reason is None

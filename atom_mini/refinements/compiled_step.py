@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,8 +33,8 @@ from ..sampler import Sampler
 __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'VECTOR', 'WORDS', 'give_way', 'PIECE', 'ROWS', 'tile', 'tile_of_one',
            'Vector', 'VectorModel', 'locate', 'load', 'store', 'call', 'fma', 'spread', 'add_up', 'exp2', 'add', 'pieces',
            'Threads', 'add_four', 'put_four', 'fetch', 'make_tile', 'linear', 'add_norm', 'silu_and_mul', 'turn',
-           'rotate_and_store', 'score', 'blend', 'soften', 'attend_head', 'attend', 'as_numpy', 'decode_step', 'stack', 'floats',
-           'collect', 'PlainOps', 'CompiledRunner', 'make_runner']
+           'rotate_and_store', 'score', 'blend', 'soften', 'attend_head', 'attend', 'as_numpy', 'decode_step', 'stack', 'bias_of',
+           'norms_of', 'floats', 'collect', 'PlainOps', 'CompiledRunner', 'make_runner']
 
 # %% ../../nbs/21b_compiled_loops.ipynb #06f1e1d1
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # a NaN stays one
@@ -75,10 +75,10 @@ WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 @intrinsic
-def load(typing: Any, array: Any, row: Any, i: Any) -> Any:
+def load(typing, array, row, i):
     """array[row, i : i + LANES], float32 or the bits of bfloat16."""
 
-    def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def generate(context, b, sig, args):
         place, is_short = locate(context, b, sig, args)
         value = b.load(place, align=2 if is_short else 4)
         if not is_short:
@@ -89,10 +89,10 @@ def load(typing: Any, array: Any, row: Any, i: Any) -> Any:
 
 # %% ../../nbs/21b_compiled_loops.ipynb #dfcc3fb8
 @intrinsic
-def store(typing: Any, array: Any, row: Any, i: Any, x: Any) -> Any:
+def store(typing, array, row, i, x):
     """array[row, i : i + LANES] = x, rounded if it is bfloat16."""
 
-    def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def generate(context, b, sig, args):
         place, is_short = locate(context, b, sig, args)
         value = args[3]
         if is_short:
@@ -112,17 +112,17 @@ def call(b: Any, name: str, result: Any, values: Any, **options: Any) -> Any:
 
 
 @intrinsic
-def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+def fma(typing, x, y, z):
     """x * y + z, of vectors."""
     name = f"llvm.fmuladd.v{LANES}f32"
     return VECTOR(x, y, z), lambda context, b, sig, args: call(b, name, WIDE, args)
 
 
 @intrinsic
-def spread(typing: Any, x: Any) -> Any:
+def spread(typing, x):
     """A vector of the number x."""
 
-    def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def generate(context, b, sig, args):
         one = b.insert_element(WIDE(ir.Undefined), args[0], ir.IntType(32)(0))
         return b.shuffle_vector(one, one, WORDS([0] * LANES))
 
@@ -130,10 +130,10 @@ def spread(typing: Any, x: Any) -> Any:
 
 
 @intrinsic
-def add_up(typing: Any, x: Any) -> Any:
+def add_up(typing, x):
     """The sum of the lanes, by halves."""
 
-    def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def generate(context, b, sig, args):
         zero, name = ir.FloatType()(-0.0), f"llvm.vector.reduce.fadd.v{LANES}f32"
         return call(b, name, zero.type, [zero, *args], fastmath=("reassoc",))
 
@@ -141,7 +141,7 @@ def add_up(typing: Any, x: Any) -> Any:
 
 # %% ../../nbs/21b_compiled_loops.ipynb #5e1cc201
 @njit(**OPTIONS)
-def exp2(x: Any) -> Any:
+def exp2(x):
     """2**x in float32, to 3e-7 of it; x is cut to [-126, 126]."""
     x = min(max(x, np.float32(-126)), np.float32(126))
     n = np.int32(x + np.float32(126.5))  # rounded, and 126 more: x may be negative
@@ -156,10 +156,10 @@ def exp2(x: Any) -> Any:
 
 # %% ../../nbs/21b_compiled_loops.ipynb #adf22ad4
 @intrinsic
-def add(typing: Any, counts: Any, place: Any, value: Any) -> Any:
+def add(typing, counts, place, value):
     """counts[place] += value, at once for all threads; what it was before."""
 
-    def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def generate(context, b, sig, args):
         data = context.make_array(sig.args[0])(context, b, args[0]).data
         return b.atomic_rmw("add", b.gep(data, [args[1]]), args[2], "seq_cst")
 
@@ -170,7 +170,7 @@ give_way = types.ExternalFunction("sched_yield", types.int32())
 
 
 @njit(**OPTIONS | {"cache": False})
-def pieces(counts: Any, n: int) -> Iterator[int]:
+def pieces(counts, n):
     """Of 0 ... n - 1 each to one of the threads that ask; ends once all are done.
 
     `counts` [16] int64: handed out, done; zeros at first.
@@ -223,14 +223,14 @@ ROWS = 2 if LANES == 8 else 4  # rows of x in a tile
 
 
 @njit(**OPTIONS)
-def add_four(w: Any, x: Any, sums: Any) -> Any:
+def add_four(w, x, sums):
     """w * x, added to the sums: for four vectors w of as many outputs."""
     a, b = fma(w[0], x, sums[0]), fma(w[1], x, sums[1])
     return a, b, fma(w[2], x, sums[2]), fma(w[3], x, sums[3])
 
 
 @njit(**OPTIONS)
-def put_four(sums: Any, bias: Any, o: int, y: Any, r: int) -> None:
+def put_four(sums, bias, o, y, r):
     y[r, o] = add_up(sums[0]) + bias[o]
     y[r, o + 1] = add_up(sums[1]) + bias[o + 1]
     y[r, o + 2] = add_up(sums[2]) + bias[o + 2]
@@ -238,10 +238,10 @@ def put_four(sums: Any, bias: Any, o: int, y: Any, r: int) -> None:
 
 # %% ../../nbs/21b_compiled_loops.ipynb #f8adc98f
 @intrinsic
-def fetch(typing: Any, array: Any, row: Any, i: Any) -> Any:
+def fetch(typing, array, row, i):
     """Ask for array[row, i : i + LANES]."""
 
-    def generate(context: Any, b: Any, sig: Any, args: Any) -> Any:
+    def generate(context, b, sig, args):
         place = b.bitcast(locate(context, b, sig, args)[0], ir.IntType(8).as_pointer())
         how = [ir.IntType(32)(n) for n in (0, 2, 1)]  # read, into the second cache, data
         call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *how])
@@ -254,7 +254,7 @@ def make_tile(rows: int, ahead: int = 8) -> Any:
     """A function for `rows` rows of x, 1, 2 or 4; it asks for weights so far ahead."""
 
     @njit(**OPTIONS)
-    def tile(w: Any, o: int, x: Any, r: int, bias: Any, y: Any) -> None:
+    def tile(w, o, x, r, bias, y):
         """y[r + j, o + i] = w[o + i] . x[r + j] + bias[o + i] for four i and all j."""
         zero, later = spread(np.float32(0)), min(o + ahead, len(w) - 4)
         a = b = c = d = (zero, zero, zero, zero)
@@ -282,7 +282,7 @@ tile, tile_of_one = make_tile(ROWS), make_tile(1)
 
 # %% ../../nbs/21b_compiled_loops.ipynb #669ff201
 @njit(**OPTIONS)
-def linear(counts: Any, x: Any, w: Any, bias: Any, y: Any) -> None:
+def linear(counts, x, w, bias, y):
     """y [R, O] = x [R, I] @ w [O, I].T + bias [O]; I is a multiple of LANES, O at
     least 4."""
     rest = len(x) % ROWS
@@ -296,7 +296,7 @@ def linear(counts: Any, x: Any, w: Any, bias: Any, y: Any) -> None:
 
 # %% ../../nbs/21c_compiled_step.ipynb #b0bcee46
 @njit(**OPTIONS)
-def add_norm(counts: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any) -> None:
+def add_norm(counts, x, residual, weight, eps, y):
     """residual += x, then y = its norm * weight; all [R, size]."""
     size = x.shape[1]
     for r in pieces(counts, len(x)):
@@ -310,7 +310,7 @@ def add_norm(counts: Any, x: Any, residual: Any, weight: Any, eps: Any, y: Any) 
 
 # %% ../../nbs/21c_compiled_step.ipynb #ff79b77c
 @njit(**OPTIONS)
-def silu_and_mul(counts: Any, gate_up: Any, y: Any) -> None:
+def silu_and_mul(counts, gate_up, y):
     """y [R, size] = silu(gate) * up of `gate_up` [R, 2 * size]."""
     size = y.shape[1]
     log2_e = np.float32(1.4426950408889634)
@@ -322,7 +322,7 @@ def silu_and_mul(counts: Any, gate_up: Any, y: Any) -> None:
 
 # %% ../../nbs/21c_compiled_step.ipynb #7b0b2344
 @njit(**OPTIONS)
-def turn(x: Any, weight: Any, cos: Any, sin: Any, eps: Any, scale: Any) -> None:
+def turn(x, weight, cos, sin, eps, scale):
     """Norm x [D] if there is a `weight`, turn it by its position, and scale it."""
     half = len(x) // 2
     if len(weight):
@@ -339,10 +339,7 @@ def turn(x: Any, weight: Any, cos: Any, sin: Any, eps: Any, scale: Any) -> None:
 
 # %% ../../nbs/21c_compiled_step.ipynb #6f78f5e2
 @njit(**OPTIONS)
-def rotate_and_store(
-    counts: Any, qkv: Any, norms: Any, cos: Any, sin: Any, eps: Any, cache: Any,
-    lens: Any, tables: Any,
-) -> None:  # fmt: skip
+def rotate_and_store(counts, qkv, norms, cos, sin, eps, cache, lens, tables):
     """Norm and turn queries and keys in `qkv` [B, (H + 2K) * D], scale the queries;
     keys and values into a layer's cache [2, N, K, S, D]."""
     kv_heads, size, dim = cache.shape[2:]
@@ -361,7 +358,7 @@ def rotate_and_store(
 
 # %% ../../nbs/21c_compiled_step.ipynb #24fc9abb
 @njit(**OPTIONS)
-def score(q: Any, h: int, keys: Any, n: int, out: Any) -> None:
+def score(q, h, keys, n, out):
     """out[s] = q[h] . keys[s] for the first n rows of keys [S, D]."""
     for s in range(n):
         sums = spread(np.float32(0))
@@ -371,7 +368,7 @@ def score(q: Any, h: int, keys: Any, n: int, out: Any) -> None:
 
 
 @njit(**OPTIONS)
-def blend(weights: Any, values: Any, n: int, out: Any, h: int) -> None:
+def blend(weights, values, n, out, h):
     """out[h] += the sum of weights[s] * values[s] over the first n rows of [S, D]."""
     dim = values.shape[1]
     for i in range(0, dim, 2 * LANES):
@@ -386,7 +383,7 @@ def blend(weights: Any, values: Any, n: int, out: Any, h: int) -> None:
 
 # %% ../../nbs/21c_compiled_step.ipynb #4388d223
 @njit(**OPTIONS)
-def soften(scores: Any) -> Any:
+def soften(scores):
     """Each score becomes 2 to the power of its distance to the largest; their sum."""
     top = scores[0]
     for i in range(len(scores)):
@@ -399,9 +396,7 @@ def soften(scores: Any) -> Any:
 
 # %% ../../nbs/21c_compiled_step.ipynb #75ee642d
 @njit(**OPTIONS)
-def attend_head(
-    q: Any, h: int, cache: Any, head: int, blocks: Any, n: int, scores: Any, out: Any
-) -> None:
+def attend_head(q, h, cache, head, blocks, n, scores, out):
     """out[h] = attention of q[h] [D], scaled, over n tokens of a layer's cache
     [2, N, K, S, D]: those of the K/V head `head` in `blocks`. `scores` [n]: scratch."""
     size = cache.shape[3]
@@ -418,9 +413,7 @@ def attend_head(
 
 # %% ../../nbs/21c_compiled_step.ipynb #c68d5d8e
 @njit(**OPTIONS)
-def attend(
-    counts: Any, qkv: Any, cache: Any, lens: Any, tables: Any, out: Any
-) -> None:
+def attend(counts, qkv, cache, lens, tables, out):
     """Attention of one token of each of B sequences, whose K/V is stored: the turned
     `qkv` [B, (H + 2K) * D] -> `out` [B, H * D]; a layer's cache [2, N, K, S, D]; lens
     [B], tables [B, W]."""
@@ -441,9 +434,7 @@ def as_numpy(x: Tensor) -> np.ndarray:
 
 # %% ../../nbs/21c_compiled_step.ipynb #2eced4f9
 @njit(**OPTIONS)
-def decode_step(
-    board: Any, weights: Any, eps: Any, cache: Any, lens: Any, tables: Any, buffers: Any
-) -> None:
+def decode_step(board, weights, eps, cache, lens, tables, buffers):
     """A decode of B sequences, whose embeddings are in `buffers[0]`; the logits are in
     `buffers[-1]`.
 
@@ -475,6 +466,17 @@ def stack(layers: list[Any]) -> Tensor:
         layer.weight = nn.Parameter(part, requires_grad=False)  # the old one is let go
     return whole
 
+# %% ../../nbs/21c_compiled_step.ipynb #7f45afc7
+def bias_of(layer: Any) -> Tensor:
+    """[O]; zeros where there is none."""
+    return torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias
+
+
+def norms_of(attn: Any) -> Tensor:
+    """The norms of queries and keys [2, D], or two empty ones."""
+    pair = [attn.q_norm, attn.k_norm] if attn.has_qk_norm else []
+    return torch.stack([n.weight for n in pair]) if pair else torch.empty(2, 0)
+
 # %% ../../nbs/21c_compiled_step.ipynb #cacd3390
 def floats(parts: list[Tensor]) -> np.ndarray:
     """Small things of all layers, one after the other, as float32."""
@@ -483,21 +485,17 @@ def floats(parts: list[Tensor]) -> np.ndarray:
 
 def collect(model: Any) -> tuple[Any, ...]:
     """What `decode_step` calls weights, of a `CausalLM`."""
-    decoder, head = model.model, model.head
-    norms, heads, kinds = [], [], [[], [], [], []]
-    for layer in decoder.layers:
-        attn, mlp = layer.self_attn, layer.mlp
-        norms += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-        pair = [attn.q_norm, attn.k_norm] if attn.has_qk_norm else []
-        heads.append(torch.stack([n.weight for n in pair]) if pair else torch.empty(2, 0))
-        for kind, matrix in zip(kinds, [attn.qkv, attn.o, mlp.gate_up, mlp.down]):
-            kind.append(matrix)
-    biases = [[x.weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in k]
-              for k in kinds]
+    decoder, layers, head = model.model, [*model.model.layers], model.head.weight
+    norms = [n for x in layers for n in (x.input_layernorm, x.post_attention_layernorm)]
+    attns, mlps = [x.self_attn for x in layers], [x.mlp for x in layers]
+    kinds = [[a.qkv for a in attns], [a.o for a in attns]]
+    kinds += [[m.gate_up for m in mlps], [m.down for m in mlps]]
+    biases = [floats([bias_of(x) for x in kind]) for kind in kinds]
     return (
-        floats([*norms, decoder.norm.weight]), floats(heads), decoder.rotary.cos.numpy(),
-        decoder.rotary.sin.numpy(), tuple(as_numpy(stack(kind)) for kind in kinds),
-        tuple(map(floats, biases)), as_numpy(head.weight), np.zeros(len(head.weight), np.float32),
+        floats([n.weight for n in [*norms, decoder.norm]]), floats([*map(norms_of, attns)]),
+        decoder.rotary.cos.numpy(), decoder.rotary.sin.numpy(),
+        tuple(as_numpy(stack(kind)) for kind in kinds), tuple(biases),
+        as_numpy(head), np.zeros(len(head), np.float32),
     )  # fmt: skip
 
 # %% ../../nbs/21c_compiled_step.ipynb #fdd1ff0f
