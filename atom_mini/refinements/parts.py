@@ -204,13 +204,9 @@ TOGETHER: list[Need] = [
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
-<<<<<<< HEAD
     Need("method='eagle3'", has_head, {"compiled": (False,)},
         "its head reads what lies between two layers"),
-    Need("prefix_cache='hash'", has("prefix_cache", "hash"),
-=======
     Need("prefix_cache='hash' or 'radix'", has("prefix_cache", "hash", "radix"),
->>>>>>> main
         {"enable_prefix_caching": (True,)}, "it is one"),
     Need("prefix_cache='none'", has("prefix_cache", "none"),
         {"enable_prefix_caching": (False,)}, "it is none"),
