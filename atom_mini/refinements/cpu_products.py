@@ -53,9 +53,9 @@ def pack(layer: Linear, keeps_order: bool = False) -> None:
         layer.weight = nn.Parameter(reorder(layer.weight.data), requires_grad=False)
 
 # %% ../../nbs/20b_cpu_products.ipynb #d0e0ae4b
-def prepare(model: nn.Module) -> None:
+def prepare(model: nn.Module, keeps_order: bool = False) -> None:
     """`pack` whatever is a float32 `Linear` on a CPU."""
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     for layer in model.modules():
         if isinstance(layer, Linear) and uses_onednn(layer.weight):
-            pack(layer, any(layer.weight is table for table in tables))
+            pack(layer, keeps_order or any(layer.weight is table for table in tables))
