@@ -149,3 +149,25 @@ def test_code_is_readable_as_plain_python() -> None:
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 50, f"{path.name}: {node.name} is too long"
                 assert not is_patched(node), f"{path.name}: {node.name} is not in its class"
+
+
+def test_the_hours_path_runs_alone() -> None:
+    """Its chapters one after the other, in one shell, and no other: each has what it needs."""
+    code = """
+import sys
+from pathlib import Path
+from execnb.nbio import read_nb
+from execnb.shell import CaptureShell
+import book
+shell = CaptureShell(Path("nbs"))
+shell.run(book.SETUP)
+for number in ("00", "03", "04", "05", "10", "13"):
+    (path,) = Path(".").glob(f"{number}_*.ipynb")
+    for cell in read_nb(path).cells:
+        if cell.cell_type == "code" and not book.SKIP.search(cell.source):
+            shell.cell(cell)
+            if shell.exc:
+                sys.exit(f"{path}: {cell.source}\\n{shell.prettytb(path)}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "nbs", env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
