@@ -40,7 +40,9 @@ def as_markdown(score: dict[str, Any]) -> str:
     """The table. A rung that was not run says what it needs."""
     goal = score["objective"]
     head = "tokens/s | TTFT p50, ms | p99 | ITL p50, ms | p99 | requests/s in time | of the bandwidth"
-    lines = [f"{score['stamp']}. In time: a first token within {goal['TTFT']:g} s, the others every "
+    others = score["other_load"] or 0
+    beside = f" Others used {100 * others:.0f} % of the processors meanwhile: take ratios." if others > 0.05 else ""
+    lines = [f"{score['stamp']}.{beside} In time: a first token within {goal['TTFT']:g} s, the others every "
              f"{1000 * goal['TPOT']:.0f} ms. The loop got the first {score['looped']} of 64 requests.", "",
              f"| | {head} |", f"|---{'|---' * 7}|"]  # fmt: skip
     for rung, needs in RUNGS.items():
