@@ -89,7 +89,7 @@ if find_spec("atom_mini") is None:  # in Colab: fetch the book, go to its notebo
 def with_fetch(cells: list[NbCell]) -> list[NbCell]:
     """The cells of a chapter, that hidden one behind the title, as settings.ini says today."""
     cell = mk_cell(fetching(), "code")
-    cell.id = FETCH
+    cell.id, cell.execution_count = FETCH, None
     first, *rest = [cell for cell in cells if cell.id != FETCH]
     return [first, cell, *rest]
 

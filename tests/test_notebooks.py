@@ -60,6 +60,14 @@ def test_chapter_teaches(path: Path) -> None:
     assert any("image/png" in o.get("data", {}) for c in nb.cells if c.cell_type == "code" for o in c.outputs)
 
 
+@pytest.mark.parametrize("path", [p for p in CHAPTERS if p.stem[0].isdigit()], ids=lambda p: p.stem)
+def test_chapter_fetches_the_book_where_it_is_missing(path: Path) -> None:
+    """In Colab: a hidden cell behind the title, as settings.ini says."""
+    found = [cell for cell in read_nb(path).cells if cell.id == book.FETCH]
+    assert [cell.source for cell in found] == [book.fetching()], "run: python nbs/book.py fetch"
+    assert read_nb(path).cells[1].id == book.FETCH
+
+
 ENV = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # set by nbdev's test_nb; exports do nothing then
 
 

@@ -38,7 +38,7 @@ from atom_mini import LLM, SamplingParams
 TTFT = 1.0  # seconds, of the objective
 TPOT = 0.1
 LOOPED = 3  # requests that the loop gets
-RATE = 6.0  # requests a second
+RATE = 16.0  # requests a second
 POOL = 4096  # tokens of K/V, on every rung of ours
 WEIGHTS = 4 * (SHAPE["vocab_size"] * 512 + 8 * (1024 * 512 + 512 * 512 + 3 * 512 * 1536))  # bytes, read once a step
 TOKEN = 4 * 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]  # bytes of K/V
