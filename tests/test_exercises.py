@@ -20,7 +20,7 @@ from exercises import check_exercise, run, wrong_answers
 ROOT = Path(__file__).resolve().parent.parent
 WRONG = ROOT / "tests" / "wrong_answers"
 CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
-CASES = [pytest.param(p, id=p.stem, marks=[pytest.mark.alone] * (p.stem[0] == "7")) for p in CHAPTERS]  # 7: processes
+CASES = [pytest.param(p, id=p.stem, marks=[pytest.mark.alone] * (p.stem[0] in "78")) for p in CHAPTERS]  # 7, 8: processes
 START = """
 import sys
 if sys.argv[2] == "alone":  # else the whole house would be found
