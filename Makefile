@@ -78,6 +78,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
 	$(PY) tests/bench/ranks.py
+	$(PY) tests/bench/server.py
 
 # README's figures: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit, and written
 # into the page.

@@ -47,7 +47,7 @@ def as_refusal(error: Exception) -> ApiError:
     param = next(filter(None, named.groups()), None) if named else None
     return ApiError(400, str(error), param)
 
-# %% ../../nbs/81_protocol.ipynb #67eecaf5
+# %% ../../nbs/81_protocol.ipynb #96ceaae1
 T = TypeVar("T", bound="Asked")
 Texts = Annotated[list[str], Meta(max_length=16)]  # each is looked for in every token
 
@@ -61,7 +61,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints take; None is a field left out."""
 
-    model: str | None = None
+    model: str
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     stop: str | Texts | None = None
@@ -124,7 +124,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         short, whole, chunk = self.name
         return {
             "id": f"{short}-{uuid.uuid4().hex}", "object": chunk if self.stream else whole,
-            "created": int(time.time()), "model": model, "system_fingerprint": None,
+            "created": int(time.time()), "model": model,
         }  # fmt: skip
 
 # %% ../../nbs/81_protocol.ipynb #2cc0a64a

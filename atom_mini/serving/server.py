@@ -344,7 +344,7 @@ class Server:
         if not exchange.headers.get("content-type", "").startswith(JSON):
             raise ApiError(415, f"send JSON, as content-type: {JSON}")  # no form of a page
         asked = read_request(await exchange.body(self.settings.max_body), kind)
-        if asked.model not in (None, self.model):
+        if asked.model != self.model:
             what = f"the model here is {self.model!r}, not {asked.model!r}"
             raise ApiError(404, what, "model", "model_not_found")
         await while_here(exchange.receive, self.generate(exchange, asked))
