@@ -53,7 +53,7 @@ class LLM:
         make = self.config.pick("make_engine", plain_engine)
         self.engine_core: EngineCore = make(self.config)
         self.processor = InputOutputProcessor(self.config, self.tokenizer)
-        self.metrics: Any = self.config.pick("make_metrics", _nothing)()
+        self.metrics: Any = self.config.pick("make_metrics", _nothing)(self)
         record = self.config.pick("make_trace", _nothing)
         self.trace: Any = record(self.engine_core, self.tokenizer)
         # what reads the text of a request that has stop strings, as long as there is one

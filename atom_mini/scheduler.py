@@ -196,9 +196,10 @@ class BaseScheduler:
         but "not_finite": the model's logits were no numbers, and there is no token."""
         if token_id == NO_TOKEN:
             return "not_finite"
-        if token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos:
+        ends = token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos
+        if ends and token_id not in self.config.eos_token_ids[1:]:
             return "eos"
-        if token_id in seq.stop_ids:
+        if ends or token_id in seq.stop_ids:
             return f"stop_{token_id}"
         length = seq.num_known_tokens + 1
         if length < seq.limit:

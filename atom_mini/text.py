@@ -289,4 +289,6 @@ def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
         return "stop", int(reason.removeprefix("stop_"))
     if reason == "not_finite":
         return "error", NOT_FINITE
+    if reason.startswith("error: "):
+        return "error", reason
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason

@@ -6,7 +6,7 @@ from html import escape
 from map import ROOT
 
 sys.path.insert(0, str(ROOT / "nbs"))
-from show import TIGHT, five_requests
+from show import TIGHT, check_trace, five_requests
 
 PROMPTS = [  # each of as many tokens as its request has
     "Once upon a time there was a cat.", "12 + 7 =", "Ada lives in Rome. Mia has a red cat. Mia has", "One day",
@@ -42,7 +42,7 @@ def record() -> str:
         while llm.step():
             pass
         trace = llm.trace
-    trace.check()
+    check_trace(trace)
     lengths = [
         (request["prompt"], len(request["token_ids"]) - request["prompt"]) for request in trace.requests.values()
     ]

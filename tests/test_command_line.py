@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import is_empty, save_checkpoint, save_family
+from checkpoints import is_empty, save_checkpoint
 from safetensors import safe_open
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
 from atom_mini.instruments.command_line import COMMANDS, SPINS, answer, given, knobs, main, make_parser, parse, run_chat
-from atom_mini.instruments.trace import Trace
 
 pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
 TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
@@ -127,18 +126,16 @@ def test_options_are_the_dataclasses() -> None:
     assert parse(["chat"]).params == SamplingParams(max_tokens=512)  # an answer may be longer than a completion
 
 
-@pytest.mark.parametrize("name", ["a.html", "a.json", "a.perfetto.json"])
+@pytest.mark.parametrize("name", ["a.html", "a.json"])
 def test_trace(capsys: Capture, tmp_path: Path, name: str) -> None:
     """It generates like `generate`, and the name says in which form the timeline comes."""
     (out,) = run_json(capsys, "trace", "12 + 7 =", "--output", str(tmp_path / name), "--max-tokens", "2", *CPU)
     text = (tmp_path / name).read_text()
     assert out["prompt"] == "12 + 7 ="
     if name == "a.json":
-        assert len(Trace.from_json(text).steps) == 2
+        assert len(json.loads(text)["steps"]) == 2
     else:
-        assert (
-            text.lstrip().lower().startswith("<!doctype html") if name == "a.html" else json.loads(text)["traceEvents"]
-        )
+        assert text.lstrip().lower().startswith("<!doctype html")
     assert main(["trace", "a", "--output", str(tmp_path / "none" / name), *CPU]) == 1
     assert "none" in capsys.readouterr().err
 
@@ -173,7 +170,6 @@ def test_info(capsys: Capture, monkeypatch: Patch) -> None:
         counted = sum(tensors.get_tensor(name).numel() for name in tensors.keys())  # noqa: SIM118
     assert report["parameters"] == counted and report["weight_bytes"] == 4 * counted
     assert (report["model"], report["device"], report["dtype"]) == ("tiny", "cpu", "float32")
-    assert report["ideal_decode_tokens_per_second"] == pytest.approx(report["memory_bytes_per_second"] / (4 * counted))
     assert half["dtype"] == "bfloat16" and half["weight_bytes"] == 2 * counted
     assert half["kvcache_bytes_per_token"] == report["kvcache_bytes_per_token"] // 2
     monkeypatch.setattr("atom_mini.model_runner.CPU_KVCACHE_BYTES", 50 * 16 * report["kvcache_bytes_per_token"])
@@ -188,26 +184,11 @@ def test_info(capsys: Capture, monkeypatch: Patch) -> None:
     assert f"{counted:,}" in capsys.readouterr().out
 
 
-def test_info_of_a_mixture(capsys: Capture, tmp_path: Path) -> None:
-    """A token reads 2 of 8 experts, and of the table one row."""
-    options = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-    model = save_family("qwen2_moe", tmp_path, **options)
-    report = run_json(capsys, "info", str(tmp_path), "--device", "cpu")
-    counts = {name: weight.numel() for name, weight in model.named_parameters()}
-    experts = sum(n for name, n in counts.items() if ".experts." in name)
-    read = sum(counts.values()) - counts["model.embed_tokens.weight"] - experts * 6 / 8
-    assert experts > 0 and report["parameters"] == sum(counts.values())
-    seconds = 1 / report["ideal_decode_tokens_per_second"]
-    assert seconds * report["memory_bytes_per_second"] == pytest.approx(4 * read, rel=1e-4)
-
-
 def test_info_on_a_gpu(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
     """The checkpoint's own type, and of the memory the share that is asked for, less what others and weights hold."""
     save_checkpoint("qwen3", tmp_path, dtype=torch.bfloat16)
-    ones = torch.ones
     monkeypatch.setattr("atom_mini.model_runner.choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70_000_000, 100_000_000))
-    monkeypatch.setattr("torch.ones", lambda n, device: ones(64))
     report = run_json(capsys, "info", str(tmp_path), "--gpu-memory-utilization", "0.8")
     left = 80_000_000 - 30_000_000 - report["weight_bytes"]
     assert (report["dtype"], report["device"]) == ("bfloat16", "cuda")
@@ -217,7 +198,7 @@ def test_info_on_a_gpu(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_info_of_shards_in_the_hub_cache(capsys: Capture, monkeypatch: Patch, tmp_path: Path, tie: bool) -> None:
-    """A tied head counts once, a table beside a head is looked up; a hub id is found where the hub's client puts it."""
+    """A tied head counts once; a hub id is found where the hub's client puts it."""
     folder = tmp_path / "models--some--model" / "snapshots" / "abc"
     model = save_checkpoint("llama", folder, max_shard_size="100KB", tie_word_embeddings=tie)
     (tmp_path / "models--some--model" / "refs").mkdir()
@@ -226,9 +207,7 @@ def test_info_of_shards_in_the_hub_cache(capsys: Capture, monkeypatch: Patch, tm
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     report = run_json(capsys, "info", "some/model", "--device", "cpu")
     assert report["parameters"] == sum(p.numel() for p in model.parameters()) and report["model"] == "some/model"
-    table = 0 if tie else 4 * model.get_input_embeddings().weight.numel()
-    seconds = 1 / report["ideal_decode_tokens_per_second"]
-    assert seconds == pytest.approx((report["weight_bytes"] - table) / report["memory_bytes_per_second"])
+    assert report["weight_bytes"] == 4 * report["parameters"]
     assert main(["info", "some/other"]) == 2
     assert "some/other" in capsys.readouterr().err
 
@@ -318,10 +297,9 @@ def test_drafts_change_no_text(capsys: Capture, tmp_path: Path) -> None:
     assert drafted[0]["token_ids"] == plain[0]["token_ids"]
     file = tmp_path / "a.json"
     (traced,) = run_json(capsys, "trace", REPEATS, "--output", str(file), *options, *DRAFTS)
-    trace = Trace.from_json(file.read_text())
-    verdicts = [e for step in trace.steps for e in step.after if e["event"] == "verified"]
+    steps = json.loads(file.read_text())["steps"]
+    verdicts = [e for step in steps for e in step["after"] if e["event"] == "verified"]
     assert traced["text"] == plain[0]["text"] and sum(e["accepted"] for e in verdicts) > 0
-    trace.check()
     said = []
     for more in ((), DRAFTS):
         chat("Mia has a red cat. What does Mia have?", arguments=("--max-tokens", "9", "--temperature", "0", *more))

@@ -204,7 +204,7 @@ def test_the_player_has_the_five_requests_of_the_book(monkeypatch: pytest.Monkey
 
 def test_the_snippets_about_other_documents_run() -> None:
     """Each goes on from the first; what they assert holds for the engine of today."""
-    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "documents.md").read_text(), re.DOTALL)
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "errata.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(first, names)
     assert len(others) > 30

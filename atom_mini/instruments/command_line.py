@@ -11,7 +11,6 @@ import os
 import random
 import sys
 import textwrap
-import timeit
 from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import Field, asdict, fields, replace
@@ -28,9 +27,8 @@ from ..text import RequestOutput
 
 # %% auto #0
 __all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'LATER', 'knobs', 'add_fields', 'given', 'figures',
-           'print_report', 'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'shape_model',
-           'weight_bytes', 'read_bytes', 'free_bytes', 'memory_bandwidth', 'needs', 'describe', 'run_info', 'answer',
-           'respond', 'run_chat', 'spin_less', 'add_later', 'make_parser', 'parse', 'main']
+           'print_report', 'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe',
+           'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_later', 'make_parser', 'parse', 'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -94,10 +92,9 @@ def print_report(report: dict[str, Any], as_json: bool = False) -> None:
 
 # %% ../../nbs/31_command_line.ipynb #2c051230
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a timeline as the file's name asks: .perfetto.json, .json, or a page."""
-    forms = {".perfetto.json": trace.to_perfetto, ".json": trace.to_json}
-    endings = (form for end, form in forms.items() if path.name.endswith(end))
-    path.write_text(next(endings, trace.to_html)(), "utf-8")
+    """Write a timeline as the file's name asks: .json, or a page."""
+    make = trace.to_json if path.name.endswith(".json") else trace.to_html
+    path.write_text(make(), "utf-8")
     print(f"timeline: {path}", file=sys.stderr)
 
 # %% ../../nbs/31_command_line.ipynb #c2bd337f
@@ -156,97 +153,50 @@ def run_bench(args: argparse.Namespace) -> None:
         report = measure(llm, prompts, replace(args.params, ignore_eos=True))
     print_report({"model": args.model} | report, args.json)
 
-# %% ../../nbs/31_command_line.ipynb #ec6fd32a
-def shape_model(config: Config, dtype: Any, is_packed: bool = False) -> Any:
-    """The model of `config`, of which no number is made; `is_packed`: quantised weights
-    as the file has them, for kernels that read these."""
-    from torch import device
-
-    from atom_mini.loading import blank_model
-    from atom_mini.models import TorchOps
-
-    ops = TorchOps()
-    ops.is_triton = is_packed
-    return blank_model(config.spec, 1, device("meta"), dtype, ops)
-
-
-def weight_bytes(model: Any) -> int:
-    """Of all its weights."""
-    return sum(weight.nbytes for weight in model.parameters())
-
-# %% ../../nbs/31_command_line.ipynb #86769d1a
-def read_bytes(model: Any) -> float:
-    """Of a model's weights what one token reads."""
-    read = float(weight_bytes(model))
-    if model.head.weight is not model.model.embed_tokens.weight:
-        read -= model.model.embed_tokens.weight.nbytes
-    for mlp in [m for m in model.modules() if hasattr(m, "routing")]:
-        idle = 1 - mlp.routing.top_k / mlp.gate_up.count
-        read -= idle * (weight_bytes(mlp.gate_up) + weight_bytes(mlp.down))
-    return read
-
-# %% ../../nbs/31_command_line.ipynb #3214ced6
-def free_bytes(config: Config, device: Any, weights: int) -> int:
-    """What is left for the KV cache; on a GPU, without a step's own memory."""
-    from atom_mini.model_runner import CPU_KVCACHE_BYTES, free_host_bytes, torch
-
-    if device.type != "cuda":
-        return min(CPU_KVCACHE_BYTES, (free_host_bytes() - weights) // 2)
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.gpu_memory_utilization) - (total - free) - weights
-
-# %% ../../nbs/31_command_line.ipynb #fa96e321
-def memory_bandwidth(device: Any) -> float:
-    """Bytes per second, from a sum over more than any cache holds."""
-    import torch
-
-    numbers = torch.ones(2**26 if device.type == "cpu" else 2**29, device=device)
-    runs = timeit.repeat(lambda: numbers.sum().item(), number=1, repeat=5)
-    return numbers.nbytes / min(runs)
-
 # %% ../../nbs/31_command_line.ipynb #4d05287e
 def needs(config: Config, device: str) -> dict[str, Any]:
-    """Bytes that the checkpoint of `config` needs on such a device: its weights, what
-    one token reads of them, a token's K/V, a sequence's state, a draft model."""
+    """Bytes that the checkpoint of `config` needs on such a device: its weights, a
+    token's K/V, a sequence's state, a draft model."""
     import torch
 
+    from atom_mini.loading import blank_model
     from atom_mini.memory import kvcache_block_bytes
+    from atom_mini.models import TorchOps
 
     stored = None if device == "cpu" else config.spec.dtype
     dtype = getattr(torch, config.dtype or stored or "float32")
-    chosen = config.attention or {"cuda": "triton"}.get(device)
-    model = shape_model(config, dtype, is_packed=chosen == "triton")
-    plain = shape_model(config, dtype)
+    ops, meta = TorchOps(), torch.device("meta")
+    plain = blank_model(config.spec, 1, meta, dtype, ops)
+    ops.is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
+    model = blank_model(config.spec, 1, meta, dtype, ops)
     draft, beside = config.pick("bytes_beside", lambda *_: (0, 0))(config, dtype)
-    state = 0
-    if keeps_state(config):
-        state = find("families.state:state_bytes")(config.spec, dtype)
+    state = find("families.state:state_bytes") if keeps_state(config) else lambda *_: 0
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in plain.parameters()),
-        "weight_bytes": weight_bytes(model),
-        "read_bytes_per_token": read_bytes(model),
+        "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
         "kvcache_bytes_per_token": kvcache_block_bytes(config.spec, 1, dtype),
-        "state_bytes_per_sequence": state,
+        "state_bytes_per_sequence": state(config.spec, dtype),
         "draft_weight_bytes": draft,
         "draft_kvcache_bytes_per_token": beside // config.kv_cache_block_size,
     }
 
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
 def describe(config: Config) -> dict[str, Any]:
-    """`needs` of the checkpoint of `config` here, how many tokens fit, and the speed
-    that memory allows one sequence."""
-    from atom_mini.model_runner import choose_device
+    """`needs` of the checkpoint of `config` here, and how many tokens fit."""
+    from atom_mini.model_runner import CPU_KVCACHE_BYTES, choose_device
+    from atom_mini.model_runner import free_host_bytes, torch
 
     device = choose_device(config.device)
     report = {"model": config.model, "device": str(device)} | needs(config, device.type)
     held = report["weight_bytes"] + report["draft_weight_bytes"]
     held += config.max_num_seqs * report["state_bytes_per_sequence"]
     each = report["kvcache_bytes_per_token"] + report["draft_kvcache_bytes_per_token"]
-    report["fitting_tokens"] = max(0, free_bytes(config, device, held)) // each
-    speed = report["memory_bytes_per_second"] = memory_bandwidth(device)
-    report["ideal_decode_tokens_per_second"] = speed / report["read_bytes_per_token"]
-    return report
+    left = min(CPU_KVCACHE_BYTES, (free_host_bytes() - held) // 2)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        left = int(total * config.gpu_memory_utilization) - (total - free) - held
+    return report | {"fitting_tokens": max(0, left) // each}
 
 # %% ../../nbs/31_command_line.ipynb #5c7a0076
 def run_info(args: argparse.Namespace) -> None:
@@ -316,7 +266,7 @@ COMMANDS = {  # each with its own arguments
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
-    "--output": {"type": Path, "default": "trace.html", "help": "or .perfetto.json"},
+    "--output": {"type": Path, "default": "trace.html", "help": "or .json"},
     "--num-requests": {"type": int, "default": 32, "help": "default: 32"},
     "--input-len": {"type": int, "default": 128, "help": "default: 128"},
     "--json": {"action": "store_true", "help": "one JSON document on stdout, no more"},

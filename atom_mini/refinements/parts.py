@@ -44,7 +44,7 @@ class Variant:
     make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
     read_prompts: Role = None  # one prompt or several -> a list of them
     read_messages: Role = None  # a conversation -> messages whose contents are texts
-    make_metrics: Role = None  # -> counters of steps
+    make_metrics: Role = None  # llm -> counters of steps
     make_trace: Role = None  # core, tokenizer -> what will record it, or None
     make_extras: Role = None  # -> what a request may ask for beside a token
     make_upload: Role = None  # device -> what brings arrays there
@@ -198,11 +198,8 @@ TOGETHER: list[Need] = [
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
-    Need("prefix_cache='hash'", has("prefix_cache", "hash"),
+    Need("prefix_cache='hash' or 'radix'", has("prefix_cache", "hash", "radix"),
         {"enable_prefix_caching": (True,)}, "it is one"),
-    Need("prefix_cache='radix'", has("prefix_cache", "radix"),
-        {"enable_prefix_caching": (True,), "trace": (False,)},
-        "its tree is not traced"),
     Need("prefix_cache='none'", has("prefix_cache", "none"),
         {"enable_prefix_caching": (False,)}, "it is none"),
     Need("scheduler='spyre'", has("scheduler", "spyre"),
