@@ -269,7 +269,7 @@ def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> Non
         (TEXT, X | {"tempreature": 1}, "tempreature"), (TEXT, X | {"n": 0}, "n"),
         (TEXT, X | {"temperature": -1}, "temperature"), (TEXT, X | {"seed": 0.5}, "seed"),
         (TEXT, X | {"max_tokens": 0}, "max_tokens"), (TEXT, X | {"top_p": 2}, "top_p"),
-        (TEXT, {}, "model"), (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": "x"}, "model"), (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
         (TEXT, X | {"stop": [""]}, "stop"),
         (TEXT, X | {"stop": ["x"] * 17}, "stop"), (TEXT, X | {"logprobs": 21}, "logprobs"),
         (TEXT, X | {"stream_options": {"x": 1}}, "x"), (TEXT, X | {"prompt": {"a": 1}}, "prompt"),
@@ -626,10 +626,9 @@ def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> No
     page.locator("#counts", has_text="decode").wait_for()
     drawn = "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean)"
     assert page.locator("canvas").evaluate(drawn)
-    connections = [send(served, STORY | {"prompt": [9] * 1500, "n": 16, "max_tokens": 400}) for _ in range(2)]
-    page.locator("#why", has_text="The first one waits").wait_for()
-    for connection in connections:
-        connection.close()
+    connection = send(served, STORY | {"prompt": [[i] * 1500 for i in range(9, 29)], "max_tokens": 400})
+    page.locator("#why", has_text="The first one waits: its prompt fills 94 blocks").wait_for()
+    connection.close()
     page.close()
     served.wait_idle()
     assert not wrong and asked and all(url.startswith(served.url) for url in asked)

@@ -134,7 +134,7 @@ def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, A
     """Generate, and say how fast: `figures` of that alone."""
     llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     scheduler: Any = llm.engine_core.scheduler
-    llm.metrics = type(llm.metrics)()
+    llm.metrics = type(llm.metrics)(llm)
     if hasattr(scheduler, "spec_stats"):
         scheduler.spec_stats = type(scheduler.spec_stats)()
     outs = llm.generate(prompts, params)

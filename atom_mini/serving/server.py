@@ -45,13 +45,19 @@ from atom_mini.serving.protocol import (
 from ..text import RequestOutput, TextPiece
 
 # %% auto #0
-__all__ = ['DONE', 'JSON', 'TIMES', 'COUNTS', 'LEVELS', 'MORE', 'Pieces', 'while_here', 'Serve', 'Gone', 'Exchange', 'Meters',
-           'Server', 'Front', 'serve', 'run_serve', 'add_command']
+__all__ = ['DONE', 'JSON', 'TIMES', 'COUNTS', 'LEVELS', 'MORE', 'Pieces', 'until_gone', 'while_here', 'Serve', 'Gone', 'Exchange',
+           'Meters', 'Server', 'Front', 'serve', 'run_serve', 'add_command']
 
-# %% ../../nbs/82_server.ipynb #eb999156
+# %% ../../nbs/82_server.ipynb #0b4143a9
+async def until_gone(receive: Any) -> None:
+    """Returns when the client has left; what it says before (an empty body) is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def while_here(receive: Any, work: Coroutine[Any, Any, None]) -> None:
     """Do `work`; if the client leaves first, cancel it."""
-    gone = asyncio.ensure_future(receive())
+    gone = asyncio.ensure_future(until_gone(receive))
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([gone, task], return_when=asyncio.FIRST_COMPLETED)
