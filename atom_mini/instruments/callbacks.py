@@ -55,8 +55,7 @@ class Listening(Metrics):
         if seq in self._requests or getattr(wish, "stream_callback", None) is None:
             return
         processor = self._llm.processor
-        has_text = processor.tokenizer is not None
-        reader = processor.make(processor.tokenizer, wish.stop) if has_text else None
+        reader = processor.make(processor.tokenizer, wish.stop)
         self._requests[seq] = Request(seq, reader, None)
 
     def _tell(self, request: Request) -> Exception | None:
