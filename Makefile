@@ -21,7 +21,7 @@ $(TORCH_STAMP):
 	touch $@
 
 $(VENV)/run: $(TORCH_STAMP) pyproject.toml
-	$(PIP) --editable .
+	$(PIP) --editable ".[cpu]"
 	touch $@
 
 $(VENV)/dev: $(VENV)/run

@@ -113,10 +113,7 @@ class SamplingMetaData:
 
         `upload` brings the arrays to the device, all at once.
         """
-        values = [
-            [off if (value := getattr(one, name)) is None else value for one in params]
-            for name, off in NEUTRAL.items()
-        ]
+        values = [[getattr(p, n) or off for p in params] for n, off in NEUTRAL.items()]
         temperature, k, p, min_p = np.array(values, np.float32)
         k = np.where(k > 0, k, vocab_size)
         (rows,) = ((temperature > 0) & ((k < vocab_size) | (p < 1))).nonzero()
