@@ -154,6 +154,7 @@ class Sampler:
         return probs
 
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
+        """logits [B, V] -> token ids [B], int64; NO_TOKEN where logits are no numbers."""
         temperature = meta.temperature
         is_filtered = meta.min_p is not None or meta.sorted_rows is not None
         if temperature is not None and not is_filtered:
