@@ -61,6 +61,7 @@ def as_svg(score: dict[str, Any]) -> str:
         y, wide = 34 + high * n, 330 * found["tokens per second"] / most
         first, *_ = cells(found)
         said = f"{first} tokens/s, first token after {found['TTFT p50']:.2g} s"
+        said += f" (the first {score['looped']} requests)" * (name == "naive loop")
         shapes.append(
             f'<text x="112" y="{y + 15}" text-anchor="end">{escape(name)}</text><rect x="120" y="{y}" width="{wide:.0f}" '
             f'height="{high - 6}" fill="{COLOURS[RUNGS[name]]}"/><text x="{126 + wide:.0f}" y="{y + 15}">{said}</text>'
