@@ -10,11 +10,12 @@ import nbformat
 from map import ROOT, draw, parts, read_book
 from player import player
 
-from atom_mini.refinements.parts import as_markdown
+from atom_mini.refinements.parts import TOGETHER
 
 sys.path += [str(ROOT / "kernels"), str(ROOT / "nbs")]  # appended: a folder of ours hides no installed package
 import book as books
 import machines
+from show import as_markdown
 
 STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "node_modules/mathjax/es5/tex-svg.js"))
 
@@ -76,7 +77,7 @@ def stage() -> dict[str, str]:
         part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
     }
     files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme, "machines.txt": machines.whole()}
-    files["together.txt"] = as_markdown()
+    files["together.txt"] = as_markdown(TOGETHER)
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"
