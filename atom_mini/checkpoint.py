@@ -82,6 +82,7 @@ class ModelSpec:
     has_qk_norm: bool = False  # each head of q and k
     dtype: str | None = None  # of the checkpoint's weights
     eos_token_id: Any = None
+    model: Any = None  # builds it
     attention: Any = None  # builds a layer's first half
     mlp: Any = None  # and its second
     rotary: Any = None

@@ -72,11 +72,12 @@ def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
 # %% ../nbs/06b_loading.ipynb #f111f112
 def fill(target: Tensor, tensor: Tensor, what: str) -> None:
     """Copy a weight of the file. ValueError if it is no float, or not finite here."""
-    kinds = f"{what} is {tensor.dtype}, and the model computes in {target.dtype}"
-    both = target.is_floating_point() == tensor.is_floating_point()
-    require(both, f"{kinds}: quantised weights need their scales")
-    target.copy_(tensor)
-    total = target.sum(dtype=torch.float32)
+    require(
+        target.is_floating_point() == tensor.is_floating_point(),
+        f"{what} is {tensor.dtype}, and the model computes in {target.dtype}: "
+        "quantised weights need their scales",
+    )
+    total = target.copy_(tensor).sum(dtype=torch.float32)
     what = f"{what} has NaN or inf in {target.dtype}: the file is broken"
     require(bool(total.isfinite()), f"{what}, or set dtype='float32'")
 
@@ -112,12 +113,12 @@ def blank_model(
     spec: ModelSpec, max_position: int, device: torch.device, dtype: torch.dtype,
     ops: TorchOps,
 ) -> CausalLM:  # fmt: skip
-    """A `CausalLM` of this kind on this device, its weights not yet filled."""
+    """A model of this kind on this device, its weights not yet filled."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return CausalLM(spec, max_position, ops)
+            return find(spec.model, CausalLM)(spec, max_position, ops)
     finally:
         torch.set_default_dtype(default)
 
@@ -126,7 +127,7 @@ def load_model(
     spec: ModelSpec, folder: Path, max_position: int, device: torch.device,
     dtype: torch.dtype, ops: TorchOps | None = None,
 ) -> CausalLM:  # fmt: skip
-    """A `CausalLM` with the checkpoint's weights. `ops`: `TorchOps` unless given."""
+    """A model with the checkpoint's weights. `ops`: `TorchOps` unless given."""
     ops = ops or TorchOps()
     model = blank_model(spec, max_position, device, dtype, ops)
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import nbformat
-from map import ROOT, draw, parts, read_book
+from map import ROOT, draw, hour, parts, read_book
 from player import player
+from playground import playground, recorded
 
 from atom_mini.refinements.parts import TOGETHER
 
-sys.path += [str(ROOT / "kernels"), str(ROOT / "nbs")]  # appended: a folder of ours hides no installed package
+sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
 import book as books
 import machines
 from show import as_markdown
@@ -30,7 +31,8 @@ def stage_chapter(room: dict) -> str:
     notebook, api = room["notebook"], ", ".join(f"[{module}](api/{module}.md)" for module in room["modules"])
     notebook.cells = books.unmove_solutions(notebook.cells)
     _, promise, *rest = notebook.cells[0].source.split("\n\n")
-    links = f"{{.lead-links}}\n{room['part']} · this page is a notebook, `nbs/{room['chapter']}.ipynb`"
+    links = f"{{.lead-links}}\n{room['part']} · {room['minutes']} minutes · this page is a notebook, "
+    links += f"`nbs/{room['chapter']}.ipynb` · [open it in Colab]({books.colab(room['chapter'])})"
     head = [f"# {room['title']}", promise, f"{links} · API of {api}" if api else links]
     notebook.cells[0].source = "\n\n".join([*head, *rest])
     for cell in notebook.cells:
@@ -76,8 +78,14 @@ def stage() -> dict[str, str]:
     pages = {
         part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
     }
-    files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme, "machines.txt": machines.whole()}
-    files["together.txt"] = as_markdown(TOGETHER)
+    files = {
+        "map.html": draw(book),
+        "hour.html": hour(book),
+        "player.html": player(),
+        "readme.txt": readme,
+        "machines.txt": machines.whole(),
+    }
+    files |= {"together.txt": as_markdown(TOGETHER), "playground.html": playground(recorded())}
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"

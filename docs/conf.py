@@ -14,7 +14,7 @@ project = html_title = copyright = "atom_mini"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx.ext.mathjax", "sphinx_copybutton"]
 
 myst_enable_extensions = ["dollarmath", "attrs_block"]
-myst_heading_anchors = 4  # the entries of documents.md
+myst_heading_anchors = 4  # the entries of errata.md
 nb_execution_mode = "off"  # outputs are stored in the notebooks
 mathjax_path = "tex-svg.js"  # from npm, beside the other static files
 copybutton_selector = "div:not(.output) > div.highlight > pre"

@@ -23,7 +23,6 @@ from atom_mini import LLM, SamplingParams
 from atom_mini.config import Config
 from atom_mini.instruments.command_line import COMMANDS, SPINS, answer, given, knobs, main, make_parser, parse, run_chat
 
-pytestmark = pytest.mark.alone  # it looks at the clock, or at who else runs
 TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
 CPU = ["--device", "cpu", "--num-kvcache-blocks", "200"]
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}

@@ -307,7 +307,7 @@ def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseExcepti
 def finish(tokens: tuple[int, ...], **params: Any) -> Sequence:
     """One step that answers `tokens`, as speculative decoding will; ids 0 and 2 end a text."""
     scheduler = make()
-    scheduler.eos_token_ids = frozenset([0, 2])
+    scheduler.eos_token_ids = (0, 2)
     seq = Sequence([5, 6, 7], 4, SamplingParams(**params))
     scheduler.add(seq)
     assert scheduler.schedule() is not None
@@ -320,7 +320,8 @@ def finish(tokens: tuple[int, ...], **params: Any) -> Sequence:
     ("tokens", "params", "reason", "kept"),
     [
         ((4, 0, 9), {"stop_token_ids": [9]}, "eos", 2),
-        ((4, 2), {}, "eos", 2),  # one of several ids that end a text
+        ((4, 2), {}, "stop_2", 2),  # the checkpoint names it after the first
+        ((4, 2), {"ignore_eos": True}, None, 2),
         ((4, 9, 0), {"stop_token_ids": [9]}, "stop_9", 2),
         ((4, 0, 9), {"stop_token_ids": [9], "ignore_eos": True}, "stop_9", 3),
         ((4, 4, 0), {"max_tokens": 2}, "max_tokens", 2),

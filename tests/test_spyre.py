@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.systems.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
 
-TABLES = Path(os.environ.get("SPYRE_TABLES", Path(__file__).resolve().parents[2] / "shared" / "spyre"))
+TABLES = Path(__file__).with_name("spyre_tables")
 
 
 def make_config(longest: int, limit: int, **options: Any) -> Config:
@@ -284,6 +283,21 @@ def test_a_failed_step_does_not_change_what_others_had_computed() -> None:
         assert [s.num_cached_tokens for s in seqs] == [0, 8], failing
 
 
+@pytest.mark.parametrize(("said", "options", "expected"), [
+    ("0", {}, False), ("1", {}, True), ("", {}, True), ("0", {"interleave": True}, True), ("1", {"interleave": False}, False),
+])  # fmt: skip
+def test_spyres_own_variable(
+    monkeypatch: pytest.MonkeyPatch, said: str, options: dict[str, Any], expected: bool
+) -> None:
+    """It says whether decodes come between chunks, if no option does, and is read for this scheduler only."""
+    monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", said)
+    assert make_config(512, 1024, **options).interleave is expected
+    monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", "2")
+    assert Config().scheduler == "atom"
+    with pytest.raises(ValueError, match="SENDNN_INFERENCE_CP_INTERLEAVE_STEPS='2' must be 0 or 1"):
+        make_config(512, 1024)
+
+
 def test_the_tkv_jumps() -> None:
     """264, 45 and 115 tokens: backward where a padding block goes, forward where everybody needs one more."""
     requests = [request(0, 0, 264, 100, 62), request(1, 0, 45, 100, 71), request(2, 0, 115, 100, 67)]
@@ -298,18 +312,17 @@ def test_the_tkv_jumps() -> None:
     assert [(i, sorted(row.finished)) for i, row in enumerate(rows) if row.finished] == [(58, ["0"]), (65, ["2"]), (68, ["1"])]
 
 
-def step_tables() -> list[Any]:
-    """All published tables of steps that are here."""
-    files = sorted(TABLES.glob("*.json")) if TABLES.is_dir() else []
-    found = [f for f in files if json.loads(f.read_text()).get("kind") == "steps"]
-    missing = pytest.mark.skip(reason=f"the published step tables are not at {TABLES.name}/; SPYRE_TABLES names them")
-    return [pytest.param(f, id=f.stem) for f in found] or [pytest.param(None, marks=missing)]
+def tables_of(kind: str) -> list[Any]:
+    """The published tables of a kind."""
+    tables = {file.stem: json.loads(file.read_text()) for file in sorted(TABLES.glob("*.json"))}
+    found = [pytest.param(table, id=name) for name, table in tables.items() if table["kind"] == kind]
+    assert found, kind
+    return found
 
 
-@pytest.mark.parametrize("file", step_tables())
-def test_published_steps(file: Path) -> None:
+@pytest.mark.parametrize("table", tables_of("steps"))
+def test_published_steps(table: dict[str, Any]) -> None:
     """Queues, outputs, ends, tkv of each step, as sendnn-inference's own tests have them."""
-    table = json.loads(file.read_text())
     c = table["config"]
     limit = c["max_batch_tkv_limit"] or c["max_batch_tkv_limit_effective"]
     config = make_config(c["max_model_len"], limit, chunk_size=c["chunk_size"], interleave=c["interleave"],
@@ -324,13 +337,6 @@ def test_published_steps(file: Path) -> None:
         assert row.outputs == set(wanted["request_outputs"]) and row.finished == set(wanted["finished_requests"]), wanted
         if row.kind == "decode":
             assert row.tkv == wanted["tkv"], wanted
-
-
-def tables_of(kind: str) -> list[Any]:
-    """The published tables of a kind that are here."""
-    files = sorted(TABLES.glob("*.json")) if TABLES.is_dir() else []
-    found = [pytest.param(json.loads(f.read_text()), id=f.stem) for f in files if json.loads(f.read_text())["kind"] == kind]
-    return found or [pytest.param(None, marks=pytest.mark.skip(reason="the published tables are not here"))]
 
 
 @pytest.mark.parametrize("table", tables_of("doc_figure"))

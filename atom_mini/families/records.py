@@ -136,7 +136,7 @@ class FamilySpec(ModelSpec):
     windows: tuple[int, ...] = ()  # keys that a query sees, 0: all
     has_whole_norm: bool = False  # one norm over all heads of q, and one of k
     has_sinks: bool = False
-    mtp_layers: int = 0  # stored behind the last one, and not run
+    mtp_layers: int = 0  # behind the last one: drafters
 
     @property
     def turned_dim(self) -> int:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..block_manager import NO_HASH
-from ..config import is_bool
+from ..checkpoint import find
+from ..config import Config, is_bool
 from ..refinements.parts import Variant
 from ..engine_core import EngineCore, StepOutput
 from ..scheduler import ScheduledBatch
@@ -29,7 +30,7 @@ from ..text import decode
 
 # %% auto #0
 __all__ = ['COLOURS', 'Event', 'Known', 'VERDICTS', 'Metrics', 'BlockRecord', 'StepRecord', 'Trace', 'Recorder', 'record',
-           'Counters', 'TraceKnobs']
+           'TraceKnobs']
 
 # %% ../../nbs/30_timeline.ipynb #a4bd3cc7
 @dataclass
@@ -346,7 +347,7 @@ def record(core: EngineCore, tokenizer: Any = None) -> Trace:
     recorder = Recorder(core)
     recorder._enter_runner(core)
     recorder._enter_core(core)
-    core.scheduler.note = recorder.note
+    core.scheduler.note = recorder.note  # type: ignore[method-assign]
     if tokenizer is not None:
         recorder.trace.to_text = lambda token_id: decode(tokenizer, [token_id])
     return recorder.trace
@@ -356,17 +357,20 @@ VERDICTS = {"accepted": "#2f6db3", "bonus": "#8fc7f0", "rejected": "#e3a9b8"}
 
 # %% ../../nbs/30_timeline.ipynb #1a2f22ea
 @dataclass
-class Counters(Variant):
-    """Counts steps, as `llm.metrics`."""
-
-    make_metrics = Metrics
-
-
-@dataclass
 class TraceKnobs(Variant):
-    """Whether steps are recorded, as `llm.trace`."""
+    """Counters, as `llm.metrics`; and whether steps are recorded, as `llm.trace`."""
 
     trace: bool = False
 
-    make_trace = record
     rules = (("trace", is_bool, "True or False"),)
+
+    @staticmethod
+    def watch(llm: Any) -> None:
+        """Count the steps of an `LLM`, and record them if that is asked for."""
+        llm.metrics = find("instruments.callbacks:Listening")(llm)
+        if llm.config.trace:
+            llm.trace = record(llm.engine_core, llm.tokenizer)
+
+    @classmethod
+    def is_chosen(cls, config: Config) -> bool:
+        return True

@@ -18,7 +18,7 @@ from ..config import Config, Offers, Rule, check_options, check_rules
 # %% auto #0
 __all__ = ['Role', 'VARIANTS', 'PARTS', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL',
            'Variant', 'Variants', 'attach', 'Refinements', 'check_roles', 'Need', 'has', 'many', 'drafts',
-           'drafts_by_model', 'keeps_state', 'apply', 'settle']
+           'drafts_by_model', 'has_head', 'keeps_state', 'apply', 'settle']
 
 # %% ../../nbs/20_parts.ipynb #33e432b5
 Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
@@ -45,8 +45,7 @@ class Variant:
     make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
     read_prompts: Role = None  # one prompt or several -> a list of them
     read_messages: Role = None  # a conversation -> messages whose contents are texts
-    make_metrics: Role = None  # -> counters of steps
-    make_trace: Role = None  # core, tokenizer -> what will record it, or None
+    watch: Role = None  # an LLM that is new: what measures it
     make_extras: Role = None  # -> what a request may ask for beside a token
     make_upload: Role = None  # device -> what brings arrays there
     max_rows: Role = None  # config -> rows of the largest decode
@@ -127,8 +126,9 @@ def attach(parts: dict[str, str]) -> None:
 PARTS = {
     "refinements.parts": "Refinements",
     "refinements.turns": "TurnKnobs",
+    "refinements.compiled": "Compiled",
     "refinements.overlap": "OverlapKnobs",
-    "instruments.trace": "Counters TraceKnobs",
+    "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
     "speculation.knobs": "Speculation",
@@ -188,6 +188,11 @@ def drafts_by_model(config: Config) -> bool:
     return drafts(config) and config.speculative_config.method != "ngram"
 
 
+def has_head(config: Config) -> bool:
+    """Whether a head drafts them that reads the model's layers."""
+    return drafts(config) and config.speculative_config.method == "eagle3"
+
+
 def keeps_state(config: Config) -> bool:
     """Whether layers of the model keep a state in place of keys and values."""
     return "linear_attention" in (getattr(config.spec, "layer_types", None) or ())
@@ -201,12 +206,14 @@ TOGETHER: list[Need] = [
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
+    Need("method='eagle3'", has_head, {"compiled": (False,)},
+        "its head reads what lies between two layers"),
     Need("prefix_cache='hash' or 'radix'", has("prefix_cache", "hash", "radix"),
         {"enable_prefix_caching": (True,)}, "it is one"),
     Need("prefix_cache='none'", has("prefix_cache", "none"),
         {"enable_prefix_caching": (False,)}, "it is none"),
     Need("scheduler='spyre'", has("scheduler", "spyre"),
-        {"interleave_decode": (False,), "attention": ("torch",),
+        {"interleave_decode": (False,), "attention": ("torch",), "compiled": (False,),
          "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
         OWN_STEPS),
 ]  # fmt: skip
@@ -235,6 +242,8 @@ TOGETHER += [
         "no records come back"),
     Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"overlap": (False,), "scheduler": ("atom",)}, "ranks run a step at a time"),
+    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
+        {"compiled": (False,)}, "a rank has a part of each matrix"),
     Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
         {"engine_process": (True,)}, "a rank that dies takes its process along"),
     Need("tensor_parallel_size above 1", many("tensor_parallel_size"),

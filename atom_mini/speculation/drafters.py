@@ -75,7 +75,7 @@ def check_same_tokens(target: Any, draft: Any) -> None:
 
 # %% ../../nbs/52_drafters.ipynb #e59810da
 class ModelDrafter(Drafter):
-    """A drafter that is a model, of the checkpoint `source(config)`: (folder, config).
+    """A drafter that is a model, of the checkpoint `source(config)`: (folder, spec).
 
     Its K/V is in a pool of its own, under the target's block ids.
     """
@@ -83,6 +83,11 @@ class ModelDrafter(Drafter):
     has_cache = True
     source: Any
     guess: Any  # (seqs, place) -> of each the draft in this place: int64 [B]
+
+    @classmethod
+    def owns(cls, name: str, config: Config) -> bool:
+        """Whether the weight `name` of that checkpoint is its own."""
+        return True
 
     def lags(self, seq: Sequence) -> bool:
         """Whether it must make a pass now, even if no guess is wanted."""
@@ -105,11 +110,12 @@ class ModelDrafter(Drafter):
     @classmethod
     def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
         """Its weights, and its K/V of a block."""
-        (folder, cfg), numbers = cls.source(config), 0
+        (folder, spec), numbers = cls.source(config), 0
         for name, file in checkpoint_files(folder).items():
-            with open_file(file) as tensors:
-                numbers += math.prod(tensors.get_slice(name).get_shape())
-        block = kvcache_block_bytes(cfg, config.kv_cache_block_size, dtype)
+            if cls.owns(name, config):
+                with open_file(file) as tensors:
+                    numbers += math.prod(tensors.get_slice(name).get_shape())
+        block = kvcache_block_bytes(spec, config.kv_cache_block_size, dtype)
         return numbers * dtype.itemsize, block
 
 # %% ../../nbs/52_drafters.ipynb #c99c7064

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..checkpoint import ModelSpec, check_rope, read_dense, read_json
 from ..checkpoint import read_spec, require, resolve_model
 from ..config import Config, SamplingParams
-from ..loading import Readers, checkpoint_files, load_weights, read_tensor
+from ..loading import Readers, checkpoint_files, load_model, read_tensor
 from ..model_runner import ModelRunner
 from ..models import CausalLM, DecoderLayer, Linear, RMSNorm
 from ..models import RotaryEmbedding, TorchOps
@@ -29,7 +29,7 @@ from .verify import Seqs, Tokens, as_rows
 
 # %% auto #0
 __all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'HeadSpec', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_spec', 'rename',
-           'map_drafts', 'load_head', 'follow', 'EagleDrafter']
+           'map_drafts', 'load_head', 'follow', 'HeadDrafter', 'EagleDrafter']
 
 # %% ../../nbs/53_eagle.ipynb #b4d14104
 class Taps:
@@ -65,6 +65,9 @@ class HeadSpec(ModelSpec):
     draft_vocab_size: int = 0
     norm_before_residual: bool = False
     taps: tuple[int, ...] = ()  # layers of the target whose inputs it reads
+    model: Any = "speculation.eagle:Eagle3Head"
+    adapters: tuple[Any, ...] = ("speculation.eagle:rename",)
+    has_embedding: bool = False  # of its own, beside the target's
 
 # %% ../../nbs/53_eagle.ipynb #5c96c297
 class Eagle3Head(nn.Module):
@@ -79,12 +82,14 @@ class Eagle3Head(nn.Module):
         self.midlayer.hidden_norm = RMSNorm(size, spec.rms_norm_eps, ops)
         attn = self.midlayer.self_attn
         attn.qkv = Linear(2 * size, attn.qkv.parts, attn.qkv.bias is not None)
-        self.norm_before_residual = spec.norm_before_residual
+        self.norm_before_residual, self.taps = spec.norm_before_residual, spec.taps
         self.fc = Linear(len(spec.taps) * size, {"fc": size})
         self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
         self.lm_head = Linear(size, {"lm_head": spec.draft_vocab_size})
         self.rotary = RotaryEmbedding(spec, max_position)
         self.target_ids = torch.arange(spec.draft_vocab_size)  # of the head's ids
+        if spec.has_embedding:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, size)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """The next states [T, hidden], before the norm, after `x` [T, 2 hidden]: a token's
@@ -159,6 +164,7 @@ def read_head_spec(
         "draft_vocab_size": raw.get("draft_vocab_size") or cfg.vocab_size,
         "norm_before_residual": raw.get("norm_before_residual", False),
         "taps": tuple(find_taps(raw, target.num_hidden_layers)),
+        "has_embedding": "embed_tokens.weight" in checkpoint_files(folder),
     }
     spec = scale(read_spec(cfg, HeadSpec, **own))
     fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
@@ -169,7 +175,7 @@ def read_head_spec(
     return spec
 
 # %% ../../nbs/53_eagle.ipynb #25fd1d69
-def rename(readers: Readers) -> Readers:
+def rename(readers: Readers, *_: Any) -> Readers:
     """The weights by EAGLE's names, in both styles; without the two tables of ids."""
     kept = {name: readers[name] for name in readers if name not in ("d2t", "t2d")}
     return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
@@ -194,17 +200,14 @@ def load_head(
 
     Its table of positions has `longest` rows, whatever length it was trained for.
     """
-    files, like = checkpoint_files(folder), embed.weight
-    with torch.device(like.device):
-        head = Eagle3Head(spec, longest, ops)
-        if "embed_tokens.weight" in files:
-            head.embed_tokens = embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
-    load_weights(head.to(like.dtype).requires_grad_(False), folder, rename)
+    like, files = embed.weight, checkpoint_files(folder)
+    place = longest, like.device, like.dtype
+    head: Any = load_model(spec, folder, *place, ops)
     none = torch.zeros(spec.vocab_size, dtype=torch.int64)
     offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
     head.target_ids = map_drafts(offsets, spec).to(like.device)
-    ops.prepare(head)
-    head.embed_tokens = embed
+    if not spec.has_embedding:
+        head.embed_tokens = embed
     return head
 
 # %% ../../nbs/53_eagle.ipynb #6fc7e8b2
@@ -221,34 +224,27 @@ def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
     return replace(batch, scheduled_tokens=np.array(tokens))
 
 # %% ../../nbs/53_eagle.ipynb #58addfbe
-class EagleDrafter(ModelDrafter, ModelRunner):
-    """Drafts greedily with an EAGLE-3 head: `speculative_config.model`, or else the one
-    beside the target. It prepares its steps as its target's `runner` does.
+class HeadDrafter(ModelDrafter, ModelRunner):
+    """Drafts greedily with a head, which reads states of the target. It prepares its
+    steps as its target's `runner` does.
 
     ValueError if the head does not fit.
     """
 
+    load: Any  # (config, target's model) -> the head
     model: Any  # the head
     last: Any  # (states, drafts) of its newest pass
 
-    @classmethod
-    def source(cls, config: Config) -> tuple[Path, Any]:
-        wanted, beside = config.speculative_config.model, config.folder
-        folder = resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
-        scale = config.pick("scale_rope", check_rope)
-        return folder, read_head_spec(folder, config.spec, scale)
-
     def __init__(self, config: Config, runner: Any) -> None:
-        graphs, (folder, spec) = getattr(runner, "graphs", {}), self.source(config)
+        graphs, (_, spec) = getattr(runner, "graphs", {}), self.source(config)
         self.config, self.upload = copy(config), runner.upload
         self.config.spec, self.known = spec, {}  # here: the last state, the next draft
         self.device, self.dtype = runner.device, runner.dtype
         self.ops, _ = self._choose_ops()  # for the head's shape, which may be another
-        embed, longest = runner.model.model.embed_tokens, config.max_model_len or 0
-        self.model = load_head(folder, spec, embed, longest, self.ops)
+        self.model = self.load(config, runner.model)
         self._set_kv_cache(runner.kv_cache.shape[2])
         self.kv_cache.zero_()  # some hits read what is unwritten
-        self.taps = Taps(runner.model, spec.taps, max(graphs, default=0))
+        self.taps = Taps(runner.model, self.model.taps, max(graphs, default=0))
         if graphs:  # once more: now with the hooks
             runner._capture(sorted(graphs))
 
@@ -280,3 +276,18 @@ class EagleDrafter(ModelDrafter, ModelRunner):
             known = [self.known[seq.id] for seq in seqs]
             self.last = [*map(torch.stack, zip(*known, strict=True))]
         return self.last[1]
+
+# %% ../../nbs/53_eagle.ipynb #fa8a1493
+class EagleDrafter(HeadDrafter):
+    """With an EAGLE-3 head: `speculative_config.model`, or that beside the target."""
+
+    @classmethod
+    def source(cls, config: Config) -> tuple[Path, Any]:
+        wanted, beside = config.speculative_config.model, config.folder
+        folder = resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
+        scale = config.pick("scale_rope", check_rope)
+        return folder, read_head_spec(folder, config.spec, scale)
+
+    def load(self, config: Config, target: Any) -> Eagle3Head:
+        embed, longest = target.model.embed_tokens, config.max_model_len or 0
+        return load_head(*self.source(config), embed, longest, self.ops)

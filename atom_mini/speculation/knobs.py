@@ -24,6 +24,7 @@ METHODS: dict[str, tuple[Any, list[str]]] = {  # its drafter, of (config, runner
     "ngram": ("speculation.drafters:NgramDrafter", LOOKUP),
     "draft_model": ("speculation.drafters:DraftModel", ["model", "draft_sampling"]),
     "eagle3": ("speculation.eagle:EagleDrafter", ["model"]),
+    "mtp": ("speculation.mtp:MtpDrafter", []),
 }
 
 # %% ../../nbs/50b_knobs.ipynb #50b00008
@@ -125,6 +126,14 @@ class Speculation(Variant):
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
         return getattr(config.speculative_config, "num_speculative_tokens", 0) > 0
+
+    @classmethod
+    def together(cls, config: Config, given: set[str]) -> None:
+        """ValueError for drafts of a layer that the checkpoint does not have."""
+        asked = cls.is_chosen(config) and config.speculative_config.method == "mtp"
+        has = config.spec is None or getattr(config.spec, "mtp_layers", 0) > 0
+        what = "method='mtp', and the checkpoint announces no layer for it"
+        require(has or not asked, f"{what} (num_nextn_predict_layers): take another")
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:

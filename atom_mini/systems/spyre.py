@@ -5,6 +5,7 @@
 # %% ../../nbs/41_spyre.ipynb #3f4e4243
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from ..sequence import Sequence, SequenceStatus, SequenceType
 Seqs = list[Sequence]
 
 # %% auto #0
-__all__ = ['Seqs', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'SpyreKnobs', 'remaining']
+__all__ = ['Seqs', 'INTERLEAVE', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'SpyreKnobs', 'remaining']
 
 # %% ../../nbs/41_spyre.ipynb #856d9aaa
 def round_up(x: int, step: int) -> int:
@@ -272,6 +273,7 @@ class SpyreKnobs(Variant):
         """Its knobs are refused for another scheduler, and checked for its own."""
         check_rules(config, [one_of("scheduler", "atom", "spyre")])
         if cls.is_chosen(config):
+            _ask_environment(config, given)
             check_rules(config, [("interleave", is_bool, "True or False")])
             _check_shape(config)
             return
@@ -298,6 +300,16 @@ def _check_shape(config: Config) -> None:
     holds_one = type(limit) is int and limit >= (longest or 0)
     small = f"cannot hold a request of max_model_len={longest}: raise it"
     require(holds_one, f"max_batch_tkv_limit={limit!r} {small}")
+
+# %% ../../nbs/41_spyre.ipynb #41d00002
+INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
+
+
+def _ask_environment(config: Config, given: set[str]) -> None:
+    """`interleave` as Spyre's own variable says it, if no option does."""
+    if "interleave" not in given and (said := os.environ.get(INTERLEAVE)):
+        require(said in ("0", "1"), f"{INTERLEAVE}={said!r} must be 0 or 1")
+        config.interleave = said == "1"
 
 # %% ../../nbs/41_spyre.ipynb #195d01af
 def remaining(seq: Sequence) -> int:
