@@ -4,12 +4,13 @@ TORCH  ?= torch==2.13.0
 MODEL  ?= tiny
 PROMPT ?=
 JOBS   ?= 2
+PORT   ?= 8000
 
 VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-rest test-all test-seconds bench figures kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
+.PHONY: run serve test test-rest test-all test-seconds bench figures kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -37,6 +38,14 @@ $(VENV)/lab: $(VENV)/dev
 
 run: $(VENV)/run
 	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
+
+$(VENV)/server: $(VENV)/run
+	$(PIP) --editable ".[server]"
+	touch $@
+
+# A page with a chat, and OpenAI's API: http://127.0.0.1:8000
+serve: $(VENV)/server
+	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
 # Some minutes: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
 # other processes. `make test-all` has the rest, too; nothing runs twice.
@@ -69,6 +78,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
 	$(PY) tests/bench/ranks.py
+	$(PY) tests/bench/server.py
 
 # README's figures: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit, and written
 # into the page.

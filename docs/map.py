@@ -23,7 +23,7 @@ from book import minutes  # noqa: E402
 
 PARTS = {  # tens digit of a chapter -> the part that it belongs to; all that the site says about parts is from here
     0: "I The engine", 1: "I The engine", 2: "II Refinements", 3: "III Instruments", 4: "IV Other systems",
-    5: "V Speculation", 6: "VI Families", 7: "VII Processes",
+    5: "V Speculation", 6: "VI Families", 7: "VII Processes", 8: "VIII Serving",
     9: "Appendix",
 }  # fmt: skip
 HOUR = {  # an hour's path: chapter -> what it answers

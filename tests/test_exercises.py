@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WRONG = ROOT / "tests" / "wrong_answers"
 CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
 AS_EVER, PROCESSES = [pytest.mark.share(120)], [pytest.mark.share(20), pytest.mark.alone]
-CASES = [pytest.param(p, id=p.stem, marks=PROCESSES if p.stem[0] == "7" else AS_EVER) for p in CHAPTERS]
+CASES = [pytest.param(p, id=p.stem, marks=PROCESSES if p.stem[0] in "78" else AS_EVER) for p in CHAPTERS]
 START = """
 import sys
 if sys.argv[2] == "alone":  # else the whole house would be found
