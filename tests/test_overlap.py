@@ -49,7 +49,7 @@ def test_outputs_equal_the_oracle_a_step_ahead() -> None:
     least = {
         "ahead": 50_000, "preempting": 1100, "preemptions": 3000, "put_back": 1500, "prefix_hits": 1000,
         "chunks": 4000, "failures": 800,
-        "aborts_running": 80, "max_tokens": 1500, "kv_cache": 1000, "eos": 300, "stop": 200, "stop_sequence": 80,
+        "aborts_running": 80, "max_tokens": 1500, "kv_cache": 1000, "eos": 200, "stop": 250, "stop_sequence": 80,
     }  # fmt: skip
     assert not {name: stats[name] for name in least if stats[name] < least[name]}
 

@@ -4,6 +4,7 @@ scheduler of the reader's own is never dropped in silence."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -100,13 +101,23 @@ def compare(options: dict[str, Any], plain: list[list[int]]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_pairs_and_triples_are_refused_or_give_the_same_tokens(
-    seed: int, plain: list[list[int]]
-) -> None:
-    rng = random.Random(100 + seed)
-    ran = [compare(draw(rng, VALUES, 2 + i % 2), plain) for i in range(16)]
-    assert any(ran)
+def drawn() -> Iterator[dict[str, Any]]:
+    for seed in range(10):
+        rng = random.Random(100 + seed)
+        yield from (draw(rng, VALUES, 2 + i % 2) for i in range(16))
+
+
+DRAWN = [*drawn()]
+
+
+def test_half_of_what_is_drawn_runs() -> None:
+    assert len(DRAWN) / 2 < sum(settled(options) != "refused" for options in DRAWN) < len(DRAWN)
+
+
+@pytest.mark.parametrize("first", range(0, len(DRAWN), 4))
+def test_pairs_and_triples_are_refused_or_give_the_same_tokens(first: int, plain: list[list[int]]) -> None:
+    for options in DRAWN[first : first + 4]:
+        compare(options, plain)
 
 
 @pytest.mark.alone

@@ -55,8 +55,7 @@ class Listening(Metrics):
         if seq in self._requests or getattr(wish, "stream_callback", None) is None:
             return
         processor = self._llm.processor
-        has_text = processor.tokenizer is not None
-        reader = processor.make(processor.tokenizer, wish.stop) if has_text else None
+        reader = processor.make(processor.tokenizer, wish.stop)
         self._requests[seq] = Request(seq, reader, None)
 
     def _tell(self, request: Request) -> Exception | None:
@@ -81,7 +80,7 @@ class Listening(Metrics):
 
     def _log_drafts(self) -> None:
         """How many of the drafts were accepted, each time that 1,000 more were made."""
-        stats = getattr(self._llm.engine_core.scheduler, "spec_stats", None)
+        stats: Any = getattr(self._llm.engine_core.scheduler, "spec_stats", None)
         made = stats.proposed.total() if stats else 0
         if made // 1000 > self._thousands:
             self._thousands = made // 1000

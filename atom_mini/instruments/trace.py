@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..block_manager import NO_HASH
+from ..checkpoint import find
 from ..config import Config, check_rules, is_bool
 from ..refinements.parts import Variant
 from ..engine_core import EngineCore, StepOutput
@@ -362,7 +363,7 @@ def record(core: EngineCore, tokenizer: Any = None) -> Trace:
     recorder = Recorder(core)
     recorder._enter_runner(core)
     recorder._enter_core(core)
-    core.scheduler.note = recorder.note
+    core.scheduler.note = recorder.note  # type: ignore[method-assign]
     if tokenizer is not None:
         recorder.trace.to_text = lambda token_id: decode(tokenizer, [token_id])
     return recorder.trace
@@ -377,12 +378,12 @@ class TraceKnobs(Variant):
 
     trace: bool = False
 
-    make_metrics = "instruments.callbacks:Listening"
-
     @staticmethod
-    def make_trace(core: EngineCore, tokenizer: Any) -> Trace | None:
-        """What `core` will do, if it is asked for."""
-        return record(core, tokenizer) if core.config.trace else None
+    def watch(llm: Any) -> None:
+        """Count the steps of an `LLM`, and record them if that is asked for."""
+        llm.metrics = find("instruments.callbacks:Listening")(llm)
+        if llm.config.trace:
+            llm.trace = record(llm.engine_core, llm.tokenizer)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:

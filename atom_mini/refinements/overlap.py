@@ -47,7 +47,7 @@ class OverlapScheduler(TurnScheduler):
     it will be. Source: ATOM's deferred output; MiniSGL's `scheduler/scheduler.py`.
     """
 
-    supports_overlap = True
+    supports_overlap = True  # a step may be scheduled before the last ends
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -123,7 +123,8 @@ class OverlapCore(EngineCore):
         make = config.pick("make_scheduler", OverlapScheduler)
         scheduler = scheduler or make(config)
         needs = f"overlap=True: {type(scheduler).__name__} needs the last step's tokens"
-        require(scheduler.supports_overlap, f"{needs}: set overlap=False")
+        knows = getattr(scheduler, "supports_overlap", False)
+        require(knows, f"{needs}: set overlap=False")
         super().__init__(config, runner, scheduler)
         self.in_flight: deque[tuple[ScheduledBatch, list[Sequence], Pending]] = deque()
 

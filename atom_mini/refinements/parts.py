@@ -44,8 +44,7 @@ class Variant:
     make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
     read_prompts: Role = None  # one prompt or several -> a list of them
     read_messages: Role = None  # a conversation -> messages whose contents are texts
-    make_metrics: Role = None  # llm -> counters of steps
-    make_trace: Role = None  # core, tokenizer -> what will record it, or None
+    watch: Role = None  # an LLM that is new: what measures it
     make_extras: Role = None  # -> what a request may ask for beside a token
     make_upload: Role = None  # device -> what brings arrays there
     max_rows: Role = None  # config -> rows of the largest decode
