@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from map import ROOT
 
 sys.path.insert(0, str(ROOT / "nbs"))
-from show import CountingRunner, Request, five_requests
+from show import CountingRunner, Request, check_trace, five_requests
 
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     end: float
     output: ScheduledBatchOutput
 
-    def result(self) -> ScheduledBatchOutput:
+    def __call__(self) -> ScheduledBatchOutput:
         """Wait for it."""
         self.runner.now = max(self.runner.now, self.end)
         return self.output
@@ -74,7 +74,7 @@ class ModelledRunner(CountingRunner):
         return Step(self, self.spans[-1][1], super().forward(batch))
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        return self.launch(batch).result()
+        return self.launch(batch)()
 
 
 def milliseconds(batch: ScheduledBatch) -> float:
@@ -104,7 +104,7 @@ class Run(NamedTuple):
 
 
 def run(policy: str, blocks: int, budget: int, rate: int | str, cache: str) -> Run:
-    """Play the load through the real scheduler; the trace is checked by replaying it."""
+    """Play the load through the real scheduler; its trace is checked."""
     pool = {"kv_cache_block_size": SIZE, "num_kvcache_blocks": blocks, "max_model_len": 32}
     limits = {"max_num_seqs": SEATS, "max_num_batched_tokens": budget, "enable_prefix_caching": cache == "on"}
     config = Config(**pool, **limits, **POLICIES[policy])
@@ -120,7 +120,7 @@ def run(policy: str, blocks: int, budget: int, rate: int | str, cache: str) -> R
         if step := core.step():
             for id, new in step.output.token_ids.items():
                 tokens[id] += [runner.now] * len(new)
-    trace.check()
+    check_trace(trace)
     wrong = [r.name for i, (_, r) in enumerate(requests) if len(tokens[i]) != r.max_tokens]
     assert not wrong, f"{policy}: {wrong} have another number of tokens than they asked for"
     return Run([at for at, _ in requests], tokens, runner.spans, trace)
@@ -130,10 +130,10 @@ def compact(made: Run, words: list[str]) -> dict[str, Any]:
     """What the page draws. `words` grows: why the first in the queue waits, each reason once."""
     lanes, steps = ["" for _ in made.tokens], []
     letters = {name: name[0] if name != "preempted" else "x" for name in COLOURS} | {None: " "}
-    for step, state, (start, end) in zip(made.trace.steps, made.trace.replay(), made.spans, strict=True):
-        phases, counts = state.phases(), state.counts()
+    for step, (start, end) in zip(made.trace.steps, made.spans, strict=True):
+        phases, counts = step.phases(), step.pool
         lanes = [lane + letters[phases.get(id)] for id, lane in enumerate(lanes)]
-        why = state.why(state.waiting[0]) if state.waiting else ""
+        why = step.why(step.waiting[0]) if step.waiting else ""
         words += [why] if why not in words else []
         many = sorted(step.tokens.items()) if step.kind == "prefill" else []
         facts = [step.kind[0], counts["used"], counts["cached"], words.index(why), many]

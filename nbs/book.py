@@ -89,7 +89,7 @@ if find_spec("atom_mini") is None:  # in Colab: fetch the book, go to its notebo
 def with_fetch(cells: list[NbCell]) -> list[NbCell]:
     """The cells of a chapter, that hidden one behind the title, as settings.ini says today."""
     cell = mk_cell(fetching(), "code")
-    cell.id = FETCH
+    cell.id, cell.execution_count = FETCH, None
     first, *rest = [cell for cell in cells if cell.id != FETCH]
     return [first, cell, *rest]
 
@@ -222,7 +222,18 @@ def readme(path: Path | None = None) -> str:
         elif cell.cell_type == "code":
             parts.append(f"```python\n{cell.source}\n```")
             parts += [_printed(cell)] if _printed(cell) else []
-    return "\n\n".join(parts) + "\n"
+    return re.sub(r"(?m)(?:^\|.*\n)+", _with_minutes, "\n\n".join(parts) + "\n")
+
+
+def _with_minutes(table: re.Match[str]) -> str:
+    """A table whose rows begin with chapters, with one column more: how long each takes to read, to five minutes."""
+    head, rule, *rows = table[0].splitlines()
+    names = [re.match(r"\| \[[^\]]+\]\(nbs/(\w+)\.ipynb\) \|", row) for row in rows]
+    if not names or not all(names):
+        return table[0]
+    times = [minutes(read_nb(ROOT / "nbs" / f"{name[1]}.ipynb").cells) for name in names if name]
+    rows = [f"{row} {max(5, 5 * round(time / 5))} |" for row, time in zip(rows, times, strict=True)]
+    return "\n".join([f"{head} minutes |", f"{rule}---|", *rows]) + "\n"
 
 
 def _printed(cell: NbCell) -> str:

@@ -156,12 +156,12 @@ def read(path: Path) -> tuple[list[Cell], list[int]]:
 
 
 def cells_before(speaks: str = "06c") -> int:
-    """All cells, text and code, that stand before the chapter in which the reader's rooms speak; no exercises."""
+    """The cells, text and code, before the chapter in which the reader's rooms speak; no exercises, none that is hidden."""
     total = 0
     for path in sorted((ROOT / "nbs").glob("0*.ipynb")):
         if path.stem.startswith(speaks):
             break
-        sources = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+        sources = [c.source for c in nbformat.read(path, as_version=4).cells if not c.source.startswith("#| hide")]
         ends = (i for i, s in enumerate(sources) if re.search(r"(?m)^## (Exercises|Solutions)", s))
         total += next(ends, len(sources))
     return total

@@ -281,6 +281,25 @@ def test_the_modelled_steps_leave_the_device_idle_only_for_the_host() -> None:
         assert gaps == pytest.approx([idle] * len(gaps))
 
 
+def test_llms_txt_and_news() -> None:
+    """A line for each chapter, with its promise, and a line for each commit, by day."""
+    listed = re.findall(r"(?m)^- \[.+\]\((\d\w+)\.html\): \S.+$", book_site.llms(BOOK))
+    assert listed == [*CHAPTERS.values()]
+    news = book_site.news()
+    if shutil.which("git") and (ROOT / ".git").exists():
+        days = re.findall(r"(?m)^## (\d{4}-\d\d-\d\d)$", news)
+        assert days and days == sorted(set(days), reverse=True) and news.count("\n- ") >= len(days)
+
+
+def test_the_guidance_names_what_is_there() -> None:
+    """Every file and target on the page for agents exists."""
+    page = (ROOT / "docs" / "agents.md").read_text()
+    files = set(re.findall(r"(?:nbs|tests|docs|atom_mini)/[\w./]*", page))
+    assert len(files) > 6 and not [name for name in files if not (ROOT / name).exists()]
+    targets = set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text()))
+    assert set(re.findall(r"`make ([\w-]+)`", page)) <= targets and {"score", "pdf"} <= targets
+
+
 def test_the_snippets_about_other_documents_run() -> None:
     """Each goes on from the first; what they assert holds for the engine of today."""
     first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "errata.md").read_text(), re.DOTALL)
@@ -660,6 +679,16 @@ def test_the_map_fits_a_screen_and_names_fit_their_rooms(tab: Any, width: int) -
     })"""
     assert not tab.evaluate(out)
     assert tab.locator(".book-map .name").first.bounding_box()["height"] > 9
+
+
+def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
+    """All its chapters, in one file."""
+    book_pdf = importlib.import_module("book_pdf")
+    whole, first = book_pdf.whole(), next(iter(book_map.parts(BOOK).values()))
+    assert whole.count("<article") == len(first) and "13 One request" in whole
+    subprocess.run([sys.executable, ROOT / "docs" / "book_pdf.py"], check=True, capture_output=True)
+    pdf = (SITE.parent / "part_one.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and len(pdf) > 1_000_000
 
 
 def test_the_hours_path_leads_on(tab: Any) -> None:

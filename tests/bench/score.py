@@ -8,7 +8,7 @@ every 100 ms on average. Bytes are the weights once a step and the keys and valu
 
 Rungs that need a GPU are in the file, empty, on a machine without one.
 
-Run: `python tests/bench/score.py [--rounds 2]`. It writes results/score_MACHINE.json; scorecard.py makes README's
+Run: `python tests/bench/score.py [--rounds 1]`. It writes results/score_MACHINE.json; scorecard.py makes README's
 table and figure of it.
 """
 
@@ -37,7 +37,7 @@ from atom_mini import LLM, SamplingParams
 
 TTFT = 1.0  # seconds, of the objective
 TPOT = 0.1
-LOOPED = 6  # requests that the loop gets
+LOOPED = 3  # requests that the loop gets
 RATE = 16.0  # requests a second
 POOL = 4096  # tokens of K/V, on every rung of ours
 WEIGHTS = 4 * (SHAPE["vocab_size"] * 512 + 8 * (1024 * 512 + 512 * 512 + 3 * 512 * 1536))  # bytes, read once a step
@@ -204,7 +204,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -216,7 +216,7 @@ def main() -> None:
     path = file_for(where)
     path.write_text(json.dumps(result, indent=1) + "\n")
     write_pages()
-    print(f"recorded in {path}; now run: python nbs/book.py run nbs/index.ipynb; make export; python nbs/book.py readme")
+    print(f"recorded in {path}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def as_markdown(score: dict[str, Any]) -> str:
     """The table. A rung that was not run says what it needs."""
     goal = score["objective"]
     head = "tokens/s | TTFT p50, ms | p99 | ITL p50, ms | p99 | requests/s in time | of the bandwidth"
-    lines = [f"{score['stamp']}. In time: a first token within {goal['TTFT']:g} s, the others every "
+    others = score["other_load"] or 0
+    beside = f" Others used {100 * others:.0f} % of the processors meanwhile: take ratios." if others > 0.05 else ""
+    lines = [f"{score['stamp']}.{beside} In time: a first token within {goal['TTFT']:g} s, the others every "
              f"{1000 * goal['TPOT']:.0f} ms. The loop got the first {score['looped']} of 64 requests.", "",
              f"| | {head} |", f"|---{'|---' * 7}|"]  # fmt: skip
     for rung, needs in RUNGS.items():
@@ -59,6 +61,7 @@ def as_svg(score: dict[str, Any]) -> str:
         y, wide = 34 + high * n, 330 * found["tokens per second"] / most
         first, *_ = cells(found)
         said = f"{first} tokens/s, first token after {found['TTFT p50']:.2g} s"
+        said += f" (the first {score['looped']} requests)" * (name == "naive loop")
         shapes.append(
             f'<text x="112" y="{y + 15}" text-anchor="end">{escape(name)}</text><rect x="120" y="{y}" width="{wide:.0f}" '
             f'height="{high - 6}" fill="{COLOURS[RUNGS[name]]}"/><text x="{126 + wide:.0f}" y="{y + 15}">{said}</text>'
