@@ -69,8 +69,9 @@ test-seconds: $(VENV)/dev
 	$(PY) -m pytest --record -n $(JOBS) --dist loadfile -m "not slow and not alone"
 	$(PY) -m pytest --record -m "alone and not slow"
 
+# OPENVINO: a Python that has openvino-genai and optimum-intel; then it is one of the peers.
 bench: $(VENV)/dev
-	$(PY) tests/bench/cpu.py
+	$(PY) tests/bench/cpu.py --plain $(if $(OPENVINO),--openvino $(OPENVINO))
 	$(PY) tests/bench/busy.py
 	$(PY) tests/bench/speculation.py
 	$(PY) tests/bench/families.py

@@ -210,7 +210,7 @@ class InputOutputProcessor:
         """Check and tokenise one prompt; ValueError says what is wrong with it."""
         self._check(prompt, params)
         text = prompt if isinstance(prompt, str) else None
-        ids = prompt if text is None else self.encode(text)
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         seq = Sequence(ids, self.config.kv_cache_block_size, self._settle(params))
         self._check_ids("prompt", seq.token_ids)
         return Request(seq, self.make(self.tokenizer, tuple(params.stop)), text)

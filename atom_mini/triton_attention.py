@@ -50,7 +50,7 @@ MAX_SPLITS = 32  # parts of a context
 
 # %% ../nbs/10_triton_attention.ipynb #7a010e39
 def part_size(lens: np.ndarray, most: np.ndarray | int) -> np.ndarray:
-    """Of `lens` [B] keys, how many in each of at most `most` parts: [B], whole `SPLIT_KEYS`."""
+    """Keys in each of at most `most` parts of `lens` [B]: [B], whole `SPLIT_KEYS`."""
     return -(-lens // (most * SPLIT_KEYS)) * SPLIT_KEYS
 
 # %% ../nbs/10_triton_attention.ipynb #10a00002

@@ -12,11 +12,12 @@ from map import ROOT, draw, hour, parts, read_book
 from player import player
 from playground import playground, recorded
 
-from atom_mini.refinements.parts import as_markdown
+from atom_mini.refinements.parts import TOGETHER
 
 sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
 import book as books
 import machines
+from show import as_markdown
 
 STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "node_modules/mathjax/es5/tex-svg.js"))
 
@@ -119,7 +120,7 @@ def stage() -> dict[str, str]:
         "machines.txt": machines.whole(),
     }
     files |= {"news.txt": news(), "llms.txt": llms(book)}
-    files |= {"together.txt": as_markdown(), "playground.html": playground(recorded())}
+    files |= {"together.txt": as_markdown(TOGETHER), "playground.html": playground(recorded())}
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"

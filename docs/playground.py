@@ -53,7 +53,7 @@ class Step(NamedTuple):
     end: float
     output: ScheduledBatchOutput
 
-    def result(self) -> ScheduledBatchOutput:
+    def __call__(self) -> ScheduledBatchOutput:
         """Wait for it."""
         self.runner.now = max(self.runner.now, self.end)
         return self.output
@@ -74,7 +74,7 @@ class ModelledRunner(CountingRunner):
         return Step(self, self.spans[-1][1], super().forward(batch))
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        return self.launch(batch).result()
+        return self.launch(batch)()
 
 
 def milliseconds(batch: ScheduledBatch) -> float:
@@ -104,7 +104,7 @@ class Run(NamedTuple):
 
 
 def run(policy: str, blocks: int, budget: int, rate: int | str, cache: str) -> Run:
-    """Play the load through the real scheduler; what was recorded is checked."""
+    """Play the load through the real scheduler; its trace is checked."""
     pool = {"kv_cache_block_size": SIZE, "num_kvcache_blocks": blocks, "max_model_len": 32}
     limits = {"max_num_seqs": SEATS, "max_num_batched_tokens": budget, "enable_prefix_caching": cache == "on"}
     config = Config(**pool, **limits, **POLICIES[policy])
@@ -131,12 +131,12 @@ def compact(made: Run, words: list[str]) -> dict[str, Any]:
     lanes, steps = ["" for _ in made.tokens], []
     letters = {name: name[0] if name != "preempted" else "x" for name in COLOURS} | {None: " "}
     for step, (start, end) in zip(made.trace.steps, made.spans, strict=True):
-        phases, pool = step.phases(), step.pool
+        phases, counts = step.phases(), step.pool
         lanes = [lane + letters[phases.get(id)] for id, lane in enumerate(lanes)]
         why = step.why(step.waiting[0]) if step.waiting else ""
         words += [why] if why not in words else []
         many = sorted(step.tokens.items()) if step.kind == "prefill" else []
-        facts = [step.kind[0], pool["used"], pool["cached"], words.index(why), many]
+        facts = [step.kind[0], counts["used"], counts["cached"], words.index(why), many]
         steps.append([round(start), round(end), *facts])
     people = []
     for arrival, came in zip(made.arrivals, made.tokens, strict=True):

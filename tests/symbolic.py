@@ -196,7 +196,7 @@ class SymbolicStep:
         self.runner, self.batch = runner, batch
         self.output: ScheduledBatchOutput | None = None
 
-    def result(self) -> ScheduledBatchOutput:
+    def __call__(self) -> ScheduledBatchOutput:
         self.runner.run_up_to(self)
         self.runner.in_flight.remove(self)
         assert self.output is not None

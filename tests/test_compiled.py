@@ -149,6 +149,34 @@ def test_the_same_bits(tmp_path: Path) -> None:
             assert all(row.equal(wanted[i, n]) for (_, n), row in found.items())
 
 
+@torch.inference_mode()
+def exact_logits(model: Any, asked: list[list[int]], tokens: list[list[int]]) -> Sampled:
+    """Transformers' in float32."""
+    found = Sampled()
+    for i, (prompt, said) in enumerate(zip(asked, tokens, strict=True)):
+        rows = model(input_ids=torch.tensor([prompt + said]), use_cache=False).logits[0]
+        found |= {(i, n): rows[n - 1] for n in range(len(prompt), len(prompt) + len(said))}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_is_nearer_to_the_truth_than_torch(name: str, tmp_path: Path) -> None:
+    """The truth: the same weights, computed in float32. Of prompts of one token, so that all of it is compiled."""
+    kind, shape = CASES[name]
+    model = save_checkpoint(kind, tmp_path, num_hidden_layers=2, **TRAINED | shape)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    asked, errors = [[i] for i in range(1, 13)], []
+    for compiled in (False, True):
+        with LLM(str(tmp_path), compiled=compiled, dtype="bfloat16", kv_cache_block_size=3, **SMALL) as llm:
+            poison(llm)
+            logits, tokens = run(llm, asked)
+            assert next(iter(llm.engine_core.runner.model.parameters())).dtype == torch.bfloat16
+        exact = exact_logits(model, asked, tokens)
+        errors.append(torch.stack([row - exact[key] for key, row in logits.items()]).std())
+    assert 0 < 1.5 * errors[1] < errors[0] < 0.02
+
+
 WIDTHS = {  # numbers in a vector -> a processor that has no wider ones
     8: {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"},
     4: {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": "+sse4.2"},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import show
 
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.refinements import parts
@@ -208,4 +209,4 @@ def test_a_variant_that_wraps_another_stands_before_it(monkeypatch: pytest.Monke
 
 def test_readme_has_the_table() -> None:
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-    assert parts.as_markdown() in readme
+    assert show.as_markdown(parts.TOGETHER) in readme

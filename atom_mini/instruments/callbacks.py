@@ -80,7 +80,7 @@ class Listening(Metrics):
 
     def _log_drafts(self) -> None:
         """How many of the drafts were accepted, each time that 1,000 more were made."""
-        stats = getattr(self._llm.engine_core.scheduler, "spec_stats", None)
+        stats: Any = getattr(self._llm.engine_core.scheduler, "spec_stats", None)
         made = stats.proposed.total() if stats else 0
         if made // 1000 > self._thousands:
             self._thousands = made // 1000

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 from ..checkpoint import require
-from ..config import Config, Offers, check_options
+from ..config import Config, Offers, Rule, check_options, check_rules
 
 # %% auto #0
 __all__ = ['Role', 'VARIANTS', 'PARTS', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL',
            'Variant', 'Variants', 'attach', 'Refinements', 'check_roles', 'Need', 'has', 'many', 'drafts',
-           'drafts_by_model', 'has_head', 'keeps_state', 'apply', 'settle', 'as_markdown']
+           'drafts_by_model', 'has_head', 'keeps_state', 'apply', 'settle']
 
 # %% ../../nbs/20_parts.ipynb #33e432b5
 Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
@@ -32,6 +32,7 @@ class Variant:
     all roles are declared here; ValueError for a name that is none.
     """
 
+    rules: tuple[Rule, ...] = ()  # what holds for its knobs (chapter 06g)
     wraps: tuple[str, ...] = ()  # variants whose work it does, too
     make_engine: Role = None  # config -> the core that an LLM steps
     make_core: Role = None  # config -> engine core, with its runner
@@ -56,12 +57,14 @@ class Variant:
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        """Whether the knobs ask for it; a part that has none is always there."""
-        return not fields(cast(Any, cls))
+        """Whether a knob of it is turned; a part that has none is always there."""
+        known = fields(cast(Any, cls))
+        return not known or any(getattr(config, f.name) != f.default for f in known)
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
         """ValueError if its own knobs are wrong; `given`: what the user has set."""
+        check_rules(config, [*cls.rules])
 
     @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
@@ -286,13 +289,3 @@ def settle(config: Config, given: set[str]) -> None:
 
 # %% ../../nbs/20_parts.ipynb #c9bf63e1
 Config.offers = Variants()
-
-# %% ../../nbs/20_parts.ipynb #bcf69ef0
-def as_markdown() -> str:
-    """`TOGETHER` as a table in Markdown, rows with the same words joined."""
-    lines = ["| with | only | because |", "|---|---|---|"]
-    for row in TOGETHER:
-        needs = [f"`{n}={v[0]!r}`" if len(v) == 1 else f"`{n}` in {[*v]}"
-                 for n, v in row.needs.items()]
-        lines.append(f"| {row.asked} | {', '.join(needs)} | {row.why} |")
-    return "\n".join(lines)
