@@ -105,7 +105,7 @@ def stage() -> dict[str, str]:
     book = read_book()
     modules = {module: room for room in book.nodes.values() for module in room["modules"]}
     page_of = {module.split(".")[-1]: f"api/{module}" for module in modules}
-    readme = (ROOT / "README.md").read_text().replace("(nbs/", "(")
+    readme = (ROOT / "README.md").read_text().replace("](nbs/", "](").replace("](docs/", "](")
     readme = re.sub(r"(?<=\| )`([\w./]+)`(?= \|)", lambda cell: link_module(cell[1], page_of), readme)
     rooms_of = {part: [book.nodes[name] for name in names] for part, names in parts(book).items()}
     chapters = {part: [room["chapter"] for room in rooms] for part, rooms in rooms_of.items()}
