@@ -211,20 +211,23 @@ class Leader:
         size, limit = self.config.tensor_parallel_size, self.config.collective_timeout
         return open_group(self.meeting, 0, size, limit, device)
 
-    def launch(
-        self, batch: ScheduledBatch, fill_in: FillIn | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`ModelRunner.launch` on all ranks."""
+    def on_all(self, run: Any, batch: ScheduledBatch, *more: Any) -> Any:
+        """Have all ranks run a step, and `run` it here."""
         frame = pack_batch(batch, self.known)
         for manager in self.managers:
             manager.tell(frame)
         try:
-            return self.runner.launch(batch, fill_in)
+            return run(batch, *more)
         except Exception:
             time.sleep(2 * TICK)  # if a rank has died, this process ends here
             raise
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step on all ranks."""
-        logits, token_ids = self.launch(batch)
-        return self.runner.pack_output(batch, logits, token_ids.tolist())
+        return self.on_all(self.runner.forward, batch)
+
+    def launch(
+        self, batch: ScheduledBatch, fill_in: FillIn | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`ModelRunner.launch` on all ranks."""
+        return self.on_all(self.runner.launch, batch, fill_in)
