@@ -4,12 +4,13 @@ TORCH  ?= torch==2.13.0
 MODEL  ?= tiny
 PROMPT ?=
 JOBS   ?= 2
+PORT   ?= 8000
 
 VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test test-rest test-all test-seconds bench figures kernels execute gpu docs docs-serve test-docs lab measure clean-book book export clean
+.PHONY: run serve test test-rest test-all test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -20,7 +21,7 @@ $(TORCH_STAMP):
 	touch $@
 
 $(VENV)/run: $(TORCH_STAMP) pyproject.toml
-	$(PIP) --editable .
+	$(PIP) --editable ".[cpu]"
 	touch $@
 
 $(VENV)/dev: $(VENV)/run
@@ -37,6 +38,14 @@ $(VENV)/lab: $(VENV)/dev
 
 run: $(VENV)/run
 	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
+
+$(VENV)/server: $(VENV)/run
+	$(PIP) --editable ".[server]"
+	touch $@
+
+# A page with a chat, and OpenAI's API: http://127.0.0.1:8000
+serve: $(VENV)/server
+	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
 # Some minutes: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
 # other processes. `make test-all` has the rest, too; nothing runs twice.
@@ -60,8 +69,9 @@ test-seconds: $(VENV)/dev
 	$(PY) -m pytest --record -n $(JOBS) --dist loadfile -m "not slow and not alone"
 	$(PY) -m pytest --record -m "alone and not slow"
 
+# OPENVINO: a Python that has openvino-genai and optimum-intel; then it is one of the peers.
 bench: $(VENV)/dev
-	$(PY) tests/bench/cpu.py
+	$(PY) tests/bench/cpu.py --plain $(if $(OPENVINO),--openvino $(OPENVINO))
 	$(PY) tests/bench/busy.py
 	$(PY) tests/bench/speculation.py
 	$(PY) tests/bench/families.py
@@ -69,6 +79,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
 	$(PY) tests/bench/ranks.py
+	$(PY) tests/bench/server.py
 
 # README's figures: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit, and written
 # into the page.
@@ -77,6 +88,12 @@ figures: $(VENV)/dev
 	for name in cpu speculation families host_step full_size; do \
 		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
 	$(PY) tests/bench/figures.py build/figures
+	$(PY) nbs/book.py readme
+
+# The scorecard: one load on every rung, recorded for this machine; README's table and figure are made from it.
+score: $(VENV)/dev
+	$(PY) tests/bench/score.py
+	$(PY) nbs/book.py run nbs/index.ipynb
 	$(PY) nbs/book.py readme
 
 # EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what README says of each GPU.
@@ -96,6 +113,10 @@ gpu:
 
 docs: $(VENV)/docs
 	$(PY) docs/book_site.py
+
+# Part I as build/part_one.pdf, printed by Chromium from the site's pages.
+pdf: docs
+	$(PY) docs/book_pdf.py
 
 docs-serve: $(VENV)/docs
 	$(PY) docs/book_site.py --serve

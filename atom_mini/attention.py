@@ -117,4 +117,5 @@ class Attention(nn.Module):
         self.kv_cache = torch.empty(0)
 
     def forward(self, q: Tensor) -> Tensor:
+        """q [T, H, D] -> [T, H, D]."""
         return self.attend(q, self.kv_cache, get_forward_context(), self.scale)

@@ -121,7 +121,7 @@ class BlockManager:
         would stay free."""
         if self.num_free_blocks < seq.blocks_needed + reserve:
             return None
-        cached = self.index.find(seq) if self.enable_prefix_caching else []
+        cached = self.index.find(seq)
         in_use = sum(self.pool.blocks[i].ref_count > 0 for i in cached)
         seq.blocks_needed = seq.num_blocks - in_use
         return cached if self.num_free_blocks >= seq.blocks_needed + reserve else None

@@ -61,7 +61,6 @@ class SamplingParams:
         check_rules(self, WISHES)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         ids = tuple(as_token_ids(self.stop_token_ids, "stop_token_ids"))
-        require(min(ids, default=0) >= 0, f"stop_token_ids={ids} must be from 0")
         vars(self).update(stop=stop, stop_token_ids=ids)  # it is frozen for all others
 
 # %% ../nbs/01b_config.ipynb #288426cc
@@ -217,14 +216,12 @@ def are_texts(value: Any) -> bool:
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
     """`values` as ints: whatever is `Integral`, as NumPy's integers are, but no bool.
 
-    Raises ValueError, with the type, for what is no whole number.
+    Raises ValueError, with the type, for what is no whole number from 0.
     """
     ids = list(values)
-    for kind in dict.fromkeys(map(type, ids)):  # mostly one
-        value = next(v for v in ids if type(v) is kind)
-        wrong = f"token id {value!r} in {what} is of type {kind.__name__}"
-        is_whole = issubclass(kind, Integral) and kind is not bool
-        require(is_whole, f"{wrong}: ids are whole numbers")
+    odd = [v for v in ids if type(v) is bool or not isinstance(v, Integral) or v < 0]
+    first = odd and f"token id {odd[0]!r} of type {type(odd[0]).__name__} in {what}"
+    require(not odd, f"{first}: ids are whole numbers from 0")
     return [*map(int, ids)]
 
 # %% ../nbs/06g_refused.ipynb #127b3fe1

@@ -62,7 +62,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 # %% ../nbs/12a_graphs.ipynb #b5b2f3e6
 def padded(array: np.ndarray, size: int, value: int) -> np.ndarray:
-    """`array` with `value` behind it, up to `size`."""
+    """`array` [n] with `value` behind it: [size]."""
     tail = np.full(size - len(array), value, dtype=array.dtype)
     return np.concatenate([array, tail])
 

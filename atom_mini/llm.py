@@ -46,6 +46,9 @@ class LLM:
     thread at a time.
     """
 
+    metrics: Any = None  # what records each step
+    trace: Any = None
+
     def __init__(self, model: str | Path, **options: Any) -> None:
         require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
         self.config = Config(model, **options)
@@ -53,9 +56,8 @@ class LLM:
         make = self.config.pick("make_engine", plain_engine)
         self.engine_core: EngineCore = make(self.config)
         self.processor = InputOutputProcessor(self.config, self.tokenizer)
-        self.metrics: Any = self.config.pick("make_metrics", _nothing)(self)
-        record = self.config.pick("make_trace", _nothing)
-        self.trace: Any = record(self.engine_core, self.tokenizer)
+        if watch := self.config.pick("watch", None):
+            watch(self)
         # what reads the text of a request that has stop strings, as long as there is one
         self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
         self._readers = WeakKeyDictionary()
@@ -114,15 +116,15 @@ class LLM:
             step = self.engine_core.step()
             if step:
                 self._end_stopped(step)
-            if step and self.metrics:
-                self.metrics.record(step)
+                if self.metrics:
+                    self.metrics.record(step)
             return step
 
     def _add(self, requests: list[Request]) -> None:
         with self._in_line():
             self._require_open()
             for request in requests:
-                if request.detokenizer and request.seq.sampling_params.stop:
+                if request.seq.sampling_params.stop:
                     self._readers[request.seq] = request.detokenizer
                 self.engine_core.add(request.seq)
 
@@ -172,13 +174,10 @@ class LLM:
     def _next_piece(self, index: int, request: Request) -> TextPiece:
         """What `request` has that was not given out."""
         seq = request.seq
-        detokenizer = request.detokenizer
         output = self.processor.postprocess(request) if seq.is_finished else None
         ids = output.token_ids if output else seq.completion_token_ids
-        text = ""
-        if detokenizer:
-            detokenizer.read(ids)
-            text = detokenizer.take()
+        request.detokenizer.read(ids)
+        text = request.detokenizer.take()
         tokens = ids[request.num_sent :]
         if text:
             request.num_sent += len(tokens)
@@ -225,7 +224,8 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, in the checkpoint's chat template."""
-        require(len(messages) > 0, "no messages: a conversation has at least 1")
+        good = isinstance(messages, list | tuple) and len(messages) > 0
+        require(good, "no messages: a conversation is a list of at least 1")
         many: Any = messages if isinstance(messages[0], list) else [messages]
         return self.generate([self.format_chat(m) for m in many], sampling_params, use_tqdm)
 
@@ -256,10 +256,6 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-# %% ../nbs/09c_llm.ipynb #592cd76a
-def _nothing(*_: Any) -> None:
-    pass
 
 # %% ../nbs/09c_llm.ipynb #dda8f05b
 Prompts = str | dict[str, Any] | Seq[int] | Seq[str | list[int] | dict[str, Any]]

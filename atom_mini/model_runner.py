@@ -50,7 +50,6 @@ class ModelRunner:
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
-    extras: Any = None  # changes logits and reports on tokens, where somebody asks
 
     def _choose_dtype(self) -> torch.dtype:
         stored = None if self.device.type == "cpu" else self.config.spec.dtype
@@ -166,8 +165,8 @@ class ModelRunner:
 
     def _decide_num_blocks(self) -> int:
         config = self.config
-        count = config.pick("bytes_beside", None)  # of what stands beside the model
-        in_all, each = count(config, self.dtype) if count else (0, 0)
+        count = config.pick("bytes_beside", lambda *_: (0, 0))  # of what is beside
+        in_all, each = count(config, self.dtype)
         needed = self.block_bytes + each
         free = self._free_bytes() - in_all
         longest = -(-(config.max_model_len or 0) // config.kv_cache_block_size)
@@ -188,7 +187,7 @@ class ModelRunner:
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
         make = config.pick("make_extras", None)
-        self.extras = make and make()
+        self.extras: Any = make and make()  # changes logits, reports on tokens, if asked
         spec = config.spec
         folder = config.folder
         longest = config.max_model_len

@@ -58,12 +58,11 @@ class PrefixIndex:
     def _lookup(self, seq: Sequence, i: int, parent_id: int) -> Block | None:
         """The block that holds the i-th of `seq` after the content `parent_id`, or None."""
         hash = self._hash(seq, i)
-        token_ids = tokens_of(seq, i)
         block_id = self.hash_to_block_id.get(hash, self.pending.get(hash))
         if block_id is None:
             return None
         block = self.blocks[block_id]
-        same = block.token_ids == token_ids and block.parent_id == parent_id
+        same = block.token_ids == tokens_of(seq, i) and block.parent_id == parent_id
         return block if same else None
 
     def stage(self, seq: Sequence, num_tokens: int) -> None:

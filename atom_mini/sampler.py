@@ -113,10 +113,7 @@ class SamplingMetaData:
 
         `upload` brings the arrays to the device, all at once.
         """
-        values = [
-            [off if (value := getattr(one, name)) is None else value for one in params]
-            for name, off in NEUTRAL.items()
-        ]
+        values = [[getattr(p, n) or off for p in params] for n, off in NEUTRAL.items()]
         temperature, k, p, min_p = np.array(values, np.float32)
         k = np.where(k > 0, k, vocab_size)
         (rows,) = ((temperature > 0) & ((k < vocab_size) | (p < 1))).nonzero()
@@ -157,6 +154,7 @@ class Sampler:
         return probs
 
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
+        """logits [B, V] -> token ids [B], int64; NO_TOKEN where logits are no numbers."""
         temperature = meta.temperature
         is_filtered = meta.min_p is not None or meta.sorted_rows is not None
         if temperature is not None and not is_filtered:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,16 +89,13 @@ class ScheduledBatchOutput:
     token_ids: dict[int, tuple[int, ...]]
     logprobs: dict[int, list[dict[int, float]]] = field(default_factory=dict)
 
-# %% ../nbs/04_scheduler.ipynb #6fb9c006
-def _ignore(event: str, seq: Sequence, **facts: object) -> None:
-    pass
-
 # %% ../nbs/04_scheduler.ipynb #e9ac1faa
 class BaseScheduler:
     """Queues, block manager and postprocessing: what all policies share.
     `config.num_kvcache_blocks` must be set."""
 
-    supports_overlap = False  # whether a step may be scheduled before the last ends
+    def note(self, event: str, seq: Sequence, **facts: object) -> None:
+        """`event` has happened to `seq`."""
 
     def __init__(self, config: Config) -> None:
         assert config.num_kvcache_blocks is not None
@@ -112,12 +108,11 @@ class BaseScheduler:
         self.seqs: dict[int, Sequence] = {}  # the unfinished, in order of arrival
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
-        self.eos_token_ids = frozenset(config.eos_token_ids)
+        self.eos_token_ids = config.eos_token_ids
         # the longest a sequence may get: nobody will read the K/V of its last token
         self.max_len = config.num_kvcache_blocks * config.kv_cache_block_size + 1
         self.max_len = min(self.max_len, config.max_model_len or self.max_len)
         self.num_preemptions = 0
-        self.note: Callable[..., None] = _ignore  # (event, seq, **facts)
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """The next step's batch and its sequences by id, in order; None if nothing runs."""
@@ -127,13 +122,13 @@ class BaseScheduler:
 
     def check_prompt(self, num_tokens: int) -> None:
         """ValueError if a prompt of `num_tokens` tokens can never run."""
-        blocks = self.config.num_kvcache_blocks
-        size = self.config.kv_cache_block_size
+        config = self.config
         require(
             num_tokens < self.max_len,
             f"prompt of {num_tokens} tokens: with one to generate it must fit "
-            f"max_model_len={self.config.max_model_len} and the pool of {blocks} blocks x "
-            f"{size} tokens: shorten it, or raise max_model_len or num_kvcache_blocks",
+            f"max_model_len={config.max_model_len} and the pool of "
+            f"{config.num_kvcache_blocks} blocks x {config.kv_cache_block_size} tokens: "
+            "shorten it, or raise max_model_len or num_kvcache_blocks",
         )
 
     def check(self, seq: Sequence) -> None:
@@ -196,10 +191,10 @@ class BaseScheduler:
         but "not_finite": the model's logits were no numbers, and there is no token."""
         if token_id == NO_TOKEN:
             return "not_finite"
-        ends = token_id in self.eos_token_ids and not seq.sampling_params.ignore_eos
-        if ends and token_id not in self.config.eos_token_ids[1:]:
+        ends = () if seq.sampling_params.ignore_eos else self.eos_token_ids
+        if token_id in ends[:1]:
             return "eos"
-        if ends or token_id in seq.stop_ids:
+        if token_id in ends or token_id in seq.stop_ids:
             return f"stop_{token_id}"
         length = seq.num_known_tokens + 1
         if length < seq.limit:

@@ -42,6 +42,13 @@ class Sequence:
     """
 
     _ids = count()
+    status = SequenceStatus.WAITING
+    num_scheduled_tokens = 0  # in the step that runs now
+    num_cached_tokens = 0  # of the prompt, found at its first admission
+    num_preemptions = 0
+    first_token_time = 0.0
+    leave_time = 0.0
+    leave_reason: str | None = None
 
     def _resize(self) -> None:
         """The list of tokens has changed: derive what follows from it."""
@@ -61,17 +68,8 @@ class Sequence:
         self.blocks_needed = 0  # at least so many free ones, says the last refusal
 
     def _begin(self) -> None:
-        self.status = SequenceStatus.WAITING
-        self.num_scheduled_tokens = 0  # in the step that runs now
-        self.num_cached_tokens = 0  # of the prompt, found at its first admission
-        self.num_preemptions = 0
-        self.block_hashes: list[int] = []  # of its full blocks, computed once
-
-    def _open_record(self) -> None:
         self.arrive_time = time.perf_counter()
-        self.first_token_time = 0.0
-        self.leave_time = 0.0
-        self.leave_reason: str | None = None
+        self.block_hashes: list[int] = []  # of its full blocks, computed once
         self.logprobs: list[dict[int, float]] = []
         self.metrics: Counter[str] = Counter()  # later parts count
 
@@ -84,8 +82,6 @@ class Sequence:
     ) -> None:
         require(len(token_ids) > 0, "empty prompt (0 tokens): it needs at least 1")
         self.token_ids = as_token_ids(token_ids)  # prompt, then generated
-        lowest = min(self.token_ids)
-        require(lowest >= 0, f"token id {lowest} is negative: ids start at 0")
         self.id = next(Sequence._ids) if id is None else id  # an explicit 0 counts
         self.block_size = block_size  # tokens
         self.sampling_params = sampling_params or SamplingParams()
@@ -96,7 +92,6 @@ class Sequence:
         self.limit = self.num_prompt_tokens + most
         self.drop_blocks()
         self._begin()
-        self._open_record()
 
     def append_token(self, token_id: int, why: str | None = None) -> None:
         """Add a generated token; the next step computes its K/V. `why`: the `leave_reason`,

@@ -6,24 +6,25 @@
 from __future__ import annotations
 
 import random
-import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .checkpoint import read_json, require
-from .config import as_token_ids
+from .checkpoint import require
 from .config import Config, SamplingParams
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'RequestOutput', 'TextPiece', 'check_unicode',
-           'load_tokenizer', 'InputOutputProcessor', 'Request']
+__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'RequestOutput', 'TextPiece', 'load_tokenizer',
+           'InputOutputProcessor', 'Request']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
 def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
-    """The text of all tokens but the special ones, with its spaces as they are."""
+    """The text of all tokens but the special ones, with its spaces as they are; none
+    without a tokenizer."""
+    if tokenizer is None:
+        return ""
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     return tokenizer.decode(list(token_ids), **options)
 
@@ -98,15 +99,12 @@ class IncrementalDetokenizer:
         if not self.progress.is_done:
             self.progress = self._whole(ids)
 
-    @property
-    def text(self) -> str:
-        return self.progress.text
-
     def shown(self) -> str:
         """The text without what may yet be part of a stop string."""
-        text, done = self.text, self.progress.is_done
+        text = self.progress.text
         begun = (k for s in self.stop for k in range(1, len(s)) if text.endswith(s[:k]))
-        return text if done else text[: len(text) - max(begun, default=0)]
+        held = 0 if self.progress.is_done else max(begun, default=0)
+        return text[: len(text) - held]
 
     def take(self) -> str:
         """What `shown` has gained since the last call."""
@@ -150,13 +148,6 @@ class TextPiece:
     finish_reason: str | None = None
     output: RequestOutput | None = None  # the whole result, with the last piece
 
-# %% ../nbs/09b_text.ipynb #ade097b3
-def check_unicode(text: str, name: str) -> None:
-    """ValueError if `text` holds half of a surrogate pair, which UTF-8 cannot write."""
-    half = re.search("[\ud800-\udfff]", text)
-    what = half and f"{half[0]!a}, character {half.start()} of a {name}, is half of"
-    require(half is None, f"{what} a surrogate pair and no text: replace it")
-
 # %% ../nbs/09b_text.ipynb #756b5877
 def load_tokenizer(config: Config) -> Any:
     """The checkpoint's tokenizer; None if it has none (then prompts are token ids)."""
@@ -169,9 +160,6 @@ def load_tokenizer(config: Config) -> Any:
     try:
         return AutoTokenizer.from_pretrained(config.folder)
     except Exception as error:  # whatever it says, the folder is wrong
-        for name in names[:2]:
-            if (file := config.folder / name).is_file():
-                read_json(file)  # if it has broken off, that is why
         what = f"the tokenizer in {config.folder} cannot be read"
         raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
 
@@ -186,7 +174,7 @@ class InputOutputProcessor:
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a prompt; ValueError if it is no Unicode text."""
-        check_unicode(text, "prompt")
+        text.encode()  # refuses half of a surrogate pair
         return self.tokenizer.encode(text, **options)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
@@ -205,7 +193,7 @@ class InputOutputProcessor:
         wrong = f"{self.config.model} has no tokenizer: pass token ids"
         require(self.tokenizer is not None or not has_text, wrong)
         for stop in params.stop:
-            check_unicode(stop, "stop string")
+            stop.encode()  # as in a prompt
         self._check_ids("stop_token_ids", params.stop_token_ids)
 
     def _settle(self, params: SamplingParams) -> SamplingParams:
@@ -222,29 +210,18 @@ class InputOutputProcessor:
         """Check and tokenise one prompt; ValueError says what is wrong with it."""
         self._check(prompt, params)
         text = prompt if isinstance(prompt, str) else None
-        ids = as_token_ids(prompt) if text is None else self.encode(text)
-        self._check_ids("prompt", ids)
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         seq = Sequence(ids, self.config.kv_cache_block_size, self._settle(params))
-        if self.tokenizer is None:
-            return Request(seq, None, text)
+        self._check_ids("prompt", seq.token_ids)
         return Request(seq, self.make(self.tokenizer, tuple(params.stop)), text)
-
-    def _finish(
-        self, request: Request
-    ) -> tuple[str, int, str | None]:
-        """(text, number of tokens that count, stop string) of a request that has ended."""
-        ids = request.seq.completion_token_ids
-        if request.detokenizer is None:
-            return "", len(ids), None
-        request.detokenizer.flush(ids)
-        progress = request.detokenizer.progress
-        return progress.text, progress.num, progress.stopped
 
     def postprocess(self, request: Request) -> RequestOutput:
         """The result of a finished (or aborted) request."""
         seq = request.seq
-        text, num, stopped = self._finish(request)
-        finish_reason, stop_reason = _explain(seq, stopped)
+        ids = seq.completion_token_ids
+        request.detokenizer.flush(ids)
+        said = request.detokenizer.progress
+        finish_reason, stop_reason = _explain(seq, said.stopped)
         if finish_reason == "error":
             warnings.warn(f"request {seq.id} failed: {stop_reason}", stacklevel=3)
         first = seq.first_token_time or seq.leave_time
@@ -253,15 +230,15 @@ class InputOutputProcessor:
             request_id=seq.id,
             prompt=request.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            text=text,
-            token_ids=seq.completion_token_ids[:num],
+            text=said.text,
+            token_ids=ids[: said.num],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=seq.num_cached_tokens,
             ttft=first - seq.arrive_time,
-            tpot=(seq.leave_time - first) / max(1, num - 1),
+            tpot=(seq.leave_time - first) / max(1, said.num - 1),
             latency=seq.leave_time - seq.arrive_time,
-            logprobs=seq.logprobs[:num] if has_logprobs else None,
+            logprobs=seq.logprobs[: said.num] if has_logprobs else None,
             metrics=dict(seq.metrics),
         )
 
@@ -271,7 +248,7 @@ class Request:
     """A sequence and its text side."""
 
     seq: Sequence
-    detokenizer: IncrementalDetokenizer | None  # None without a tokenizer
+    detokenizer: IncrementalDetokenizer
     prompt: str | None
     num_sent: int = 0  # tokens that a stream has given out
 

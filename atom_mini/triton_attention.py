@@ -50,7 +50,7 @@ MAX_SPLITS = 32  # parts of a context
 
 # %% ../nbs/10_triton_attention.ipynb #7a010e39
 def part_size(lens: np.ndarray, most: np.ndarray | int) -> np.ndarray:
-    """Keys in each of at most `most` parts of `lens` keys: whole `SPLIT_KEYS`."""
+    """Keys in each of at most `most` parts of `lens` [B]: [B], whole `SPLIT_KEYS`."""
     return -(-lens // (most * SPLIT_KEYS)) * SPLIT_KEYS
 
 # %% ../nbs/10_triton_attention.ipynb #10a00002
@@ -58,8 +58,8 @@ MAX_ITEMS = 64  # of a sequence, unless it has more tiles of queries
 
 
 def most_parts(num_tiles: np.ndarray) -> np.ndarray:
-    """Into how many parts the keys of sequences with `num_tiles` tiles are cut, at
-    most."""
+    """Into how many parts the keys of sequences with `num_tiles` [B] tiles are cut, at
+    most: [B]."""
     return np.clip(MAX_ITEMS // num_tiles, 1, MAX_SPLITS)
 
 # %% ../nbs/10_triton_attention.ipynb #94cc93c0

@@ -7,14 +7,17 @@ import subprocess
 import sys
 
 import nbformat
-from map import ROOT, draw, parts, read_book
+import networkx as nx
+from map import ROOT, draw, hour, parts, read_book
 from player import player
+from playground import playground, recorded
 
-from atom_mini.refinements.parts import as_markdown
+from atom_mini.refinements.parts import TOGETHER
 
-sys.path += [str(ROOT / "kernels"), str(ROOT / "nbs")]  # appended: a folder of ours hides no installed package
+sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
 import book as books
 import machines
+from show import as_markdown
 
 STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "node_modules/mathjax/es5/tex-svg.js"))
 
@@ -29,7 +32,8 @@ def stage_chapter(room: dict) -> str:
     notebook, api = room["notebook"], ", ".join(f"[{module}](api/{module}.md)" for module in room["modules"])
     notebook.cells = books.unmove_solutions(notebook.cells)
     _, promise, *rest = notebook.cells[0].source.split("\n\n")
-    links = f"{{.lead-links}}\n{room['part']} · this page is a notebook, `nbs/{room['chapter']}.ipynb`"
+    links = f"{{.lead-links}}\n{room['part']} · {room['minutes']} minutes · this page is a notebook, "
+    links += f"`nbs/{room['chapter']}.ipynb` · [open it in Colab]({books.colab(room['chapter'])})"
     head = [f"# {room['title']}", promise, f"{links} · API of {api}" if api else links]
     notebook.cells[0].source = "\n\n".join([*head, *rest])
     for cell in notebook.cells:
@@ -63,6 +67,39 @@ def contents(groups: dict[str, list[str]], *options: str) -> str:
     return "\n\n".join(f"```{{toctree}}\n{tree}\n```" for tree in trees)
 
 
+def news() -> str:
+    """The messages of the commits, by day, in Markdown; nothing where there is no git."""
+    command = ["git", "log", "--no-merges", "--date=short", "--format=%ad %s"]
+    found = (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+        if shutil.which("git")
+        else []
+    )
+    lines, day = [], ""
+    for date, said in (line.split(" ", 1) for line in found if " " in line):
+        lines += [f"\n## {date}\n"] if date != day else []
+        lines.append("- " + re.sub(r"([\\`*_<>\[\]{}$#|])", r"\\\1", said))
+        day = date
+    return "\n".join(lines) or "This copy of the project came without its history."
+
+
+def llms(book: nx.DiGraph) -> str:
+    """`llms.txt`: what this is, and every chapter in a line, with its promise."""
+    lines = [
+        "# atom_mini",
+        "",
+        "> An LLM serving engine that reads like a book, and a package that runs: notebooks define it in order.",
+        "",
+    ]
+    lines += ["- [How to change it](agents.html)", "- [What goes together](together.html)", "- [API](api.html)"]
+    for part, names in parts(book).items():
+        lines += ["", f"## {part}", ""]
+        for room in (book.nodes[name] for name in names):
+            promise = room["notebook"].cells[0].source.split("\n\n")[1].lstrip("> ").replace("\n", " ")
+            lines.append(f"- [{room['title']}]({room['chapter']}.html): {promise}")
+    return "\n".join(lines) + "\n"
+
+
 def stage() -> dict[str, str]:
     """Every source of the site, by path."""
     book = read_book()
@@ -75,8 +112,15 @@ def stage() -> dict[str, str]:
     pages = {
         part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
     }
-    files = {"map.html": draw(book), "player.html": player(), "readme.txt": readme, "machines.txt": machines.whole()}
-    files["together.txt"] = as_markdown()
+    files = {
+        "map.html": draw(book),
+        "hour.html": hour(book),
+        "player.html": player(),
+        "readme.txt": readme,
+        "machines.txt": machines.whole(),
+    }
+    files |= {"news.txt": news(), "llms.txt": llms(book)}
+    files |= {"together.txt": as_markdown(TOGETHER), "playground.html": playground(recorded())}
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"
@@ -100,6 +144,7 @@ def build() -> None:
     options = ["-EWq", "--keep-going", "-c", ".", "-d", STAGE / "_doctrees"]
     if subprocess.run([sys.executable, "-m", "sphinx", *options, STAGE, SITE], cwd=ROOT / "docs").returncode:
         raise SystemExit("the site has warnings")
+    shutil.copy(STAGE / "llms.txt", SITE)
     print(f"built {SITE.relative_to(ROOT)}/index.html")
 
 

@@ -106,7 +106,7 @@ def page() -> str:
     for document, of_document in groupby(rows, lambda row: row.document):
         parts.append(f"\n## {TITLES[document]}\n")
         for group, of_group in groupby(of_document, lambda row: row.group):
-            parts.append(f"\n### {group}\n\n| it says | where it is | |\n|---|---|---|\n")
+            parts.append(f"\n### {group}\n\n| it says | where it is | remarks |\n|---|---|---|\n")
             parts.append("\n".join(map(line, of_group)) + "\n")
     return "".join(parts)
 

@@ -1,28 +1,46 @@
-"""The book as a graph of what is imported, its parts, and its map: one SVG, drawn from that, and a list for a phone."""
+"""The book as a graph of what is imported, its parts, and its map: an SVG for each part, and a list for a phone."""
 # A room is a chapter and its modules, above all that it imports. Left, the rooms that never import torch; right, those
-# that do. An arrow carries a name that the upper room takes from the lower; none is drawn where a longer path is. What
-# a room takes from an earlier part stands in it, as `on 04`. An import against the order of reading is not shown: the
-# module that puts the engine together knows every variant.
+# that do. An arrow leads from a room to one that imports it; none is drawn where a longer path is. Pointing at it says
+# what is taken. What a room takes from an earlier part stands in it, as `on 04`. An import against the order of reading
+# is not shown: the module that puts the engine together knows every variant.
 
 import ast
 import re
+import sys
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from html import escape
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 
 import nbformat
 import networkx as nx
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "nbs"))  # appended: a folder of ours hides no installed package
+from book import minutes  # noqa: E402
+
 PARTS = {  # tens digit of a chapter -> the part that it belongs to; all that the site says about parts is from here
     0: "I The engine", 1: "I The engine", 2: "II Refinements", 3: "III Instruments", 4: "IV Other systems",
-    5: "V Speculation", 6: "VI Families", 7: "VII Processes",
+    5: "V Speculation", 6: "VI Families", 7: "VII Processes", 8: "VIII Serving",
     9: "Appendix",
 }  # fmt: skip
-WIDTH, HEIGHT, SEAT, AISLE, FLOOR, GAP = 160, 48, 176, 76, 104, 16  # a room; its neighbour; left to right; parts
-SEATS = 2  # on either side of the aisle
+HOUR = {  # an hour's path: chapter -> what it answers
+    "00": "Why is a loop around a model not enough?",
+    "03": "Where do the keys and values of a request live?",
+    "04": "Who runs in the next step, and who gives way?",
+    "05": "How does attention read blocks that lie anywhere?",
+    "10": "What does a GPU do with such a table?",
+    "13": "What happens to one request, from text to text?",
+}
+WIDTH = 114  # of a room
+HEIGHT = 50
+SEAT = 124  # from a room to its neighbour
+AISLE = 12  # between left and right
+FLOOR = 70  # from one floor to the next
+SEATS = 3  # on either side of the aisle
+LINE = 20  # letters in a line of a room
 
 
 def part_of(chapter: str) -> str:
@@ -72,6 +90,7 @@ def read_book(root: Path = ROOT) -> nx.DiGraph:
         sources = [source_of(module, root).read_text() for module in modules]
         side = "right" if re.search(r"^\s*(import|from) torch\b", "\n".join(sources), re.MULTILINE) else "left"
         about = {"title": title, "part": part_of(path.stem), "side": side, "modules": modules}
+        about["minutes"] = minutes(notebook.cells)
         book.add_node(name, notebook=notebook, chapter=path.stem, **about)
         rooms |= dict.fromkeys(modules, name)
         for module, source in zip(modules, sources, strict=True):
@@ -81,76 +100,151 @@ def read_book(root: Path = ROOT) -> nx.DiGraph:
     return book
 
 
-def place(book: nx.DiGraph) -> dict[str, tuple[int, int]]:
-    """The middle of each room at its top: a part above the one before, a room above those of its part it imports."""
-    at, floor_of, taken, ground, top = {}, {}, Counter(), 0, 0
-    for lift, rooms in enumerate(parts(book).values()):
-        for name in rooms:
-            side, below = book.nodes[name]["side"], [floor_of[low] for low in book.predecessors(name) if low in rooms]
-            floor = max(below, default=ground - 1) + 1
-            while taken[floor, side] == SEATS:
-                floor += 1
-            x = taken[floor, side] * SEAT + (WIDTH + AISLE) // 2  # from the aisle outwards
-            at[name] = (x if side == "right" else -x), -floor * FLOOR + lift * GAP
-            taken[floor, side] += 1
-            floor_of[name] = floor
-            top = max(top, floor)
-        ground = top + 1
+Point = tuple[float, float]
+
+
+def floors(book: nx.DiGraph, rooms: list[str]) -> dict[str, int]:
+    """The floor of each room of a part: above those of its part that it imports, and beside the one before it if it
+    exports nothing."""
+    found: dict[str, int] = {}
+    taken: Counter[tuple[int, str]] = Counter()
+    for name in rooms:
+        side, below = book.nodes[name]["side"], [found[low] + 1 for low in book.predecessors(name) if low in found]
+        before = [] if book.nodes[name]["modules"] else [*found.values()][-1:]
+        floor = max(below + before, default=0)
+        while taken[floor, side] == SEATS:
+            floor += 1
+        taken[floor, side] += 1
+        found[name] = floor
+    return found
+
+
+def curve(start: Point, end: Point, gap: float | None = None) -> list[Point]:
+    """An arrow from the room at `start` up to the one at `end`, perhaps through the `gap` between two columns: a point,
+    then three for each cubic piece."""
+    (x0, y0), (x1, y1), turn = start, (end[0], end[1] + HEIGHT + 2), FLOOR - HEIGHT
+    if gap is None:
+        high = min(30, (y0 - y1) / 2)
+        return [(x0, y0), (x0, y0 - high), (x1, y1 + high), (x1, y1)]
+    below, above = (gap, y0 - turn), (gap, y1 + turn)
+    return [(x0, y0), (x0, y0 - turn), (gap, y0), below, below, above, above, (gap, y1), (x1, y1 + turn), (x1, y1)]
+
+
+def way(points: list[Point]) -> Iterator[Point]:
+    """A curve in small steps."""
+    for first in range(0, len(points) - 1, 3):
+        for t in (n / 30 for n in range(1, 30)):
+            weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
+            piece = [*zip(weights, points[first : first + 4], strict=True)]
+            yield sum(w * x for w, (x, _) in piece), sum(w * y for w, (_, y) in piece)
+
+
+def hidden(at: dict[str, Point], low: str, up: str, gap: float | None = None) -> int:
+    """How much of an arrow lies under rooms that it does not belong to."""
+    others = [at[name] for name in at if name not in (low, up) and at[up][1] < at[name][1] < at[low][1]]
+    steps = [*way(curve(at[low], at[up], gap))]
+    return sum(abs(x - a) < WIDTH / 2 + 3 and b - 1 < y < b + HEIGHT + 1 for x, y in steps for a, b in others)
+
+
+def gap_for(at: dict[str, Point], low: str, up: str) -> float | None:
+    """The gap between columns that an arrow takes; None if it lies under no room without."""
+    gaps = [x + side * SEAT / 2 for x in (at[low][0], at[up][0]) for side in (-1, 1)]
+    return min([None, *gaps], key=lambda gap: hidden(at, low, up, gap))
+
+
+def place(book: nx.DiGraph, rooms: list[str]) -> dict[str, Point]:
+    """The middle of each room of a part at its top. Seats are dealt so that arrows are short and lie under no room."""
+    floor_of, edges = floors(book, rooms), inside(book, rooms)
+    groups = [[n for n in rooms if (floor_of[n], book.nodes[n]["side"]) == key] for key in
+              sorted({(floor_of[n], book.nodes[n]["side"]) for n in rooms})]  # fmt: skip
+    at: dict[str, Point] = {}
+
+    def seat(group: list[str], seats: tuple[int, ...]) -> None:
+        for name, n in zip(group, seats, strict=True):
+            x = n * SEAT + (WIDTH + AISLE) / 2  # from the aisle outwards
+            at[name] = (x if book.nodes[name]["side"] == "right" else -x), -floor_of[name] * FLOOR
+
+    def cost() -> float:
+        return sum(abs(at[low][0] - at[up][0]) + 300 * hidden(at, low, up) for low, up in edges)
+
+    def cost_of(group: list[str], seats: tuple[int, ...]) -> float:
+        seat(group, seats)
+        return cost()
+
+    for group in groups:
+        seat(group, tuple(range(len(group))))
+    for _ in range(3):
+        for group in groups:
+            ways = permutations(range(SEATS), len(group))
+            seat(group, min(ways, key=lambda seats: cost_of(group, seats)))
     return at
 
 
-def arrow(start: tuple[int, int], end: tuple[int, int], names: list[str]) -> str:
-    """A curve upwards, with a name under its tip, preferably a class; hovering shows all. It goes around rooms above."""
-    aside = (end[0] > start[0]) - (end[0] < start[0])  # 1 if it goes to the right, -1 to the left
-    bow = 60 * (-1 if start[0] > 0 else 1) * (not aside and start[1] - end[1] > FLOOR)  # towards the aisle
-    x0, y0, x1, y1 = start[0] + 45 * aside + bow, start[1], end[0] - 45 * aside + bow, end[1] + HEIGHT + 2
-    shown = [name for name in names if name[0].isupper() and not name.isupper()] or sorted(names, key=str.isupper)
+def inside(book: nx.DiGraph, rooms: list[str]) -> list[tuple[str, str]]:
+    """The arrows of a part."""
+    return [(low, up) for low, up in nx.transitive_reduction(book).edges if low in rooms and up in rooms]
+
+
+def arrow(points: list[Point], names: list[str]) -> str:
+    """A curve upwards; pointing at it shows the names."""
+    first, *rest = [f"{x:.0f} {y:.0f}" for x, y in points]
+    path = f'<path d="M{first}C{" ".join(rest)}" marker-end="url(#tip)"/>'
+    return f'<g class="arrow"><title>{", ".join(names)}</title>{path}</g>'
+
+
+def room_of(room: dict, at: Point, on: str, tip: str) -> str:
+    """A box with the chapter's title, and under it what it stands `on`; pointing at it shows `tip`."""
+    (x, y), lines = at, textwrap.wrap(room["title"], LINE)
+    texts = [("name", line) for line in lines] + [("on", on)] * bool(on)
+    first = y + HEIGHT / 2 + 3.5 - 5.75 * (len(texts) - 1)
+    spans = "".join(f'<text x="{x:.0f}" y="{first + 11.5 * n:.1f}" class="{kind}">{escape(line)}</text>'
+                    for n, (kind, line) in enumerate(texts))  # fmt: skip
     return (
-        f'<g class="arrow"><title>{", ".join(names)}</title><path d="M{x0} {y0}C{x0 + bow} {y0 - 40} {x1 + bow} '
-        f'{y1 + 40} {x1} {y1}" marker-end="url(#tip)"/><text x="{x1}" y="{y1 + (20 if aside else 48 if bow else 34)}">'
-        f"{shown[0]}</text></g>"
+        f'<a href="{room["chapter"]}.html" class="{room["side"]}"><title>{escape(tip)}</title>'
+        f'<rect x="{x - WIDTH / 2:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>{spans}</a>'
     )
 
 
-def room_of(room: dict, x: int, y: int, below: str, tip: str) -> str:
-    """A box with the chapter's title and a line below it; hovering shows `tip`."""
-    title, fits = room["title"], 1.7 * WIDTH
+def draw_part(book: nx.DiGraph, part: str, rooms: list[str]) -> str:
+    """The map of one part, as SVG text."""
+    at, drawn = place(book, rooms), nx.transitive_reduction(book)
+    ways = {(low, up): curve(at[low], at[up], gap_for(at, low, up)) for low, up in inside(book, rooms)}
+    shapes = [arrow(points, [*book.edges[edge]]) for edge, points in ways.items()]
+    for name in rooms:
+        room = book.nodes[name]
+        others = {book.nodes[low]["chapter"].split("_")[0]: low for low in drawn.pred[name] if low not in rooms}
+        tip = room["notebook"].cells[0].source.split("\n\n")[1].lstrip("> ")
+        tip = "\n".join([tip, *map("atom_mini.{}".format, room["modules"])])
+        tip += "".join(f"\n{number}: {', '.join(book.edges[low, name])}" for number, low in others.items())
+        shapes.append(room_of(room, at[name], f"on {', '.join(others)}" if others else "", tip))
+    right, top = SEATS * SEAT + AISLE // 2, min(y for _, y in at.values())
     return (
-        f'<a href="{room["chapter"]}.html" class="{room["side"]}"><title>{escape(tip)}</title>'
-        f'<rect x="{x - WIDTH / 2}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
-        f'<text x="{x}" y="{y + 20}" class="name" font-size="{min(14, fits / len(title)):.1f}">{escape(title)}</text>'
-        f'<text x="{x}" y="{y + 37}" font-size="{min(11, 0.9 * fits / max(len(below), 1)):.1f}">{below}</text></a>'
+        f'<div class="map-box"><svg class="book-map" viewBox="{-right} {top - 1:.0f} {2 * right} {HEIGHT + 2 - top:.0f}" '
+        f'role="group" aria-label="Map of {part}: chapters, and who imports whom"><marker id="tip" refX="7" refY="4" '
+        f'markerWidth="8" markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z"/></marker>{"".join(shapes)}</svg></div>'
     )
 
 
 def draw(book: nx.DiGraph) -> str:
-    """The map as SVG text, and the same rooms as a list."""
-    at, drawn = place(book), nx.transitive_reduction(book)
-    xs, ys = zip(*at.values(), strict=True)
-    left, right = min(xs) - WIDTH // 2, max(xs) + WIDTH // 2
-    shapes, items = [], []
-    for low, up in drawn.edges:
-        if book.nodes[low]["part"] == book.nodes[up]["part"]:
-            shapes.append(arrow(at[low], at[up], [*book.edges[low, up]]))
+    """The map: the first part, and each later one folded. On a phone each is a list."""
+    shown = []
     for part, rooms in parts(book).items():
-        y = max(at[name][1] for name in rooms) + HEIGHT
-        line = f'<path class="floor" d="M{left} {y + 24}H{right}"/>'
-        shapes.append(f'{line}<text class="part" x="{left}" y="{y + 18}">{part}</text>')
-        items.append(f"<li>{part}<ul>")
-        for name in rooms:
-            room = book.nodes[name]
-            others = {book.nodes[low]["chapter"].split("_")[0]: low for low in drawn.pred[name] if low not in rooms}
-            module = name.split(".")[-1] if room["modules"] else "start here" if name == next(iter(book)) else ""
-            below = " · on ".join(filter(None, [module, ", ".join(others)]))
-            tip = room["notebook"].cells[0].source.split("\n\n")[1].lstrip("> ")
-            tip += "".join(f"\n{number}: {', '.join(book.edges[low, name])}" for number, low in others.items())
-            shapes.append(room_of(room, *at[name], below, tip))
-            items.append(f'<li><a href="{room["chapter"]}.html">{escape(room["title"])}</a></li>')
-        items.append("</ul></li>")
-    box = f"{left - 1} {min(ys) - 1} {right - left + 2} {max(ys) - min(ys) + HEIGHT + 27}"
-    return (
-        f'<div class="map-box"><svg class="book-map" viewBox="{box}" role="group" aria-label="Map of the book: '
-        'chapters, modules and what flows between them"><marker id="tip" refX="7" refY="4" markerWidth="8" '
-        f'markerHeight="8" orient="auto"><path d="M0 0 8 4 0 8z"/></marker>{"".join(shapes)}</svg></div>\n'
-        f'<ul class="map-list">{"".join(items)}</ul>\n'
-    )
+        links = "".join(f'<li><a href="{book.nodes[name]["chapter"]}.html">{escape(book.nodes[name]["title"])}</a></li>'
+                        for name in rooms)  # fmt: skip
+        both = f'{draw_part(book, part, rooms)}<ul class="map-list">{links}</ul>'
+        state = " open" if not shown else ""
+        shown.append(
+            f'<details class="part"{state}><summary>{part} <span>{len(rooms)} chapters</span></summary>{both}</details>'
+        )
+    return "\n".join(shown) + "\n"
+
+
+def hour(book: nx.DiGraph) -> str:
+    """The hour's path, as a line of rooms."""
+    rooms = {room["chapter"].split("_")[0]: room for _, room in book.nodes.items()}
+    items = ""
+    for number, question in HOUR.items():
+        room = rooms[number]
+        about = f"<b>{escape(room['title'])}</b>{question}<small>{room['minutes']} minutes</small>"
+        items += f'<li><a href="{room["chapter"]}.html">{about}</a></li>'
+    return f'<ol class="hour">{items}</ol>\n'

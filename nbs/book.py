@@ -1,9 +1,10 @@
-"""Keeps the book in order: `python nbs/book.py run|export|readme|solutions [NOTEBOOK ...]`.
+"""Keeps the book in order: `python nbs/book.py run|export|readme|solutions|fetch [NOTEBOOK ...]`.
 
 run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow), store outputs, clean
 export     write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
 readme     write README.md from index.ipynb
 solutions  move the solutions of exercises to the end of their chapters
+fetch      give the notebooks their hidden cell that fetches the book where it is missing (`run` does it, too)
 
 An exercise is a text cell, then code cells that begin with `#| exercise` (what the reader fills in) and `#| check` (it
 fails until then). Its solution begins with `#| solution` and `# Exercise 1`, under `## Solutions` at the chapter's end;
@@ -35,6 +36,7 @@ EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order
 SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|{'|'.join(EXERCISE)})\b", re.MULTILINE)
 NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
 SOLUTIONS = "## Solutions"
+FETCH = "fe7c4000"  # the id of the cell that fetches the book
 SETUP = "%config InlineBackend.figure_formats = ['png']"
 
 
@@ -59,9 +61,44 @@ def continued(path: Path) -> set[str]:
     return set(re.findall(r"#\| *export ([\w.]+)", path.read_text()))
 
 
+def minutes(cells: list[Any]) -> int:
+    """How long a chapter takes to read: 240 words a minute, and five seconds for each cell of code."""
+    shown = [cell for cell in cells if not re.search(r"(?m)^#\| *(hide|solution)", cell.source)]
+    words = sum(len(cell.source.split()) for cell in shown if cell.cell_type == "markdown")
+    return round(words / 240 + sum(cell.cell_type == "code" for cell in shown) / 12)
+
+
+def colab(chapter: str) -> str:
+    """Where the chapter opens in Colab: in the repository that settings.ini names."""
+    config = get_config()
+    home = config.git_url.rstrip("/").replace("github.com", "colab.research.google.com/github", 1)
+    return f"{home}/blob/{config.branch}/nbs/{chapter}.ipynb"
+
+
+def fetching() -> str:
+    """The source of the hidden cell that fetches the book and installs the package, where it is missing: in Colab."""
+    return f"""#| hide
+from importlib.util import find_spec
+
+if find_spec("atom_mini") is None:  # in Colab: fetch the book, go to its notebooks
+    get_ipython().system("git clone -q {get_config().git_url} book")
+    get_ipython().system("pip install -q './book[processes]'")
+    get_ipython().run_line_magic("cd", "book/nbs")"""
+
+
+def with_fetch(cells: list[NbCell]) -> list[NbCell]:
+    """The cells of a chapter, that hidden one behind the title, as settings.ini says today."""
+    cell = mk_cell(fetching(), "code")
+    cell.id, cell.execution_count = FETCH, None
+    first, *rest = [cell for cell in cells if cell.id != FETCH]
+    return [first, cell, *rest]
+
+
 def run(path: Path) -> None:
     """Execute one notebook from top to bottom in a fresh shell and store its outputs; stop at the first error."""
     nb = read_nb(path)
+    if path.stem[0].isdigit():
+        nb.cells = with_fetch(nb.cells)
     shell = CaptureShell(path.parent)
     shell.run(SETUP)
     started = time.perf_counter()
@@ -185,7 +222,18 @@ def readme(path: Path | None = None) -> str:
         elif cell.cell_type == "code":
             parts.append(f"```python\n{cell.source}\n```")
             parts += [_printed(cell)] if _printed(cell) else []
-    return "\n\n".join(parts) + "\n"
+    return re.sub(r"(?m)(?:^\|.*\n)+", _with_minutes, "\n\n".join(parts) + "\n")
+
+
+def _with_minutes(table: re.Match[str]) -> str:
+    """A table whose rows begin with chapters, with one column more: how long each takes to read, to five minutes."""
+    head, rule, *rows = table[0].splitlines()
+    names = [re.match(r"\| \[[^\]]+\]\(nbs/(\w+)\.ipynb\) \|", row) for row in rows]
+    if not names or not all(names):
+        return table[0]
+    times = [minutes(read_nb(ROOT / "nbs" / f"{name[1]}.ipynb").cells) for name in names if name]
+    rows = [f"{row} {max(5, 5 * round(time / 5))} |" for row, time in zip(rows, times, strict=True)]
+    return "\n".join([f"{head} minutes |", f"{rule}---|", *rows]) + "\n"
 
 
 def _printed(cell: NbCell) -> str:
@@ -204,11 +252,13 @@ def main(command: str, *names: str) -> None:
                 subprocess.run([sys.executable, __file__, "run", path], check=True)
     elif command == "export":
         export(notebooks(list(names)))
-    elif command == "solutions":
+    elif command in ("solutions", "fetch"):
+        change = {"solutions": move_solutions, "fetch": with_fetch}[command]
         for path in notebooks(list(names)):
-            nb = read_nb(path)
-            nb.cells = move_solutions(nb.cells)
-            write_nb(nb, path)
+            if command == "solutions" or path.stem[0].isdigit():
+                nb = read_nb(path)
+                nb.cells = change(nb.cells)
+                write_nb(nb, path)
     elif command == "readme":
         (ROOT / "README.md").write_text(readme())
     else:

@@ -28,8 +28,8 @@ from fold import Method, is_patched, owner
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_EXPORTED = 40
-AIMS = {  # what -> the largest value
-    "median": 6, "p90": 20, f">{MAX_EXPORTED}": 0, "words": 45, "longest": 150, ">88": 0,
+AIMS = {  # what -> the largest value; a cell of Part I has a line less at the median than one of the whole book
+    "median": 7, "median of Part I": 6, "p90": 20, f">{MAX_EXPORTED}": 0, "words": 45, "longest": 150, ">88": 0,
     "Ia": 18_000, "Ib": 7_500, "packed %": 3, "package": 6_200, "cells before it speaks": 450,
 }  # fmt: skip
 WIDTH = max(len(p.stem) for p in (ROOT / "nbs").glob("*.ipynb"))
@@ -156,12 +156,12 @@ def read(path: Path) -> tuple[list[Cell], list[int]]:
 
 
 def cells_before(speaks: str = "06c") -> int:
-    """All cells, text and code, that stand before the chapter in which the reader's rooms speak; no exercises."""
+    """The cells, text and code, before the chapter in which the reader's rooms speak; no exercises, none that is hidden."""
     total = 0
     for path in sorted((ROOT / "nbs").glob("0*.ipynb")):
         if path.stem.startswith(speaks):
             break
-        sources = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+        sources = [c.source for c in nbformat.read(path, as_version=4).cells if not c.source.startswith("#| hide")]
         ends = (i for i, s in enumerate(sources) if re.search(r"(?m)^## (Exercises|Solutions)", s))
         total += next(ends, len(sources))
     return total
@@ -176,6 +176,9 @@ def main(*arguments: str) -> None:
     for name, row in rows.items():
         print(f"{name:{WIDTH}}", *(f"{value:8.0f}" for value in row.values()))
     found = {**rows["the book"], **print_weights(), "cells before it speaks": cells_before()}
+    lines = [len(cell.lines) for path in paths if half_of(path) for cell in books[path.stem][0]]
+    found["median of Part I"] = statistics.median(lines)
+    print(f"lines of a cell in Part I, the median: {found['median of Part I']:.0f}, at most {AIMS['median of Part I']}")
     print(f"cells before it speaks: {found['cells before it speaks']}, at most {AIMS['cells before it speaks']}")
     missed = {what: aim for what, aim in AIMS.items() if found[what] > aim}
     for what, aim in missed.items():

@@ -423,6 +423,15 @@ def plot_lanes(ax, steps: list[Played], names="abcde") -> None:
     legend(ax, shown)
 
 
+def as_markdown(table: list[Any]) -> str:
+    """What goes together (chapter 20), as a table in Markdown."""
+    lines = ["| with | only | because |", "|---|---|---|"]
+    for row in table:
+        needs = [f"`{n}={v[0]!r}`" if len(v) == 1 else f"`{n}` in {[*v]}" for n, v in row.needs.items()]
+        lines.append(f"| {row.asked} | {', '.join(needs)} | {row.why} |")
+    return "\n".join(lines)
+
+
 MOVES = {  # event -> the queue that one comes from, and goes to
     "added": (None, "waiting"), "admitted": ("waiting", "running"), "preempted": ("running", "waiting"),
 }  # fmt: skip

@@ -15,6 +15,12 @@ spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the
 import book  # noqa: E402
 import torch  # noqa: E402
 
+from atom_mini.refinements.compiled import Compiled  # noqa: E402
+
+# Part I is tested as it is. The compiled decode has test_compiled.py, and in processes of their own engines are as users
+# have them.
+Compiled.__dataclass_fields__["compiled"].default = False
+
 pytest_plugins = ["quick"]
 
 torch.set_num_threads(1)  # small models: more threads only wait for each other, above all on a busy machine

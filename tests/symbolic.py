@@ -196,7 +196,7 @@ class SymbolicStep:
         self.runner, self.batch = runner, batch
         self.output: ScheduledBatchOutput | None = None
 
-    def result(self) -> ScheduledBatchOutput:
+    def __call__(self) -> ScheduledBatchOutput:
         self.runner.run_up_to(self)
         self.runner.in_flight.remove(self)
         assert self.output is not None
@@ -255,7 +255,7 @@ class Trial:
             if request.stopped(tokens[-2:]):
                 return tokens, hashes, "stop_sequence"
             if token in self.eos_token_ids and not params.ignore_eos:
-                return tokens, hashes, "eos"
+                return tokens, hashes, "eos" if token == self.eos_token_ids[0] else f"stop_{token}"
             if token in params.stop_token_ids:
                 return tokens, hashes, f"stop_{token}"
             if len(tokens) == params.max_tokens:
@@ -384,7 +384,7 @@ def play(
 ) -> Counter[str]:
     """Feed the trial's requests to `core`, step by step, and compare all that comes out with the oracle."""
     scheduler, manager, stats = core.scheduler, core.scheduler.block_manager, runner.stats
-    scheduler.eos_token_ids = frozenset(trial.eos_token_ids)
+    scheduler.eos_token_ids = tuple(trial.eos_token_ids)
     todo = sorted(range(len(trial.requests)), key=lambda i: trial.requests[i].arrival, reverse=True)
     aborts = Counter(r.abort_at for r in trial.requests if r.abort_at is not None)
     seqs: dict[int, Sequence] = {}

@@ -203,3 +203,17 @@ def test_a_limit_of_the_engine_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert out.stop_reason == "max_model_len"
     said = f"request {out.request_id} ends after 13 of 40 tokens, at the limit of max_model_len"
     assert [r.getMessage() for r in caplog.records if r.name == "atom_mini"] == [said]
+
+
+def test_acceptance_is_logged_every_thousand_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    """At the level INFO, with the numbers of the statistics; at the level that is the default nothing is said."""
+    wish = SamplingParams(max_tokens=60, ignore_eos=True)
+    for level, count in (("INFO", 2), ("WARNING", 0)):
+        caplog.clear()
+        with caplog.at_level(level, "atom_mini"), LLM("tiny", device="cpu", speculative_config=DRAFTS) as llm:
+            while llm.engine_core.scheduler.spec_stats.proposed.total() < 2000:  # type: ignore[attr-defined]
+                llm.generate(["red, blue, red, blue, red,"] * 4, wish, use_tqdm=False)
+        told = [r.getMessage() for r in caplog.records if r.name == "atom_mini"]
+        assert len(told) == count
+        for thousands, line in enumerate(told, 1):
+            assert thousands * 1000 <= int(line.split()[0]) < thousands * 1000 + 100 and "accepted" in line

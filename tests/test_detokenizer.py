@@ -74,7 +74,7 @@ def check(
             assert len(shown) >= sure - longest + 1, "held back for no reason"
     detokenizer.flush(ids[:last])
     shown += detokenizer.take()
-    assert shown == detokenizer.text == wanted
+    assert shown == detokenizer.progress.text == wanted
     assert (detokenizer.progress.stopped, detokenizer.progress.num) == (stop, last)
     return detokenizer
 
@@ -142,7 +142,7 @@ def test_tokenizer_that_drops_a_first_space(kind: str) -> None:
     """The space is dropped at the start of the text and nowhere else."""
     tokenizer = sentencepiece(kind)
     spaced = tokenizer.convert_tokens_to_ids(["▁the", "▁", "▁a", "b", "▁ab", "▁▁", "▁the"])
-    assert check(tokenizer, spaced).text == "the  ab ab   the"
+    assert check(tokenizer, spaced).progress.text == "the  ab ab   the"
 
 
 @pytest.mark.parametrize("stops", [(), ("क",), ("\ufffd\ufffd",), ("never",)], ids=str)
@@ -151,7 +151,7 @@ def test_a_run_of_bytes_that_breaks_after_a_whole_character(stops: tuple[str, ..
     tokenizer = sentencepiece("llama")
     ids = tokenizer.convert_tokens_to_ids(["▁", "<0xE0>", "<0xA4>", "<0x95>", "<0xE0>"])
     assert whole_text(tokenizer, ids[:4]) == "क" and whole_text(tokenizer, ids) == "\ufffd" * 4
-    assert check(tokenizer, ids, stops).text == ("" if stops and stops != ("never",) else "\ufffd" * 4)
+    assert check(tokenizer, ids, stops).progress.text == ("" if stops and stops != ("never",) else "\ufffd" * 4)
     detokenizer, shown = make_detokenizer(tokenizer, ()), []
     closed = [*ids[:4], tokenizer.convert_tokens_to_ids("b")]
     for n in range(1, 6):
@@ -159,7 +159,7 @@ def test_a_run_of_bytes_that_breaks_after_a_whole_character(stops: tuple[str, ..
         shown.append(detokenizer.take())
     assert shown == ["", "", "", "", "कb"]
     special = [*ids[:3], tokenizer.eos_token_id, ids[3], tokenizer.eos_token_id, *ids[4:]]
-    assert check(tokenizer, special).text == "\ufffd" * 4, "a special token does not end the run"
+    assert check(tokenizer, special).progress.text == "\ufffd" * 4, "a special token does not end the run"
 
 
 class Plain:
@@ -398,7 +398,7 @@ def test_a_token_looks_at_few_others(kind: str, monkeypatch: pytest.MonkeyPatch)
     for n in range(0, len(ids) + 1, 7):
         detokenizer.read(ids[:n])
     detokenizer.flush(ids)
-    assert detokenizer.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert detokenizer.progress.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert decoded[0] < 8 * len(ids)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import html.parser
 import http.server
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -35,6 +37,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import book_site  # noqa: E402
 import map as book_map  # noqa: E402
 import player as book_player  # noqa: E402
+import playground  # noqa: E402
 
 PACKAGE = "atom_mini"
 BOOK = book_map.read_book()
@@ -132,26 +135,63 @@ def test_hidden_cells_and_directives_stay_behind() -> None:
 
 
 def test_the_map_shows_the_real_imports() -> None:
-    """Every chapter is a room, no two overlap, no arrow points down, and the sides are what the design says."""
-    svg, at = book_map.draw(BOOK), book_map.place(BOOK)
-    assert all(svg.count(f'href="{chapter}.html"') == 2 for chapter in CHAPTERS.values())  # in the picture, in the list
-    rooms = dict(BOOK.nodes.items())
-    shown = nx.transitive_reduction(BOOK).edges
-    inside = {(low, up) for low, up in shown if rooms[low]["part"] == rooms[up]["part"]}
-    assert svg.count('class="arrow"') == len(inside)
-    assert svg.count(" · on ") == len({up for low, up in set(shown) - inside})
-    for low, up, names in BOOK.edges(data=True):
-        assert at[low][1] > at[up][1], (low, up)
+    """Every chapter is a room, no two overlap, arrows point up and lie under no room, and sides are what the design says."""
+    rooms, shown = dict(BOOK.nodes.items()), set(nx.transitive_reduction(BOOK).edges)
+    whole = book_map.draw(BOOK)
+    assert all(
+        whole.count(f'href="{chapter}.html"') == 2 for chapter in CHAPTERS.values()
+    )  # in the picture, in the list
+    for part, names in book_map.parts(BOOK).items():
+        svg, at = book_map.draw_part(BOOK, part, names), book_map.place(BOOK, names)
+        within = {(low, up) for low, up in shown if low in at and up in at}
+        assert svg.count('class="arrow"') == len(within)
+        assert svg.count('class="on"') == len({up for low, up in shown if up in at and low not in at})
+        assert all(at[low][1] > at[up][1] for low, up in BOOK.edges if low in at and up in at)
+        assert not [edge for edge in within if book_map.hidden(at, *edge, book_map.gap_for(at, *edge))]
+        gaps = [
+            max(abs(a - c) - book_map.WIDTH, abs(b - d) - book_map.HEIGHT)
+            for (a, b), (c, d) in combinations(at.values(), 2)
+        ]
+        assert min(gaps) > 0
+    for low, up, taken in BOOK.edges(data=True):
         source = "\n".join(book_map.source_of(module).read_text() for module in rooms[up]["modules"])
         known = "|".join(module.split(".")[-1] for module in rooms[low]["modules"])
-        assert re.search(rf"from [\w.]+\b({known}) import", source) and all(name in source for name in names)
-    gaps = [
-        max(abs(a - c) - book_map.WIDTH, abs(b - d) - book_map.HEIGHT)
-        for (a, b), (c, d) in combinations(at.values(), 2)
-    ]
-    assert min(gaps) > 0
+        assert re.search(rf"from [\w.]+\b({known}) import", source) and all(name in source for name in taken)
     assert rooms["scheduler"]["side"] == rooms["engine_core"]["side"] == "left"
     assert rooms["model_runner"]["side"] == "right"
+
+
+def test_an_hour_is_an_hour() -> None:
+    """The path's chapters take one to read, as they say at their heads."""
+    path = [room for _, room in BOOK.nodes.items() if room["chapter"].split("_")[0] in book_map.HOUR]
+    assert len(path) == len(book_map.HOUR) and 50 <= sum(room["minutes"] for room in path) <= 70
+    page = book_map.hour(BOOK)
+    for room in path:
+        head = json.loads(book_site.stage_chapter(dict(room, notebook=copy.deepcopy(room["notebook"]))))["cells"][0]
+        assert f"{room['minutes']} minutes" in "".join(head["source"]) and f"{room['minutes']} minutes" in page
+
+
+def test_the_button_opens_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Colab, from where settings.ini says that the repository is."""
+    config = SimpleNamespace(git_url="https://github.com/somebody/atom_fork", branch="mine")
+    monkeypatch.setattr(book_site.books, "get_config", lambda: config)
+    address = "https://colab.research.google.com/github/somebody/atom_fork/blob/mine/nbs/04_scheduler.ipynb"
+    assert book_site.books.colab("04_scheduler") == address
+    assert "git clone -q https://github.com/somebody/atom_fork " in book_site.books.fetching()
+
+
+def test_what_is_absent_would_attach_to_what_is_there() -> None:
+    """Every name in backticks on the page stands in the package, or on the short list of what is meant to be new."""
+    page, new = (ROOT / "docs" / "absent.md").read_text(), {"B A x", "[2, N, K, S, D]", "n"}
+    source = (
+        "\n".join(path.read_text() for path in (ROOT / "atom_mini").rglob("*.py")) + (ROOT / "nbs/show.py").read_text()
+    )
+    names = set(re.findall(r"`([^`]+)`", page)) - new
+    assert len(names) > 20
+    assert not [name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", source)]
+    assert re.findall(r"(?m)^## (.*)$", page)[:5] == [
+        "LoRA: many adapters, one model", "A KV cache in FP8", "Pipeline parallel", "Attention backends", "Vision"
+    ]  # fmt: skip
 
 
 def test_parts_and_folders(tmp_path: Path) -> None:
@@ -189,7 +229,7 @@ def test_parts_and_folders(tmp_path: Path) -> None:
     }
     assert book.edges["graphs", later[0]] == {"register": True}
     assert [book.nodes[name]["side"] for name in book] == ["left", "left", "right", "left"]
-    assert "overlap · on 12</text>" in book_map.draw(book)
+    assert 'class="on">on 12</text>' in book_map.draw(book)
     with pytest.raises(ValueError, match="PARTS"):
         book_map.part_of("80_later")
 
@@ -200,6 +240,64 @@ def test_the_player_has_the_five_requests_of_the_book(monkeypatch: pytest.Monkey
     monkeypatch.setattr(book_player, "PROMPTS", ["One day", *book_player.PROMPTS[1:]])
     with pytest.raises(ValueError, match=r"\(3, 18\).*mend PROMPTS"):
         book_player.record()
+
+
+@pytest.fixture(scope="session")
+def runs() -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The recorded runs of the scheduler to play with, by the settings of its sliders."""
+    return dict(zip(playground.grid(), playground.recorded()["runs"], strict=True))
+
+
+def longest(run: dict[str, Any]) -> int:
+    """The longest wait between two tokens of a request, in ms."""
+    return max(person[3] for person in run["people"])
+
+
+def computed(run: dict[str, Any]) -> int:
+    """Tokens of prompts."""
+    return sum(n for step in run["steps"] for _, n in step[-1])
+
+
+def test_what_the_page_with_sliders_says(runs: dict[tuple[Any, ...], dict[str, Any]]) -> None:
+    """docs/play.md's sentences about the runs hold: those about all settings at all, the others at those named."""
+    atom, interleaved, overlapped, spyre = playground.POLICIES
+    done = {setting: run["steps"][-1][1] for setting, run in runs.items()}
+    for policy, *rest in runs:
+        assert policy == overlapped or done[(overlapped, *rest)] < done[(policy, *rest)]
+        assert done[(policy, *rest)] <= done[(spyre, *rest)]
+        assert rest[0] != 8 or (runs[(policy, *rest)]["preempted"] > 0) == (policy != spyre)
+    plain, turns = (runs[policy, 32, 8, 30, "off"] for policy in (atom, interleaved))
+    assert 3 * longest(turns) < longest(plain)
+    assert sum(p[1] for p in turns["people"]) > sum(p[1] for p in plain["people"])
+    saved = {n: computed(runs[atom, n, 16, 4, "off"]) - computed(runs[atom, n, 16, 4, "on"]) for n in (8, 32)}
+    assert saved[32] >= 20 > saved[8]
+
+
+def test_the_modelled_steps_leave_the_device_idle_only_for_the_host() -> None:
+    """One step at a time the device waits for each plan; two in flight it waits only when nobody is there."""
+    for policy, idle in (("ATOM's", playground.HOST), ("overlapped", 0)):
+        spans = playground.run(policy, 32, 16, "all at once", "off").spans
+        gaps = [start - before for (_, before), (start, _) in itertools.pairwise(spans)]
+        assert gaps == pytest.approx([idle] * len(gaps))
+
+
+def test_llms_txt_and_news() -> None:
+    """A line for each chapter, with its promise, and a line for each commit, by day."""
+    listed = re.findall(r"(?m)^- \[.+\]\((\d\w+)\.html\): \S.+$", book_site.llms(BOOK))
+    assert listed == [*CHAPTERS.values()]
+    news = book_site.news()
+    if shutil.which("git") and (ROOT / ".git").exists():
+        days = re.findall(r"(?m)^## (\d{4}-\d\d-\d\d)$", news)
+        assert days and days == sorted(set(days), reverse=True) and news.count("\n- ") >= len(days)
+
+
+def test_the_guidance_names_what_is_there() -> None:
+    """Every file and target on the page for agents exists."""
+    page = (ROOT / "docs" / "agents.md").read_text()
+    files = set(re.findall(r"(?:nbs|tests|docs|atom_mini)/[\w./]*", page))
+    assert len(files) > 6 and not [name for name in files if not (ROOT / name).exists()]
+    targets = set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text()))
+    assert set(re.findall(r"`make ([\w-]+)`", page)) <= targets and {"score", "pdf"} <= targets
 
 
 def test_the_snippets_about_other_documents_run() -> None:
@@ -490,7 +588,7 @@ def test_the_landing_page_opens_with_the_player(tab: Any) -> None:
     """It is above the fold and above the map, and runs by itself, until it is touched."""
     tab.set_viewport_size({"width": 1280, "height": 800})
     tab.goto("index.html")
-    box, the_map = tab.locator("iframe.player").bounding_box(), tab.locator("svg.book-map").bounding_box()
+    box, the_map = tab.locator("iframe.player").bounding_box(), tab.locator("svg.book-map").first.bounding_box()
     assert box["y"] + box["height"] < 800 < the_map["y"]
     frame = tab.frame_locator("iframe.player")
     frame.locator("#what", has_text="Step 3 ").wait_for()
@@ -499,6 +597,34 @@ def test_the_landing_page_opens_with_the_player(tab: Any) -> None:
     step = frame.locator("#scrub").input_value()
     tab.wait_for_timeout(2500)
     assert frame.locator("#scrub").input_value() == step
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_sliders_choose_a_run(tab: Any, runs: dict[tuple[Any, ...], dict[str, Any]], width: int) -> None:
+    """Every place of every slider shows the numbers of its own run; lanes are in the player's colours; it plays."""
+    tab.set_viewport_size({"width": width, "height": 844})
+    tab.goto("play.html")
+    tab.locator("#lanes tr td:nth-child(3)").first.wait_for()
+    places, chosen = [*playground.KNOBS.values()], list(playground.START)
+    for knob, several in enumerate(places):
+        for place in range(len(several)):
+            chosen[knob] = place
+            tab.locator("#knobs input").nth(knob).fill(str(place))
+            run = runs[tuple(places[k][i] for k, i in enumerate(chosen))]
+            shown = tab.locator("#lanes tr td:nth-child(3)").all_inner_texts()
+            assert [int(text) for text in shown[:-1]] == [person[1] for person in run["people"]]
+    tab.locator("#policies button").first.click()
+    assert tab.locator("#knobs output").first.inner_text() == "ATOM's"
+    last = int(tab.locator("#scrub").get_attribute("max") or 0)
+    tab.locator("#scrub").fill(str(last - 3))
+    tab.locator("#play").click()
+    tab.locator("#what", has_text=f"Step {last} of {last}").wait_for()
+    red = tab.locator("#lanes canvas").first.evaluate(
+        "c => [...c.getContext('2d').getImageData(0, 8, c.width, 1).data.slice(0, 4000)].join().includes('228,87,46')"
+    )
+    assert red and not tab.locator("#lanes").evaluate(
+        "e => e.parentNode.scrollWidth > e.parentNode.parentNode.clientWidth"
+    )
 
 
 def test_who_asks_for_less_motion_gets_none(tab: Any) -> None:
@@ -523,14 +649,62 @@ def test_code_is_not_cut(tab: Any, width: int) -> None:
 
 
 def test_on_a_phone_the_map_is_a_list(tab: Any) -> None:
-    """By part, and whole."""
+    """By part: the first is open, the others open with a touch."""
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.goto("index.html")
-    assert not tab.locator("svg.book-map").is_visible()
-    assert tab.locator("ul.map-list li li a:visible").count() == len(CHAPTERS)
-    assert [line.split("\n")[0] for line in tab.locator("ul.map-list > li").all_inner_texts()] == list(
-        book_map.parts(BOOK)
-    )
+    assert not tab.locator("svg.book-map:visible").count()
+    rooms = book_map.parts(BOOK)
+    first, *others = rooms.values()
+    assert tab.locator("ul.map-list a:visible").count() == len(first)
+    for summary in tab.locator("details.part > summary").all()[1:]:
+        summary.click()
+    assert tab.locator("ul.map-list a:visible").count() == len(CHAPTERS)
+    assert tab.locator("details.part > summary").count() == len(rooms) == 1 + len(others)
+
+
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_the_map_fits_a_screen_and_names_fit_their_rooms(tab: Any, width: int) -> None:
+    """Part I in one screen; every title, and what a room stands on, inside its box; letters can be read."""
+    tab.set_viewport_size({"width": width, "height": 800})
+    tab.goto("index.html")
+    assert tab.locator("svg.book-map").first.bounding_box()["height"] < 700
+    assert tab.locator("svg.book-map:visible").count() == 1
+    tab.evaluate("document.querySelectorAll('details.part').forEach(part => part.open = true)")
+    out = """() => [...document.querySelectorAll(".book-map a")].flatMap(room => {
+      const box = room.querySelector("rect").getBoundingClientRect();
+      return [...room.querySelectorAll("text")].filter(text => {
+        const own = text.getBoundingClientRect();
+        return own.left < box.left || own.right > box.right || own.top < box.top - 1 || own.bottom > box.bottom + 1;
+      }).map(text => text.textContent);
+    })"""
+    assert not tab.evaluate(out)
+    assert tab.locator(".book-map .name").first.bounding_box()["height"] > 9
+
+
+def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
+    """All its chapters, in one file."""
+    book_pdf = importlib.import_module("book_pdf")
+    whole, first = book_pdf.whole(), next(iter(book_map.parts(BOOK).values()))
+    assert whole.count("<article") == len(first) and "13 One request" in whole
+    subprocess.run([sys.executable, ROOT / "docs" / "book_pdf.py"], check=True, capture_output=True)
+    pdf = (SITE.parent / "part_one.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and len(pdf) > 1_000_000
+
+
+def test_the_hours_path_leads_on(tab: Any) -> None:
+    """Six rooms in a line, each with its chapter behind it; a chapter has minutes, Colab, and the next one."""
+    tab.goto("index.html")
+    rooms = tab.locator("ol.hour a")
+    assert [a.split("_")[0] for a in rooms.evaluate_all("all => all.map(a => a.getAttribute('href'))")] == [
+        *book_map.HOUR
+    ]
+    tops = rooms.evaluate_all("all => all.map(a => a.getBoundingClientRect().top)")
+    assert max(tops) - min(tops) < 1
+    rooms.nth(1).click()
+    assert tab.url.endswith("03_block_manager.html")
+    assert tab.locator(".lead-links a", has_text="Colab").get_attribute("href").endswith("nbs/03_block_manager.ipynb")
+    before, after = (tab.locator(f".related-pages a.{way}-page").get_attribute("href") for way in ("prev", "next"))
+    assert (before, after) == ("02_sequence.html", "04_scheduler.html")
 
 
 def test_the_sidebar_names_the_parts(tab: Any) -> None:

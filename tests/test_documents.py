@@ -86,3 +86,14 @@ def test_every_statement_has_a_place_or_a_reason() -> None:
         reason = row.note or row.refused or re.search(r"\b[NSAMP]C?\d+\b", row.where)
         assert row.how != "otherwise" or reason, row
         assert (row.how != "refused") or (row.refused and row.note), row
+
+
+HERE = re.findall(r"(?m)^\| [^|]+ \| ([^|]+) \|.*\|$|^\| `[^|]+ \| ([^|]+) \|$", text_of(ROOT / "docs" / "glossary.md"))
+NAMES = sorted({name for cell in HERE for name in re.findall(r"`([A-Za-z_][\w.]*)`", "".join(cell))})
+SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "atom_mini").rglob("*.py")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_glossary_names_what_is_here(name: str) -> None:
+    """The column "here" of its tables, word for word."""
+    assert re.search(rf"\b{name.split('.')[-1]}\b", SOURCE), name

@@ -107,6 +107,54 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
         figures.collect(tmp_path, RECORDED)
 
 
+@pytest.fixture
+def scorecard(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What makes README's table and figure of the recorded scores."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    return importlib.import_module("scorecard")
+
+
+def test_readme_scorecard_is_the_recorded_one(scorecard: Any) -> None:
+    """Table and figure are made of the file; each rung that was not run says what it needs."""
+    score, readme = scorecard.read(), (ROOT / "README.md").read_text()
+    table = scorecard.as_markdown(score)
+    assert table in readme and scorecard.FIGURE.read_text() == scorecard.as_svg(score)
+    assert f"]({scorecard.FIGURE.relative_to(ROOT)})" in readme.split("\n## ")[0]
+    assert set(score["rungs"]) == set(scorecard.RUNGS) and score["commit"] and score["date"] in table
+    for rung, needs in scorecard.RUNGS.items():
+        row = next(line for line in table.splitlines() if line.startswith(f"| {rung} |"))
+        assert (f"needs {needs}: not measured" in row) == (score["rungs"][rung] is None)
+    changed = {**score, "rungs": score["rungs"] | {"paged": dict.fromkeys(score["rungs"]["paged"], 0.77)}}
+    assert scorecard.as_markdown(changed) not in readme and scorecard.as_svg(changed) != scorecard.as_svg(score)
+
+
+def test_what_a_rung_is_said_to_have_done(scorecard: Any) -> None:
+    """Two requests whose times are known: rates, waits, who was in time, and the bytes of the steps."""
+    score = importlib.import_module("score")
+    load = [score.Request(0.0, [1] * 10, 3), score.Request(1.0, [1] * 20, 2)]
+    times = [[0.5, 0.55, 0.6], [3.0, 3.05]]  # the second waits 2 s for its first token
+    found = score.figures(load, times, bandwidth=1e9)
+    assert found["tokens per second"] == pytest.approx(5 / 3.05) and found["goodput"] == pytest.approx(1 / 3.05)
+    assert (found["TTFT p50"], found["TTFT p99"]) == pytest.approx((2.0, 2.0)) and found["ITL p99"] == pytest.approx(0.05)
+    read = 5 * score.WEIGHTS + score.TOKEN * (10 + 11 + 12 + 20 + 21)
+    assert found["share of bandwidth"] == pytest.approx(read / 3.05 / 1e9)
+    together = [[0.5, 0.5, 0.6], [3.0, 3.0]]  # drafts: two tokens of one step
+    assert score.bytes_read(load, together, True) == 3 * score.WEIGHTS + score.TOKEN * (11 + 12 + 21)
+    with pytest.raises(AssertionError, match="asked for"):
+        score.figures(load, [times[0], times[1][:1]], 1e9)
+    assert score.make_load() == score.make_load() and len(score.make_load()) == 64
+    ours = {rung for rung, needs in scorecard.RUNGS.items() if not needs}
+    assert all(score.options_of(rung) for rung in ours)
+
+
+def test_readme_says_how_long_the_package_is() -> None:
+    """In the table beside the others; within a tenth."""
+    measure = importlib.import_module("measure")
+    said = re.search(r"\| about ([\d,]+) \| a run on any GPU", (ROOT / "README.md").read_text())
+    lines = sum(measure.weights()[1].values())
+    assert said and abs(int(said[1].replace(",", "")) - lines) < 0.1 * lines
+
+
 def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: Path) -> None:
     """Every module of a chapter and nothing else that is code: no index of nbdev's, nothing of the appendix."""
     skipped = shutil.ignore_patterns("__pycache__", "_modidx.py")

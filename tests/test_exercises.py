@@ -20,7 +20,8 @@ from exercises import check_exercise, run, wrong_answers
 ROOT = Path(__file__).resolve().parent.parent
 WRONG = ROOT / "tests" / "wrong_answers"
 CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
-CASES = [pytest.param(p, id=p.stem, marks=[pytest.mark.alone] * (p.stem[0] == "7")) for p in CHAPTERS]  # 7: processes
+AS_EVER, PROCESSES = [pytest.mark.share(120)], [pytest.mark.share(20), pytest.mark.alone]
+CASES = [pytest.param(p, id=p.stem, marks=PROCESSES if p.stem[0] in "78" else AS_EVER) for p in CHAPTERS]
 START = """
 import sys
 if sys.argv[2] == "alone":  # else the whole house would be found
@@ -60,7 +61,6 @@ def study(alone: Path) -> Iterator[Any]:
         process.communicate(timeout=60)
 
 
-@pytest.mark.share(40)
 @pytest.mark.parametrize("path", CASES)
 def test_chapter_runs_and_its_exercises_bite(path: Path, study: Any) -> None:
     found = study(path)

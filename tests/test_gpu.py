@@ -86,13 +86,13 @@ def test_a_launch_waits_for_nothing() -> None:
         with LLM("tiny", device="cuda", overlap=True, **SMALL | options) as llm:
             launcher: Any = llm.engine_core.runner
             batch = replace(first_decodes(3), rows=[0, 1, 2])
-            launcher.launch(batch).result()
+            launcher.launch(batch)()
             torch.cuda.set_sync_debug_mode("error")
             try:
                 under_way = [launcher.launch(replace(batch, scheduled_tokens=np.full(3, PLACEHOLDER))) for _ in range(2)]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            assert all(len(pending.result().token_ids) == 3 for pending in under_way)
+            assert all(len(wait().token_ids) == 3 for wait in under_way)
 
 
 def test_the_ladder_covers_every_batch(on_cpu: list[list[int]]) -> None:

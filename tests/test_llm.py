@@ -601,7 +601,7 @@ def refused(action: Callable[[], Any], *words: str) -> None:
         ([5] * 1601, ["1601", "100 blocks x 16", "num_kvcache_blocks"]),
         ([1, VOCABULARY], ["prompt", f"vocabulary of {VOCABULARY}"]),
         ([2**40], [str(2**40), str(VOCABULARY)]),
-        ([3, -1], ["-1", str(VOCABULARY)]),
+        ([3, -1], ["-1", "prompt", "from 0"]),
         ([3, True], ["True"]),
         ([True, 3], ["True"]),
         ([3, 1.5], ["1.5"]),
@@ -614,9 +614,9 @@ def refused(action: Callable[[], Any], *words: str) -> None:
         ([3, [4]], ["type list"]),
         ([3, np.float64(4)], ["type float"]),
         ([3, np.True_], ["type bool"]),
-        ([np.int64(3), np.int64(-1)], ["-1", str(VOCABULARY)]),
-        ("a\ud800b", ["ud800", "character 1", "surrogate", "prompt"]),
-        ([PROMPT, "\udfff"], ["udfff", "character 0", "surrogate"]),
+        ([np.int64(3), np.int64(-1)], ["-1", "prompt", "from 0"]),
+        ("a\ud800b", ["ud800", "position 1", "surrogate"]),
+        ([PROMPT, "\udfff"], ["udfff", "position 0", "surrogate"]),
         ([1.5], ["float"]),
         ([None], ["NoneType"]),
         (5, ["int"]),
@@ -745,7 +745,7 @@ def test_bad_requests(llm: LLM) -> None:
         "vocabulary",
     )
     many: Any
-    refused(lambda: llm.generate(PROMPT, SamplingParams(stop=["a", "b\udc80"])), "udc80", "stop string", "surrogate")
+    refused(lambda: llm.generate(PROMPT, SamplingParams(stop=["a", "b\udc80"])), "udc80", "position 1", "surrogate")
     refused(lambda: llm.chat([{"role": "user", "content": "\ud8ff"}]), "ud8ff", "surrogate")
     for many in ([], [GREEDY], [GREEDY] * 3):
         words = "2 prompts", f"{len(many)} sampling_params"

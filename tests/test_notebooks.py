@@ -60,6 +60,14 @@ def test_chapter_teaches(path: Path) -> None:
     assert any("image/png" in o.get("data", {}) for c in nb.cells if c.cell_type == "code" for o in c.outputs)
 
 
+@pytest.mark.parametrize("path", [p for p in CHAPTERS if p.stem[0].isdigit()], ids=lambda p: p.stem)
+def test_chapter_fetches_the_book_where_it_is_missing(path: Path) -> None:
+    """In Colab: a hidden cell behind the title, as settings.ini says."""
+    found = [cell for cell in read_nb(path).cells if cell.id == book.FETCH]
+    assert [cell.source for cell in found] == [book.fetching()], "run: python nbs/book.py fetch"
+    assert read_nb(path).cells[1].id == book.FETCH
+
+
 ENV = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # set by nbdev's test_nb; exports do nothing then
 
 
@@ -149,3 +157,25 @@ def test_code_is_readable_as_plain_python() -> None:
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 50, f"{path.name}: {node.name} is too long"
                 assert not is_patched(node), f"{path.name}: {node.name} is not in its class"
+
+
+def test_the_hours_path_runs_alone() -> None:
+    """Its chapters one after the other, in one shell, and no other: each has what it needs."""
+    code = """
+import sys
+from pathlib import Path
+from execnb.nbio import read_nb
+from execnb.shell import CaptureShell
+import book
+shell = CaptureShell(Path("nbs"))
+shell.run(book.SETUP)
+for number in ("00", "03", "04", "05", "10", "13"):
+    (path,) = Path(".").glob(f"{number}_*.ipynb")
+    for cell in read_nb(path).cells:
+        if cell.cell_type == "code" and not book.SKIP.search(cell.source):
+            shell.cell(cell)
+            if shell.exc:
+                sys.exit(f"{path}: {cell.source}\\n{shell.prettytb(path)}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "nbs", env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

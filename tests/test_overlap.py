@@ -49,7 +49,7 @@ def test_outputs_equal_the_oracle_a_step_ahead() -> None:
     least = {
         "ahead": 50_000, "preempting": 1100, "preemptions": 3000, "put_back": 1500, "prefix_hits": 1000,
         "chunks": 4000, "failures": 800,
-        "aborts_running": 80, "max_tokens": 1500, "kv_cache": 1000, "eos": 300, "stop": 200, "stop_sequence": 80,
+        "aborts_running": 80, "max_tokens": 1500, "kv_cache": 1000, "eos": 200, "stop": 250, "stop_sequence": 80,
     }  # fmt: skip
     assert not {name: stats[name] for name in least if stats[name] < least[name]}
 
@@ -142,7 +142,7 @@ class Waiting:
         return Answering(future, self)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        return self.launch(batch).result()
+        return self.launch(batch)()
 
     def answer(self, i: int) -> None:
         batch, future = self.launched[i]
@@ -152,12 +152,12 @@ class Waiting:
 
 
 class Answering:
-    """`result` answers the last step, if it is the only one left."""
+    """It answers the last step, if it is the only one left."""
 
     def __init__(self, future: Future[ScheduledBatchOutput], device: Waiting) -> None:
         self.future, self.device = future, device
 
-    def result(self) -> ScheduledBatchOutput:
+    def __call__(self) -> ScheduledBatchOutput:
         self.device.answer(next(i for i, (_, f) in enumerate(self.device.launched) if f is self.future))
         return self.future.result()
 
@@ -295,7 +295,7 @@ def test_closing_waits_and_gives_the_memory_back() -> None:
                 llm.add_request([i + 5] * 50, SamplingParams(max_tokens=20, ignore_eos=True))
             llm.step()
             core: Any = llm.engine_core
-            pending, cache = core.in_flight[0][2].future, weakref.ref(core.runner.runner.kv_cache)
+            pending, cache = core.in_flight[0][2].args[0], weakref.ref(core.runner.runner.kv_cache)
         assert pending.done() and cache() is None
         assert "device" not in "".join(thread.name for thread in threading.enumerate())
     finally:

@@ -44,6 +44,11 @@ def test_one_long_case_runs_and_a_giant_only_if_it_is_asked_for() -> None:
     assert len(quick.pick(cases("test_giant", smoke=[]), KNOWN)) == 1
 
 
+def test_what_runs_alone_counts_twice() -> None:
+    assert quick.pick(cases("test_long", alone=[]), KNOWN) == []
+    assert len(quick.pick(cases("test_grid", (4, 3), alone=[]), KNOWN)) == 1
+
+
 def test_the_last_line() -> None:
     assert quick.covered([[10, 4, 90, 5], [1, 1, 1000, 3]]) == (
         "make test ran 11 of 1,101 tests, of 5 of 8 test functions at least one;"
@@ -63,5 +68,7 @@ def test_what_is_recorded_exists() -> None:
 def test_what_is_picked_fits_ten_minutes_on_machines_half_as_fast() -> None:
     """Two cores: 440 s of the recorder's, the rest for starting, importing and what is too short to be recorded."""
     known = json.loads(quick.SECONDS.read_text())
-    seconds = sum(s if s <= quick.SHARE else max(quick.SHARE, min(s / n, quick.LONGEST)) for s, n in known.values())
+    each = {name: seconds / number for name, (seconds, number) in known.items()}
+    fit = {name: int(quick.SHARE / e) or int(e <= quick.LONGEST) for name, e in each.items()}
+    seconds = sum(min(known[name][1], fit[name]) * e for name, e in each.items())
     assert seconds < 440, f"{seconds:.0f} s"

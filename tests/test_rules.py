@@ -394,7 +394,7 @@ def test_a_prompt_that_can_never_fit_is_refused_on_arrival_and_blocks_nobody() -
 def test_the_earliest_stop_wins_not_the_first_kind() -> None:
     """ATOM looks for one kind of stop after the other over all tokens of a step."""
     core = engine()
-    core.scheduler.eos_token_ids = frozenset([2])
+    core.scheduler.eos_token_ids = (2,)
     seq = request(3, max_tokens=9, stop_token_ids=[9])
     add(core, seq)
     assert core.scheduler.schedule() is not None
@@ -513,7 +513,7 @@ def test_request_id_zero_counts() -> None:
 def test_one_sampling_params_object_serves_many_requests_unchanged() -> None:
     """mini-sglang changes it for the prompts that come later."""
     core = engine()
-    core.scheduler.eos_token_ids = frozenset([2])
+    core.scheduler.eos_token_ids = (2,)
     params = SamplingParams(max_tokens=100, stop_token_ids=[7])
     before = repr(params)
     seqs = [Sequence([50] * n, 4, params) for n in (60, 3)]
@@ -589,4 +589,4 @@ def test_a_stop_string_is_found_in_the_text_and_held_back_until_it_cannot_match(
         if stopped:
             break
     assert shown == ["a", "", "", "ST", "", "STx", "", "", "", ""]
-    assert stopped == "STOP" and detokenizer.text == "aSTSTx"
+    assert stopped == "STOP" and detokenizer.progress.text == "aSTSTx"

@@ -307,8 +307,7 @@ def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseExcepti
 def finish(tokens: tuple[int, ...], **params: Any) -> Sequence:
     """One step that answers `tokens`, as speculative decoding will; ids 0 and 2 end a text."""
     scheduler = make()
-    scheduler.eos_token_ids = frozenset([0, 2])
-    scheduler.config.eos_token_ids = (0, 2)
+    scheduler.eos_token_ids = (0, 2)
     seq = Sequence([5, 6, 7], 4, SamplingParams(**params))
     scheduler.add(seq)
     assert scheduler.schedule() is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import nn
 
 from atom_mini import LLM
 from atom_mini.checkpoint import ModelSpec
+from atom_mini.refinements.compiled import Compiled
 
 KINDS = ["qwen3", "qwen2", "llama"]
 OTHERS = {"atom_mini.refinements.cpu_decode"}  # the CPU's decode attention, chapter 21
+COMPILED = "atom_mini.refinements.compiled_step"  # where Numba is installed: chapters 21b to 21d
 
 
 def classes_of(llm: Any) -> set[type]:
@@ -25,14 +28,21 @@ def classes_of(llm: Any) -> set[type]:
     return {type(x) for x in [*rooms, *runner.model.modules()]}
 
 
+@pytest.mark.parametrize("compiled", [False, None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_default_engine_holds_part_ones_classes(kind: str, tmp_path: Path) -> None:
+def test_a_default_engine_holds_part_ones_classes(
+    kind: str, compiled: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the CPU's decodes, which `compiled=False` leaves to torch."""
+    monkeypatch.setattr(Compiled.__dataclass_fields__["compiled"], "default", compiled)
     save_checkpoint(kind, tmp_path, num_hidden_layers=2)
     with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=8) as llm:
         found = classes_of(llm)
         ours = {c for c in found if c.__module__.startswith("atom_mini")}
         foreign = {c.__module__ for c in ours if c.__module__.count(".") > 1}
-        assert foreign <= OTHERS, foreign
+        is_compiled = compiled is None and find_spec("numba") is not None
+        assert foreign <= OTHERS | ({COMPILED} if is_compiled else set()), foreign
+        assert (COMPILED in foreign) is is_compiled
         assert {c.__module__.split(".")[0] for c in found} <= {"atom_mini", "torch"}
         for c in ours:  # none was put together while it ran: each is what its module names so
             module = __import__(c.__module__, fromlist=[c.__name__])

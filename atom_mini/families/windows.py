@@ -19,7 +19,7 @@ from .records import FamilySpec
 from ..models import TorchOps, unfilled
 
 # %% auto #0
-__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'windowed', 'make_attention', 'in_turns']
+__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'make_attention', 'in_turns']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -61,13 +61,6 @@ def windowed_attention(
             out.append(sink_attention(piece, k, v, scale, window, sinks))
     return torch.cat(out)
 
-# %% ../../nbs/63_sinks_windows.ipynb #63a00001
-def windowed(ops: TorchOps) -> Callable[..., Tensor]:
-    """`windowed_attention`, or the kernel in its place where `ops` are Triton's."""
-    if not ops.is_triton:
-        return windowed_attention
-    return partial(find("families.window_kernel:attend"), ops)
-
 # %% ../../nbs/63_sinks_windows.ipynb #f9f41bd5
 def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> VariedAttention:
     """The attention of this layer, within its window, and with a logit per head,
@@ -81,7 +74,9 @@ def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> VariedAttenti
         is_padded = hasattr(ops, "is_padded")
         require(not is_padded, "scheduler='spyre' lacks sinks, windows")
         found.sinks = unfilled(spec.num_attention_heads) if spec.has_sinks else None
-        attend = windowed(ops)
+        attend: Any = windowed_attention
+        if ops.is_triton:  # chapter 63b
+            attend = partial(find("families.window_kernel:attend"), ops)
         found.attn.attend = partial(attend, window=window, sinks=found.sinks)
     return found
 

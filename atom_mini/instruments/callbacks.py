@@ -47,6 +47,7 @@ class Listening(Metrics):
         super().__init__()
         self._llm = proxy(llm)  # who owns us
         self._requests: WeakKeyDictionary[Sequence, Request] = WeakKeyDictionary()
+        self._thousands = 0  # of drafts, that were logged
 
     def _open(self, seq: Sequence) -> None:
         """From now on `seq` is told about, if it has a function."""
@@ -54,8 +55,7 @@ class Listening(Metrics):
         if seq in self._requests or getattr(wish, "stream_callback", None) is None:
             return
         processor = self._llm.processor
-        has_text = processor.tokenizer is not None
-        reader = processor.make(processor.tokenizer, wish.stop) if has_text else None
+        reader = processor.make(processor.tokenizer, wish.stop)
         self._requests[seq] = Request(seq, reader, None)
 
     def _tell(self, request: Request) -> Exception | None:
@@ -78,9 +78,20 @@ class Listening(Metrics):
             self._llm.engine_core.abort(seq.id, why)
             step.finished.append(seq)
 
+    def _log_drafts(self) -> None:
+        """How many of the drafts were accepted, each time that 1,000 more were made."""
+        stats: Any = getattr(self._llm.engine_core.scheduler, "spec_stats", None)
+        made = stats.proposed.total() if stats else 0
+        if made // 1000 > self._thousands:
+            self._thousands = made // 1000
+            kept = stats.accepted.total()
+            said = "%d drafts, %d accepted (%.1f %%), %.2f tokens per sequence and step"
+            LOG.info(said, made, kept, 100 * kept / made, stats.tokens_per_step)
+
     def record(self, step: StepOutput) -> None:
         """Count what a step did, and call who wants to hear of it."""
         Metrics.record(self, step)
+        self._log_drafts()
         for seq in step.finished:
             warn_if_cut(seq)
         for seq in [*step.seqs, *step.finished]:

@@ -26,9 +26,9 @@ from ..refinements.parts import keeps_state
 from ..text import RequestOutput
 
 # %% auto #0
-__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'knobs', 'add_fields', 'given', 'figures', 'print_report',
-           'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info',
-           'answer', 'respond', 'run_chat', 'spin_less', 'make_parser', 'parse', 'main']
+__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'LATER', 'knobs', 'add_fields', 'given', 'figures',
+           'print_report', 'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe',
+           'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_later', 'make_parser', 'parse', 'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -134,7 +134,7 @@ def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, A
     """Generate, and say how fast: `figures` of that alone."""
     llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     scheduler: Any = llm.engine_core.scheduler
-    llm.metrics = type(llm.metrics)()
+    llm.metrics = type(llm.metrics)(llm)
     if hasattr(scheduler, "spec_stats"):
         scheduler.spec_stats = type(scheduler.spec_stats)()
     outs = llm.generate(prompts, params)
@@ -273,10 +273,23 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--debug": {"action": "store_true", "help": "show an error's traceback"},
     "model": {"nargs": "?", "default": argparse.SUPPRESS, "help": "as --model"},
 }
+LATER = {  # of other parts -> what adds its options and sets `run`; the extra; for help
+    "serve": ("serving.server:add_command", "server", "Answer OpenAI's API over HTTP."),
+}
+
+# %% ../../nbs/31_command_line.ipynb #5e7f3a11
+def add_later(parser: argparse.ArgumentParser, place: str, extra: str) -> None:
+    """Have the command at `place` add its options. ValueError if it needs `extra`."""
+    try:
+        find(place)(parser)
+    except ModuleNotFoundError as error:
+        what = f"{parser.prog} needs {error.name}: install atom_mini[{extra}]"
+        raise ValueError(what) from None
 
 # %% ../../nbs/31_command_line.ipynb #3f4ff67f
-def make_parser() -> argparse.ArgumentParser:
-    """A parser of the whole command line, with one for each command in it."""
+def make_parser(chosen: str = "") -> argparse.ArgumentParser:
+    """A parser of the whole command line, with one for each command in it. Of another
+    part's only if it is `chosen`: it costs an import."""
     more = "Without a command: generate. Options: atom-mini COMMAND --help"
     parser = argparse.ArgumentParser("atom-mini", epilog=more)
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -291,15 +304,22 @@ def make_parser() -> argparse.ArgumentParser:
             sub.add_argument(argument, **ARGUMENTS[argument])
         for cls in [Config] if name == "info" else [SamplingParams, Config]:
             add_fields(sub, cls)
+    for name, (place, extra, about) in LATER.items():
+        sub = commands.add_parser(name, help=about, formatter_class=form)
+        sub.set_defaults(model="tiny")
+        for argument in ("model", "--debug"):
+            sub.add_argument(argument, **ARGUMENTS[argument])
+        if name == chosen:
+            add_later(sub, place, extra)
     return parser
 
 # %% ../../nbs/31_command_line.ipynb #61054cff
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command line says; no command means `generate`. Raises what
     `SamplingParams` raises."""
-    is_command = {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
+    is_command = {*arguments[:1]} & {*COMMANDS, *LATER, "-h", "--help"}
     words = arguments if is_command else ["generate", *arguments]
-    args = make_parser().parse_args(words)
+    args = make_parser(words[0]).parse_args(words)
     args.params = SamplingParams(**given(args, SamplingParams))
     return args
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..block_manager import NO_HASH
-from ..config import Config, check_rules, is_bool
+from ..checkpoint import find
+from ..config import Config, is_bool
 from ..refinements.parts import Variant
 from ..engine_core import EngineCore, StepOutput
 from ..scheduler import ScheduledBatch
@@ -29,8 +29,8 @@ from ..sequence import Sequence, SequenceType
 from ..text import decode
 
 # %% auto #0
-__all__ = ['COLOURS', 'Event', 'REASONS', 'Known', 'VERDICTS', 'Metrics', 'BlockRecord', 'StepRecord', 'Trace', 'Recorder',
-           'record', 'TraceKnobs']
+__all__ = ['COLOURS', 'Event', 'Known', 'VERDICTS', 'Metrics', 'BlockRecord', 'StepRecord', 'Trace', 'Recorder', 'record',
+           'TraceKnobs']
 
 # %% ../../nbs/30_timeline.ipynb #a4bd3cc7
 @dataclass
@@ -183,17 +183,6 @@ class Trace:
         page = html.escape(self.to_html())
         return f'<iframe title="{self!r}" style="{style}" srcdoc="{page}"></iframe>'
 
-# %% ../../nbs/30_timeline.ipynb #0acc9621
-REASONS = {
-    "no blocks": "{free} are free, it needs {needed}, "
-    "and {reserve} must stay for those who run",
-    "token budget": "{left} tokens of the step's budget are left, "
-    "too few for a piece of it",
-    "max_num_seqs": "{running} sequences run, and max_num_seqs allows no more",
-    "delay": "the delay gate holds prompts back",
-    "decode first": "after a prefill step the decoders have their turn",
-}
-
 # %% ../../nbs/30_timeline.ipynb #74bb6fdf
 # request -> its blocks, and all blocks that were ever used
 Known = tuple[dict[int, list[int]], dict[int, BlockRecord]]
@@ -218,12 +207,14 @@ class Recorder:
 
     def _why(self, seq: Sequence, left: int, reserve: int) -> str:
         """Why `seq`, the first in line, waits, with `left` of the step's budget."""
-        most = self.scheduler.config.max_num_seqs
-        if left and len(self.scheduler.running) >= most:
-            return "max_num_seqs"
+        running, free = len(self.scheduler.running), self.manager.num_free_blocks
+        if left and running >= self.scheduler.config.max_num_seqs:
+            return f"max_num_seqs: {running} sequences run, and it allows no more"
         needed = seq.blocks_needed or seq.num_blocks
-        is_short = self.manager.num_free_blocks < needed + reserve
-        return "no blocks" if left and is_short else "token budget"
+        if left and free < needed + reserve:
+            need = f"it needs {needed}, and {reserve} must stay for those who run"
+            return f"no blocks: {free} are free, {need}"
+        return f"token budget: {left} tokens of it are left, too few for a piece of it"
 
     def note(self, event: str, seq: Sequence, **facts: Any) -> None:
         """The scheduler's one line: what happened to `seq`."""
@@ -232,14 +223,8 @@ class Recorder:
             self.trace.requests[seq.id] = request
         elif event == "admitted":
             facts["cached"] = seq.num_published_blocks
-        elif event == "refused":
-            why = facts.get("why") or self._why(seq, facts["left"], facts["reserve"])
-            facts["why"] = why
-            if why in REASONS:
-                facts["free"] = self.manager.num_free_blocks
-                facts["running"] = len(self.scheduler.running)
-                facts["needed"] = seq.blocks_needed or seq.num_blocks
-                facts = {"why": f"{why}: {REASONS[why].format(**facts)}"}
+        elif event == "refused" and "why" not in facts:
+            facts = {"why": self._why(seq, **facts)}
         self.trace.tail.append({"event": event, "id": seq.id, **facts})
 
     def _look(self, before: dict[int, list[int]], held: Any) -> Known:
@@ -330,7 +315,7 @@ class Recorder:
             self.scheduled(batch)
             if name == "forward":
                 return finish(plain, batch)
-            return SimpleNamespace(result=partial(finish, plain(batch).result))
+            return partial(finish, plain(batch))
 
         setattr(runner, name, watched)
 
@@ -362,7 +347,7 @@ def record(core: EngineCore, tokenizer: Any = None) -> Trace:
     recorder = Recorder(core)
     recorder._enter_runner(core)
     recorder._enter_core(core)
-    core.scheduler.note = recorder.note
+    core.scheduler.note = recorder.note  # type: ignore[method-assign]
     if tokenizer is not None:
         recorder.trace.to_text = lambda token_id: decode(tokenizer, [token_id])
     return recorder.trace
@@ -377,17 +362,15 @@ class TraceKnobs(Variant):
 
     trace: bool = False
 
-    make_metrics = "instruments.callbacks:Listening"
+    rules = (("trace", is_bool, "True or False"),)
 
     @staticmethod
-    def make_trace(core: EngineCore, tokenizer: Any) -> Trace | None:
-        """What `core` will do, if it is asked for."""
-        return record(core, tokenizer) if core.config.trace else None
+    def watch(llm: Any) -> None:
+        """Count the steps of an `LLM`, and record them if that is asked for."""
+        llm.metrics = find("instruments.callbacks:Listening")(llm)
+        if llm.config.trace:
+            llm.trace = record(llm.engine_core, llm.tokenizer)
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
         return True
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        check_rules(config, [("trace", is_bool, "True or False")])

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from ..models import Linear
 
 # %% auto #0
-__all__ = ['uses_onednn', 'round_rows', 'multiply', 'reorder', 'pack', 'prepare']
+__all__ = ['PRIVATE', 'uses_onednn', 'round_rows', 'multiply', 'reorder', 'pack', 'prepare']
 
 # %% ../../nbs/20b_cpu_products.ipynb #4199af71
+PRIVATE = "_linear_pointwise", "_reorder_linear_weight"  # torch promises neither
+
+
 def uses_onednn(x: Tensor) -> bool:
     """Whether products with `x` go through oneDNN: float32 on a CPU."""
     is_plain = x.device.type == "cpu" and x.dtype == torch.float32
-    return is_plain and torch.backends.mkldnn.is_available()
+    has_ops = all(hasattr(torch.ops.mkldnn, name) for name in PRIVATE)
+    return is_plain and has_ops and torch.backends.mkldnn.is_available()
 
 # %% ../../nbs/20b_cpu_products.ipynb #a7788e93
 def round_rows(n: int) -> int:
@@ -49,9 +53,9 @@ def pack(layer: Linear, keeps_order: bool = False) -> None:
         layer.weight = nn.Parameter(reorder(layer.weight.data), requires_grad=False)
 
 # %% ../../nbs/20b_cpu_products.ipynb #d0e0ae4b
-def prepare(model: nn.Module) -> None:
+def prepare(model: nn.Module, keeps_order: bool = False) -> None:
     """`pack` whatever is a float32 `Linear` on a CPU."""
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     for layer in model.modules():
         if isinstance(layer, Linear) and uses_onednn(layer.weight):
-            pack(layer, any(layer.weight is table for table in tables))
+            pack(layer, keeps_order or any(layer.weight is table for table in tables))

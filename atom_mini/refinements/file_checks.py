@@ -13,7 +13,7 @@ from ..checkpoint import read_json, require
 from ..config import is_count, is_number, is_whole
 
 # %% auto #0
-__all__ = ['COUNTED', 'FIELDS', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_files']
+__all__ = ['COUNTED', 'FIELDS', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_end', 'check_files']
 
 # %% ../../nbs/27_file_checks.ipynb #b61df781
 def is_end(value: Any) -> bool:
@@ -58,6 +58,12 @@ def check_index(file: Path, raw: dict[str, Any]) -> None:
     odd = [(k, v) for k, v in (places or {}).items() if not isinstance(v, str)][:1]
     require(not odd, f"{file}: (weight, file) {odd} must be texts")
 
+# %% ../../nbs/27_file_checks.ipynb #5b1e07a2
+def check_end(file: Path) -> None:
+    """ValueError for a JSON file that has broken off, that is, ends with no bracket."""
+    if not file.read_bytes().rstrip().endswith(b"}"):
+        read_json(file)
+
 # %% ../../nbs/27_file_checks.ipynb #c02fa80f
 def check_files(folder: Path) -> None:
     """ValueError for what no model can mean in the JSON files of `folder`, as far as
@@ -65,5 +71,8 @@ def check_files(folder: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         if (file := folder / name).is_file():
             check_fields(file, read_json(file))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (file := folder / name).is_file():
+            check_end(file)
     if (index := folder / "model.safetensors.index.json").is_file():
         check_index(index, read_json(index))

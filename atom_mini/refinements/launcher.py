@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,13 @@ from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config
 from ..model_runner import ModelRunner, choose_device
-from .overlap import PLACEHOLDER, OverlapCore, Pending
+from .overlap import PLACEHOLDER, OverlapCore, Wait
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..uploads import InputBuffer
 
 # %% auto #0
-__all__ = ['Launcher', 'Computing', 'Copied', 'make_core']
+__all__ = ['Launcher', 'make_core']
 
 # %% ../../nbs/23b_launching.ipynb #23df2266
 class Launcher:
@@ -83,6 +84,14 @@ class Launcher:
             f"no device thread: make a new LLM in process {os.getpid()}, or fork before",
         )
 
+    def _computed(
+        self, future: Future[ScheduledBatchOutput]
+    ) -> ScheduledBatchOutput:
+        """Wait for a step in the device's thread. ValueError in a fork, where nobody
+        computes it."""
+        self.check_process()
+        return future.result()
+
     def _make_streams(self, device: torch.device) -> None:
         """A stream to compute on, one to copy on, and places to copy to."""
         self.upload = InputBuffer(device, 2**16).upload
@@ -92,7 +101,16 @@ class Launcher:
         self.hosts = [place, torch.empty_like(place, pin_memory=True)]
         torch.cuda.synchronize(device)  # weights and graphs were made on another stream
 
-    def _copy(self, batch: ScheduledBatch) -> Copied:
+    def _copied(
+        self, batch: ScheduledBatch, logits: Tensor, host: Tensor, arrived: Any
+    ) -> ScheduledBatchOutput:
+        """Wait until the tokens have `arrived` (an event) in `host` [R], pinned memory; not
+        for what was launched since."""
+        arrived.synchronize()
+        with torch.cuda.stream(self.copying):  # not the one that computes the next step
+            return self.runner.pack_output(batch, logits, host.tolist())
+
+    def _copy(self, batch: ScheduledBatch) -> Wait:
         """Queue a step on the GPU, and the copy of its tokens behind it."""
         with torch.cuda.stream(self.computing):
             logits, token_ids = self._compute(batch)
@@ -104,54 +122,24 @@ class Launcher:
             host.copy_(token_ids, non_blocking=True)
             token_ids.record_stream(self.copying)
             arrived = self.copying.record_event()
-            return Copied(self.runner, batch, logits, host, arrived, self.copying)
+            return partial(self._copied, batch, logits, host, arrived)
 
-    def launch(self, batch: ScheduledBatch) -> Pending:
-        """Start a step."""
+    def launch(self, batch: ScheduledBatch) -> Wait:
+        """Start a step; what waits for it."""
         self.check_process()
         if self.is_gpu:
             return self._copy(batch)
-        return Computing(self.worker.submit(self._run, batch), self)
+        return partial(self._computed, self.worker.submit(self._run, batch))
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step, waited for."""
-        return self.launch(batch).result()
+        return self.launch(batch)()
 
     def close(self) -> None:
         """Wait for what is under way: its memory is about to be given back."""
         self.worker.shutdown()
         if self.is_gpu:
             self.computing.synchronize()
-
-# %% ../../nbs/23b_launching.ipynb #508023bc
-class Computing(NamedTuple):
-    """A step in the thread that is a CPU's device."""
-
-    future: Future[ScheduledBatchOutput]
-    launcher: Launcher
-
-    def result(self) -> ScheduledBatchOutput:
-        """Wait for the step. ValueError in a fork, where nobody computes it."""
-        self.launcher.check_process()
-        return self.future.result()
-
-# %% ../../nbs/23b_launching.ipynb #7fe209ea
-class Copied(NamedTuple):
-    """A step on a GPU whose tokens are on their way to `host`, pinned memory of the
-    launcher's."""
-
-    runner: ModelRunner
-    batch: ScheduledBatch
-    logits: Tensor
-    host: Tensor  # [R] int64
-    arrived: torch.cuda.Event
-    stream: torch.cuda.Stream  # not the one that computes the next step
-
-    def result(self) -> ScheduledBatchOutput:
-        """Wait for the tokens, not for what was launched since."""
-        self.arrived.synchronize()
-        with torch.cuda.stream(self.stream):
-            return self.runner.pack_output(self.batch, self.logits, self.host.tolist())
 
 # %% ../../nbs/23b_launching.ipynb #0e21bdd1
 def make_core(config: Config) -> OverlapCore:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..config import Config, check_rules, is_bool
+from ..config import Config, is_bool
 from .parts import Variant
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
@@ -19,8 +20,8 @@ from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['PLACEHOLDER', 'append_placeholder', 'drop_placeholders', 'OverlapScheduler', 'Pending', 'LaunchingRunner',
-           'OverlapCore', 'OverlapKnobs']
+__all__ = ['PLACEHOLDER', 'Wait', 'append_placeholder', 'drop_placeholders', 'OverlapScheduler', 'LaunchingRunner', 'OverlapCore',
+           'OverlapKnobs']
 
 # %% ../../nbs/23a_overlap.ipynb #9b54b055
 PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
@@ -47,7 +48,7 @@ class OverlapScheduler(TurnScheduler):
     it will be. Source: ATOM's deferred output; MiniSGL's `scheduler/scheduler.py`.
     """
 
-    supports_overlap = True
+    supports_overlap = True  # a step may be scheduled before the last ends
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -87,11 +88,7 @@ class OverlapScheduler(TurnScheduler):
         super().rollback()
 
 # %% ../../nbs/23a_overlap.ipynb #ad27c9ae
-class Pending(Protocol):
-    """A step under way; a `concurrent.futures.Future` is one."""
-
-    def result(self) -> ScheduledBatchOutput:
-        """Wait for it."""
+Wait = Callable[[], ScheduledBatchOutput]  # for a step under way
 
 # %% ../../nbs/23a_overlap.ipynb #7f90a499
 class LaunchingRunner(Runner, Protocol):
@@ -102,7 +99,7 @@ class LaunchingRunner(Runner, Protocol):
     (`batch.rows`), by a step launched before.
     """
 
-    def launch(self, batch: ScheduledBatch) -> Pending: ...
+    def launch(self, batch: ScheduledBatch) -> Wait: ...
 
     def close(self) -> None: ...
 
@@ -123,9 +120,10 @@ class OverlapCore(EngineCore):
         make = config.pick("make_scheduler", OverlapScheduler)
         scheduler = scheduler or make(config)
         needs = f"overlap=True: {type(scheduler).__name__} needs the last step's tokens"
-        require(scheduler.supports_overlap, f"{needs}: set overlap=False")
+        knows = getattr(scheduler, "supports_overlap", False)
+        require(knows, f"{needs}: set overlap=False")
         super().__init__(config, runner, scheduler)
-        self.in_flight: deque[tuple[ScheduledBatch, list[Sequence], Pending]] = deque()
+        self.in_flight: deque[tuple[ScheduledBatch, list[Sequence], Wait]] = deque()
 
     def _launch(self, batch: ScheduledBatch, seqs: list[Sequence]) -> None:
         pending = self.runner.launch(batch)
@@ -142,8 +140,8 @@ class OverlapCore(EngineCore):
             if not self.in_flight:
                 assert self.is_finished(), "a step schedules something, or all is finished"
                 return None
-            batch, seqs, pending = self.in_flight.popleft()
-            output = pending.result()
+            batch, seqs, wait = self.in_flight.popleft()
+            output = wait()
             told = [s for s in seqs if not s.is_finished]  # others: in vain
             finished = self.scheduler.deliver(seqs, output)
             return StepOutput(batch, told, output, finished, time.perf_counter() - start)
@@ -171,11 +169,4 @@ class OverlapKnobs(Variant):
     wraps = ("TurnKnobs",)
     make_scheduler = OverlapScheduler
     make_core = "refinements.launcher:make_core"
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.overlap
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        check_rules(config, [("overlap", is_bool, "True or False")])
+    rules = (("overlap", is_bool, "True or False"),)

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 from ..checkpoint import require
-from ..config import Config, Offers, check_options
+from ..config import Config, Offers, Rule, check_options, check_rules
 
 # %% auto #0
 __all__ = ['Role', 'VARIANTS', 'PARTS', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL', 'RANKS',
            'DEALT', 'Variant', 'Variants', 'attach', 'Refinements', 'check_roles', 'Need', 'has', 'many', 'drafts',
-           'drafts_by', 'keeps_state', 'apply', 'settle', 'as_markdown']
+           'drafts_by', 'keeps_state', 'apply', 'settle']
 
 # %% ../../nbs/20_parts.ipynb #33e432b5
 Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
@@ -32,6 +32,7 @@ class Variant:
     all roles are declared here; ValueError for a name that is none.
     """
 
+    rules: tuple[Rule, ...] = ()  # what holds for its knobs (chapter 06g)
     wraps: tuple[str, ...] = ()  # variants whose work it does, too
     make_engine: Role = None  # config -> the core that an LLM steps
     make_core: Role = None  # config -> engine core, with its runner
@@ -44,8 +45,7 @@ class Variant:
     make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
     read_prompts: Role = None  # one prompt or several -> a list of them
     read_messages: Role = None  # a conversation -> messages whose contents are texts
-    make_metrics: Role = None  # llm -> counters of steps
-    make_trace: Role = None  # core, tokenizer -> what will record it, or None
+    watch: Role = None  # an LLM that is new: what measures it
     make_extras: Role = None  # -> what a request may ask for beside a token
     make_upload: Role = None  # device -> what brings arrays there
     max_rows: Role = None  # config -> rows of the largest decode
@@ -57,12 +57,14 @@ class Variant:
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        """Whether the knobs ask for it; a part that has none is always there."""
-        return not fields(cast(Any, cls))
+        """Whether a knob of it is turned; a part that has none is always there."""
+        known = fields(cast(Any, cls))
+        return not known or any(getattr(config, f.name) != f.default for f in known)
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
         """ValueError if its own knobs are wrong; `given`: what the user has set."""
+        check_rules(config, [*cls.rules])
 
     @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
@@ -124,6 +126,7 @@ def attach(parts: dict[str, str]) -> None:
 PARTS = {
     "refinements.parts": "Refinements",
     "refinements.turns": "TurnKnobs",
+    "refinements.compiled": "Compiled",
     "refinements.overlap": "OverlapKnobs",
     "instruments.trace": "TraceKnobs",
     "systems.radix_cache": "RadixKnobs",
@@ -198,12 +201,14 @@ TOGETHER: list[Need] = [
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
+    Need("EAGLE or MTP", drafts_by("eagle3", "mtp"), {"compiled": (False,)},
+        "its head reads what lies between two layers"),
     Need("prefix_cache='hash' or 'radix'", has("prefix_cache", "hash", "radix"),
         {"enable_prefix_caching": (True,)}, "it is one"),
     Need("prefix_cache='none'", has("prefix_cache", "none"),
         {"enable_prefix_caching": (False,)}, "it is none"),
     Need("scheduler='spyre'", has("scheduler", "spyre"),
-        {"interleave_decode": (False,), "attention": ("torch",),
+        {"interleave_decode": (False,), "attention": ("torch",), "compiled": (False,),
          "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
         OWN_STEPS),
 ]  # fmt: skip
@@ -234,6 +239,8 @@ TOGETHER += [
         "no records come back"),
     Need("tensor_parallel_size above 1", RANKS,
         {"scheduler": ("atom",)}, "its steps do not cross to ranks"),
+    Need("tensor_parallel_size above 1", RANKS,
+        {"compiled": (False,)}, "a rank has a part of each matrix"),
     Need("tensor_parallel_size above 1", RANKS,
         {"engine_process": (True,)}, "a rank that dies takes its process along"),
     Need("EAGLE or MTP over ranks",
@@ -280,13 +287,3 @@ def settle(config: Config, given: set[str]) -> None:
 
 # %% ../../nbs/20_parts.ipynb #c9bf63e1
 Config.offers = Variants()
-
-# %% ../../nbs/20_parts.ipynb #bcf69ef0
-def as_markdown() -> str:
-    """`TOGETHER` as a table in Markdown, rows with the same words joined."""
-    lines = ["| with | only | because |", "|---|---|---|"]
-    for row in TOGETHER:
-        needs = [f"`{n}={v[0]!r}`" if len(v) == 1 else f"`{n}` in {[*v]}"
-                 for n, v in row.needs.items()]
-        lines.append(f"| {row.asked} | {', '.join(needs)} | {row.why} |")
-    return "\n".join(lines)

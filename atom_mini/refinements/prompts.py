@@ -34,6 +34,8 @@ def read_prompts(prompts: Any) -> list[Any]:
 def content_text(message: dict[str, Any]) -> str:
     """What a message says: a text, or a list of parts that are texts. ValueError for
     anything else."""
+    kind = type(message).__name__
+    require(isinstance(message, dict), f"a chat message is a dict, not {kind}")
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     what = f"content={content!r} of a chat message must be a text or a list of parts"
@@ -46,4 +48,5 @@ def content_text(message: dict[str, Any]) -> str:
 # %% ../../nbs/28_prompts.ipynb #5e1fab78
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a conversation, each with a text for its content."""
-    return [{**message, "content": content_text(message)} for message in messages]
+    texts = [*map(content_text, messages)]
+    return [m | {"content": text} for m, text in zip(messages, texts, strict=True)]

@@ -10,13 +10,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import Config, check_rules, is_bool, is_number
+from ..config import Config, is_bool, is_number
 from .parts import Variant
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['DelayGate', 'TurnScheduler', 'TurnKnobs']
+__all__ = ['DelayGate', 'TurnScheduler', 'is_delay', 'TurnKnobs']
 
 # %% ../../nbs/20_turns.ipynb #bea7902c
 class DelayGate:
@@ -63,7 +63,7 @@ class TurnScheduler(Scheduler):
         if not seqs:  # not their turn, or the only one has just given its blocks back
             kind, seqs = super()._choose()
         elif self.waiting:
-            self.note("refused", self.waiting[0], why="decode first")
+            self.note("refused", self.waiting[0], why="decode first: it is their turn")
         self.last_was_prefill = kind is SequenceType.PREFILL
         if self.last_was_prefill:
             self.gate.prefill_scheduled()
@@ -73,9 +73,13 @@ class TurnScheduler(Scheduler):
         if self.can_admit:
             super()._admit(budget, seqs)
         elif self.waiting:
-            self.note("refused", self.waiting[0], why="delay", left=budget)
+            self.note("refused", self.waiting[0], why="delay: the gate is closed")
 
 # %% ../../nbs/20_turns.ipynb #ddb2eab9
+def is_delay(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
 @dataclass
 class TurnKnobs(Variant):
     """How prompts and decodes take turns."""
@@ -84,15 +88,7 @@ class TurnKnobs(Variant):
     scheduler_delay_factor: float = 0.0  # prompts wait so many times the last prefill
 
     make_scheduler = TurnScheduler
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.interleave_decode or config.scheduler_delay_factor > 0
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        def is_delay(value: Any) -> bool:
-            return is_number(value) and value >= 0
-
-        delay = ("scheduler_delay_factor", is_delay, "a number, at least 0 and finite")
-        check_rules(config, [("interleave_decode", is_bool, "True or False"), delay])
+    rules = (
+        ("interleave_decode", is_bool, "True or False"),
+        ("scheduler_delay_factor", is_delay, "a number, at least 0 and finite"),
+    )

@@ -39,22 +39,16 @@ class RadixCache(PrefixIndex):
         self.root = Node()
         self.places: dict[int, tuple[Node, int]] = {ROOT: (self.root, -1)}
 
-    def _num_same(self, node: Node, token_ids: list[int], start: int) -> int:
-        """How many blocks of the edge are in `token_ids` from `start` on."""
-        tokens, size = node.tokens, self.block_size
-        rest = token_ids[start : start + len(tokens)]
-        if rest == tokens:
-            return len(node.block_ids)
-        starts = enumerate(range(0, len(tokens), size))
-        return next(k for k, i in starts if rest[i : i + size] != tokens[i : i + size])
-
     def match(self, token_ids: list[int]) -> list[int]:
         """Ids of the blocks of the longest path that `token_ids` begin with."""
         found: list[int] = []
         children, size = self.root.children, self.block_size
         while child := children.get(tuple(token_ids[len(found) * size :][:size])):
-            same = self._num_same(child, token_ids, len(found) * size)
-            if same < len(child.block_ids):
+            at = len(found) * size
+            rest = token_ids[at : at + len(child.tokens)]
+            if rest != child.tokens:
+                differs = (a != b for a, b in zip(rest, child.tokens, strict=False))
+                same = next((i for i, d in enumerate(differs) if d), len(rest)) // size
                 return found + child.block_ids[:same]
             found += child.block_ids
             children = child.children

@@ -309,7 +309,7 @@ def _ask_environment(config: Config, given: set[str]) -> None:
     """`interleave` as Spyre's own variable says it, if no option does."""
     if "interleave" not in given and (said := os.environ.get(INTERLEAVE)):
         require(said in ("0", "1"), f"{INTERLEAVE}={said!r} must be 0 or 1")
-        config.interleave = said == "1"
+        vars(config).update(interleave=said == "1")
 
 # %% ../../nbs/41_spyre.ipynb #195d01af
 def remaining(seq: Sequence) -> int:

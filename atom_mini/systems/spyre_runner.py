@@ -5,7 +5,7 @@
 # %% ../../nbs/42_rectangles.ipynb #9747ff80
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import AttentionMetaData
-from ..model_runner import ModelRunner
+from ..model_runner import ModelRunner, made_up_batch
 from ..models import TorchOps
 from ..sampler import Sampler
 from ..scheduler import ScheduledBatch
@@ -108,13 +108,9 @@ class RectangularRunner(ModelRunner):
         """A decode whose volume is the limit."""
         config, longest = self.config, self.config.max_model_len or 1
         rows = (config.max_batch_tkv_limit or longest) // longest
-        count = max(1, min(config.max_num_seqs, rows))
-        ones = np.ones(count, np.int32)
-        table = np.arange(longest // config.kv_cache_block_size, dtype=np.int32)
-        return PaddedBatch(
-            type=SequenceType.DECODE, req_ids=list(range(count)), sampling_params=[],
-            scheduled_tokens=np.zeros(count, np.int64), num_scheduled_tokens=ones,
-            context_lens=longest * ones, is_sampled=ones > 0,
-            block_tables=np.tile(table, (count, 1)),
-            left_padding=0 * ones.astype(np.int64),
-        )  # fmt: skip
+        count, size = max(1, min(config.max_num_seqs, rows)), config.kv_cache_block_size
+        tables = np.tile(np.arange(longest // size, dtype=np.int32), (count, 1))
+        batch = made_up_batch(SequenceType.DECODE, longest, tables)
+        ids, new = batch.scheduled_tokens[:count], np.ones(count, np.int32)
+        batch = replace(batch, scheduled_tokens=ids, num_scheduled_tokens=new)
+        return PaddedBatch.pad(batch, [0] * count, size)

@@ -15,20 +15,24 @@ K/V read) / memory bandwidth and (flops of the matrices) / their rate at that ma
 before each round, medians again: a sum over 1 GiB; the matrices of one layer, again and again, through the faster of
 `F.linear` and oneDNN with packed weights. Attention's own arithmetic, norms, sampling and Python count as free.
 
-Run: `python tests/bench/cpu.py [--json results.json]`.
+Run: `python tests/bench/cpu.py [--plain] [--openvino PYTHON] [--json results.json]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -37,6 +41,7 @@ import transformers
 from report import OtherLoad, machine, print_table, write_json
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen3Config
 
+import atom_mini
 from atom_mini import LLM, SamplingParams
 
 SHAPE: dict[str, Any] = {
@@ -110,15 +115,33 @@ class ContinuousBatching:
 class AtomMini:
     """This project."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         room = {"max_num_seqs": 32, "num_kvcache_blocks": 1024, "enable_prefix_caching": False}
-        self.llm = LLM(str(folder), device="cpu", dtype="float32", **room)
+        self.llm = LLM(str(folder), device="cpu", dtype="float32", **room | options)
 
     def run(self, work: Workload) -> Result:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.outputs]
         start = time.perf_counter()
         outs = self.llm.generate(work.prompts, params, use_tqdm=False)
         return [list(out.token_ids) for out in outs], time.perf_counter() - start
+
+
+class OpenVino:
+    """OpenVINO GenAI's continuous batching, in a process of the Python that has it."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        shutil.copy(Path(atom_mini.__file__).parent / "tiny" / "tokenizer.json", folder)  # it wants one
+        shutil.copy(Path(atom_mini.__file__).parent / "tiny" / "tokenizer_config.json", folder)
+        command = [python, str(Path(__file__).with_name("openvino_peer.py")), str(folder), str(torch.get_num_threads())]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.ask, self.answer = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
+        if self.answer.readline() != "ready\n":
+            raise RuntimeError(f"{python} has no openvino-genai or no optimum-intel")
+
+    def run(self, work: Workload) -> Result:
+        print(json.dumps([work.prompts, work.outputs]), file=self.ask, flush=True)
+        tokens, seconds = json.loads(self.answer.readline())
+        return tokens, seconds
 
 
 ENGINES: dict[str, Callable[[Path], Any]] = {
@@ -209,10 +232,10 @@ def make_checkpoint(folder: Path) -> None:
     transformers.Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
 
 
-def make_engines(folder: Path) -> dict[str, Any]:
+def make_engines(folder: Path, more: dict[str, Callable[[Path], Any]]) -> dict[str, Any]:
     """All engines on one checkpoint, each warmed up."""
     make_checkpoint(folder)
-    engines = {name: make(folder) for name, make in ENGINES.items()}
+    engines = {name: make(folder) for name, make in (ENGINES | more).items()}
     for engine in engines.values():
         engine.run(Workload.random("warm-up", 4, (16, 32), (4, 8), seed=1))
     return engines
@@ -262,7 +285,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=["many", "one"], help="one of the two workloads")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--plain", action="store_true", help="atom_mini with compiled=False, too")
+    parser.add_argument("--openvino", metavar="PYTHON", help="one that has openvino-genai and optimum-intel: a peer")
     args = parser.parse_args()
+    more: dict[str, Callable[[Path], Any]] = {}
+    if args.plain:
+        more["atom_mini, compiled=False"] = partial(AtomMini, compiled=False)
+    if args.openvino:
+        more["OpenVINO GenAI"] = partial(OpenVino, args.openvino)
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -271,7 +301,7 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     others, limit = OtherLoad(), Limit()
     with tempfile.TemporaryDirectory() as folder:
-        engines = make_engines(Path(folder))
+        engines = make_engines(Path(folder), more)
         chosen = {"many": (many, args.rounds), "one": (one, 2 * args.rounds + 1)}
         results = {k: measure(engines, *v, limit) for k, v in chosen.items() if args.only in (None, k)}
     rates = dict(zip(limit.ROWS, limit.rates, strict=True))

@@ -113,7 +113,8 @@ def mixture(families: dict[str, Any]) -> Table:
 def stamp(machine: dict[str, Any]) -> dict[str, str]:
     """Where and when: in parts, and as the page says it."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    where, date = f"{machine['threads']} cores of an {machine['cpu']}", machine["date"][:10]
+    cores = f"{machine['threads']} core{'s' * (machine['threads'] > 1)}"
+    where, date = f"{cores} of an {machine['cpu']}", machine["date"][:10]
     python = ".".join(machine["python"].split(".")[:2])
     said = f"Measured on {date} on {where} ({machine['instructions']}), Python {python}, torch {machine['torch']}, "
     said += f"transformers {machine['transformers']}"

@@ -47,11 +47,13 @@ class OtherLoad:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """CPU seconds: all, not idle, this process's."""
+        """CPU seconds of the processors that this process may use: all, not idle, this process's."""
         stat = Path("/proc/stat")
         if not stat.is_file():
             return 0.0, 0.0, 0.0
-        ticks = [int(n) / os.sysconf("SC_CLK_TCK") for n in stat.read_text().split("\n")[0].split()[1:9]]
+        names = {f"cpu{n}" for n in os.sched_getaffinity(0)}
+        rows = [line.split() for line in stat.read_text().splitlines() if line.split()[0] in names]
+        ticks = [sum(map(int, column)) / os.sysconf("SC_CLK_TCK") for column in zip(*(row[1:9] for row in rows), strict=True)]
         used = os.times()
         return sum(ticks), sum(ticks) - ticks[3] - ticks[4], sum(used[:4])
 

@@ -1,0 +1,223 @@
+"""The scorecard: one load, run on every rung from a loop around a model to this engine with all it has.
+
+64 requests come at random times (Poisson, the same for all), prompts of 24 to 96 random tokens of which half share their
+first 48, outputs of 12 to 36, greedy, without an end token; a random Qwen3 of 29 M parameters in float32. Every rung serves them as
+they come. The loop computes everything again for each token, so it gets the first requests only. The padded batch takes
+who waits, up to 16, as `generate` does. A request meets the objective if its first token comes within 1 s and the others
+every 100 ms on average. Bytes are the weights once a step and the keys and values of those who got a token.
+
+Rungs that need a GPU are in the file, empty, on a machine without one.
+
+Run: `python tests/bench/score.py [--rounds 1]`. It writes results/score_MACHINE.json; scorecard.py makes README's
+table and figure of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from cpu import SHAPE, make_checkpoint, memory_bandwidth
+from figures import stamp
+from report import OtherLoad, machine
+from scorecard import RUNGS, file_for, write_pages
+from transformers import AutoModelForCausalLM
+
+from atom_mini import LLM, SamplingParams
+
+TTFT = 1.0  # seconds, of the objective
+TPOT = 0.1
+LOOPED = 3  # requests that the loop gets
+RATE = 16.0  # requests a second
+POOL = 4096  # tokens of K/V, on every rung of ours
+WEIGHTS = 4 * (SHAPE["vocab_size"] * 512 + 8 * (1024 * 512 + 512 * 512 + 3 * 512 * 1536))  # bytes, read once a step
+TOKEN = 4 * 2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * SHAPE["head_dim"]  # bytes of K/V
+Times = list[list[float]]  # of each request, when its tokens came, in seconds since the start
+
+
+class Request(NamedTuple):
+    """Who comes when, and wants how much."""
+
+    arrival: float
+    prompt: list[int]
+    output: int
+
+
+def make_load(count: int = 64) -> list[Request]:
+    """The load, the same each time."""
+    rng, now, found = random.Random(0), 0.0, []
+    shared = [rng.randrange(SHAPE["vocab_size"]) for _ in range(48)]
+    for i in range(count):
+        own = [rng.randrange(SHAPE["vocab_size"]) for _ in range(rng.randint(24, 48))]
+        found.append(Request(now, (shared if i % 2 else []) + own, rng.randint(12, 36)))
+        now += rng.expovariate(RATE)
+    return found
+
+
+def wait(until: float, start: float) -> None:
+    time.sleep(max(0.0, until - (time.perf_counter() - start)))
+
+
+@torch.inference_mode()
+def loop(model: Any, load: list[Request]) -> Times:
+    """One request at a time, all of it computed again for each token."""
+    times, start = [], time.perf_counter()
+    for request in load:
+        wait(request.arrival, start)
+        ids, came = list(request.prompt), []
+        for _ in range(request.output):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            came.append(time.perf_counter() - start)
+        times.append(came)
+    return times
+
+
+def padded(model: Any, load: list[Request], most: int = 16) -> Times:
+    """Who waits, in one rectangle, until the longest is done."""
+    times, start, left = list[list[float]](), time.perf_counter(), list(load)
+    while left:
+        wait(left[0].arrival, start)
+        now = time.perf_counter() - start
+        group = [r for r in left[:most] if r.arrival <= now] or left[:1]
+        left = left[len(group) :]
+        width, came = max(len(r.prompt) for r in group), list[float]()
+        ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in group])
+        mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in group])
+
+        def note(ids: torch.Tensor, *_: Any, came: list[float] = came, rows: int = len(group), **__: Any) -> torch.Tensor:
+            came.append(time.perf_counter() - start)
+            return torch.zeros(rows, dtype=torch.bool)
+
+        options = {"max_new_tokens": max(r.output for r in group), "eos_token_id": None, "pad_token_id": 0}
+        model.generate(ids, attention_mask=mask, do_sample=False, stopping_criteria=[note], **options)
+        times += [came[: r.output] for r in group]
+    return times
+
+
+def serve(llm: LLM, load: list[Request]) -> Times:
+    """This engine, whatever it is made of."""
+    times: Times = [[] for _ in load]
+    number: dict[int, int] = {}
+    start, unfinished, coming = time.perf_counter(), 0, list(enumerate(load))
+    while coming or unfinished:
+        while coming and coming[0][1].arrival <= time.perf_counter() - start:
+            i, request = coming.pop(0)
+            wish = SamplingParams(temperature=0, max_tokens=request.output, ignore_eos=True)
+            number[llm.add_request(request.prompt, wish)] = i
+            unfinished += 1
+        if not unfinished:
+            wait(coming[0][1].arrival, start)
+        elif step := llm.step():
+            now = time.perf_counter() - start
+            for id, new in step.output.token_ids.items():
+                times[number[id]] += [now] * len(new)
+            unfinished -= len(step.finished)
+    return times
+
+
+def options_of(rung: str) -> dict[str, Any]:
+    """What each of our rungs sets: one thing more than the rung before, unless the two exclude each other."""
+    pieces = {"kv_cache_block_size": 256, "num_kvcache_blocks": POOL // 256, "max_model_len": 256}
+    blocks = {"kv_cache_block_size": 16, "num_kvcache_blocks": POOL // 16, "max_model_len": 256}
+    chunks = blocks | {"max_num_batched_tokens": 128, "interleave_decode": True}
+    guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    return {
+        "continuous": pieces | {"enable_prefix_caching": False},
+        "paged": blocks | {"enable_prefix_caching": False},
+        "prefix cache": blocks,
+        "chunked": chunks,
+        "overlapped": chunks | {"overlap": True},
+        "drafted": chunks | guesses,
+        "own process": chunks | {"engine_process": True},
+        "ranks": chunks | {"tensor_parallel_size": 2},
+    }[rung]
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def bytes_read(load: list[Request], times: Times, is_cached: bool) -> int:
+    """Weights once for each moment at which tokens came, and the K/V of those who got one."""
+    reads: dict[float, set[tuple[int, int]]] = {}
+    for i, came in enumerate(times):
+        for n, at in enumerate(came):
+            reads.setdefault(at, set()).add((i, len(load[i].prompt) + n))
+    kept = (sum(dict(sorted(who)).values()) for who in reads.values())  # the last of several tokens of a step
+    return len(reads) * WEIGHTS + (TOKEN * sum(kept) if is_cached else 0)
+
+
+def figures(load: list[Request], times: Times, bandwidth: float, is_cached: bool = True) -> dict[str, float]:
+    """What the scorecard says of a run."""
+    load = load[: len(times)]
+    assert [len(came) for came in times] == [r.output for r in load], "a request has not got what it asked for"
+    end, tokens = max(came[-1] for came in times), sum(map(len, times))
+    first = [came[0] - r.arrival for r, came in zip(load, times, strict=True)]
+    gaps = [b - a for came in times for a, b in pairwise(came)]
+    means = [(came[-1] - came[0]) / (len(came) - 1) for came in times]
+    met = sum(a <= TTFT and b <= TPOT for a, b in zip(first, means, strict=True))
+    return {
+        "tokens per second": tokens / end, "TTFT p50": percentile(first, 0.5), "TTFT p99": percentile(first, 0.99),
+        "ITL p50": percentile(gaps, 0.5), "ITL p99": percentile(gaps, 0.99), "goodput": met / end,
+        "share of bandwidth": bytes_read(load, times, is_cached) / end / bandwidth,
+    }  # fmt: skip
+
+
+def runs(folder: str, load: list[Request]) -> Iterator[tuple[str, Callable[[], Times]]]:
+    """Each rung that this machine can run, as something to call; made one after the other, warmed up."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loop(model, load[:1])
+    yield "naive loop", lambda: loop(model, load[:LOOPED])
+    padded(model, load[:2])
+    yield "padded batch", lambda: padded(model, load)
+    for rung, needs in RUNGS.items():
+        if needs == "":
+            with LLM(folder, device="cpu", dtype="float32", max_num_seqs=32, **options_of(rung)) as llm:
+                serve(llm, [r._replace(arrival=0.0, prompt=r.prompt[::-1]) for r in load[:4]])
+                yield rung, lambda llm=llm: serve(llm, load)
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The medians of some rounds, by rung; the loop is run once."""
+    load, others, bandwidth = make_load(), OtherLoad(), memory_bandwidth()
+    found: dict[str, Any] = dict.fromkeys(RUNGS)
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder))
+        for rung, run in runs(folder, load):
+            is_loop = rung == "naive loop"
+            each = [figures(load, run(), bandwidth, not is_loop) for _ in range(1 if is_loop else rounds)]
+            found[rung] = {name: statistics.median(run[name] for run in each) for name in each[0]}
+            print(f"{rung:14}", *(f"{name} {value:.3g}" for name, value in found[rung].items()), sep="  ", flush=True)
+    return {"rungs": found, "other_load": others.share(), "bandwidth": bandwidth}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    where = machine()
+    result = stamp(where) | {"versions": where, "objective": {"TTFT": TTFT, "TPOT": TPOT}, "looped": LOOPED}
+    result |= measure(args.rounds)
+    path = file_for(where)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_pages()
+    print(f"recorded in {path}")
+
+
+if __name__ == "__main__":
+    main()

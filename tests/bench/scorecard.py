@@ -1,0 +1,81 @@
+"""README's table and figure of the scorecard, from results/score_*.json, which score.py writes; no torch here."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests" / "bench" / "results"
+FIGURE = ROOT / "docs" / "_static" / "score.svg"
+RUNGS = {  # rung -> what it needs; "" is this engine on a CPU
+    "naive loop": "transformers", "padded batch": "transformers", "continuous": "", "paged": "", "prefix cache": "",
+    "chunked": "", "overlapped": "", "drafted": "", "own process": "", "ranks": "",
+    "Triton": "a GPU", "small kernels": "a GPU", "graphs": "a GPU",
+}  # fmt: skip
+COLOURS = {"transformers": "#7f8fa3", "": "#4d9de0"}
+
+
+def file_for(machine: dict[str, Any]) -> Path:
+    """One file a machine: of its processor's name and how many threads there were."""
+    words = re.sub(r"[^a-z0-9]+", "_", str(machine["cpu"]).lower()).strip("_")
+    return RESULTS / f"score_{words}_{machine['threads']}.json"
+
+
+def read() -> dict[str, Any]:
+    """What README shows: the file that was written last, by its date."""
+    return max((json.loads(path.read_text()) for path in RESULTS.glob("score_*.json")), key=lambda one: one["versions"]["date"])
+
+
+def cells(found: dict[str, float]) -> list[str]:
+    """A rung's figures, as the table has them."""
+    ms = [f"{1000 * found[name]:.0f}" for name in ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")]
+    return [f"{found['tokens per second']:.0f}", *ms, f"{found['goodput']:.1f}", f"{100 * found['share of bandwidth']:.0f} %"]
+
+
+def as_markdown(score: dict[str, Any]) -> str:
+    """The table. A rung that was not run says what it needs."""
+    goal = score["objective"]
+    head = "tokens/s | TTFT p50, ms | p99 | ITL p50, ms | p99 | requests/s in time | of the bandwidth"
+    others = score["other_load"] or 0
+    beside = f" Others used {100 * others:.0f} % of the processors meanwhile: take ratios." if others > 0.05 else ""
+    lines = [f"{score['stamp']}.{beside} In time: a first token within {goal['TTFT']:g} s, the others every "
+             f"{1000 * goal['TPOT']:.0f} ms. The loop got the first {score['looped']} of 64 requests.", "",
+             f"| | {head} |", f"|---{'|---' * 7}|"]  # fmt: skip
+    for rung, needs in RUNGS.items():
+        found = score["rungs"].get(rung)
+        row = cells(found) if found else [f"needs {needs}: not measured", *[""] * 6]
+        lines.append(f"| {rung} | {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def as_svg(score: dict[str, Any]) -> str:
+    """The rungs as bars: tokens per second, and how long half of the requests waited for their first token."""
+    rungs = {name: found for name, found in score["rungs"].items() if found}
+    most, high = max(found["tokens per second"] for found in rungs.values()), 26
+    shapes = []
+    for n, (name, found) in enumerate(rungs.items()):
+        y, wide = 34 + high * n, 330 * found["tokens per second"] / most
+        first, *_ = cells(found)
+        said = f"{first} tokens/s, first token after {found['TTFT p50']:.2g} s"
+        said += f" (the first {score['looped']} requests)" * (name == "naive loop")
+        shapes.append(
+            f'<text x="112" y="{y + 15}" text-anchor="end">{escape(name)}</text><rect x="120" y="{y}" width="{wide:.0f}" '
+            f'height="{high - 6}" fill="{COLOURS[RUNGS[name]]}"/><text x="{126 + wide:.0f}" y="{y + 15}">{said}</text>'
+        )
+    tall = 34 + high * len(rungs) + 26
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {tall}" font-family="system-ui, sans-serif" '
+        f'font-size="13" fill="#33393f"><title>The same 64 requests on each rung</title><rect width="760" height="{tall}" '
+        'fill="#fbfaf7"/><text x="12" y="21" font-weight="600">The same 64 requests, from a loop around a model to an engine'
+        f'</text>{"".join(shapes)}<text x="12" y="{tall - 10}" font-size="11">Grey: transformers. Blue: atom_mini. '
+        f"{escape(score['machine'])}, {score['date']}, a model of 29 M parameters.</text></svg>\n"
+    )
+
+
+def write_pages() -> None:
+    """README's figure."""
+    FIGURE.write_text(as_svg(read()))
