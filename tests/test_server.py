@@ -567,13 +567,13 @@ def test_llm_comply() -> None:
 
 
 @pytest.mark.slow
-def test_schemathesis(served: Served) -> None:
+def test_schemathesis(served: Served, tmp_path: Path) -> None:
     """Whatever its document allows, and what it does not: no 500."""
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("no schemathesis: pip install schemathesis")
     words = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{served.url}/openapi.json", "--max-examples", "60"]
     words += ["--checks", "not_a_server_error", "--exclude-path", "/events", "--suppress-health-check", "all"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-3000:]
     served.wait_idle()
 

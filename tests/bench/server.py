@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -22,10 +23,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from report import OtherLoad, print_table, write_json
+from atom_mini.instruments.command_line import spin_less
 
-from atom_mini import LLM, SamplingParams
-from atom_mini.serving.async_llm import AsyncLLM
+spin_less(os.environ)  # as the command does: before torch is loaded, here and in the engine's process
+
+from report import OtherLoad, print_table, write_json  # noqa: E402
+
+from atom_mini import LLM, SamplingParams  # noqa: E402
+from atom_mini.serving.async_llm import AsyncLLM  # noqa: E402
 
 LENGTH = 32  # tokens
 PROMPT = "Once upon a time"
@@ -143,8 +148,10 @@ def main() -> None:
     if args.client:
         return client(args.client, args.counts[0])
     others = OtherLoad()
-    rows = [measure(count) for count in args.counts]
-    print_table([*rows[0]], [[*row.values()] for row in rows])
+    rows = []
+    for count in args.counts:  # some minutes: each row as soon as it is there
+        rows.append(measure(count))
+        print_table([*rows[-1]], [[*rows[-1].values()]])
     write_json(args.json, {"rows": rows, "others": others.share()})
 
 
