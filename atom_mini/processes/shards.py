@@ -294,6 +294,8 @@ def make_rank(config: Config, rank: int, meet: Callable[[torch.device], Any]) ->
     class RankRunner(kind):
         """Decides with the other ranks how many blocks there are."""
 
+        taken: int  # bytes, by what stands beside the model
+
         def _free_bytes(self) -> int:
             free = super()._free_bytes()
             return (free // size if device.type == "cpu" else free) - self.taken
