@@ -301,8 +301,8 @@ def whole_ends(config: Config, runner: Any) -> Any:
         return runner.model
     adapters = *config.spec.adapters, keep_known
     spec = replace(config.spec, num_hidden_layers=0, adapters=adapters)
-    place = config.folder, 1, runner.device, runner.dtype
-    return load_model(spec, *place, runner.ops)
+    folder, place = config.folder or Path(), (runner.device, runner.dtype)
+    return load_model(spec, folder, 1, *place, runner.ops)
 
 # %% ../../nbs/53_eagle.ipynb #fa8a1493
 class EagleDrafter(HeadDrafter):
