@@ -923,8 +923,8 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
             "scheduler='spyre' does not go with lockstep=True: set it to 'atom'",
         ),
         (
-            {"data_parallel_size": 2, "lockstep": True, "speculative_config": {"method": "ngram"}},
-            "speculative_config=.* does not go with lockstep=True: set it to None",
+            {"data_parallel_size": 2, "lockstep": True, "tensor_parallel_size": 2},
+            "tensor_parallel_size=2 does not go with lockstep=True: set it to 1",
         ),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "qwen3 has no experts"),
         (
@@ -948,7 +948,7 @@ def test_a_gpu_for_each() -> None:
     asks = lambda device, gpus: devices(Config(data_parallel_size=2, device=device), gpus)  # noqa: E731
     assert asks(None, 8) == asks("cuda", 2) == ["cuda:0", "cuda:1"]
     assert asks(None, 0) == [None, None] and asks("cpu", 8) == ["cpu", "cpu"]
-    for device, gpus, words in ((None, 1, "2 needs as many GPUs, and here are 1"), ("cuda:0", 8, "one device")):
+    for device, gpus, words in ((None, 1, "2 needs 2 GPUs, here are 1"), ("cuda:0", 8, "one device")):
         with pytest.raises(ValueError, match=words):
             asks(device, gpus)
 

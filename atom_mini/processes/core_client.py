@@ -256,7 +256,7 @@ os.register_at_fork(after_in_child=forget)
 def meeting_place() -> tempfile.TemporaryDirectory[str]:
     """A folder for sockets, with a short path, that only its owner may enter."""
     home = tempfile.gettempdir()
-    is_long = len(os.fsencode(home)) > zmq.IPC_PATH_MAX_LEN - 35
+    is_long = len(os.fsencode(home)) > zmq.IPC_PATH_MAX_LEN - 45
     home = "/tmp" if is_long else home
     make = tempfile.TemporaryDirectory
     return make(prefix="atom_mini-", dir=home, ignore_cleanup_errors=True)

@@ -167,7 +167,8 @@ class DataParallel(Variant):
         n, spec = config.data_parallel_size, config.spec
         above = "data_parallel_size above 1: raise it"
         only_with(n > 1, "lockstep routing", given, above)
-        if n > 1 and config.enable_expert_parallel and spec is not None:
+        alone = n > 1 and config.tensor_parallel_size == 1  # without ranks of its own
+        if alone and config.enable_expert_parallel and spec is not None:
             find("processes.shards:check_dealt")(spec, n, "data_parallel_size")
             what = f"data_parallel_size={n}: experts in MXFP4 stay whole: set it to 1"
             require(getattr(spec.storage, "method", None) != "mxfp4", what)

@@ -78,12 +78,16 @@ class LockstepProc(EngineCoreProc):
 
     def __init__(self, core: EngineCore, inbox: Any, outbox: Any) -> None:
         super().__init__(core, inbox, outbox)
-        self.runner: Any = core.runner
-        core.runner = self
+        place: Any = core.runner if hasattr(core.runner, "drafter") else core
+        self.runner, place.runner = place.runner, self
         self.ranks: Agreement = core.config.ranks
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
         self.graphs = getattr(self.runner, "graphs", {})
         self.slept = self.num_dummies = 0  # the last wave that is over; steps
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the runner's own."""
+        return getattr(self.runner, name)
 
     def _agree(self, rows: int = 0, is_prefill: bool = False) -> bool:
         """What happens in this turn, and with how many rows; whether somebody has any."""
@@ -95,6 +99,11 @@ class LockstepProc(EngineCoreProc):
         self.slept = self.wave if not rows and newest == -oldest else self.slept
         self.is_done = not is_open
         return rows > 0
+
+    def launch(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
+        """A turn with a batch of one's own."""
+        self._agree(batch.total_tokens_num, batch.type is SequenceType.PREFILL)
+        return self.runner.launch(batch)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """A turn with a batch of one's own."""

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..checkpoint import find, require
 from ..config import Config, SamplingParams
-from ..model_runner import choose_device
+from ..model_runner import FillIn, choose_device
 from .core_client import TICK, CoreManager
 from atom_mini.processes.engine_process import (
     Message, Ready, Shutdown, Size, decode, encode, from_recipe, wishes,
@@ -77,7 +78,7 @@ class Step(Message):
     req_ids: list[int]
     arrays: list[bytes]  # of `KINDS`: tokens, counts, lengths, is_sampled, changes
     width: Size  # of the block tables
-    histories: dict[int, list[Size]]
+    histories: dict[int, list[int]]  # may end with a placeholder
     rows: list[Size]
     wishes: dict[Size, dict[str, Any]]
     has_drafts: bool = False  # they get rows
@@ -134,7 +135,12 @@ def load_rank(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], N
         hear()  # MEET
         return open_group(recipe["meeting"], rank, size, limit, device)
 
-    runner, known = make_rank(config, rank, meet), Known(config.max_num_seqs)
+    def make(config: Config) -> Any:
+        return make_rank(config, rank, meet)
+
+    known = Known(config.max_num_seqs)
+    launcher = find("refinements.launcher:Launcher") if config.overlap else None
+    runner = launcher(config, make) if launcher else make(config)
 
     def run() -> None:
         while not isinstance(told := hear(), Shutdown):
@@ -166,8 +172,9 @@ class RankManager(CoreManager):
 def check_machine(config: Config) -> None:
     """ValueError if there are too few devices."""
     n, count = config.tensor_parallel_size, torch.cuda.device_count()
+    device = choose_device(config.device)
     what = f"tensor_parallel_size={n}, and there are {count} GPUs: each rank needs one"
-    require(choose_device(config.device).type == "cpu" or n <= count, what)
+    require(device.type == "cpu" or (device.index or 0) + n <= count, what)
 
 # %% ../../nbs/72c_ranks.ipynb #3e36d704
 class Leader:
@@ -179,8 +186,11 @@ class Leader:
         check_machine(config)
         self.config = config
         self.known = Known(config.max_num_seqs)
+        self.meeting = f"{config.recipe['meeting']}/ranks {config.recipe['number']}"
+        os.makedirs(self.meeting)  # other engines' ranks may meet, too
+        recipe = config.recipe | {"meeting": self.meeting}
         ranks = range(1, config.tensor_parallel_size)
-        self.managers = [RankManager(rank, config.recipe, config) for rank in ranks]
+        self.managers = [RankManager(rank, recipe, config) for rank in ranks]
         for manager in self.managers:
             manager.start()
         self.runner = make_rank(config, 0, self.meet)
@@ -199,15 +209,25 @@ class Leader:
         for manager in self.managers:
             manager.tell(Meet(0))
         size, limit = self.config.tensor_parallel_size, self.config.collective_timeout
-        return open_group(self.config.recipe["meeting"], 0, size, limit, device)
+        return open_group(self.meeting, 0, size, limit, device)
 
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        """One step on all ranks."""
+    def on_all(self, run: Any, batch: ScheduledBatch, *more: Any) -> Any:
+        """Have all ranks run a step, and `run` it here."""
         frame = pack_batch(batch, self.known)
         for manager in self.managers:
             manager.tell(frame)
         try:
-            return self.runner.forward(batch)
+            return run(batch, *more)
         except Exception:
             time.sleep(2 * TICK)  # if a rank has died, this process ends here
             raise
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """One step on all ranks."""
+        return self.on_all(self.runner.forward, batch)
+
+    def launch(
+        self, batch: ScheduledBatch, fill_in: FillIn | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`ModelRunner.launch` on all ranks."""
+        return self.on_all(self.runner.launch, batch, fill_in)

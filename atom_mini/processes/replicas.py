@@ -158,14 +158,16 @@ class Replicas(EngineCoreClient):
 
 # %% ../../nbs/73a_replicas.ipynb #85ff6594
 def devices(config: Config, num_gpus: int) -> list[str | None]:
-    """A device for each replica. ValueError if there are too few."""
-    size, asked = config.data_parallel_size, config.device
+    """For each replica its device, the first one of its ranks'. ValueError if there are
+    too few."""
+    asked, size = config.device, config.data_parallel_size
+    each = config.tensor_parallel_size
     if asked == "cpu" or (asked is None and num_gpus == 0):
         return [asked] * size
     require(asked in (None, "cuda"), f"device={asked!r} is one device: set 'cuda'")
-    many = f"data_parallel_size={size} needs as many GPUs, and here are {num_gpus}"
-    require(size <= num_gpus, f"{many}: lower it, or set device='cpu'")
-    return [f"cuda:{i}" for i in range(size)]
+    many = f"data_parallel_size={size} needs {size * each} GPUs, here are {num_gpus}"
+    require(size * each <= num_gpus, f"{many}: lower it, or set device='cpu'")
+    return [f"cuda:{i * each}" for i in range(size)]
 
 # %% ../../nbs/73a_replicas.ipynb #24e5a439
 def make_front(config: Config) -> EngineCoreClient:

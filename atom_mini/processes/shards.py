@@ -280,23 +280,31 @@ def make_rank(config: Config, rank: int, meet: Callable[[torch.device], Any]) ->
     opens the group, once the weights are there."""
     size, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
     shard = Shard(rank, size, config.spec, is_dealt)
+    beside = config.pick("bytes_beside", None) if rank == 0 else None
     mine, device = copy(config), choose_device(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", rank if device.index is None else device.index)
+        device = torch.device("cuda", (device.index or 0) + rank)
         torch.cuda.set_device(device)
     mine.spec, mine.device = shard.spec(), str(device)
+    if wanted := vars(mine).get("speculative_config"):  # as many rows, and no model
+        plain = type(wanted)(num_speculative_tokens=wanted.num_speculative_tokens)
+        vars(mine)["speculative_config"] = plain
     kind: Any = choose_runner(mine)
 
     class RankRunner(kind):
         """Decides with the other ranks how many blocks there are."""
 
+        taken: int  # bytes, by what stands beside the model
+
         def _free_bytes(self) -> int:
             free = super()._free_bytes()
-            return free // size if device.type == "cpu" else free
+            return (free // size if device.type == "cpu" else free) - self.taken
 
         def _decide_num_blocks(self) -> int:
             shard.group = meet(self.device)
             join_ranks(self.model, shard)
+            self.taken, each = beside(config, self.dtype) if beside else (0, 0)
+            self.block_bytes += each
             blocks = torch.tensor(super()._decide_num_blocks(), device=self.device)
             return int(shard.group.all_reduce(blocks, dist.ReduceOp.MIN))
 

@@ -243,7 +243,8 @@ def fetch(typing, array, row, i):
 
     def generate(context, b, sig, args):
         place = b.bitcast(locate(context, b, sig, args)[0], ir.IntType(8).as_pointer())
-        how = [ir.IntType(32)(n) for n in (0, 2, 1)]  # read, into the second cache, data
+        # read, into the second cache, data
+        how = [ir.IntType(32)(n) for n in (0, 2, 1)]
         call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *how])
         return context.get_dummy_value()
 
@@ -259,7 +260,8 @@ def make_tile(rows: int, ahead: int = 8) -> Any:
         zero, later = spread(np.float32(0)), min(o + ahead, len(w) - 4)
         a = b = c = d = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], LANES):
-            four = load(w, o, k), load(w, o + 1, k), load(w, o + 2, k), load(w, o + 3, k)
+            four = (load(w, o, k), load(w, o + 1, k),
+                    load(w, o + 2, k), load(w, o + 3, k))  # fmt: skip
             for i in range(4):
                 fetch(w, later + i, k)
             a = add_four(four, load(x, r, k), a)
@@ -492,7 +494,8 @@ def collect(model: Any) -> tuple[Any, ...]:
     kinds += [[m.gate_up for m in mlps], [m.down for m in mlps]]
     biases = [floats([bias_of(x) for x in kind]) for kind in kinds]
     return (
-        floats([n.weight for n in [*norms, decoder.norm]]), floats([*map(norms_of, attns)]),
+        floats([n.weight for n in [*norms, decoder.norm]]),
+        floats([*map(norms_of, attns)]),
         decoder.rotary.cos.numpy(), decoder.rotary.sin.numpy(),
         tuple(as_numpy(stack(kind)) for kind in kinds), tuple(biases),
         as_numpy(head), np.zeros(len(head), np.float32),
@@ -524,7 +527,8 @@ class CompiledRunner(ModelRunner):
         sizes = [qkv.shape[2]] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1]]
         sizes += [down.shape[2], config.spec.vocab_size]
         self.buffers = [torch.empty(self.most_rows, n) for n in sizes]
-        self.run_model(*self.prepare_model(first_decodes(1)))  # compiled, or found, here
+        # compiled, or found, here
+        self.run_model(*self.prepare_model(first_decodes(1)))
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
         return PlainOps(), Sampler()

@@ -39,13 +39,13 @@ class Launcher:
     def __init__(
         self, config: Config, make: Callable[[Config], ModelRunner] = make_runner
     ) -> None:
-        device = choose_device(config.device)
         rows = config.max_num_seqs
-        self.is_gpu = device.type == "cuda"
+        self.is_gpu = choose_device(config.device).type == "cuda"
         self.worker = ThreadPoolExecutor(1, "device")
         self.process = os.getpid()
         in_thread = self.worker.submit
         self.runner = make(config) if self.is_gpu else in_thread(make, config).result()
+        device = self.runner.device
         self.token_pool = torch.zeros(rows, dtype=torch.int64, device=device)
         self.stored_rows = self.token_pool[:0]
         self.upload = on_cpu

@@ -16,9 +16,9 @@ from ..checkpoint import require
 from ..config import Config, Offers, Rule, check_options, check_rules
 
 # %% auto #0
-__all__ = ['Role', 'VARIANTS', 'PARTS', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL',
-           'Variant', 'Variants', 'attach', 'Refinements', 'check_roles', 'Need', 'has', 'many', 'drafts',
-           'drafts_by_model', 'has_head', 'keeps_state', 'apply', 'settle']
+__all__ = ['Role', 'VARIANTS', 'PARTS', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL', 'RANKS',
+           'DEALT', 'Variant', 'Variants', 'attach', 'Refinements', 'check_roles', 'Need', 'has', 'many', 'drafts',
+           'drafts_by', 'keeps_state', 'apply', 'settle']
 
 # %% ../../nbs/20_parts.ipynb #33e432b5
 Role = Callable[..., Any] | str | None  # or where to import it: "module:name"
@@ -183,14 +183,9 @@ def drafts(config: Config) -> bool:
     return getattr(asked, "num_speculative_tokens", 0) > 0
 
 
-def drafts_by_model(config: Config) -> bool:
-    """Whether a model drafts them: not the text itself."""
-    return drafts(config) and config.speculative_config.method != "ngram"
-
-
-def has_head(config: Config) -> bool:
-    """Whether a head drafts them that reads the model's layers."""
-    return drafts(config) and config.speculative_config.method == "eagle3"
+def drafts_by(*methods: str) -> Callable[[Config], bool]:
+    """Whether one of these drafts them."""
+    return lambda config: drafts(config) and config.speculative_config.method in methods
 
 
 def keeps_state(config: Config) -> bool:
@@ -206,7 +201,7 @@ TOGETHER: list[Need] = [
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
-    Need("method='eagle3'", has_head, {"compiled": (False,)},
+    Need("EAGLE or MTP", drafts_by("eagle3", "mtp"), {"compiled": (False,)},
         "its head reads what lies between two layers"),
     Need("prefix_cache='hash' or 'radix'", has("prefix_cache", "hash", "radix"),
         {"enable_prefix_caching": (True,)}, "it is one"),
@@ -237,30 +232,33 @@ TOGETHER += [
 # %% ../../nbs/20_parts.ipynb #dc619faa
 ONE_DEVICE = "each rank or engine gets a device of its own"
 SEVERAL = many("data_parallel_size")
+RANKS = many("tensor_parallel_size")
+DEALT = has("enable_expert_parallel", True)
 TOGETHER += [
     Need("engine_process=True", has("engine_process", True), {"trace": (False,)},
         "no records come back"),
-    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
-        {"overlap": (False,), "scheduler": ("atom",)}, "ranks run a step at a time"),
-    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", RANKS,
+        {"scheduler": ("atom",)}, "its steps do not cross to ranks"),
+    Need("tensor_parallel_size above 1", RANKS,
         {"compiled": (False,)}, "a rank has a part of each matrix"),
-    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
+    Need("tensor_parallel_size above 1", RANKS,
         {"engine_process": (True,)}, "a rank that dies takes its process along"),
-    Need("tensor_parallel_size above 1", many("tensor_parallel_size"),
-        {"device": (None, "cpu", "cuda")}, ONE_DEVICE),
-    Need("a draft model or EAGLE", drafts_by_model,
-        {"tensor_parallel_size": (1,)}, "drafts are made on one device"),
+    Need("EAGLE or MTP over ranks",
+        lambda c: RANKS(c) and drafts_by("eagle3", "mtp")(c),
+        {"enforce_eager": (True,)}, "its head comes after the graphs are recorded"),
     Need("data_parallel_size above 1", SEVERAL,
-        {"tensor_parallel_size": (1,), "engine_process": (True,)}, ONE_DEVICE),
+        {"engine_process": (True,)}, ONE_DEVICE),
     Need("routing='prefix'", has("routing", "prefix"),
         {"enable_prefix_caching": (True,), "prefix_cache": ("hash",)},
         "it asks which engine has a prompt's blocks"),
     Need("enable_expert_parallel=True over engines",
-        lambda c: all(f(c) for f in (SEVERAL, has("enable_expert_parallel", True))),
+        lambda c: SEVERAL(c) and DEALT(c) and not RANKS(c),
         {"lockstep": (True,)}, "an engine that pauses would keep the others waiting"),
     Need("lockstep=True", has("lockstep", True),
-        {"overlap": (False,), "speculative_config": (None,), "scheduler": ("atom",)},
+        {"overlap": (False,), "scheduler": ("atom",), "tensor_parallel_size": (1,)},
         "all engines take the same step"),
+    Need("MTP in lockstep", lambda c: has("lockstep", True)(c) and drafts_by("mtp")(c),
+        {"enable_expert_parallel": (False,)}, "its experts would be dealt, too"),
 ]  # fmt: skip
 
 # %% ../../nbs/20_parts.ipynb #674ef0b1

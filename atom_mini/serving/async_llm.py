@@ -36,7 +36,9 @@ def joined(first: TextPiece | None, then: TextPiece) -> TextPiece:
 class Stream:
     """One request, as the task sees it that owns it. `name`: what `abort` calls it."""
 
-    def __init__(self, name: Hashable = None, news: asyncio.Event | None = None) -> None:
+    def __init__(
+        self, name: Hashable = None, news: asyncio.Event | None = None
+    ) -> None:
         self.name = name
         self.news = news or asyncio.Event()  # several streams may share one
         self.loop = asyncio.get_running_loop()
@@ -71,7 +73,8 @@ Job = tuple[Future[Any], Callable[[], Any]]
 class AsyncLLM:
     """An `LLM` for asyncio: options as there. (vLLM's word.)
 
-    One thread runs the engine; tasks of any loop may generate. A task that is cancelled,
+    One thread runs the engine; tasks of any loop may generate. A task that is
+    cancelled,
     or leaves its `async for`, takes its request back.
     """
 

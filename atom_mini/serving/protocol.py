@@ -26,7 +26,8 @@ class ApiError(Exception):
     """What a client is told: an HTTP status, words, and which field is wrong."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self, status: int, message: str, param: str | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -109,7 +110,8 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return (most or 0) if asked else None
 
     def choice(
-        self, index: int, text: str, logprobs: Any, reason: str | None, is_delta: bool
+        self, index: int, text: str, logprobs: Any, reason: str | None,
+        is_delta: bool,
     ) -> dict[str, Any]:
         """One answer, or a piece of it."""
         said: dict[str, Any] = {"text": text}
@@ -178,7 +180,8 @@ def read_request(body: bytes, kind: type[T]) -> T:
         for name in [n for n in raw if n in SILENT]:
             value = raw.pop(name)
             asks = value is not None and value not in SILENT[name]
-            require(not asks, f"{name}={value!r}"[:200] + " is not served here: leave it out")
+            wrong = f"{name}={value!r}"[:200]
+            require(not asks, f"{wrong} is not served here: leave it out")
         return msgspec.convert(raw, kind)
     except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
         raise as_refusal(error) from None
@@ -188,7 +191,7 @@ SAME = "temperature top_p top_k min_p repetition_penalty"
 
 # %% ../../nbs/81_protocol.ipynb #cfb9b7d8
 def usage(outputs: list[RequestOutput], n: int) -> dict[str, Any]:
-    """Counts of tokens; `outputs`: n answers to each prompt, one prompt after another."""
+    """Counts of tokens; `outputs`: n answers to each prompt, prompt after prompt."""
     prompt = sum(len(out.prompt_token_ids) for out in outputs[::n])
     cached = sum(out.num_cached_tokens for out in outputs[::n])
     new = sum(len(out.token_ids) for out in outputs)
@@ -206,7 +209,9 @@ def spell_logprobs(
     in its text a completion's piece begins; None for a chat."""
     words = [[tokenizer.decode([id]) for id in [chosen, *row]]
              for chosen, row in zip(ids, found, strict=True)]  # fmt: skip
-    values = [[row[chosen], *row.values()] for chosen, row in zip(ids, found, strict=True)]
+    values = [
+        [row[chosen], *row.values()] for chosen, row in zip(ids, found, strict=True)
+    ]
     rows = [[*zip(w, v, strict=True)] for w, v in zip(words, values, strict=True)]
     best = [sorted(row[1:], key=lambda pair: -pair[1])[:most] for row in rows]
     if at is None:

@@ -50,7 +50,7 @@ __all__ = ['DONE', 'JSON', 'TIMES', 'COUNTS', 'LEVELS', 'MORE', 'Pieces', 'until
 
 # %% ../../nbs/82_server.ipynb #0b4143a9
 async def until_gone(receive: Any) -> None:
-    """Returns when the client has left; what it says before (an empty body) is dropped."""
+    """Returns when the client has left; what it says before (an empty body) is lost."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -89,7 +89,8 @@ class Serve:
         check_rules(self, [
             (counts, is_count, COUNT),
             ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
-            ("health_timeout grace", lambda v: is_number(v) and v > 0, "seconds, above 0"),
+            ("health_timeout grace", lambda v: is_number(v) and v > 0,
+             "seconds, above 0"),
         ])  # fmt: skip
 
 # %% ../../nbs/82_server.ipynb #b70607f3
@@ -212,7 +213,9 @@ class Meters(Metrics):
         if self.engine.error is not None:
             raise self.engine.error
         core: Any = self.engine.llm.engine_core
-        ask = core.metrics if hasattr(core, "metrics") else EngineCoreProc(core, 0, 0).metrics
+        ask = (
+            core.metrics if hasattr(core, "metrics") else EngineCoreProc(core, 0, 0).metrics
+        )
         found = ask()
         blocks = self.engine.llm.config.num_kvcache_blocks or 1
         levels = found["running"], found["waiting"], 1 - found["free_blocks"] / blocks
@@ -241,7 +244,8 @@ class Server:
             "/openapi.json": ("GET", self.openapi),
             "/v1/models": ("GET", self.models),
             "/v1/completions": ("POST", partial(answer, kind=CompletionRequest)),
-            "/v1/chat/completions": ("POST", partial(answer, kind=ChatCompletionRequest)),
+            "/v1/chat/completions": (
+                "POST", partial(answer, kind=ChatCompletionRequest)),
         }
 
     def _check_key(self, exchange: Exchange) -> None:
@@ -296,7 +300,7 @@ class Server:
     async def pieces(
         self, streams: list[Stream], news: asyncio.Event
     ) -> AsyncIterator[tuple[int, TextPiece]]:
-        """(number of the answer, piece) until all have ended. ApiError if one has failed."""
+        """(number of the answer, piece) until all have ended. ApiError if one fails."""
         left = dict(enumerate(streams))
         while left:
             await news.wait()
@@ -342,7 +346,9 @@ class Server:
         if self.is_leaving:
             raise ApiError(503, "the server ends", code="leaving")
         if len(self.streams) + n * prompts > limits.max_queue:
-            what = f"{len(self.streams)} answers are under way, max_queue={limits.max_queue}"
+            what = (
+                f"{len(self.streams)} answers are under way, max_queue={limits.max_queue}"
+            )
             raise ApiError(429, f"{what}: ask again later", code="queue_full")
 
     async def answer(self, exchange: Exchange, kind: type[Asked]) -> None:
@@ -389,7 +395,8 @@ class Server:
         return spell_logprobs(found, ids, most, tokenizer, None if is_chat else at)
 
     async def send_whole(
-        self, exchange: Exchange, asked: Asked, streams: list[Stream], pieces: Pieces
+        self, exchange: Exchange, asked: Asked, streams: list[Stream],
+        pieces: Pieces,
     ) -> None:
         """All answers in one document."""
         found = {i: piece.output async for i, piece in pieces if piece.output}
@@ -403,7 +410,8 @@ class Server:
         await exchange.reply(200, asked.head(self.model) | counts)
 
     async def send_stream(
-        self, exchange: Exchange, asked: Asked, streams: list[Stream], pieces: Pieces
+        self, exchange: Exchange, asked: Asked, streams: list[Stream],
+        pieces: Pieces,
     ) -> None:
         """Pieces as they come, one event each."""
         counts = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -435,7 +443,9 @@ class Server:
         try:
             return await asyncio.wait_for(self.engine.submit(self.meters.state), limit)
         except asyncio.TimeoutError:
-            what = f"the engine's loop has not answered within health_timeout={limit} seconds"
+            what = (
+                f"the engine's loop has not answered within health_timeout={limit} seconds"
+            )
             raise ApiError(503, what, code="engine_hung") from None
         except Exception as error:
             raise ApiError(503, str(error), code="engine_dead") from None
@@ -463,10 +473,13 @@ class Server:
         kinds = [CompletionRequest, ChatCompletionRequest]
         place = "#/components/schemas/{name}"
         found, parts = msgspec.json.schema_components(kinds, ref_template=place)
-        bodies = dict(zip([p for p in self.routes if "completions" in p], found, strict=True))
+        bodies = dict(
+            zip([p for p in self.routes if "completions" in p], found, strict=True)
+        )
         paths: dict[str, Any] = {}
         for path, (method, _) in self.routes.items():
-            answers = {"200": {"description": "fine"}, "default": {"description": "an error"}}
+            answers = {"200": {"description": "fine"}}
+            answers["default"] = {"description": "an error"}
             paths[path] = {method.lower(): {"responses": answers}}
         for path, schema in bodies.items():
             content = {JSON: {"schema": schema}}
@@ -494,7 +507,8 @@ class Server:
         free, needed = state["free_blocks"], state["needed"]
         if needed > free:
             return f"its prompt fills {needed} blocks, and {free} are free"
-        return "the step's budget of tokens is used up, or blocks are kept for those who run"
+        why = "the step's budget of tokens is used up"
+        return f"{why}, or blocks are kept for those who run"
 
     async def _watch(self, exchange: Exchange) -> None:
         """Until the client leaves, or the server ends."""
@@ -506,7 +520,9 @@ class Server:
                 state = await self.ask_state()
                 news = [step for step in [*self.meters.steps] if step["step"] > last]
                 last = news[-1]["step"] if news else last
-                await exchange.event({"steps": news, "state": state, "why": self.why(state)})
+                await exchange.event(
+                    {"steps": news, "state": state, "why": self.why(state)}
+                )
                 await asyncio.sleep(0.1)
             await exchange.write(DONE, is_last=True)
         finally:
@@ -529,7 +545,8 @@ class Front(uvicorn.Server):
     """uvicorn's server; at the end answers under way get time, and then an error."""
 
     def __init__(self, app: Server) -> None:
-        options: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_level": "warning"}
+        options: dict[str, Any] = {"lifespan": "off", "ws": "none"}
+        options["log_level"] = "warning"
         patience = int(app.settings.grace) + 5  # for who does not even read the error
         super().__init__(uvicorn.Config(
             app, **options, access_log=False, timeout_graceful_shutdown=patience,

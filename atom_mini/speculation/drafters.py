@@ -220,7 +220,7 @@ class DraftModel(ModelDrafter):
         """Drafts that were drawn are judged by the law of acceptance."""
         if not self.draws:
             return super().judge(runner, rows)
-        logits, size = runner.run_model(*runner.prepare_model(rows)), self.vocab_size
+        (logits, _), size = runner.launch(rows), self.vocab_size
         params, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
         adjusted = runner.extras.adjust(rows, logits, runner.upload)
         meta = SamplingMetaData.pack(params, lens, size, runner.upload)

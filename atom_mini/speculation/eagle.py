@@ -19,6 +19,7 @@ from ..checkpoint import ModelSpec, check_rope, read_dense, read_json
 from ..checkpoint import read_spec, require, resolve_model
 from ..config import Config, SamplingParams
 from ..loading import Readers, checkpoint_files, load_model, read_tensor
+from ..loading import weight_targets
 from ..model_runner import ModelRunner
 from ..models import CausalLM, DecoderLayer, Linear, RMSNorm
 from ..models import RotaryEmbedding, TorchOps
@@ -29,7 +30,7 @@ from .verify import Seqs, Tokens, as_rows
 
 # %% auto #0
 __all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'HeadSpec', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_spec', 'rename',
-           'map_drafts', 'load_head', 'follow', 'HeadDrafter', 'EagleDrafter']
+           'map_drafts', 'load_head', 'follow', 'HeadDrafter', 'keep_known', 'whole_ends', 'EagleDrafter']
 
 # %% ../../nbs/53_eagle.ipynb #b4d14104
 class Taps:
@@ -235,13 +236,22 @@ class HeadDrafter(ModelDrafter, ModelRunner):
     model: Any  # the head
     last: Any  # (states, drafts) of its newest pass
 
+    @classmethod
+    def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
+        """Its weights, with what is read once more, and its K/V of a block."""
+        (in_all, each), spec = super().memory(config, dtype), config.spec
+        if vars(config).get("tensor_parallel_size", 1) > 1:
+            matrices = 1 if spec.tie_word_embeddings else 2
+            in_all += matrices * spec.vocab_size * spec.hidden_size * dtype.itemsize
+        return in_all, each
+
     def __init__(self, config: Config, runner: Any) -> None:
         graphs, (_, spec) = getattr(runner, "graphs", {}), self.source(config)
         self.config, self.upload = copy(config), runner.upload
         self.config.spec, self.known = spec, {}  # here: the last state, the next draft
         self.device, self.dtype = runner.device, runner.dtype
         self.ops, _ = self._choose_ops()  # for the head's shape, which may be another
-        self.model = self.load(config, runner.model)
+        self.model = self.load(config, whole_ends(config, runner))
         self._set_kv_cache(runner.kv_cache.shape[2])
         self.kv_cache.zero_()  # some hits read what is unwritten
         self.taps = Taps(runner.model, self.model.taps, max(graphs, default=0))
@@ -276,6 +286,23 @@ class HeadDrafter(ModelDrafter, ModelRunner):
             known = [self.known[seq.id] for seq in seqs]
             self.last = [*map(torch.stack, zip(*known, strict=True))]
         return self.last[1]
+
+# %% ../../nbs/53_eagle.ipynb #5e4d1a02
+def keep_known(readers: Readers, spec: ModelSpec, model: nn.Module) -> Readers:
+    """Those that `model` has a place for."""
+    places = weight_targets(model)
+    return {name: read for name, read in readers.items() if name in places}
+
+
+def whole_ends(config: Config, runner: Any) -> Any:
+    """The target; where it is spread over ranks, a model of its embedding, its norm and
+    its head."""
+    if vars(config).get("tensor_parallel_size", 1) == 1:
+        return runner.model
+    adapters = *config.spec.adapters, keep_known
+    spec = replace(config.spec, num_hidden_layers=0, adapters=adapters)
+    folder, place = config.folder or Path(), (runner.device, runner.dtype)
+    return load_model(spec, folder, 1, *place, runner.ops)
 
 # %% ../../nbs/53_eagle.ipynb #fa8a1493
 class EagleDrafter(HeadDrafter):

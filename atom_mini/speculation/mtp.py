@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import find
+from ..checkpoint import ModelSpec, find
 from ..config import Config
-from ..families.records import FamilySpec
 from ..loading import Readers, load_model
 from ..models import DecoderLayer, Linear, RMSNorm, RotaryEmbedding, TorchOps
 from .eagle import HeadDrafter
@@ -39,7 +38,7 @@ class MtpHead(nn.Module):
     to_logits: Any
 
     def __init__(
-        self, layers: int, spec: FamilySpec, max_position: int, ops: TorchOps
+        self, layers: int, spec: ModelSpec, max_position: int, ops: TorchOps
     ) -> None:
         super().__init__()
         size, eps = spec.hidden_size, spec.rms_norm_eps
@@ -76,7 +75,7 @@ def keep_own(layer: int, readers: Readers, *_: Any) -> Readers:
     return {name: read for name, read in readers.items() if is_own(name, layer)}
 
 
-def module_spec(spec: FamilySpec) -> FamilySpec:
+def module_spec(spec: ModelSpec) -> ModelSpec:
     """What the module of a model is made of: a layer like its last one."""
     last = {name: getattr(spec, name)[-1:] for name in ("sparse", "turning", "windows")}
     layers = spec.num_hidden_layers
