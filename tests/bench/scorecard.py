@@ -77,7 +77,7 @@ def as_svg(score: dict[str, Any]) -> str:
         'fill="#fbfaf7"/><text x="12" y="21" font-weight="600">The same 64 requests, from a loop around a model to an engine'
         f'</text>{"".join(shapes)}<text x="12" y="{tall - 26}" font-size="11">Grey: transformers. Blue: atom_mini. '
         f"{escape(score['machine'])}, {score['date']}, a model of 29 M parameters.</text>"
-        f'<text x="12" y="{tall - 10}" font-size="11">{beside(score).strip()}</text></svg>\n"
+        f'<text x="12" y="{tall - 10}" font-size="11">{beside(score).strip()}</text></svg>\n'
     )
 
 
