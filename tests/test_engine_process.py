@@ -109,8 +109,8 @@ import os, sys
 if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that names it
     import time
     from dataclasses import dataclass
-    from types import SimpleNamespace
     import atom_mini.config
+    from atom_mini.checkpoint import ModelSpec
     from atom_mini.refinements.parts import VARIANTS, Variant
     from atom_mini.engine_core import EngineCore
     from atom_mini.scheduler import ScheduledBatchOutput
@@ -136,7 +136,7 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
         def is_chosen(cls, config):
             return True
 
-    spec = SimpleNamespace(max_position_embeddings=2048, vocab_size=958, eos_token_id=None)
+    spec = ModelSpec("fake", 958, 1, 1, 1, 1, 1, 1, 2048, 1e-6, {{}})
     atom_mini.config.read_model = lambda *args: spec
     atom_mini.config.read_defaults = lambda *args: ((), {{}})  # without transformers it starts in a moment
     import atom_mini
