@@ -58,10 +58,8 @@ def resolve_model(model: str) -> Path:
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a decoder is made of, by the names of transformers' configs.
-
-    Builders are functions, or "module:name" in this package; None: chapter 06a's.
-    """
+    """What a decoder is made of, by the names of transformers' configs. Builders are
+    functions, or "module:name" in this package; None: chapter 06a's."""
 
     model_type: str
     vocab_size: int
