@@ -194,7 +194,7 @@ def test_what_is_absent_would_attach_to_what_is_there() -> None:
     ]  # fmt: skip
 
 
-def test_parts_and_folders(tmp_path: Path) -> None:
+def test_parts_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chapter's number says its part; a module may lie in a folder, and one notebook may write two."""
     cells = {
         "04_scheduler": ("scheduler", "class Scheduler: ..."),
@@ -230,7 +230,8 @@ def test_parts_and_folders(tmp_path: Path) -> None:
     assert book.edges["graphs", later[0]] == {"register": True}
     assert [book.nodes[name]["side"] for name in book] == ["left", "left", "right", "left"]
     assert 'class="on">on 12</text>' in book_map.draw(book)
-    with pytest.raises(ValueError, match="PARTS"):
+    monkeypatch.delitem(book_map.PARTS, 8)
+    with pytest.raises(ValueError, match="add 8 to PARTS"):
         book_map.part_of("80_later")
 
 

@@ -363,11 +363,8 @@ class Given:
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits, self.extras = logits, Extras()
 
-    def prepare_model(self, rows: Any) -> tuple[()]:
-        return ()
-
-    def run_model(self) -> torch.Tensor:
-        return self.logits
+    def launch(self, rows: Any) -> tuple[torch.Tensor, None]:
+        return self.logits, None
 
 
 def test_a_step_is_judged_sequence_by_sequence() -> None:

@@ -172,5 +172,5 @@ def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: P
     assert {n for n in names if n.endswith(".py")} == modules | by_hand
     assert not [n for n in names if "tiny" in n and n.endswith(".py")]
     tiny = {path.relative_to(ROOT).as_posix() for path in (ROOT / "atom_mini" / "tiny").rglob("*") if path.is_file()}
-    page = "atom_mini/instruments/timeline.html"
-    assert names - modules - by_hand == tiny | {page, "atom_mini/py.typed"} and len(tiny) > 8
+    pages = {"atom_mini/instruments/timeline.html", "atom_mini/serving/page.html"}
+    assert names - modules - by_hand == tiny | pages | {"atom_mini/py.typed"} and len(tiny) > 8

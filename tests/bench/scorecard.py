@@ -36,13 +36,17 @@ def cells(found: dict[str, float]) -> list[str]:
     return [f"{found['tokens per second']:.0f}", *ms, f"{found['goodput']:.1f}", f"{100 * found['share of bandwidth']:.0f} %"]
 
 
+def beside(score: dict[str, Any]) -> str:
+    """What others used of the processors, if it was more than a little."""
+    share = score["other_load"] or 0
+    return f" Others used {100 * share:.0f} % of the processor meanwhile: take ratios." if share > 0.05 else ""
+
+
 def as_markdown(score: dict[str, Any]) -> str:
     """The table. A rung that was not run says what it needs."""
     goal = score["objective"]
     head = "tokens/s | TTFT p50, ms | p99 | ITL p50, ms | p99 | requests/s in time | of the bandwidth"
-    others = score["other_load"] or 0
-    beside = f" Others used {100 * others:.0f} % of the processors meanwhile: take ratios." if others > 0.05 else ""
-    lines = [f"{score['stamp']}.{beside} In time: a first token within {goal['TTFT']:g} s, the others every "
+    lines = [f"{score['stamp']}.{beside(score)} In time: a first token within {goal['TTFT']:g} s, the others every "
              f"{1000 * goal['TPOT']:.0f} ms. The loop got the first {score['looped']} of 64 requests.", "",
              f"| | {head} |", f"|---{'|---' * 7}|"]  # fmt: skip
     for rung, needs in RUNGS.items():
@@ -66,13 +70,14 @@ def as_svg(score: dict[str, Any]) -> str:
             f'<text x="112" y="{y + 15}" text-anchor="end">{escape(name)}</text><rect x="120" y="{y}" width="{wide:.0f}" '
             f'height="{high - 6}" fill="{COLOURS[RUNGS[name]]}"/><text x="{126 + wide:.0f}" y="{y + 15}">{said}</text>'
         )
-    tall = 34 + high * len(rungs) + 26
+    tall = 34 + high * len(rungs) + 42
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {tall}" font-family="system-ui, sans-serif" '
         f'font-size="13" fill="#33393f"><title>The same 64 requests on each rung</title><rect width="760" height="{tall}" '
         'fill="#fbfaf7"/><text x="12" y="21" font-weight="600">The same 64 requests, from a loop around a model to an engine'
-        f'</text>{"".join(shapes)}<text x="12" y="{tall - 10}" font-size="11">Grey: transformers. Blue: atom_mini. '
-        f"{escape(score['machine'])}, {score['date']}, a model of 29 M parameters.</text></svg>\n"
+        f'</text>{"".join(shapes)}<text x="12" y="{tall - 26}" font-size="11">Grey: transformers. Blue: atom_mini. '
+        f"{escape(score['machine'])}, {score['date']}, a model of 29 M parameters.</text>"
+        f'<text x="12" y="{tall - 10}" font-size="11">{beside(score).strip()}</text></svg>\n'
     )
 
 
