@@ -128,7 +128,7 @@ def test_a_draft_model_and_a_head() -> None:
     with LLM("tiny", compiled=True, speculative_config=drafts, **SMALL) as llm:
         assert [out.token_ids for out in llm.generate(asked, GREEDY, use_tqdm=False)] == wanted
     head = {"method": "eagle3", "num_speculative_tokens": 2}
-    with pytest.raises(ValueError, match="compiled=True does not go with method='eagle3'"):
+    with pytest.raises(ValueError, match="compiled=True does not go with EAGLE or MTP"):
         Config("tiny", compiled=True, speculative_config=head, device="cpu")
 
 

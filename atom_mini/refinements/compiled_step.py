@@ -55,6 +55,8 @@ class Vector(types.Type):
 
 @register_model(Vector)
 class VectorModel(models.PrimitiveModel):
+    """What a `Vector` is in machine code."""
+
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, WIDE)
 
