@@ -20,7 +20,6 @@ from atom_mini import LLM, Config, SamplingParams
 from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.shards import make_rank
 
-pytestmark = pytest.mark.alone
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_seqs": 6, "kv_cache_block_size": 4}
 EAGLE = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
 MODEL = {"speculative_config": {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 2}}
@@ -87,6 +86,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.alone
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TOGETHER)
 def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
     options, model = TOGETHER[name], "tiny"
@@ -112,6 +113,7 @@ def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
             assert (tokens, count, why) == (whole, length, reason), place
 
 
+@pytest.mark.alone
 def test_a_rank_of_one_engine_dies(tidy: Path) -> None:
     """Its engine goes, and says why; the other, with its own rank, runs on."""
     llm = LLM("tiny", **SMALL, data_parallel_size=2, tensor_parallel_size=2)
@@ -133,18 +135,20 @@ def test_a_rank_of_one_engine_dies(tidy: Path) -> None:
     llm.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["a step ahead over ranks", "EAGLE over ranks"])
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_dies(name: str, blow: int, tidy: Path) -> None:
     """Killed, it is named; stopped, it is missed within the group's limit."""
-    llm = LLM("tiny", **SMALL, **TOGETHER[name], collective_timeout=2.0)
+    llm = LLM("tiny", **SMALL, **TOGETHER[name], collective_timeout=5.0)
     llm.generate(TEXTS, SamplingParams(max_tokens=4), use_tqdm=False)
     core: Any = llm.engine_core
     os.kill(children(core.engines[0].process.pid)[0], blow)
-    until_dead(llm, "rank 1 is dead: killed by SIGKILL" if blow == signal.SIGKILL else "2000ms", 8)
+    until_dead(llm, "rank 1 is dead: killed by SIGKILL" if blow == signal.SIGKILL else "5000ms", 11)
     llm.close()
 
 
+@pytest.mark.alone
 def test_death_in_lockstep_with_drafts(tidy: Path) -> None:
     llm = LLM("tiny", **SMALL, **TOGETHER["EAGLE in lockstep"])
     llm.generate(TEXTS, SamplingParams(max_tokens=4), use_tqdm=False)
