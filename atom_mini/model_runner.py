@@ -50,6 +50,7 @@ class ModelRunner:
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
+    extras: Any = None  # changes logits and reports on tokens, where somebody asks
 
     def _choose_dtype(self) -> torch.dtype:
         stored = None if self.device.type == "cpu" else self.config.spec.dtype
@@ -187,7 +188,7 @@ class ModelRunner:
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
         make = config.pick("make_extras", None)
-        self.extras: Any = make and make()  # changes logits, reports on tokens, if asked
+        self.extras = make and make()
         spec = config.spec
         folder = config.folder
         longest = config.max_model_len
