@@ -22,7 +22,7 @@ copybutton_selector = "div:not(.output) > div.highlight > pre"
 autodoc_default_options = {"members": True, "undoc-members": True, "ignore-module-all": True}
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = add_module_names = viewcode_follow_imported_members = False
-autodoc_mock_imports = ["triton"]  # an extra; and what a mocked decorator leaves is still a function
+autodoc_mock_imports = ["triton", "numba", "llvmlite"]  # extras; and what a mocked decorator leaves is still a function
 default_role = "literal"  # what single backticks in a docstring mean
 toc_object_entries_show_parents = "hide"
 
