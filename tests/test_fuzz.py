@@ -152,7 +152,7 @@ def compares_own_tokens_only(patch: Patch) -> None:
 def trusts_the_hash(patch: Patch) -> None:
     """vLLM trusts SHA-256; with xxHash cut to 8 bits it goes wrong at once."""
     cut_hashes(patch, 8)
-    mutate(patch, PrefixIndex, "_lookup", "block.token_ids == token_ids and block.parent_id == parent_id", "True")
+    mutate(patch, PrefixIndex, "_lookup", "block.token_ids == tokens_of(seq, i) and block.parent_id == parent_id", "True")
 
 
 def remembers_the_parent_by_block_id(patch: Patch) -> None:
