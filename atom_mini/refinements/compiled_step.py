@@ -168,7 +168,7 @@ def add(typing, counts, place, value):
     return types.int64(counts, types.intp, types.int64), generate
 
 # %% ../../nbs/21b_compiled_loops.ipynb #36909841
-give_way = types.ExternalFunction("sched_yield", types.int32())
+give_way = types.ExternalFunction("sched_yield", types.int32())  # to other threads
 
 
 @njit(**OPTIONS | {"cache": False})
