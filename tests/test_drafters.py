@@ -488,3 +488,13 @@ def test_replayed_passes_guess_the_same() -> None:
             manager.may_append(seq, 4)
         found.append((drafter.propose(seqs, [1, 3]), len(drafter.probs[1])))
     assert found[0] == found[1] and [*map(len, found[0][0])] == [1, 3] and found[0][1] == 3
+
+
+def test_a_draft_model_is_compiled_only_if_its_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compiled=False` holds for both, whatever the default is."""
+    from atom_mini.refinements.compiled import Compiled
+
+    monkeypatch.setattr(Compiled.__dataclass_fields__["compiled"], "default", None)
+    draft = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 2}
+    own = [read_draft_config(Config("tiny", device="cpu", compiled=c, speculative_config=draft)) for c in (None, False)]
+    assert [config.compiled for config in own] == [find_spec("numba") is not None, False]

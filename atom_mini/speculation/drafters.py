@@ -136,6 +136,8 @@ def read_draft_config(config: Config) -> Config:
     model = config.speculative_config.model
     knobs = {f.name: f.default for f in fields(Config) if f.init}
     same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
+    if vars(config).get("compiled") is False:  # chapter 21d
+        same["compiled"] = False
     try:
         own = Config(**same | {"model": model})
     except ValueError as error:
