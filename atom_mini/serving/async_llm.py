@@ -66,7 +66,7 @@ class Stream:
         return piece
 
 # %% ../../nbs/80_async_llm.ipynb #fd738d08
-T = TypeVar("T")
+T = TypeVar("T")  # whatever a call returns
 Job = tuple[Future[Any], Callable[[], Any]]
 
 
@@ -74,8 +74,7 @@ class AsyncLLM:
     """An `LLM` for asyncio: options as there. (vLLM's word.)
 
     One thread runs the engine; tasks of any loop may generate. A task that is
-    cancelled,
-    or leaves its `async for`, takes its request back.
+    cancelled, or leaves its `async for`, takes its request back.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:

@@ -49,7 +49,7 @@ def as_refusal(error: Exception) -> ApiError:
     return ApiError(400, str(error), param)
 
 # %% ../../nbs/81_protocol.ipynb #96ceaae1
-T = TypeVar("T", bound="Asked")
+T = TypeVar("T", bound="Asked")  # one kind of request
 Texts = Annotated[list[str], Meta(max_length=16)]  # each is looked for in every token
 
 
