@@ -234,7 +234,8 @@ class Server:
         self.model = settings.served_model_name or str(engine.llm.config.model)
         self.streams: set[Stream] = set()  # answers under way
         self.is_leaving = False
-        self.meters = engine.llm.metrics = Meters(self.model, engine)
+        self.meters = Meters(self.model, engine)
+        engine.llm.metrics = self.meters
         answer = self.answer
         self.routes: dict[str, tuple[str, Callable[[Exchange], Any]]] = {
             "/": ("GET", self.page),
