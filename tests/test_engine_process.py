@@ -81,10 +81,9 @@ def processes() -> dict[int, str]:
 
 
 @pytest.fixture
-def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tidy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for temporary files that must be empty afterwards, and no process more than before."""
-    folder = tmp_path / "t"
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: sockets under a long path would lie elsewhere
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     before, watching = processes().keys(), lambda: [t for t in threading.enumerate() if t.name.startswith("engine")]
@@ -95,6 +94,7 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wait_for(lambda: not mine())
     wait_for(lambda: len(watching()) <= threads)
     assert [*folder.iterdir()] == []
+    folder.rmdir()
 
 
 def environment(pid: int) -> str:

@@ -619,10 +619,9 @@ def ranks_alive(tag: str) -> list[int]:
 
 
 @pytest.fixture
-def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tidy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for temporary files that must be empty afterwards, and no rank left."""
-    folder = tmp_path / "t"  # short: a socket's path must be
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: sockets under a long path would lie elsewhere
     watching = lambda: sum(t.name == "engine 0" for t in threading.enumerate())  # noqa: E731
     before = watching()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -632,6 +631,7 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     wait_for(lambda: not ranks_alive(str(folder)))
     wait_for(lambda: watching() <= before)
     assert [*folder.iterdir()] == []
+    folder.rmdir()
 
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
