@@ -283,7 +283,7 @@ def make_tile(rows: int, ahead: int = 8) -> Any:
 
     @kernel
     def tile(w, o, x, r, bias, y, at):
-        """y[r + j, at + i] = w[o + i] . x[r + j] + bias[at + i] for four i and all j."""
+        """y[r + j, at + i] = w[o + i] . x[r + j] + bias[at + i]: four i and all j."""
         zero, later = spread(np.float32(0)), min(o + ahead, len(w) - 4)
         a = b = c = d = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], LANES):
