@@ -66,7 +66,7 @@ class PrefixIndex:
         return block if same else None
 
     def add_pending(self, seq: Sequence, i: int, twin: Block | None) -> None:
-        """The `i`-th block of `seq` will be computed; `twin`: a block that holds the same."""
+        """Note the `i`-th block of `seq`; `twin`: a block that holds the same, if any."""
         hash = self._hash(seq, i)
         if hash not in self.hash_to_block_id:  # the first keeps the place
             self.pending.setdefault(hash, seq.block_table[i])

@@ -68,7 +68,7 @@ class RadixCache(PrefixIndex):
         return None if block_id is None else self.blocks[block_id]
 
     def add_pending(self, seq: Sequence, i: int, twin: Block | None) -> None:
-        """The `i`-th block of `seq` will be computed; `twin`: a block that holds the same."""
+        """Note the `i`-th block of `seq`; `twin`: a block that holds the same, if any."""
         if twin is None:
             block = self.blocks[seq.block_table[i]]
             self.pending[block.parent_id, tuple(block.token_ids)] = block.block_id
