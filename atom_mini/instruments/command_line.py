@@ -275,6 +275,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 LATER = {  # of other parts -> what adds its options and sets `run`; the extra; for help
     "serve": ("serving.server:add_command", "server", "Answer OpenAI's API over HTTP."),
+    "fleet": ("serving.fleet:add_fleet", "ray", "The same from several engines, on Ray."),
+    "batch": ("serving.fleet:add_batch", "ray", "Answer a file of requests, on Ray."),
 }
 
 # %% ../../nbs/31_command_line.ipynb #5e7f3a11
