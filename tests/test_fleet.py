@@ -71,13 +71,15 @@ def test_the_messages_are_those_of_the_server(path: str, asked: dict[str, Any], 
             direct = await client.post(path, content=body, headers={"content-type": "application/json"})
         return b"".join(m["body"] for m in messages[1:]).decode(), direct.text
 
-    def said(text: str) -> list[Any]:
+    def said(text: str) -> tuple[str, str]:
+        """All text, and why it ends; how many pieces it comes in is a matter of time."""
         events = text.split("\n\n") if stream else [text]
-        found = [json.loads(event.removeprefix("data: ")) for event in events if event[-1:] == "}"]
-        return [event["choices"] for event in found]
+        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if event[-1:] == "}"]
+        parts = [choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content", "") for choice in choices]
+        return "".join(parts), choices[-1]["finish_reason"]
 
     through, direct = running(work)
-    assert said(through) == said(direct) and said(direct)
+    assert said(through) == said(direct) and len(said(direct)[0]) > 5
 
 
 def test_a_reader_who_leaves_is_an_abort() -> None:
@@ -346,13 +348,15 @@ def test_a_failed_engine_is_no_answer() -> None:
     running(work)
 
 
-@pytest.mark.parametrize("command", ["fleet", "batch"])
 def test_without_ray_the_commands_say_what_to_install(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert main([command]) == 2
-    assert "needs ray: install atom_mini[ray]" in capsys.readouterr().err
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(request("a", "x"))
+    for words in (["fleet", "--port", str(free_port())], ["batch", str(source), str(target)]):
+        assert main(words) == 2
+        assert "install atom_mini[ray]" in capsys.readouterr().err
 
 
 # On Ray
@@ -393,6 +397,16 @@ class Served:
     def run(self, **more: Any) -> None:
         args = SMALL | {"engine_process": False, "replicas": 2, "cpus": 0.5} | more
         self.serve.run(fleet.build(args), name="atom_mini", route_prefix="/")
+        self.wait_for(args["replicas"])
+
+    def wait_for(self, replicas: int) -> None:
+        """So many engines run, and no others start or end."""
+        for _ in range(300):
+            engines = self.serve.status().applications["atom_mini"].deployments["engine"]
+            if engines.replica_states == {"RUNNING": replicas}:
+                return
+            time.sleep(0.2)
+        raise AssertionError(engines)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return self.client.post(path, json=body, **more)
@@ -473,8 +487,7 @@ def test_a_killed_replica_is_told_and_comes_back(served: Served) -> None:
     assert all(text.endswith("data: [DONE]\n\n") for text, _ in ends[:20] if text.startswith("data"))
     assert max(at for _, at in ends) - killed < 5
     assert served.post(TEXT, X | {"prompt": "12 + 7 ="}).json()["choices"][0]["text"] == " 19"
-    while len(processes("ServeReplica:atom_mini:engine")) < 2:
-        time.sleep(0.2)
+    served.wait_for(2)
     assert not set(before) & set(processes("ServeReplica:atom_mini:engine"))
 
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ import xxhash
 
 from ..checkpoint import require
 from ..config import COUNT, Config, check_rules, is_count, is_number
-from ..instruments.command_line import add_fields, given
+from ..instruments.command_line import given
 from ..processes.replicas import best_match
 from .async_llm import AsyncLLM
 from .protocol import ApiError
@@ -35,7 +36,7 @@ from .server import JSON, Exchange, Serve, Server
 # %% auto #0
 __all__ = ['CLOSED', 'Router', 'Message', 'BLOCK', 'MOST', 'ROUTES', 'ALONE', 'start_ray', 'Engine', 'text_chain', 'prompt_text',
            'Known', 'PrefixRouter', 'routing', 'Fleet', 'scaling', 'resources', 'Front', 'Entry', 'build', 'run_fleet',
-           'add_fleet', 'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch', 'add_batch']
+           'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
 
 # %% ../../nbs/84_fleet.ipynb #6168b148
 CLOSED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -51,7 +52,9 @@ Router: Any = RequestRouter or object
 
 # %% ../../nbs/84_fleet.ipynb #e7ddaba0
 def start_ray(address: str | None) -> None:
-    """Join the Ray at `address`, or start one for this machine alone."""
+    """Join the Ray at `address`, or start one for this machine alone. ValueError without
+    Ray."""
+    require(find_spec("ray"), "Ray is not here: install atom_mini[ray]")
     import ray
 
     # 127.0.0.1 it would replace by an address that others reach
@@ -364,9 +367,9 @@ def run_fleet(args: argparse.Namespace) -> None:
     settings = Fleet(**given(args, Fleet))
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     socket.create_server((settings.host, settings.port), family=family).close()
+    start_ray(settings.address)
     from ray import serve
 
-    start_ray(settings.address)
     place = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 30}
     serve.start(proxy_location="HeadOnly", http_options=place)
     app = build(given(args, Fleet) | given(args, Config))
@@ -377,14 +380,6 @@ def run_fleet(args: argparse.Namespace) -> None:
     print(f"the fleet is at http://{settings.host}:{settings.port}", flush=True)
     ended.wait()
     serve.shutdown()
-
-
-def add_fleet(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `atom-mini fleet`. ModuleNotFoundError without Ray."""
-    import_module("ray")
-    parser.set_defaults(run=run_fleet)
-    for kind in (Fleet, Config):
-        add_fields(parser, kind)
 
 # %% ../../nbs/84_fleet.ipynb #aac0416f
 class Line(msgspec.Struct):
@@ -465,24 +460,14 @@ def run_batch(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     settings = Batch(**given(args, Batch))
-    work = read_work(args.input)
-    answered = read_answers(args.output)
+    work = read_work(args.source)
+    answered = read_answers(args.target)
     left = [line for id, line in work.items() if id not in answered]
     bar = tqdm(total=len(work), initial=len(work) - len(left), unit="requests")
-    with args.output.open("a") as file, bar:
+    with args.target.open("a") as file, bar:
         if left:
             start_ray(settings.address)
             for found in answers(left, settings, given(args, Config)):
                 file.writelines(line + "\n" for line in found)
                 file.flush()
                 bar.update(len(found))
-
-
-def add_batch(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `atom-mini batch`. ModuleNotFoundError without Ray."""
-    import_module("ray")
-    parser.set_defaults(run=run_batch)
-    parser.add_argument("input", type=Path, help="JSON lines: requests")
-    parser.add_argument("output", type=Path, help="JSON lines: answers are added")
-    for kind in (Batch, Config):
-        add_fields(parser, kind)
