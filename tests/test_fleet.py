@@ -75,7 +75,8 @@ def test_the_messages_are_those_of_the_server(path: str, asked: dict[str, Any], 
         """All text, and why it ends; how many pieces it comes in is a matter of time."""
         events = text.split("\n\n") if stream else [text]
         choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if event[-1:] == "}"]
-        parts = [choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content", "") for choice in choices]
+        messages = [choice.get("delta") or choice.get("message") or {"content": choice.get("text", "")} for choice in choices]
+        parts = [message.get("content", "") for message in messages]
         return "".join(parts), choices[-1]["finish_reason"]
 
     through, direct = running(work)
