@@ -54,7 +54,7 @@ Router: Any = RequestRouter or object
 def start_ray(address: str | None) -> None:
     """Join the Ray at `address`, or start one for this machine alone. ValueError without
     Ray."""
-    require(find_spec("ray"), "Ray is not here: install atom_mini[ray]")
+    require(find_spec("ray") is not None, "Ray is not here: install atom_mini[ray]")
     import ray
 
     # 127.0.0.1 it would replace by an address that others reach
