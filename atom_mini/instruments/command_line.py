@@ -276,7 +276,7 @@ COMMANDS = {
     "serve": Command("serving.server:run_serve", "model",
         ("serving.server:Serve", Config), "Answer OpenAI's API over HTTP.", "server"),
     "fleet": Command("serving.fleet:run_fleet", "model",
-        ("serving.fleet:Fleet", Config), "The same from several engines, on Ray.", "ray"),
+        ("serving.fleet:Fleet", Config), "The same, by engines on Ray.", "ray"),
     "batch": Command("serving.fleet:run_batch", "model source target",
         ("serving.fleet:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
 }  # fmt: skip
