@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -492,20 +493,21 @@ def test_a_killed_replica_is_told_and_comes_back(served: Served) -> None:
     assert not set(before) & set(processes("ServeReplica:atom_mini:engine"))
 
 
-def converse(served: Served, name: str) -> list[dict[str, Any]]:
-    """Six turns; what each has used."""
-    text, counts = "", []
-    for turn in range(6):
-        text += f"Mia-{name} has {turn} cats. " * 12
-        got = served.post(TEXT, X | {"prompt": text, "max_tokens": 16}, headers={"x-session-id": name}).json()
-        text += got["choices"][0]["text"]
-        counts.append(got["usage"])
-    return counts
-
-
 def hit_rate(served: Served, kind: str) -> float:
+    """Sixteen conversations of six turns, eight at a time; a turn is everybody's before the next one, in another order."""
+    texts, used, order = dict.fromkeys(range(16), ""), [], list(range(16))
+
+    def say(number: int) -> None:
+        texts[number] += f"Mia-{kind}-{number} has {len(texts[number])} cats. " * 12
+        body = X | {"prompt": texts[number], "max_tokens": 16}
+        got = served.post(TEXT, body, headers={"x-session-id": f"{kind}-{number}"}).json()
+        texts[number] += got["choices"][0]["text"]
+        used.append(got["usage"])
+
     with ThreadPoolExecutor(8) as pool:
-        used = [usage for talk in pool.map(lambda i: converse(served, f"{kind}-{i}"), range(16)) for usage in talk]
+        for turn in range(6):
+            random.Random(turn).shuffle(order)
+            [*pool.map(say, order)]
     return sum(u["prompt_tokens_details"]["cached_tokens"] for u in used) / sum(u["prompt_tokens"] for u in used)
 
 
@@ -599,6 +601,6 @@ def test_the_command_serves_and_ends(tmp_path: Path) -> None:
 @needs_ray
 def test_what_has_no_room_is_refused(served: Served) -> None:
     """Ray would wait for a machine that never comes."""
-    for more in ({"replicas": 64, "cpus": 1.0}, {"device": "cuda", "tensor_parallel_size": 3}):
+    for more in ({"replicas": 64, "cpus": 1.0}, {"device": "cuda", "tensor_parallel_size": 3, "engine_process": True}):
         with pytest.raises(ValueError, match=r"need (64 CPU|6 GPU), here are"):
             served.run(**more)

@@ -52,8 +52,8 @@ Router: Any = RequestRouter or object
 
 # %% ../../nbs/84_fleet.ipynb #e7ddaba0
 def start_ray(address: str | None) -> None:
-    """Join the Ray at `address`, or start one for this machine alone. ValueError without
-    Ray."""
+    """Join the Ray at `address`, or start one for this machine alone. ValueError
+    without Ray."""
     require(find_spec("ray") is not None, "Ray is not here: install atom_mini[ray]")
     import ray
 
@@ -209,8 +209,8 @@ def routing(route: str) -> dict[str, Any]:
     try:
         kind = getattr(import_module(module), name)
     except (ImportError, AttributeError):
-        what = f"route={route!r} needs {module}.{name}, which is not here"
-        raise ValueError(f"{what}: install atom_mini[ray], or set route='load'") from None
+        what = f"route={route!r} needs {module}.{name}, which is not here: install"
+        raise ValueError(f"{what} atom_mini[ray], or set route='load'") from None
     if route == "load":
         return {}
     from ray.serve.config import RequestRouterConfig
@@ -266,7 +266,7 @@ def resources(config: Any, settings: Any) -> dict[str, float]:
         need = settings.replicas * each[kind]
         have = there.get(kind, 0)
         what = f"replicas={settings.replicas} need {need:g} {kind}, here are {have:g}"
-        require(need <= have, f"{what}: lower it, or set address of a Ray that has more")
+        require(need <= have, f"{what}: lower it, or join a larger Ray: set address")
     return {"num_cpus": each["CPU"], "num_gpus": each["GPU"]}
 
 # %% ../../nbs/84_fleet.ipynb #2919a017
@@ -340,8 +340,8 @@ class Entry:
 
 # %% ../../nbs/84_fleet.ipynb #de7b9866
 def build(args: dict[str, Any]) -> Any:
-    """The fleet as an application of Ray Serve, which may call this itself. `args`: fields
-    of `Fleet`, and options of `LLM`."""
+    """The fleet as an application of Ray Serve, which may call this itself. `args`:
+    fields of `Fleet`, and options of `LLM`."""
     from ray import serve
 
     names = {f.name for f in fields(Fleet)}
@@ -350,10 +350,11 @@ def build(args: dict[str, Any]) -> Any:
     options |= {k: v for k, v in args.items() if k not in names}
     config = Config(**options)
     patience = {"graceful_shutdown_timeout_s": settings.grace}
+    queue = {"max_queued_requests": settings.max_queue}
     engines = serve.deployment(
         Engine, name="engine", ray_actor_options=resources(config, settings),
-        max_ongoing_requests=settings.max_ongoing, max_queued_requests=settings.max_queue,
-        **patience, **scaling(settings), **routing(settings.route),
+        max_ongoing_requests=settings.max_ongoing,
+        **queue, **patience, **scaling(settings), **routing(settings.route),
     )  # fmt: skip
     front = serve.deployment(
         serve.ingress()(Entry), name="front", ray_actor_options={"num_cpus": 0},
@@ -414,7 +415,8 @@ def read_answers(target: Path) -> set[str]:
     try:
         found = {msgspec.json.decode(line)["custom_id"] for line in whole.splitlines()}
     except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{target} has a line that is no answer: name another") from None
+        what = f"{target} has a line that is no answer: name another"
+        raise ValueError(what) from None
     if whole != data:
         os.truncate(target, len(whole))
     return found
@@ -444,11 +446,13 @@ def answers(
 
     data.DataContext.get_current().enable_progress_bars = False
     count = -(-len(lines) // settings.batch_size)
-    work = data.from_items([{"line": line} for line in lines], override_num_blocks=count)
+    rows = [{"line": line} for line in lines]
+    work = data.from_items(rows, override_num_blocks=count)
     pool = {"size": settings.replicas, "max_concurrent_calls_per_actor": 2}
     done = work.map_batches(
         Engine, fn_constructor_args=(options, Serve()), batch_size=None,
-        compute=data.ActorPoolStrategy(**pool), **resources(Config(**options), settings),
+        compute=data.ActorPoolStrategy(**pool),
+        **resources(Config(**options), settings),
     )  # fmt: skip
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # the bar says enough
     for batch in done.iter_batches(batch_size=None):
