@@ -25,12 +25,14 @@ from report import OtherLoad, machine, print_table
 from score import Request, serve
 
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.serving.capacity import Engine, Job, fit
+from atom_mini.instruments.trace import StepRecord
+from atom_mini.serving.capacity import Engine, Arrival, fit
 from atom_mini.serving.capacity import serve as simulate
 
-RATES = {"built-in": (20.0, 40.0, 70.0), "29 M": (4.0, 7.0, 10.0)}  # requests a second; the last is fitted
+RATES = {"built-in": (20.0, 40.0, 70.0), "29 M": (5.0, 7.5, 10.0)}  # requests a second; the last is fitted
 POOL: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_seqs": 64, "device": "cpu", "max_model_len": 512}
 SHARES = (50, 95, 99)
+QUIET, TRIES = 0.03, 3  # a run beside which others used more is made again
 Figures = dict[str, list[float]]  # ttft, itl, latency -> seconds at SHARES
 
 
@@ -52,26 +54,38 @@ def as_it_was(load: list[Request], times: list[list[float]]) -> Figures:
 
 
 def as_predicted(engine: Engine, load: list[Request]) -> Figures:
-    served = simulate(engine, [Job(r.arrival, len(r.prompt), r.output, i) for i, r in enumerate(load)])
+    served = simulate(engine, [Arrival(r.arrival, len(r.prompt), r.output, i) for i, r in enumerate(load)])
     gaps = np.repeat([*engine.gaps], [*engine.gaps.values()])
     columns = {"ttft": [s.ttft for s in served], "itl": gaps, "latency": [s.latency for s in served]}
     return {name: np.percentile(of, SHARES).tolist() for name, of in columns.items()}
+
+
+def record(folder: str, load: list[Request]) -> tuple[list[list[float]], list[StepRecord], float]:
+    """Times and steps of a run, in a new engine; how much others used of the processor. Of the quietest of up to TRIES."""
+    best: tuple[list[list[float]], list[StepRecord], float] | None = None
+    for _ in range(TRIES):
+        with LLM(folder, trace=True, **POOL) as llm:
+            wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 65)]  # batches of all sizes
+            llm.generate([[7] * 2 * n for n in range(1, 65)], wishes, use_tqdm=False)
+            warm, other = len(llm.trace.steps), OtherLoad()
+            times = serve(llm, load)
+            share = other.share() or 0.0
+            if best is None or share < best[2]:
+                best = times, llm.trace.steps[warm:], share
+        if share < QUIET:
+            break
+    assert best is not None
+    return best
 
 
 def run(name: str, folder: str, count: int) -> dict[str, Any]:
     """Three recorded runs of a model, each in a new engine; the prediction of each."""
     vocabulary = 500 if folder == "tiny" else SHAPE["vocab_size"]
     loads = [make_load(rate, count, i, vocabulary) for i, rate in enumerate(RATES[name])]
-    real, steps, others = [], [], []
-    for load in loads:
-        with LLM(folder, trace=True, **POOL) as llm:
-            wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 65)]  # batches of all sizes
-            llm.generate([[7] * 2 * n for n in range(1, 65)], wishes, use_tqdm=False)
-            warm, other = len(llm.trace.steps), OtherLoad()
-            real.append(as_it_was(load, serve(llm, load)))
-            others.append(other.share())
-            steps.append(llm.trace.steps[warm:])
-    costs = fit(steps[-1])
+    runs = [record(folder, load) for load in loads]
+    real = [as_it_was(load, times) for load, (times, _, _) in zip(loads, runs, strict=True)]
+    others = [other for _, _, other in runs]
+    costs = fit(runs[-1][1])
     config = Config(folder, **POOL)
     told = [as_predicted(Engine(config, costs), load) for load in loads]
     return {"rates": RATES[name], "costs": costs, "real": real, "predicted": told, "other load": others}

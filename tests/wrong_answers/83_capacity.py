@@ -1,9 +1,6 @@
 # %% 1
-def shared(jobs, length):
-    return [job._replace(prompt=[5] * length + job.prompt) for job in jobs]
+def follow_up(job, seconds, more):
+    return job._replace(at=job.at + seconds, num_prompt_tokens=job.num_prompt_tokens + more)
 # %% 2
-def compare(jobs):
-    fast = {kind: Cost(0.25) for kind in SequenceType}
-    two = run_fleet(one, flat, jobs, 1)
-    quick = run_fleet(one, fast, jobs, 1)
-    return fmean(o.latency for o in two), fmean(o.latency for o in quick)
+def rate_for(wait, service):
+    return wait / (service + wait) / service
