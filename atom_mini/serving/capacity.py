@@ -22,8 +22,8 @@ from ..sequence import Sequence, SequenceType
 from ..systems.spyre import PaddedBatch
 
 # %% auto #0
-__all__ = ['REFUSED', 'Cost', 'Costs', 'work', 'Clock', 'Job', 'Served', 'Watch', 'check_config', 'Engine', 'serve', 'fit_cost',
-           'fit']
+__all__ = ['REFUSED', 'Cost', 'Costs', 'work', 'Clock', 'Arrival', 'Served', 'Watch', 'check_config', 'Engine', 'serve',
+           'fit_cost', 'fit']
 
 # %% ../../nbs/83_capacity.ipynb #a1e79285
 class Cost(NamedTuple):
@@ -102,8 +102,8 @@ class Clock:
         """A step, waited for."""
         return self.launch(batch)()
 
-# %% ../../nbs/83_capacity.ipynb #cf972fcb
-class Job(NamedTuple):
+# %% ../../nbs/83_capacity.ipynb #e76938f7
+class Arrival(NamedTuple):
     """A request to come: at which second, how many tokens its prompt has and how many
     it wants; prompts of one session begin alike."""
 
@@ -117,7 +117,7 @@ class Served(NamedTuple):
     """What became of it, in seconds: till its first token, till its last, its longest
     wait between two."""
 
-    job: Job
+    job: Arrival
     ttft: float
     latency: float
     stall: float
@@ -133,7 +133,7 @@ class Served(NamedTuple):
 class Watch:
     """A request under way: when its first and its newest token came."""
 
-    job: Job
+    job: Arrival
     first: float = 0.0
     last: float = 0.0
     stall: float = 0.0
@@ -175,7 +175,7 @@ class Engine:
         self.most_blocks = 0  # that were in use at once
         self.has_decoded = False  # in the last step
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Arrival) -> None:
         """Queue a request. ValueError if it can never run."""
         wish = SamplingParams(max_tokens=job.num_tokens, ignore_eos=True)
         prompt = [job.session] * job.num_prompt_tokens
@@ -298,7 +298,7 @@ class Engine:
         return True
 
 # %% ../../nbs/83_capacity.ipynb #75597964
-def serve(engine: Engine, jobs: Iterable[Job]) -> list[Served]:
+def serve(engine: Engine, jobs: Iterable[Arrival]) -> list[Served]:
     """What becomes of `jobs`, in order of arrival, at one engine."""
     for job in jobs:
         engine.advance(job.at)

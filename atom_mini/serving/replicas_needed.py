@@ -20,14 +20,14 @@ import numpy as np
 
 from ..checkpoint import require
 from ..config import Config
-from ..instruments.command_line import add_fields, given, needs, print_report
+from ..instruments.command_line import given, needs, print_report
 from ..instruments.trace import StepRecord
-from .capacity import Cost, Costs, Engine, Job, fit
+from .capacity import Cost, Costs, Engine, Arrival, fit
 
 # %% auto #0
 __all__ = ['TRAFFIC', 'DEVICES', 'REACHED', 'HOST', 'SAMPLE', 'Load', 'Traffic', 'draw', 'read_csv', 'replay', 'Device',
            'read_sheet', 'read_run', 'Promise', 'run_fleet', 'figures', 'Plan', 'smallest', 'Capacity', 'read_costs',
-           'read_load', 'estimate', 'run_capacity', 'add_command']
+           'read_load', 'estimate', 'run_capacity']
 
 # %% ../../nbs/83b_replicas_needed.ipynb #1503241c
 class Traffic(NamedTuple):
@@ -51,8 +51,8 @@ TRAFFIC = {
     "mooncake-tools": Traffic(8_596, 8_596, 182, calls=4),  # 59 % cached
 }
 
-# %% ../../nbs/83b_replicas_needed.ipynb #6a40d94e
-def draw(traffic: Traffic, rate: float, seconds: float, seed: int) -> list[Job]:
+# %% ../../nbs/83b_replicas_needed.ipynb #ef4bc43a
+def draw(traffic: Traffic, rate: float, seconds: float, seed: int) -> list[Arrival]:
     """`rate` requests a second, for so long, in order of arrival."""
     rng, shape = np.random.default_rng(seed), traffic.cv**-2
     clients = max(1, round(rate * traffic.pause))
@@ -71,10 +71,10 @@ def draw(traffic: Traffic, rate: float, seconds: float, seed: int) -> list[Job]:
     sessions = np.arange(clients)[:, None] + clients * (which // traffic.calls)
     inside = (at >= 0) & (at < seconds)
     columns = (at, np.ceil(size).astype(int), np.ceil(answers).astype(int), sessions)
-    return sorted(map(Job, *(column[inside].tolist() for column in columns)))
+    return sorted(map(Arrival, *(column[inside].tolist() for column in columns)))
 
-# %% ../../nbs/83b_replicas_needed.ipynb #62c997b3
-def read_csv(path: Path) -> list[Job]:
+# %% ../../nbs/83b_replicas_needed.ipynb #d3fa3204
+def read_csv(path: Path) -> list[Arrival]:
     """Requests of a file: when, prompt, answer, and perhaps a session; its first line
     is a heading. ValueError if that is not what it has."""
     with path.open(newline="") as file:
@@ -87,14 +87,14 @@ def read_csv(path: Path) -> list[Job]:
             at = days.astype(float) / 1e6
         rows = [[*row[:3], row[3] if row[3:] else i] for i, row in enumerate(rows)]
         sizes = np.array([row[1:4] for row in rows]).astype(int).T.tolist()
-        found = [*map(Job, (at - at.min()).tolist(), *sizes)]
+        found = [*map(Arrival, (at - at.min()).tolist(), *sizes)]
     except (ValueError, TypeError, IndexError) as error:
         what = "needs columns for the time, prompt tokens, answer tokens"
         raise ValueError(f"{path} {what}: {error}") from None
     return sorted(found)
 
 
-def replay(rows: list[Job], rate: float, seconds: float, seed: int) -> list[Job]:
+def replay(rows: list[Arrival], rate: float, seconds: float, seed: int) -> list[Arrival]:
     """`rows` at `rate` a second. ValueError if they do not last so long."""
     rng, span = random.Random(seed), rows[-1].at
     wrong = f"the trace lasts {span:.0f} s: ask for fewer --seconds than {seconds:g}"
@@ -179,7 +179,7 @@ class Promise(NamedTuple):
 
 
 def run_fleet(
-    config: Config, costs: Costs, jobs: list[Job], count: int, sticky: bool = False,
+    config: Config, costs: Costs, jobs: list[Arrival], count: int, sticky: bool = False,
     seed: int = 0, promise: Promise | None = None,
 ) -> list[Engine]:  # fmt: skip
     """What becomes of `jobs` at `count` replicas; not all, if `promise` cannot hold."""
@@ -223,7 +223,7 @@ def figures(engines: list[Engine]) -> dict[str, Any]:
 
 # %% ../../nbs/83b_replicas_needed.ipynb #07d7b91b
 SAMPLE = 16  # replicas that are simulated; more are exchangeable
-Load = Callable[[float, int], list[Job]]  # requests a second, a seed
+Load = Callable[[float, int], list[Arrival]]  # requests a second, a seed
 
 
 @dataclass
@@ -343,15 +343,8 @@ def estimate(asked: Capacity, options: dict[str, Any]) -> dict[str, Any]:
 
 def run_capacity(args: argparse.Namespace) -> None:
     """Say how many replicas a load takes."""
-    options = {name: v for name, v in given(args, Config).items() if name != "trace"}
+    args.trace = args.trace or Capacity.trace  # here it is a load's, not the engine's
+    options = given(args, Config)
+    del options["trace"]
     report = estimate(Capacity(**given(args, Capacity)), options)
     print_report({"model": args.model} | report, args.json)
-
-
-def add_command(parser: argparse.ArgumentParser) -> None:
-    """Its arguments: what is asked, and the engine's; here `--trace` is a load's."""
-    parser.set_defaults(run=run_capacity)
-    parser.conflict_handler = "resolve"
-    add_fields(parser, Config)
-    add_fields(parser, Capacity)
-    parser.add_argument("--json", action="store_true", help="one JSON document")

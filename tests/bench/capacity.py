@@ -2,8 +2,8 @@
 
 Two models, the built-in one and a random Qwen3 of 29 M parameters in float32; COUNT requests each at three rates (Poisson;
 prompts of 16 to 128 random tokens, outputs of 16 to 64, greedy, without an end token). All runs are traced. The costs are
-fitted on the run at the highest rate, which sees batches of all sizes; the other two are held out. Per rate and percentile: the time to the first token,
-between two tokens (all of them), and to the last, as it was and as it is predicted.
+fitted on the run at the highest rate, which sees batches of all sizes; the other two are held out. Per rate and percentile:
+the time to the first token, between two tokens (all of them), and to the last, as it was and as it is predicted.
 
 Run: `python tests/bench/capacity.py [--count 300]`. It writes results/capacity.json, which chapter 83 shows.
 """
