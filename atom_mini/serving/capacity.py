@@ -329,16 +329,17 @@ def fit_cost(rows: Iterable[tuple[float, float, float]]) -> Cost:
 
 # %% ../../nbs/83_capacity.ipynb #9f960dc7
 def fit(steps: list[StepRecord]) -> Costs:
-    """From what an engine did; ValueError if it did too little."""
-    rows: dict[str, list[tuple[float, float, float]]] = {"prefill": [], "decode": []}
-    ends = np.array([step.start + step.device + step.host for step in steps]) / 1e3
-    starts = np.array([step.start for step in steps]) / 1e3
+    """From what an engine did, not overlapped. ValueError if it did too little."""
     require(len(steps) > 2, f"{len(steps)} steps: costs need at least three of a kind")
-    host = float(np.median([s.host for s in steps])) / 1e3
-    between = float(np.median(np.maximum(0, starts[1:] - ends[:-1])))
-    for step in steps:
+    times = np.array([[s.start, s.device, s.host] for s in steps]) / 1e3
+    starts, device, host = times.T
+    gaps = np.append(np.diff(starts), 0) - device - host
+    between = np.median(gaps)
+    spent = device + host + np.clip(gaps, 0, 3 * between)  # more: nobody was there
+    least = float(np.quantile(spent - device, 0.05))
+    rows: dict[str, list[tuple[float, float, float]]] = {"prefill": [], "decode": []}
+    for step, seconds in zip(steps, (spent - least).tolist(), strict=True):
         new = step.tokens.items()
         pairs = sum(n * (2 * step.computed[id] + n + 1) for id, n in new)
-        seconds = max(1e-6, (step.device + step.host) / 1e3 - host)
         rows[step.kind].append((sum(step.tokens.values()), pairs / 2, seconds))
-    return Costs(host + between, fit_cost(rows["prefill"]), fit_cost(rows["decode"]))
+    return Costs(least, fit_cost(rows["prefill"]), fit_cost(rows["decode"]))

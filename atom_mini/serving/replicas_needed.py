@@ -80,11 +80,10 @@ def read_csv(path: Path) -> list[Arrival]:
     with path.open(newline="") as file:
         rows = [*csv.reader(file)][1:]
     try:
-        try:
-            at = np.array([float(row[0]) for row in rows])
-        except ValueError:
-            days = np.array([row[0] for row in rows], "datetime64[us]")
-            at = days.astype(float) / 1e6
+        is_date = ":" in rows[0][0]
+        kind: Any = "datetime64[us]" if is_date else float
+        at = np.array([row[0] for row in rows], kind).astype(float)
+        at /= 1e6 if is_date else 1
         rows = [[*row[:3], row[3] if row[3:] else i] for i, row in enumerate(rows)]
         sizes = np.array([row[1:4] for row in rows]).astype(int).T.tolist()
         found = [*map(Arrival, (at - at.min()).tolist(), *sizes)]
@@ -94,7 +93,9 @@ def read_csv(path: Path) -> list[Arrival]:
     return sorted(found)
 
 
-def replay(rows: list[Arrival], rate: float, seconds: float, seed: int) -> list[Arrival]:
+def replay(
+    rows: list[Arrival], rate: float, seconds: float, seed: int
+) -> list[Arrival]:
     """`rows` at `rate` a second. ValueError if they do not last so long."""
     rng, span = random.Random(seed), rows[-1].at
     wrong = f"the trace lasts {span:.0f} s: ask for fewer --seconds than {seconds:g}"
@@ -138,7 +139,7 @@ def read_sheet(config: Config, device: Device) -> tuple[Costs, int]:
     require(several == 1, one)
     dense = spec.mlp is spec.attention is spec.storage is None
     wrong = f"{spec.model_type}: data sheets tell the costs of dense models alone"
-    require(dense, f"{wrong}: give a recorded --run")
+    require(dense, f"{wrong}: give a run, --recorded")
     flops, bandwidth = (a * b for a, b in zip(device[:2], REACHED[:2], strict=True))
     read, size = what["weight_bytes"] / bandwidth, config.kv_cache_block_size
     tokens = tuple(float(2**n) for n in range(18))
@@ -161,9 +162,12 @@ def read_run(path: Path) -> tuple[Costs, int, int]:
         run = json.loads(path.read_text())
         steps = [StepRecord(**step) for step in run["steps"]]
         sizes = run["num_blocks"], run["block_size"]
+        overlapped = run["scheduler"] == "OverlapScheduler"
     except (ValueError, TypeError, KeyError) as error:
         what = f"{path} is no run that `atom-mini trace --output` wrote"
         raise ValueError(f"{what}: {error!r}") from None
+    wrong = f"{path} is of overlapped steps: record them with overlap=False"
+    require(not overlapped, wrong)
     return fit(steps), *sizes
 
 # %% ../../nbs/83b_replicas_needed.ipynb #c0b1c2f1
@@ -204,8 +208,9 @@ def figures(engines: list[Engine]) -> dict[str, Any]:
     """Milliseconds at percentiles, and what the pools went through."""
     outs = [out for engine in engines for out in engine.served]
     gaps = sum((engine.gaps for engine in engines), Counter[float]())
-    columns = {name: [getattr(out, name) for out in outs]
-               for name in ("ttft", "stall", "tpot", "latency")}  # fmt: skip
+    columns: dict[str, Any] = {}
+    for name in ("ttft", "stall", "tpot", "latency"):
+        columns[name] = [getattr(out, name) for out in outs]
     columns["itl"] = np.repeat([*gaps], [*gaps.values()]) if gaps else [0.0]
     report = {
         f"{name}_p{share}_ms": round(1e3 * float(np.percentile(column, share)), 3)
@@ -273,7 +278,7 @@ class Capacity:
     """What is asked."""
 
     gpu: str | None = None  # of DEVICES: costs from its data sheet
-    run: str | None = None  # a recorded run's file: costs as they were
+    recorded: str | None = None  # a recorded run's file: costs as they were
     trace: str = "azure-conv"  # of TRAFFIC, or a CSV file
     rate: float = 0.0  # requests a second; 0: the file's own
     ttft: float = 1.0  # seconds
@@ -288,11 +293,12 @@ class Capacity:
 def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[Config, Costs, str]:
     """The engine, its costs, and where they are from. ValueError unless there is one
     source."""
-    require((asked.gpu is None) != (asked.run is None), "give either --gpu or --run")
-    if asked.run is not None:
-        costs, blocks, size = read_run(Path(asked.run))
+    both = "give either --gpu or --recorded"
+    require((asked.gpu is None) != (asked.recorded is None), both)
+    if asked.recorded is not None:
+        costs, blocks, size = read_run(Path(asked.recorded))
         pool = {"num_kvcache_blocks": blocks, "kv_cache_block_size": size}
-        return Config(**options | pool), costs, f"costs and pool of {asked.run}"
+        return Config(**options | pool), costs, f"costs and pool of {asked.recorded}"
     known = f"--gpu={asked.gpu} is none of {', '.join(DEVICES)}"
     require(asked.gpu in DEVICES, known)
     config = Config(**options)
@@ -305,21 +311,24 @@ def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[Config, Costs,
 
 def read_load(asked: Capacity) -> tuple[Load, float]:
     """What draws the load, and its rate. ValueError for a trace that is not there."""
-    if traffic := TRAFFIC.get(asked.trace):
+    name, seconds = asked.trace, asked.seconds
+    if name in TRAFFIC:
         require(asked.rate > 0, f"--rate={asked.rate}: how many requests a second?")
-        return lambda rate, seed: draw(traffic, rate, asked.seconds, seed), asked.rate
-    path = Path(asked.trace)
+        return lambda rate, seed: draw(TRAFFIC[name], rate, seconds, seed), asked.rate
+    path = Path(name)
     what = f"--trace={asked.trace} is no file, and none of {', '.join(TRAFFIC)}"
     require(path.is_file(), what)
     rows = read_csv(path)
     own = len(rows) / max(rows[-1].at, 1e-9)
-    return lambda rate, seed: replay(rows, rate, asked.seconds, seed), asked.rate or own
+    return lambda rate, seed: replay(rows, rate, seconds, seed), asked.rate or own
 
 # %% ../../nbs/83b_replicas_needed.ipynb #0658ff63
 def estimate(asked: Capacity, options: dict[str, Any]) -> dict[str, Any]:
     """How many replicas, and how it would be with so many. ValueError for what cannot
     be."""
-    for name, least in {"ttft": 1e-6, "tpot": 1e-6, "seconds": 1, "draws": 1}.items():
+    limits = dict.fromkeys(("rate", "replicas", "price"), 0.0)
+    limits |= {"ttft": 1e-6, "tpot": 1e-6, "seconds": 1, "draws": 1}
+    for name, least in limits.items():
         value = getattr(asked, name)
         require(value >= least, f"--{name}={value}: at least {least}")
     config, costs, said = read_costs(asked, options)
