@@ -172,7 +172,8 @@ def test_costs_are_found_again(truth: Cost) -> None:
 
 def test_smallest_is_the_least_number() -> None:
     for least in (1, 2, 10, 34, 10_000):
-        assert smallest(lambda n, m=least: n >= m) == least  # type: ignore[misc]
+        for start in (1, 7, 5000):
+            assert smallest(lambda n, m=least: n >= m, start) == least  # type: ignore[misc]
     with pytest.raises(ValueError, match="not with 64 replicas either"):
         smallest(lambda n: False, most=64)
 
@@ -241,6 +242,9 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     report = json.loads(capsys.readouterr().out)
     assert 1 <= report["replicas_from"] <= report["replicas"] <= report["replicas_to"] <= 8
     assert report["price_per_hour"] == 2 * report["replicas"] and report["ttft_p99_ms"] < 1000
+    many = "--gpu MI300X --rate 20000 --seconds 4 --draws 1 --dtype bfloat16 --json"
+    assert main(["capacity", str(folder), *many.split()]) == 0
+    assert 500 < json.loads(capsys.readouterr().out)["replicas"] < 5000
     run = tmp_path / "run.json"
     assert main(["trace", "Mia has", "Once", "--max-tokens", "20", "--device", "cpu", "--output", str(run)]) == 0
     own = tmp_path / "own.csv"

@@ -259,10 +259,18 @@ class Plan:
         served = sum(len(engine.served) for engine in engines)
         return sum(map(self.promise.num_broken, engines)) <= served / 100
 
+    def answer(self, seed: int) -> int:
+        """The smallest number that holds for a draw of the load."""
+        return smallest(lambda n: self.holds(n, seed), max(1, round(self.rate / 4)))
 
-def smallest(holds: Callable[[int], bool], most: int = 10_000) -> int:
-    """The smallest number that holds. ValueError if `most` does not."""
-    low, high = 0, 1  # too few; enough, in the end
+
+def smallest(holds: Callable[[int], bool], start: int = 1, most: int = 10_000) -> int:
+    """The smallest number that holds, looked for from `start` on. ValueError if `most`
+    does not."""
+    high = min(start, most)  # enough, in the end
+    while high > 1 and holds(high // 2):
+        high //= 2
+    low = high // 2  # too few
     while not holds(high):
         wrong = f"not with {most} replicas either: promise less (--ttft, --tpot)"
         require(high < most, wrong)
@@ -337,8 +345,7 @@ def estimate(asked: Capacity, options: dict[str, Any]) -> dict[str, Any]:
     plan = Plan(config, costs, load, rate, promise, asked.sticky)
     found = [asked.replicas] * asked.draws
     if not asked.replicas:
-        draws = range(asked.draws)
-        found = [smallest(lambda n, s=seed: plan.holds(n, s)) for seed in draws]
+        found = [*map(plan.answer, range(asked.draws))]
     count = sorted(found)[len(found) // 2]
     report = {"costs": said, "replicas": count, "replicas_from": min(found)}
     report |= {"replicas_to": max(found)} | figures(plan.fleet(count, 0))
