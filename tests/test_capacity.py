@@ -101,7 +101,7 @@ def test_the_steps_are_those_of_a_real_engine(options: dict[str, Any]) -> None:
 def everything(engine: Engine) -> tuple[Any, ...]:
     scheduler = engine.scheduler
     return (engine.served, engine.gaps, engine.most_blocks, engine.clock.now, engine.clock.steps, scheduler.num_preemptions,
-            len(scheduler.block_manager.index), scheduler.block_manager.num_free_blocks)  # fmt: skip
+            len(scheduler.block_manager.index.hash_to_block_id), scheduler.block_manager.num_free_blocks)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -333,9 +333,10 @@ def fit(steps: list[StepRecord]) -> Costs:
     require(len(steps) > 2, f"{len(steps)} steps: costs need at least three of a kind")
     times = np.array([[s.start, s.device, s.host] for s in steps]) / 1e3
     starts, device, host = times.T
-    gaps = np.append(np.diff(starts), 0) - device - host
+    gaps = np.diff(starts) - (device + host)[:-1]
     between = np.median(gaps)
-    spent = device + host + np.clip(gaps, 0, 3 * between)  # more: nobody was there
+    spent = device + host  # and till the next began, unless nobody was there
+    spent += np.append(np.clip(gaps, 0, 3 * between), between)
     least = float(np.quantile(spent - device, 0.05))
     rows: dict[str, list[tuple[float, float, float]]] = {"prefill": [], "decode": []}
     for step, seconds in zip(steps, (spent - least).tolist(), strict=True):
