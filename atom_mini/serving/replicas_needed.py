@@ -178,6 +178,7 @@ class Promise(NamedTuple):
     tpot: float = math.inf
 
     def num_broken(self, engine: Engine) -> int:
+        """How many requests did not get it."""
         late = (out.ttft > self.ttft or out.tpot > self.tpot for out in engine.served)
         return sum(late)
 
