@@ -92,7 +92,7 @@ def read_csv(path: Path) -> list[Arrival]:
         raise ValueError(f"{path} {what}: {error}") from None
     return sorted(found)
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #062b6efa
 def replay(
     rows: list[Arrival], rate: float, seconds: float, seed: int
 ) -> list[Arrival]:
@@ -129,7 +129,7 @@ DEVICES = {
 REACHED = Device(0.5, 0.7, 1.0)  # of these; assumed
 HOST = 1e-3  # seconds a step; assumed
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #fa63998b
 def read_sheet(config: Config, device: Device) -> tuple[Costs, int]:
     """Costs of a dense model on a device, and how many blocks its pool has. ValueError
     for another family, or a model that does not fit."""
@@ -182,7 +182,7 @@ class Promise(NamedTuple):
         late = (out.ttft > self.ttft or out.tpot > self.tpot for out in engine.served)
         return sum(late)
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #4b4baf64
 def run_fleet(
     config: Config, costs: Costs, jobs: list[Arrival], count: int, sticky: bool = False,
     seed: int = 0, promise: Promise | None = None,
@@ -231,7 +231,7 @@ def figures(engines: list[Engine]) -> dict[str, Any]:
 SAMPLE = 16  # replicas that are simulated; more are exchangeable
 Load = Callable[[float, int], list[Arrival]]  # requests a second, a seed
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #104c58f3
 @dataclass
 class Plan:
     """A load and what is promised."""
@@ -264,7 +264,7 @@ class Plan:
         """The smallest number that holds for a draw of the load."""
         return smallest(lambda n: self.holds(n, seed), max(1, round(self.rate / 4)))
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #8dba8663
 def smallest(holds: Callable[[int], bool], start: int = 1, most: int = 10_000) -> int:
     """The smallest number that holds, looked for from `start` on. ValueError if `most`
     does not."""
@@ -281,7 +281,7 @@ def smallest(holds: Callable[[int], bool], start: int = 1, most: int = 10_000) -
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
 
-# %% ../../nbs/83b_replicas_needed.ipynb #104c58f3
+# %% ../../nbs/83b_replicas_needed.ipynb #6ed87649
 @dataclass
 class Capacity:
     """What is asked."""
@@ -298,7 +298,7 @@ class Capacity:
     sticky: bool = False
     price: float = 0.0  # of a replica and hour
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #bff80b2a
 def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[Config, Costs, str]:
     """The engine, its costs, and where they are from. ValueError unless there is one
     source."""
@@ -317,7 +317,7 @@ def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[Config, Costs,
     said += f"{REACHED.bandwidth:.0%} of its bandwidth; {1e3 * HOST:g} ms of the host"
     return config, costs, said
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #11582f17
 def read_load(asked: Capacity) -> tuple[Load, float]:
     """What draws the load, and its rate. ValueError for a trace that is not there."""
     name, seconds = asked.trace, asked.seconds
@@ -357,7 +357,7 @@ def estimate(asked: Capacity, options: dict[str, Any]) -> dict[str, Any]:
         report["price_per_million_tokens"] = 1e6 * per_hour / tokens
     return report
 
-
+# %% ../../nbs/83b_replicas_needed.ipynb #7a5184af
 def run_capacity(args: argparse.Namespace) -> None:
     """Say how many replicas a load takes."""
     args.trace = args.trace or Capacity.trace  # here it is a load's, not the engine's
