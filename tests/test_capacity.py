@@ -164,7 +164,8 @@ def test_costs_are_found_again(truth: Cost) -> None:
     found = fit_cost([(*step, truth.of(*step)) for step in steps])
     assert all(found.of(*step) == pytest.approx(truth.of(*step), rel=1e-6) for step in steps)
     noisy = fit_cost([(*step, truth.of(*step) * rng.choice((0.9, 1.2))) for step in steps * 20])
-    assert [min(noisy.noise), max(noisy.noise)] == pytest.approx([0.9 / 1.03, 1.2 / 1.03], rel=0.05)  # 1.03: least of squares
+    # least squares of relative errors lie at (1/0.9 + 1/1.2) / (1/0.9**2 + 1/1.2**2)
+    assert np.quantile(noisy.noise, [0.25, 0.75]) == pytest.approx([0.9 / 1.008, 1.2 / 1.008], rel=0.03)
     assert min(fit_cost([(n, n, 1e-3 - 1e-6 * n) for n in range(1, 50)]).seconds) >= 0
     with pytest.raises(ValueError, match="2 steps: a curve needs at least three"):
         fit_cost([(1, 1, 1.0)] * 2)
@@ -242,9 +243,9 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     report = json.loads(capsys.readouterr().out)
     assert 1 <= report["replicas_from"] <= report["replicas"] <= report["replicas_to"] <= 8
     assert report["price_per_hour"] == 2 * report["replicas"] and report["ttft_p99_ms"] < 1000
-    many = "--gpu MI300X --rate 20000 --seconds 4 --draws 1 --dtype bfloat16 --json"
+    many = "--gpu MI300X --rate 20000 --replicas 2000 --seconds 2 --dtype bfloat16 --json"
     assert main(["capacity", str(folder), *many.split()]) == 0
-    assert 500 < json.loads(capsys.readouterr().out)["replicas"] < 5000
+    assert 200 < json.loads(capsys.readouterr().out)["requests"] < 500  # of 16 of them
     run = tmp_path / "run.json"
     assert main(["trace", "Mia has", "Once", "--max-tokens", "20", "--device", "cpu", "--output", str(run)]) == 0
     own = tmp_path / "own.csv"
