@@ -175,6 +175,7 @@ def test_what_a_rung_is_said_to_have_done(scorecard: Any) -> None:
     assert (found["TTFT p50"], found["TTFT p99"]) == pytest.approx((2.0, 2.0)) and found["ITL p99"] == pytest.approx(0.05)
     read = 5 * 1000 + 7 * (10 + 11 + 12 + 20 + 21)
     assert found["share of bandwidth"] == pytest.approx(read / 3.05 / 1e9)
+    assert score.figures(about, load, times, 0.0)["share of bandwidth"] is None
     together = [[0.5, 0.5, 0.6], [3.0, 3.0]]  # drafts: two tokens of one step
     assert score.bytes_read(about, load, together, True) == 3 * 1000 + 7 * (11 + 12 + 21)
     with pytest.raises(AssertionError, match="asked for"):

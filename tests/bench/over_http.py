@@ -71,4 +71,5 @@ def serving(model: str, options: dict[str, Any], program: tuple[str, ...] = SERV
 
 if __name__ == "__main__":
     port, asked = json.load(sys.stdin)
-    print(json.dumps([asyncio.run(read_all(port, asked)), time.process_time()]))
+    before = time.process_time()
+    print(json.dumps([asyncio.run(read_all(port, asked)), time.process_time() - before]))

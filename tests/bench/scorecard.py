@@ -32,10 +32,11 @@ def read() -> dict[str, Any]:
     return max((json.loads(path.read_text()) for path in RESULTS.glob("score_*.json")), key=lambda one: one["versions"]["date"])
 
 
-def cells(found: dict[str, float]) -> list[str]:
+def cells(found: dict[str, Any]) -> list[str]:
     """A rung's figures, as the table has them."""
     ms = [f"{1000 * found[name]:.0f}" for name in ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")]
-    return [f"{found['tokens per second']:.0f}", *ms, f"{found['goodput']:.1f}", f"{100 * found['share of bandwidth']:.0f} %"]
+    share = "" if found["share of bandwidth"] is None else f"{100 * found['share of bandwidth']:.0f} %"
+    return [f"{found['tokens per second']:.0f}", *ms, f"{found['goodput']:.1f}", share]
 
 
 def beside(score: dict[str, Any]) -> str:
@@ -51,7 +52,8 @@ def as_markdown(score: dict[str, Any]) -> str:
     head = "tokens/s | TTFT p50, ms | p99 | ITL p50, ms | p99 | requests/s in time | of the bandwidth | "
     head += "built-in: tokens/s | requests/s in time"
     lines = [f"{score['stamp']}.{beside(score)} In time: a first token within {goals[0]}; of the built-in model {goals[1]}. "
-             f"The loop got the first {score['looped']} of 64 requests.", "", f"| | {head} |", f"|---{'|---' * 9}|"]  # fmt: skip
+             f"{both[0]['rate']:g} requests come in a second, to the built-in model {both[1]['rate']:g}. "
+             f"The loop got the first {score['looped']} of 64.", "", f"| | {head} |", f"|---{'|---' * 9}|"]  # fmt: skip
     for rung, needs in RUNGS.items():
         found, small = (one["rungs"].get(rung) for one in both)
         row = [*cells(found), cells(small)[0], cells(small)[5]] if found else [f"needs {needs}: not measured", *[""] * 8]

@@ -202,7 +202,7 @@ def where(count: int) -> dict[str, float]:
     border = took["engine 0"] + took["others"] + took["rows"]
     parts = {
         "engine": took["engine's process"], "border": border, "text": took["text"],
-        "engine's thread": took["engine loop"] - took["text"] - took["rows"], "merge": took["merge"], "JSON": took["JSON"],
+        "thread": took["engine loop"] - took["text"] - took["rows"], "merge": took["merge"], "JSON": took["JSON"],
         "HTTP": took["HTTP and socket"] - took["socket"], "socket": took["socket"], "tasks": loop,
         "of these, collector": took.get("collector", 0.0),
     }  # fmt: skip
