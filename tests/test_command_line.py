@@ -20,6 +20,7 @@ from checkpoints import is_empty, save_checkpoint
 from safetensors import safe_open
 
 from atom_mini import LLM, SamplingParams
+from atom_mini.checkpoint import find
 from atom_mini.config import Config
 from atom_mini.instruments.command_line import COMMANDS, SPINS, answer, given, knobs, main, make_parser, parse, run_chat
 
@@ -110,9 +111,9 @@ def test_examples(capsys: Capture) -> None:
 
 def test_options_are_the_dataclasses() -> None:
     """Each field is an option, of its type; what is not typed is left to the dataclass."""
-    parser = make_parser()
     for command in COMMANDS:
-        for f in [*knobs(Config), *(knobs(SamplingParams) if command != "info" else [])]:
+        parser = make_parser(command)
+        for f in [f for kind in COMMANDS[command].options for f in knobs(find(kind))]:
             if f.name != "model":
                 flag, kind = f.name.replace("_", "-"), str(f.type)
                 words = [f"--no-{flag}"] if "bool" in kind else [f"--{flag}", "3"]
@@ -408,7 +409,8 @@ def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: Patch) -
     shown = capsys.readouterr().out
     assert 3 < len(shown.splitlines()) <= 32 and all(len(line) <= 80 for line in shown.splitlines())
     wanted = ["--max-num-seqs=512", "--[no-]enforce-eager", "--device=STR"] if command else list(COMMANDS)
-    tokens = {"": [], "info": [], "chat": ["--max-tokens=512"]}.get(command, ["--max-tokens=64", "--top-p=FLOAT"])
+    samples = bool(command) and SamplingParams in COMMANDS[command].options
+    tokens = ["--max-tokens=512" if command == "chat" else "--max-tokens=64", "--top-p=FLOAT"] if samples else []
     assert all(word in shown for word in [*wanted, *tokens])
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoint import find, require
 from ..config import Config, SamplingParams
@@ -26,9 +26,9 @@ from ..refinements.parts import keeps_state
 from ..text import RequestOutput
 
 # %% auto #0
-__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'LATER', 'knobs', 'add_fields', 'given', 'figures',
-           'print_report', 'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe',
-           'run_info', 'answer', 'respond', 'run_chat', 'spin_less', 'add_later', 'make_parser', 'parse', 'main']
+__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'knobs', 'add_fields', 'given', 'figures', 'print_report',
+           'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info',
+           'answer', 'respond', 'run_chat', 'spin_less', 'Command', 'make_parser', 'parse', 'main']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -256,14 +256,26 @@ def spin_less(environ: MutableMapping[str, str]) -> None:
         environ["GOMP_SPINCOUNT"] = SPINS
 
 # %% ../../nbs/31_command_line.ipynb #64daba3c
+class Command(NamedTuple):
+    """What a word of the command line does. In other parts: "module:name"."""
+
+    run: Any  # function of what was typed
+    own: str = ""  # arguments beside the options, see `ARGUMENTS`
+    options: tuple[Any, ...] = (SamplingParams, Config)  # dataclasses
+    about: str = ""  # for help, if `run` is in another part
+    extra: str = ""  # of atom_mini, which it needs
+
+
 EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 7 ="]
-COMMANDS = {  # each with its own arguments
-    "generate": (run_generate, "prompts --output --json"),
-    "chat": (run_chat, ""),
-    "bench": (run_bench, "--num-requests --input-len --json"),
-    "trace": (run_generate, "prompts --output --json"),
-    "info": (run_info, "model --json"),
-}
+COMMANDS = {
+    "generate": Command(run_generate, "prompts --output --json"),
+    "chat": Command(run_chat),
+    "bench": Command(run_bench, "--num-requests --input-len --json"),
+    "trace": Command(run_generate, "prompts --output --json"),
+    "info": Command(run_info, "model --json", (Config,)),
+    "serve": Command("serving.server:run_serve", "model",
+        ("serving.server:Serve", Config), "Answer OpenAI's API over HTTP.", "server"),
+}  # fmt: skip
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
     "--output": {"type": Path, "default": "trace.html", "help": "or .json"},
@@ -273,53 +285,38 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--debug": {"action": "store_true", "help": "show an error's traceback"},
     "model": {"nargs": "?", "default": argparse.SUPPRESS, "help": "as --model"},
 }
-LATER = {  # of other parts -> what adds its options and sets `run`; the extra; for help
-    "serve": ("serving.server:add_command", "server", "Answer OpenAI's API over HTTP."),
-}
-
-# %% ../../nbs/31_command_line.ipynb #5e7f3a11
-def add_later(parser: argparse.ArgumentParser, place: str, extra: str) -> None:
-    """Have the command at `place` add its options. ValueError if it needs `extra`."""
-    try:
-        find(place)(parser)
-    except ModuleNotFoundError as error:
-        what = f"{parser.prog} needs {error.name}: install atom_mini[{extra}]"
-        raise ValueError(what) from None
 
 # %% ../../nbs/31_command_line.ipynb #3f4ff67f
-def make_parser(chosen: str = "") -> argparse.ArgumentParser:
-    """A parser of the whole command line, with one for each command in it. Of another
-    part's only if it is `chosen`: it costs an import."""
+def make_parser(chosen: str) -> argparse.ArgumentParser:
+    """A parser of the whole command line, with the options of the command `chosen`."""
     more = "Without a command: generate. Options: atom-mini COMMAND --help"
     parser = argparse.ArgumentParser("atom-mini", epilog=more)
     commands = parser.add_subparsers(metavar="COMMAND")
     form = argparse.RawTextHelpFormatter  # it leaves the paragraphs as they are
-    for name, (run, own) in COMMANDS.items():
-        sub = commands.add_parser(name, help=run.__doc__, formatter_class=form)
-        sub.description = run.__doc__
-        sub.set_defaults(run=run, model="tiny", trace=name == "trace")
+    for name, command in COMMANDS.items():
+        about = command.about or command.run.__doc__
+        sub = commands.add_parser(name, help=about, formatter_class=form)
+        sub.description = about
+        sub.set_defaults(run=command.run, model="tiny", trace=name == "trace")
         if name == "chat":  # its answers may be longer
             sub.set_defaults(max_tokens=512)
-        for argument in [*own.split(), "--debug"]:
+        for argument in [*command.own.split(), "--debug"]:
             sub.add_argument(argument, **ARGUMENTS[argument])
-        for cls in [Config] if name == "info" else [SamplingParams, Config]:
-            add_fields(sub, cls)
-    for name, (place, extra, about) in LATER.items():
-        sub = commands.add_parser(name, help=about, formatter_class=form)
-        sub.set_defaults(model="tiny")
-        for argument in ("model", "--debug"):
-            sub.add_argument(argument, **ARGUMENTS[argument])
-        if name == chosen:
-            add_later(sub, place, extra)
+        for kind in command.options if name == chosen else ():
+            add_fields(sub, find(kind))
     return parser
 
 # %% ../../nbs/31_command_line.ipynb #61054cff
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command line says; no command means `generate`. Raises what
-    `SamplingParams` raises."""
-    is_command = {*arguments[:1]} & {*COMMANDS, *LATER, "-h", "--help"}
-    words = arguments if is_command else ["generate", *arguments]
-    args = make_parser(words[0]).parse_args(words)
+    """What the command line says; no command means `generate`. ValueError for a command
+    that is not installed, and as `SamplingParams` raises it."""
+    is_command = {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
+    name, *words = arguments if is_command else ["generate", *arguments]
+    try:
+        args = make_parser(name).parse_args([name, *words])
+    except ModuleNotFoundError as error:
+        what = f"{name} needs {error.name}: install atom_mini[{COMMANDS[name].extra}]"
+        raise ValueError(what) from None
     args.params = SamplingParams(**given(args, SamplingParams))
     return args
 
@@ -332,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
         spin_less(os.environ)
     try:
         args = parse(arguments)
-        args.run(args)
+        find(args.run)(args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:

@@ -31,7 +31,7 @@ from prometheus_client import generate_latest
 from ..checkpoint import require
 from ..config import COUNT, Config, check_rules, is_count, is_number
 from ..engine_core import StepOutput
-from ..instruments.command_line import add_fields, given
+from ..instruments.command_line import given
 from ..instruments.trace import Metrics
 from ..processes.core_client import EngineDead
 from ..processes.engine_process import EngineCoreProc
@@ -46,7 +46,7 @@ from ..text import RequestOutput, TextPiece
 
 # %% auto #0
 __all__ = ['DONE', 'JSON', 'TIMES', 'COUNTS', 'LEVELS', 'MORE', 'Pieces', 'until_gone', 'while_here', 'Serve', 'Gone', 'Exchange',
-           'Meters', 'Server', 'Front', 'serve', 'run_serve', 'add_command']
+           'Meters', 'Server', 'Front', 'serve', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143a9
 async def until_gone(receive: Any) -> None:
@@ -589,10 +589,3 @@ def run_serve(args: argparse.Namespace) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     engine = AsyncLLM(**{"engine_process": True} | given(args, Config))
     asyncio.run(serve(engine, settings, listener))
-
-
-def add_command(parser: argparse.ArgumentParser) -> None:
-    """Its arguments: the server's, and the engine's."""
-    parser.set_defaults(run=run_serve)
-    for kind in (Serve, Config):
-        add_fields(parser, kind)
