@@ -71,7 +71,8 @@ test-seconds: $(VENV)/dev
 
 # OPENVINO: a Python that has openvino-genai and optimum-intel; then it is one of the peers.
 bench: $(VENV)/dev
-	$(PY) tests/bench/cpu.py --plain $(if $(OPENVINO),--openvino $(OPENVINO))
+	$(PY) tests/bench/cpu.py --plain --loops 0 2 $(if $(OPENVINO),--openvino $(OPENVINO))
+	$(PY) tests/bench/compiled.py
 	$(PY) tests/bench/busy.py
 	$(PY) tests/bench/speculation.py
 	$(PY) tests/bench/families.py

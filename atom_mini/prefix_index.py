@@ -65,18 +65,22 @@ class PrefixIndex:
         same = block.token_ids == tokens_of(seq, i) and block.parent_id == parent_id
         return block if same else None
 
+    def add_pending(self, seq: Sequence, i: int, twin: Block | None) -> None:
+        """Note the `i`-th block of `seq`; `twin`: a block that holds the same, if any."""
+        hash = self._hash(seq, i)
+        if hash not in self.hash_to_block_id:  # the first keeps the place
+            self.pending.setdefault(hash, seq.block_table[i])
+
     def stage(self, seq: Sequence, num_tokens: int) -> None:
         """Note the blocks of `seq` that are full once this step has computed its first
         `num_tokens` tokens."""
         for i in range(seq.num_published_blocks, num_tokens // self.block_size):
             block = self.blocks[seq.block_table[i]]
-            hash = self._hash(seq, i)
             block.token_ids = tokens_of(seq, i)
             block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else ROOT
             twin = self._lookup(seq, i, block.parent_id)
             block.content_id = twin.content_id if twin else next(self._content_ids)
-            if hash not in self.hash_to_block_id:  # the first keeps the place
-                self.pending.setdefault(hash, block.block_id)
+            self.add_pending(seq, i, twin)
             seq.num_published_blocks = i + 1
 
     def publish(self) -> None:
@@ -85,9 +89,6 @@ class PrefixIndex:
             self.blocks[block_id].hash = hash
         self.hash_to_block_id.update(self.pending)
         self.pending.clear()
-
-    def __len__(self) -> int:
-        return len(self.hash_to_block_id)
 
     def find(self, seq: Sequence) -> list[int]:
         """Ids of the leading blocks of `seq` that exist; never its last token's."""

@@ -132,13 +132,15 @@ def test_a_draft_model_and_a_head() -> None:
         Config("tiny", compiled=True, speculative_config=head, device="cpu")
 
 
-def test_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # short weights are widened in one way for one row, in another for 30
+def test_the_same_bits(dtype: str, tmp_path: Path) -> None:
     """From run to run, with one thread or several, alone and among others. Of prompts of one token: all of it is compiled."""
     from atom_mini.refinements.compiled_step import Threads
 
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=2, num_key_value_heads=1)
     asked = [[i] for i in range(1, 31)]
-    with LLM(str(tmp_path), compiled=True, max_num_seqs=30, enable_prefix_caching=False, **SMALL) as llm:
+    room = SMALL | {"dtype": dtype, "max_num_seqs": 30, "enable_prefix_caching": False}
+    with LLM(str(tmp_path), compiled=True, **room) as llm:
         wanted, tokens = run(llm, asked)
         for count in (1, 2, 5):
             llm.engine_core.runner.threads = Threads(count)
@@ -289,6 +291,22 @@ except ValueError as error:
     kind, text, said = python(code).splitlines()
     assert kind == "ModelRunner False" and text == " 19"
     assert "atom_mini[cpu]" in said and "compiled=True" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have the user's cache folder elsewhere")
+def test_compiled_code_is_kept_for_the_user(tmp_path: Path) -> None:
+    """In the cache folder, where the next start finds it; beside the module where there is no such folder."""
+    code = """
+from atom_mini.refinements.compiled_step import exp2, np
+exp2(np.float32(1))
+print(exp2.stats.cache_path, sum(exp2.stats.cache_hits.values()), sep="\\n")
+"""
+    for hits in range(2):
+        folder, found = python(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="").splitlines()
+        assert Path(folder).is_relative_to(tmp_path) and int(found) == hits
+    (tmp_path / "file").touch()
+    folder, _ = python(code, XDG_CACHE_HOME=str(tmp_path / "file"), NUMBA_CACHE_DIR="").splitlines()
+    assert Path(folder).name == "__pycache__"
 
 
 def test_it_is_chosen_by_itself_and_loaded_late() -> None:

@@ -696,7 +696,7 @@ def test_a_dummy_is_not_noticed() -> None:
     after = loop.metrics()
     assert after.pop("dummies") == 9 and after.pop("collectives") == together.loops[0].metrics()["collectives"]
     assert after.items() <= before.items() and loop.said == [] and loop.steps == 0
-    assert manager.num_free_blocks == SMALL["num_kvcache_blocks"] and len(manager.index) == 0
+    assert manager.num_free_blocks == SMALL["num_kvcache_blocks"] and not manager.index.hash_to_block_id
     check_blocks(manager, [])
     together.close()
 
@@ -897,9 +897,9 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
     ("options", "words"),
     [
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a whole number from 1"),
-        ({"routing": "prefix"}, "routing is for data_parallel_size above 1"),
+        ({"routing": "prefix"}, "routing has no effect with data_parallel_size=1: change that"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
-        ({"lockstep": True}, "lockstep is for data_parallel_size above 1"),
+        ({"lockstep": True}, "lockstep has no effect with data_parallel_size=1: change that"),
         ({"data_parallel_size": 2, "routing": "round_robin"}, "routing='round_robin' must be one of 'load', 'prefix'"),
         (
             {"data_parallel_size": 2, "routing": "prefix", "enable_prefix_caching": False},

@@ -726,7 +726,7 @@ def test_llm_with_spyres_scheduler() -> None:
     ({"attention": "triton"}, "attention='triton' does not go with scheduler='spyre': set it to 'torch'"),
     ({"max_num_batched_tokens": 256}, "chunk_size=512 is over max_num_batched_tokens=256"),
     ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 is over max_num_batched_tokens=512"),
-    ({"scheduler": "atom", "chunk_size": 32}, "knobs of scheduler='spyre', not of 'atom': chunk_size"),
+    ({"scheduler": "atom", "chunk_size": 32}, "chunk_size has no effect with scheduler='atom': change that"),
     ({"scheduler": "spire"}, "scheduler='spire' must be one of 'atom', 'spyre'"),
     ({"max_model_len": None}, "needs max_model_len"),
 ])  # fmt: skip

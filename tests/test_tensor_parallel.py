@@ -848,7 +848,7 @@ def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_p
         ({"enable_expert_parallel": True}, "with one rank: raise tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "collective_timeout": 0}, "collective_timeout=0 must be seconds"),
         ({"tensor_parallel_size": 2, "collective_timeout": 1e300}, r"collective_timeout=1e\+300 must be seconds"),
-        ({"collective_timeout": 5.0}, "collective_timeout is for tensor_parallel_size above 1: raise it"),
+        ({"collective_timeout": 5.0}, "collective_timeout has no effect with tensor_parallel_size=1: change that"),
         ({"tensor_parallel_size": 2, "scheduler": "spyre"}, "scheduler='spyre' does not go with"),
         (
             {"tensor_parallel_size": 2, "speculative_config": {"method": "eagle3"}, "enforce_eager": False},

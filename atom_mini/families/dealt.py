@@ -11,24 +11,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .mixture import ExpertLinear, MixtureMLP
-from .mixture import make_mlp as make_whole
 from .records import FamilySpec
 from ..loading import Readers
-from ..models import TorchOps
 
 # %% auto #0
-__all__ = ['EXPERT', 'DealtMLP', 'keep_own', 'make_mlp', 'deal']
+__all__ = ['EXPERT', 'DealtMLP', 'keep_own', 'deal']
 
 # %% ../../nbs/72b_dealt.ipynb #5a34114d
 class DealtMLP(MixtureMLP):
     """A `MixtureMLP` with this rank's experts, which it computes for all ranks."""
 
-    def __init__(self, spec: FamilySpec, ops: TorchOps, ranks: Any) -> None:
+    def __init__(self, *args: Any, ranks: Any) -> None:
         self.ranks = ranks
-        super().__init__(spec, ops)
+        super().__init__(*args)
 
     def linear(self, size: int, count: int, *rest: Any) -> ExpertLinear:  # type: ignore
         """What holds this rank's part of `count` experts."""
@@ -62,14 +60,7 @@ def keep_own(ranks: Any, readers: Readers, spec: FamilySpec, model: Any) -> Read
     return mine
 
 # %% ../../nbs/72b_dealt.ipynb #6b21b9de
-def make_mlp(ranks: Any, spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
-    """The second half of a layer of one of `ranks`."""
-    if spec.sparse[layer]:
-        return DealtMLP(spec, ops, ranks)
-    return make_whole(spec, ops, layer)
-
-
 def deal(spec: FamilySpec, ranks: Any) -> FamilySpec:
     """The spec of one of `ranks` (rank, size, gather, sum_back) with its experts."""
     adapters = (*spec.adapters, partial(keep_own, ranks))
-    return replace(spec, mlp=partial(make_mlp, ranks), adapters=adapters)
+    return replace(spec, mixture=partial(DealtMLP, ranks=ranks), adapters=adapters)

@@ -166,7 +166,7 @@ class MixtureMLP(nn.Module):
 # %% ../../nbs/61_mixture.ipynb #7178a5d6
 def make_mlp(spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
     """The second half of this layer."""
-    return (MixtureMLP if spec.sparse[layer] else MLP)(spec, ops, layer)
+    return (find(spec.mixture) if spec.sparse[layer] else MLP)(spec, ops, layer)
 
 # %% ../../nbs/61_mixture.ipynb #f3b3f576
 class VariedAttention(SelfAttention):

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from ..checkpoint import require
 from .mixture import ExpertLinear, MixtureMLP
-from .mixture import make_mlp as make_whole
 from .records import FamilySpec, Storage
 from ..loading import Readers
 from ..models import TorchOps
 
 # %% auto #0
 __all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8', 'read_checked',
-           'unpack', 'PackedExperts', 'PackedMLP', 'make_mlp']
+           'unpack', 'PackedExperts', 'PackedMLP', 'make_packed']
 
 # %% ../../nbs/64_quantised_files.ipynb #e09fc83a
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -133,9 +132,8 @@ class PackedMLP(MixtureMLP):
     linear = PackedExperts
 
 
-def make_mlp(spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
-    """The second half of a layer, with packed experts where a kernel reads them."""
+def make_packed(spec: FamilySpec, ops: TorchOps, layer: int) -> MixtureMLP:
+    """A layer's experts, which stay packed where a kernel reads them."""
     is_half = torch.get_default_dtype().itemsize == 2
-    if spec.sparse[layer] and is_half and ops.is_triton:
-        return PackedMLP(spec, ops)
-    return make_whole(spec, ops, layer)
+    kind = PackedMLP if is_half and ops.is_triton else MixtureMLP
+    return kind(spec, ops, layer)

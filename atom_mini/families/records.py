@@ -131,6 +131,7 @@ class FamilySpec(ModelSpec):
     adapters: tuple[Any, ...] = (*WEIGHTS, "families.mixture:sort_heads")
     experts: Experts | None = None
     routing: Routing | None = None
+    mixture: Any = "families.mixture:MixtureMLP"  # of a layer with experts
     sparse: tuple[bool, ...] = ()  # has experts
     turning: tuple[bool, ...] = ()  # its heads turn by their positions
     windows: tuple[int, ...] = ()  # keys that a query sees, 0: all
@@ -343,9 +344,9 @@ def read_family(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     if storage is None:
         return spec
     is_packed = storage.method == "mxfp4" and spec.mlp is not None
-    mlp = "families.quantised:make_mlp" if is_packed else spec.mlp
+    more = {"mixture": "families.quantised:make_packed"} if is_packed else {}
     adapters = ("families.quantised:unpack", *spec.adapters)
-    return replace(spec, storage=storage, mlp=mlp, adapters=adapters)
+    return replace(spec, storage=storage, adapters=adapters, **more)
 
 # %% ../../nbs/60_experts.ipynb #aa4fa1da
 NAMES = ["Mistral", "SmolLM3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe"]

@@ -12,13 +12,12 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from ..checkpoint import find, require
-from ..config import Config, Rule, check_rules
-from ..config import is_bool, is_count, is_number, one_of
+from ..config import Config, Rule, is_bool, is_count, is_number, one_of
 from ..refinements.parts import VARIANTS, Variant
 
 # %% auto #0
-__all__ = ['COUNT', 'MOST', 'SECONDS', 'RULES', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'only_with',
-           'ProcessKnobs', 'TensorParallel', 'DataParallel']
+__all__ = ['COUNT', 'MOST', 'SECONDS', 'RULES', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'ProcessKnobs',
+           'TensorParallel', 'DataParallel', 'Dealt']
 
 # %% ../../nbs/73c_knobs.ipynb #156b7f44
 def must_cross(variant: type[Variant], config: Config, given: set[str]) -> bool:
@@ -66,19 +65,13 @@ def require_extra(asked: str) -> None:
 COUNT = "a whole number from 1"
 MOST = 64  # engines of one machine
 SECONDS = (lambda v: is_number(v) and 0 < v < 1e9, "seconds, above 0 and below 1e9")
-RULES: list[Rule] = [
+RULES: tuple[Rule, ...] = (
     ("engine_process enable_expert_parallel lockstep", is_bool, "True or False"),
     ("ready_timeout ping_timeout collective_timeout", *SECONDS),
     ("tensor_parallel_size", is_count, COUNT),
     ("data_parallel_size", lambda v: is_count(v, MOST), f"{COUNT} to {MOST}"),
     one_of("routing", "load", "prefix"),
-]
-
-
-def only_with(is_there: bool, names: str, given: set[str], what: str) -> None:
-    """ValueError for `given` knobs of something that is not there."""
-    alone = ", ".join(name for name in names.split() if name in given)
-    require(is_there or not alone, f"{alone} is for {what}")
+)
 
 # %% ../../nbs/73c_knobs.ipynb #60ababcd
 @dataclass
@@ -89,29 +82,21 @@ class ProcessKnobs(Variant):
     ready_timeout: float = 600.0  # seconds to load
     ping_timeout: float = 300.0  # seconds: the longest step must fit
 
+    rules = RULES
+    switch = "engine_process"
     wraps = ("DataParallel",)
     make_engine = "processes.replicas:make_front"
 
     @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.engine_process
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        check_rules(config, RULES)
-
-    @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
-        """Refuse limits of a process that is not there; what the process is told."""
-        limits, is_there = "ready_timeout ping_timeout", config.engine_process
-        only_with(is_there, limits, given, "engine_process=True: set it, too")
-        if is_there:
+        """What the process is told. ValueError for what cannot be sent."""
+        if config.engine_process:
             sizes = ("tensor_parallel_size", "data_parallel_size")  # which imply it
             knob = next((n for n in sizes if getattr(config, n, 1) > 1), None)
             asked = f"{knob}={getattr(config, knob)}" if knob else "engine_process=True"
             require_extra(asked)
             off = f"{knob}=1" if knob else "engine_process=False"
-            own = {"engine_process", *limits.split()}
+            own = {f.name for f in fields(cls)}
             vars(config)["recipe"] = as_recipe(config, given - own, off)
 
 # %% ../../nbs/73c_knobs.ipynb #49832bf9
@@ -120,24 +105,15 @@ class TensorParallel(Variant):
     """Whether a model is spread over several devices. Names: vLLM's, ATOM's."""
 
     tensor_parallel_size: int = 1  # ranks, each with a device of its own
-    enable_expert_parallel: bool = False  # whole experts to ranks
     collective_timeout: float = 300.0  # seconds: the longest step must fit
 
+    switch = "tensor_parallel_size"
     make_runner = "processes.ranks:Leader"
 
     @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.tensor_parallel_size > 1
-
-    @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError for a model that cannot be cut, or a limit of ranks that are not
-        there."""
+        """ValueError for a model that cannot be cut."""
         n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        above = "tensor_parallel_size above 1: raise it"
-        only_with(n > 1, "collective_timeout", given, above)
-        what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
-        require(n > 1 or config.data_parallel_size > 1 or not is_dealt, what)
         if n > 1:
             limit = min(config.ping_timeout, config.collective_timeout + 2)
             vars(config)["ping_timeout"] = limit
@@ -153,22 +129,25 @@ class DataParallel(Variant):
     routing: str = "load"  # or "prefix"
     lockstep: bool = False
 
+    switch = "data_parallel_size"
     make_engine = "processes.lockstep:make_member"
     make_loop = "processes.replicas:make_loop"
 
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.data_parallel_size > 1
+# %% ../../nbs/73c_knobs.ipynb #015197dd
+@dataclass
+class Dealt(Variant):
+    """Whether ranks, or engines in lockstep, have whole experts."""
+
+    enable_expert_parallel: bool = False
 
     @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError for experts that cannot be dealt, or knobs of engines that are not
-        there."""
+        """ValueError if there is nobody to deal to, or experts cannot be dealt."""
         n, spec = config.data_parallel_size, config.spec
-        above = "data_parallel_size above 1: raise it"
-        only_with(n > 1, "lockstep routing", given, above)
-        alone = n > 1 and config.tensor_parallel_size == 1  # without ranks of its own
-        if alone and config.enable_expert_parallel and spec is not None:
+        is_alone = config.enable_expert_parallel and config.tensor_parallel_size == 1
+        what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
+        require(n > 1 or not is_alone, what)
+        if is_alone and spec is not None:
             find("processes.shards:check_dealt")(spec, n, "data_parallel_size")
             what = f"data_parallel_size={n}: experts in MXFP4 stay whole: set it to 1"
             require(getattr(spec.storage, "method", None) != "mxfp4", what)

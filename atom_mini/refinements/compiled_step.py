@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.cgutils import get_or_insert_function
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
@@ -27,21 +29,44 @@ from ..model_runner import ModelRunner, choose_device
 from ..models import TorchOps
 from .cpu_decode import CpuOps
 from .cpu_products import prepare
-from ..sampler import Sampler
+from ..sampler import Sampler, SamplingMetaData
+from ..sequence import NO_TOKEN
 
 # %% auto #0
 __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'VECTOR', 'WORDS', 'give_way', 'PIECE', 'ROWS', 'tile', 'tile_of_one',
-           'Vector', 'VectorModel', 'locate', 'load', 'store', 'call', 'fma', 'spread', 'add_up', 'exp2', 'add', 'pieces',
-           'Threads', 'add_four', 'put_four', 'fetch', 'make_tile', 'linear', 'add_norm', 'silu_and_mul', 'turn',
-           'rotate_and_store', 'score', 'blend', 'soften', 'attend_head', 'attend', 'as_numpy', 'decode_step', 'stack', 'bias_of',
-           'norms_of', 'floats', 'collect', 'PlainOps', 'CompiledRunner', 'make_runner']
+           'UsersFolder', 'UsersCache', 'kernel', 'Vector', 'VectorModel', 'locate', 'load', 'store', 'call', 'fma', 'spread',
+           'add_up', 'exp2', 'add', 'pieces', 'Threads', 'add_four', 'put_four', 'fetch', 'make_tile', 'multiply_four', 'widen',
+           'linear', 'add_norm', 'silu_and_mul', 'turn', 'rotate_and_store', 'score', 'blend', 'soften', 'attend_head', 'attend',
+           'as_numpy', 'decode_step', 'stack', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps', 'OneThreadSampler',
+           'CompiledRunner', 'make_runner']
 
 # %% ../../nbs/21b_compiled_loops.ipynb #06f1e1d1
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # a NaN stays one
-OPTIONS: dict[str, Any] = {
-    "nogil": True, "fastmath": FAST, "error_model": "numpy",
-    "cache": __name__ != "__main__",
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
+
+# %% ../../nbs/21b_compiled_loops.ipynb #ba93a0e5
+class UsersFolder(CompileResultCacheImpl):
+    """Machine code in the user's cache folder; beside the module where that cannot be
+    written."""
+
+    _locator_classes = sorted(
+        CompileResultCacheImpl._locator_classes, key=lambda c: "InTree" in c.__name__
+    )
+
+
+class UsersCache(FunctionCache):
+    """The machine code of one function, one file for each kind of arguments."""
+
+    _impl_class = UsersFolder
+
+# %% ../../nbs/21b_compiled_loops.ipynb #d8532c4b
+def kernel(function: Any) -> Any:
+    """`function`, compiled when it is first called, or found in the cache."""
+    code = njit(**OPTIONS)(function)
+    if function.__module__ != "__main__":  # on a page nothing is kept
+        with suppress(RuntimeError):  # no folder can be written
+            code._cache = UsersCache(function)
+    return code
 
 # %% ../../nbs/21b_compiled_loops.ipynb #a2f3c72a
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]  # what the code is for
@@ -142,7 +167,7 @@ def add_up(typing, x):
     return types.float32(VECTOR), generate
 
 # %% ../../nbs/21b_compiled_loops.ipynb #5e1cc201
-@njit(**OPTIONS)
+@kernel
 def exp2(x):
     """2**x in float32, to 3e-7 of it; x is cut to [-126, 126]."""
     x = min(max(x, np.float32(-126)), np.float32(126))
@@ -171,7 +196,7 @@ def add(typing, counts, place, value):
 give_way = types.ExternalFunction("sched_yield", types.int32())  # to other threads
 
 
-@njit(**OPTIONS | {"cache": False})
+@njit(**OPTIONS)
 def pieces(counts, n):
     """Of 0 ... n - 1 each to one of the threads that ask; ends once all are done.
 
@@ -224,14 +249,14 @@ PIECE = 32  # outputs of a piece
 ROWS = 2 if LANES == 8 else 4  # rows of x in a tile
 
 
-@njit(**OPTIONS)
+@kernel
 def add_four(w, x, sums):
     """w * x, added to the sums: for four vectors w of as many outputs."""
     a, b = fma(w[0], x, sums[0]), fma(w[1], x, sums[1])
     return a, b, fma(w[2], x, sums[2]), fma(w[3], x, sums[3])
 
 
-@njit(**OPTIONS)
+@kernel
 def put_four(sums, bias, o, y, r):
     y[r, o] = add_up(sums[0]) + bias[o]
     y[r, o + 1] = add_up(sums[1]) + bias[o + 1]
@@ -256,9 +281,9 @@ def fetch(typing, array, row, i):
 def make_tile(rows: int, ahead: int = 8) -> Any:
     """A function for `rows` rows of x, 1, 2 or 4; it asks for weights so far ahead."""
 
-    @njit(**OPTIONS)
-    def tile(w, o, x, r, bias, y):
-        """y[r + j, o + i] = w[o + i] . x[r + j] + bias[o + i] for four i and all j."""
+    @kernel
+    def tile(w, o, x, r, bias, y, at):
+        """y[r + j, at + i] = w[o + i] . x[r + j] + bias[at + i]: four i and all j."""
         zero, later = spread(np.float32(0)), min(o + ahead, len(w) - 4)
         a = b = c = d = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], LANES):
@@ -272,12 +297,12 @@ def make_tile(rows: int, ahead: int = 8) -> Any:
             if rows > 2:
                 c = add_four(four, load(x, r + 2, k), c)
                 d = add_four(four, load(x, r + 3, k), d)
-        put_four(a, bias, o, y, r)
+        put_four(a, bias, at, y, r)
         if rows > 1:
-            put_four(b, bias, o, y, r + 1)
+            put_four(b, bias, at, y, r + 1)
         if rows > 2:
-            put_four(c, bias, o, y, r + 2)
-            put_four(d, bias, o, y, r + 3)
+            put_four(c, bias, at, y, r + 2)
+            put_four(d, bias, at, y, r + 3)
 
     return tile
 
@@ -285,21 +310,44 @@ def make_tile(rows: int, ahead: int = 8) -> Any:
 tile, tile_of_one = make_tile(ROWS), make_tile(1)
 
 # %% ../../nbs/21b_compiled_loops.ipynb #669ff201
-@njit(**OPTIONS)
+@kernel
+def multiply_four(w, o, x, bias, y, at):
+    """Four outputs, from `at` on, of all rows of y [R, O]: x [R, I] @ four rows of w,
+    from `o` on, + bias."""
+    rest = len(x) % ROWS
+    for r in range(0, len(x) - rest, ROWS):
+        tile(w, o, x, r, bias, y, at)
+    for r in range(len(x) - rest, len(x)):
+        tile_of_one(w, o, x, r, bias, y, at)
+
+# %% ../../nbs/21b_compiled_loops.ipynb #135ae787
+@kernel
+def widen(w, o, panel):
+    """panel [4, I] = four rows of w, from `o` on, as float32."""
+    later = min(o + 8, len(w) - 4)
+    for i in range(4):
+        for k in range(0, w.shape[1], LANES):
+            fetch(w, later + i, k)
+            store(panel, i, k, load(w, o + i, k))
+
+# %% ../../nbs/21b_compiled_loops.ipynb #d4556d70
+@kernel
 def linear(counts, x, w, bias, y):
     """y [R, O] = x [R, I] @ w [O, I].T + bias [O]; I is a multiple of LANES, O at
     least 4."""
-    rest = len(x) % ROWS
+    panel = np.empty((4, w.shape[1]), np.float32)
+    is_widened = w.itemsize == 2 and len(x) > 2 * ROWS
     for part in pieces(counts, -(-len(w) // PIECE)):
         for start in range(part * PIECE, min(part * PIECE + PIECE, len(w)), 4):
             o = min(start, len(w) - 4)
-            for r in range(0, len(x) - rest, ROWS):
-                tile(w, o, x, r, bias, y)
-            for r in range(len(x) - rest, len(x)):
-                tile_of_one(w, o, x, r, bias, y)
+            if is_widened:
+                widen(w, o, panel)
+                multiply_four(panel, 0, x, bias, y, o)
+            else:
+                multiply_four(w, o, x, bias, y, o)
 
 # %% ../../nbs/21c_compiled_step.ipynb #b0bcee46
-@njit(**OPTIONS)
+@kernel
 def add_norm(counts, x, residual, weight, eps, y):
     """residual += x, then y = its norm * weight; all [R, size]."""
     size = x.shape[1]
@@ -313,7 +361,7 @@ def add_norm(counts, x, residual, weight, eps, y):
             y[r, i] = residual[r, i] * scale * weight[i]
 
 # %% ../../nbs/21c_compiled_step.ipynb #ff79b77c
-@njit(**OPTIONS)
+@kernel
 def silu_and_mul(counts, gate_up, y):
     """y [R, size] = silu(gate) * up of `gate_up` [R, 2 * size]."""
     size = y.shape[1]
@@ -325,7 +373,7 @@ def silu_and_mul(counts, gate_up, y):
             y[r, i] = gate / one * gate_up[r, size + i]
 
 # %% ../../nbs/21c_compiled_step.ipynb #7b0b2344
-@njit(**OPTIONS)
+@kernel
 def turn(x, weight, cos, sin, eps, scale):
     """Norm x [D] if there is a `weight`, turn it by its position, and scale it."""
     half = len(x) // 2
@@ -342,7 +390,7 @@ def turn(x, weight, cos, sin, eps, scale):
         x[half + i] = b * cos[half + i] + a * sin[half + i]
 
 # %% ../../nbs/21c_compiled_step.ipynb #6f78f5e2
-@njit(**OPTIONS)
+@kernel
 def rotate_and_store(counts, qkv, norms, cos, sin, eps, cache, lens, tables):
     """Norm and turn queries and keys in `qkv` [B, (H + 2K) * D], scale the queries;
     keys and values into a layer's cache [2, N, K, S, D]."""
@@ -361,7 +409,7 @@ def rotate_and_store(counts, qkv, norms, cos, sin, eps, cache, lens, tables):
                 store(cache[1, block, h], slot, i, load(x, values + h, i))
 
 # %% ../../nbs/21c_compiled_step.ipynb #24fc9abb
-@njit(**OPTIONS)
+@kernel
 def score(q, h, keys, n, out):
     """out[s] = q[h] . keys[s] for the first n rows of keys [S, D]."""
     for s in range(n):
@@ -371,7 +419,7 @@ def score(q, h, keys, n, out):
         out[s] = add_up(sums)
 
 
-@njit(**OPTIONS)
+@kernel
 def blend(weights, values, n, out, h):
     """out[h] += the sum of weights[s] * values[s] over the first n rows of [S, D]."""
     dim = values.shape[1]
@@ -386,7 +434,7 @@ def blend(weights, values, n, out, h):
         store(out, h, j, second)
 
 # %% ../../nbs/21c_compiled_step.ipynb #4388d223
-@njit(**OPTIONS)
+@kernel
 def soften(scores):
     """Each score becomes 2 to the power of its distance to the largest; their sum."""
     top = scores[0]
@@ -399,7 +447,7 @@ def soften(scores):
     return total
 
 # %% ../../nbs/21c_compiled_step.ipynb #75ee642d
-@njit(**OPTIONS)
+@kernel
 def attend_head(q, h, cache, head, blocks, n, scores, out):
     """out[h] = attention of q[h] [D], scaled, over n tokens of a layer's cache
     [2, N, K, S, D]: those of the K/V head `head` in `blocks`. `scores` [n]: scratch."""
@@ -416,7 +464,7 @@ def attend_head(q, h, cache, head, blocks, n, scores, out):
         out[h, i] /= whole
 
 # %% ../../nbs/21c_compiled_step.ipynb #c68d5d8e
-@njit(**OPTIONS)
+@kernel
 def attend(counts, qkv, cache, lens, tables, out):
     """Attention of one token of each of B sequences, whose K/V is stored: the turned
     `qkv` [B, (H + 2K) * D] -> `out` [B, H * D]; a layer's cache [2, N, K, S, D]; lens
@@ -437,7 +485,7 @@ def as_numpy(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 # %% ../../nbs/21c_compiled_step.ipynb #2eced4f9
-@njit(**OPTIONS)
+@kernel
 def decode_step(board, weights, eps, cache, lens, tables, buffers):
     """A decode of B sequences, whose embeddings are in `buffers[0]`; the logits are in
     `buffers[-1]`.
@@ -510,6 +558,24 @@ class PlainOps(CpuOps):
     def prepare(self, model: nn.Module) -> None:
         prepare(model, keeps_order=True)
 
+# %% ../../nbs/21c_compiled_step.ipynb #5a2171ef
+class OneThreadSampler(Sampler):
+    """A `Sampler` that wakes none of torch's threads."""
+
+    def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
+        """As `Sampler`: logits [B, V] -> token ids [B], int64."""
+        if meta.temperature is None:
+            rows = logits.float().numpy()
+            tokens = rows.argmax(-1)  # where there is a NaN, that
+            largest = np.take_along_axis(rows, tokens[:, None], -1)[:, 0]
+            return torch.from_numpy(np.where(np.isfinite(largest), tokens, NO_TOKEN))
+        count = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return super().__call__(logits, meta)
+        finally:
+            torch.set_num_threads(count)
+
 # %% ../../nbs/21c_compiled_step.ipynb #1d6a1a6e
 class CompiledRunner(ModelRunner):
     """A `ModelRunner` on a CPU whose decodes are one compiled function.
@@ -533,7 +599,7 @@ class CompiledRunner(ModelRunner):
         self.run_model(*self.prepare_model(first_decodes(1)))
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        return PlainOps(), Sampler()
+        return PlainOps(), OneThreadSampler()
 
     @torch.inference_mode()
     def decode(self, ids: Tensor, meta: AttentionMetaData) -> Tensor:

@@ -34,6 +34,7 @@ class Variant:
 
     rules: tuple[Rule, ...] = ()  # what holds for its knobs (chapter 06g)
     wraps: tuple[str, ...] = ()  # variants whose work it does, too
+    switch: str = ""  # the knob that chooses it; without it the others do nothing
     make_engine: Role = None  # config -> the core that an LLM steps
     make_core: Role = None  # config -> engine core, with its runner
     make_runner: Role = None  # config -> runner
@@ -57,8 +58,8 @@ class Variant:
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
-        """Whether a knob of it is turned; a part that has none is always there."""
-        known = fields(cast(Any, cls))
+        """Whether a knob that chooses it is turned; one without knobs is always chosen."""
+        known = [f for f in fields(cast(Any, cls)) if cls.switch in ("", f.name)]
         return not known or any(getattr(config, f.name) != f.default for f in known)
 
     @classmethod
@@ -69,6 +70,15 @@ class Variant:
     @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
         """ValueError if they do not go with others; called once all have checked."""
+
+    @classmethod
+    def check_switch(cls, config: Config, given: set[str]) -> None:
+        """ValueError for `given` knobs that do nothing, since the switch is not turned."""
+        names = [f.name for f in fields(cast(Any, cls)) if f.name in given - {cls.switch}]
+        if cls.switch and names and not cls.is_chosen(config):
+            now = f"{cls.switch}={getattr(config, cls.switch)!r}"
+            does = f"{', '.join(names)} has no effect with {now}"
+            raise ValueError(f"{does}: change that, or leave the other out")
 
     def __init_subclass__(cls) -> None:
         own = inspect.get_annotations(cls)
@@ -110,6 +120,7 @@ class Variants(Offers):
         settle(config, given)
         check_roles(config, self)
         for variant in VARIANTS:
+            variant.check_switch(config, given)
             variant.together(config, given)
 
 # %% ../../nbs/20_parts.ipynb #b6d8f73b
@@ -133,7 +144,7 @@ PARTS = {
     "systems.spyre": "SpyreKnobs",
     "speculation.knobs": "Speculation",
     "families.records": "FamilyNames Latents Slots",
-    "processes.knobs": "DataParallel ProcessKnobs TensorParallel",
+    "processes.knobs": "DataParallel Dealt ProcessKnobs TensorParallel",
 }
 
 # %% ../../nbs/20_parts.ipynb #c1fbcec4

@@ -5,22 +5,22 @@
 # %% ../../nbs/52_drafters.ipynb #9b70a76f
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, SamplingParams
-from ..loading import checkpoint_files, open_file
+from ..loading import blank_model
 from ..memory import kvcache_block_bytes
+from ..models import TorchOps
 from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
@@ -84,11 +84,6 @@ class ModelDrafter(Drafter):
     source: Any
     guess: Any  # (seqs, place) -> of each the draft in this place: int64 [B]
 
-    @classmethod
-    def owns(cls, name: str, config: Config) -> bool:
-        """Whether the weight `name` of that checkpoint is its own."""
-        return True
-
     def lags(self, seq: Sequence) -> bool:
         """Whether it must make a pass now, even if no guess is wanted."""
         return False
@@ -109,14 +104,13 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
-        """Its weights, and its K/V of a block."""
-        (folder, spec), numbers = cls.source(config), 0
-        for name, file in checkpoint_files(folder).items():
-            if cls.owns(name, config):
-                with open_file(file) as tensors:
-                    numbers += math.prod(tensors.get_slice(name).get_shape())
+        """Its weights, and its K/V of a block. It is built without memory."""
+        _, spec = cls.source(config)
+        # without angles, for which torch would import for seconds
+        plain = replace(spec, rotary=lambda *_: nn.Identity())
+        model = blank_model(plain, 1, torch.device("meta"), dtype, TorchOps())
         block = kvcache_block_bytes(spec, config.kv_cache_block_size, dtype)
-        return numbers * dtype.itemsize, block
+        return sum(weight.nbytes for weight in model.parameters()), block
 
 # %% ../../nbs/52_drafters.ipynb #c99c7064
 def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec, check_rope, read_dense, read_json
-from ..checkpoint import read_spec, require, resolve_model
+from ..checkpoint import ModelSpec, check_rope, find, read_dense
+from ..checkpoint import read_json, read_spec, require, resolve_model
 from ..config import Config, SamplingParams
 from ..loading import Readers, checkpoint_files, load_model, read_tensor
 from ..loading import weight_targets
@@ -87,7 +87,7 @@ class Eagle3Head(nn.Module):
         self.fc = Linear(len(spec.taps) * size, {"fc": size})
         self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
         self.lm_head = Linear(size, {"lm_head": spec.draft_vocab_size})
-        self.rotary = RotaryEmbedding(spec, max_position)
+        self.rotary = find(spec.rotary, RotaryEmbedding)(spec, max_position)
         self.target_ids = torch.arange(spec.draft_vocab_size)  # of the head's ids
         if spec.has_embedding:
             self.embed_tokens = nn.Embedding(spec.vocab_size, size)

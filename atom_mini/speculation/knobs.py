@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint import find, require
 from ..config import Config, check_options, check_rules
 from ..config import is_bool, is_count, is_whole, one_of
-from ..refinements.parts import Variant
+from ..refinements.parts import Variant, drafts_by
 
 # %% auto #0
 __all__ = ['LOOKUP', 'METHODS', 'RULES', 'LARGEST_GRAPH', 'find_drafter', 'SpeculativeConfig', 'read_speculative', 'count_rows',
@@ -124,16 +124,12 @@ class Speculation(Variant):
     bytes_beside = staticmethod(count_bytes)
 
     @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return getattr(config.speculative_config, "num_speculative_tokens", 0) > 0
-
-    @classmethod
     def together(cls, config: Config, given: set[str]) -> None:
         """ValueError for drafts of a layer that the checkpoint does not have."""
-        asked = cls.is_chosen(config) and config.speculative_config.method == "mtp"
         has = config.spec is None or getattr(config.spec, "mtp_layers", 0) > 0
         what = "method='mtp', and the checkpoint announces no layer for it"
-        require(has or not asked, f"{what} (num_nextn_predict_layers): take another")
+        how = f"{what} (num_nextn_predict_layers): take another"
+        require(has or not drafts_by("mtp")(config), how)
 
     @classmethod
     def check(cls, config: Config, given: set[str]) -> None:

@@ -91,10 +91,6 @@ class MtpDrafter(HeadDrafter):
     def source(cls, config: Config) -> tuple[Path, Any]:
         return config.folder or Path(), module_spec(config.spec)
 
-    @classmethod
-    def owns(cls, name: str, config: Config) -> bool:
-        return is_own(name, config.spec.num_hidden_layers)
-
     def load(self, config: Config, target: Any) -> MtpHead:
         """ValueError for weights that are missing, too many, or of a wrong shape."""
         (folder, spec), longest = self.source(config), config.max_model_len or 0

@@ -67,18 +67,11 @@ class RadixCache(PrefixIndex):
             block_id = self.pending.get((parent_id, tokens))
         return None if block_id is None else self.blocks[block_id]
 
-    def stage(self, seq: Sequence, num_tokens: int) -> None:
-        """Note the blocks of `seq` that are full once this step has computed its first
-        `num_tokens` tokens."""
-        for i in range(seq.num_published_blocks, num_tokens // self.block_size):
+    def add_pending(self, seq: Sequence, i: int, twin: Block | None) -> None:
+        """Note the `i`-th block of `seq`; `twin`: a block that holds the same, if any."""
+        if twin is None:
             block = self.blocks[seq.block_table[i]]
-            block.token_ids = tokens_of(seq, i)
-            block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else ROOT
-            twin = self._lookup(seq, i, block.parent_id)
-            block.content_id = twin.content_id if twin else next(self._content_ids)
-            if twin is None:  # the first keeps the place
-                self.pending[block.parent_id, tuple(block.token_ids)] = block.block_id
-            seq.num_published_blocks = i + 1
+            self.pending[block.parent_id, tuple(block.token_ids)] = block.block_id
 
     def split(self, node: Node, num_blocks: int) -> None:
         """Leave `num_blocks` blocks in `node`; the rest becomes its only child."""
@@ -122,9 +115,6 @@ class RadixCache(PrefixIndex):
                 break
             found.append(block.block_id)
         return found
-
-    def __len__(self) -> int:
-        return len(self.places) - 1  # without the root
 
     def forget(self, block: Block) -> None:
         """Cut `block`, which is about to hold something else, and all that follows it."""

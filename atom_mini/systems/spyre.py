@@ -79,11 +79,6 @@ class ChunkPlan(NamedTuple):
         places = self.num_chunks * self.chunk_size
         return places - round_up(self.num_tokens, self.block_size)
 
-    @property
-    def right(self) -> int:
-        """Dummy tokens behind it, in its last block."""
-        return round_up(self.num_tokens, self.block_size) - self.num_tokens
-
     def end(self, num_computed: int) -> int:
         """Where the chunk that holds prompt token number `num_computed` ends."""
         chunk = (self.left + num_computed) // self.chunk_size
@@ -261,26 +256,18 @@ class SpyreKnobs(Variant):
     max_batch_tkv_limit: int = 131_072  # sequences x tkv
     interleave: bool = True  # a decode between two chunks
 
+    switch = "scheduler"
     make_scheduler = SpyreScheduler
     make_runner = "systems.spyre_runner:RectangularRunner"
 
     @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.scheduler == "spyre"
-
-    @classmethod
     def check(cls, config: Config, given: set[str]) -> None:
-        """Its knobs are refused for another scheduler, and checked for its own."""
+        """ValueError for what is wrong in its knobs, if it is chosen."""
         check_rules(config, [one_of("scheduler", "atom", "spyre")])
         if cls.is_chosen(config):
             _ask_environment(config, given)
             check_rules(config, [("interleave", is_bool, "True or False")])
             _check_shape(config)
-            return
-        own = ("chunk_size", "max_batch_tkv_limit", "interleave")
-        names = ", ".join(name for name in own if name in given)
-        wrong = f"knobs of scheduler='spyre', not of {config.scheduler!r}: {names}"
-        require(not names, f"{wrong}: drop what is not for it")
 
 # %% ../../nbs/41_spyre.ipynb #67011056
 def _check_shape(config: Config) -> None:

@@ -18,31 +18,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cpu import make_checkpoint
-from report import OtherLoad, machine, print_table, write_json
+from report import OtherLoad, busy_loops, machine, print_table, write_json
 
 from atom_mini.instruments.command_line import SPINS
 
 HOW_TO_WAIT = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 LIMIT = 120
-LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends when the benchmark does
-
-
-@contextmanager
-def busy_loops(count: int) -> Iterator[None]:
-    """So many processes that want a core all the time."""
-    loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 def tokens_per_second(model: str, requests: int, tokens: int, spins: str, threads: int) -> float:

@@ -15,7 +15,8 @@ K/V read) / memory bandwidth and (flops of the matrices) / their rate at that ma
 before each round, medians again: a sum over 1 GiB; the matrices of one layer, again and again, through the faster of
 `F.linear` and oneDNN with packed weights. Attention's own arithmetic, norms, sampling and Python count as free.
 
-Run: `python tests/bench/cpu.py [--plain] [--openvino PYTHON] [--json results.json]`.
+Run: `python tests/bench/cpu.py [--plain] [--openvino PYTHON] [--loops 0 2] [--json results.json]`. With `--loops` all of it
+is done beside so many processes that want a core all the time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
@@ -38,7 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from report import OtherLoad, machine, print_table, write_json
+from report import OtherLoad, busy_loops, machine, print_table, write_json
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, Qwen3Config
 
 import atom_mini
@@ -144,6 +145,7 @@ class OpenVino:
         return tokens, seconds
 
 
+OPENVINO = "OpenVINO GenAI"
 ENGINES: dict[str, Callable[[Path], Any]] = {
     "transformers generate": Generate,
     "transformers continuous batching": ContinuousBatching,
@@ -264,17 +266,20 @@ def measure(engines: dict[str, Any], work: Workload, rounds: int, limit: Limit) 
     total, least = sum(work.outputs), limit.seconds(work)
     reference = next(iter(engines))
     rates = {name: total / statistics.median(times) for name, times in seconds.items()}
+    peers = [name for name in (OPENVINO,) if name in engines]
     results, notes = {}, []
     for name, rate in rates.items():
         same, where = agreement(tokens[reference], tokens[name])
         notes += [f"{name}: {where}"] if where else []
         results[name] = {
             "tokens_per_second": rate, "ratio_to_generate": rate / rates[reference],
-            "share_of_limit": rate * least / total, "requests_equal": same, "seconds": seconds[name],
+            "share_of_limit": rate * least / total, "requests_equal": same,
+            **{f"ratio_to_{peer}": rate / rates[peer] for peer in peers}, "seconds": seconds[name],
         }  # fmt: skip
     print(f"\n{work.name}: {sum(map(len, work.prompts))} tokens in, {total} out; limit {total / least:.0f} tokens/s")
-    rows = [[name, *list(r.values())[:4]] for name, r in results.items()]
-    print_table(["", "tokens/s", "x generate", "of the limit", f"same tokens, of {len(work.prompts)}"], rows)
+    rows = [[name, *list(r.values())[:-1]] for name, r in results.items()]
+    head = ["", "tokens/s", "x generate", "of the limit", f"same tokens, of {len(work.prompts)}"]
+    print_table([*head, *(f"x {peer}" for peer in peers)], rows)
     print(*notes, sep="\n", end="\n" if notes else "")
     return {"limit_tokens_per_second": total / least, "engines": results}
 
@@ -286,27 +291,33 @@ def main() -> None:
     parser.add_argument("--only", choices=["many", "one"], help="one of the two workloads")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plain", action="store_true", help="atom_mini with compiled=False, too")
+    parser.add_argument("--loops", type=int, nargs="+", default=[0], help="busy processes beside it; default: 0")
     parser.add_argument("--openvino", metavar="PYTHON", help="one that has openvino-genai and optimum-intel: a peer")
     args = parser.parse_args()
     more: dict[str, Callable[[Path], Any]] = {}
     if args.plain:
         more["atom_mini, compiled=False"] = partial(AtomMini, compiled=False)
     if args.openvino:
-        more["OpenVINO GenAI"] = partial(OpenVino, args.openvino)
+        more[OPENVINO] = partial(OpenVino, args.openvino)
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     many = Workload.random("32 requests", 32, (32, 256), (32, 256))
     one = Workload.random("one request", 1, (128, 128), (128, 128))
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    others, limit = OtherLoad(), Limit()
+    others, results = OtherLoad(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         engines = make_engines(Path(folder), more)
         chosen = {"many": (many, args.rounds), "one": (one, 2 * args.rounds + 1)}
-        results = {k: measure(engines, *v, limit) for k, v in chosen.items() if args.only in (None, k)}
-    rates = dict(zip(limit.ROWS, limit.rates, strict=True))
-    print(f"\nmemory {limit.bandwidth / 1e9:.1f} GB/s; matrices, GFLOP/s by rows:", end=" ")
-    print(", ".join(f"{rows}: {rate / 1e9:.0f}" for rows, rate in rates.items()))
+        for loops in args.loops:
+            beside, limit = f" beside {loops} busy loops" * (loops > 0), Limit()
+            with busy_loops(loops):
+                for key, (work, rounds) in chosen.items():
+                    if args.only in (None, key):
+                        results[key + beside] = measure(engines, replace(work, name=work.name + beside), rounds, limit)
+            rates = dict(zip(limit.ROWS, limit.rates, strict=True))
+            print(f"\nmemory {limit.bandwidth / 1e9:.1f} GB/s; matrices, GFLOP/s by rows:", end=" ")
+            print(", ".join(f"{rows}: {rate / 1e9:.0f}" for rows, rate in rates.items()))
     if (share := others.share()) is not None:
         print(f"\nother processes used {share:.0%} of the processors meanwhile" + " (too much)" * (share > 0.05))
     figures = {"shape": SHAPE, "other_load": share, "bandwidth": limit.bandwidth, "matrix_rates": rates}

@@ -1,11 +1,14 @@
-"""What the benchmarks share: the machine they ran on, a table, a JSON file."""
+"""What the benchmarks share: the machine they ran on, other work beside them, a table, a JSON file."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,21 @@ class OtherLoad:
         ticks = [sum(map(int, column)) / os.sysconf("SC_CLK_TCK") for column in zip(*(row[1:9] for row in rows), strict=True)]
         used = os.times()
         return sum(ticks), sum(ticks) - ticks[3] - ticks[4], sum(used[:4])
+
+
+LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"  # ends when the benchmark does
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """So many processes that want a core all the time."""
+    loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
