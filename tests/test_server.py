@@ -192,6 +192,17 @@ def test_usage_is_counted_only_when_asked_for(served: Served, options: Any, coun
         assert all("usage" not in chunk and chunk["choices"] for chunk in [*chunks, last])
 
 
+def test_each_chunk_counts_if_that_is_asked_for(served: Served) -> None:
+    """guidellm asks vLLM's servers for it; of several answers all tokens so far are counted."""
+    asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "max_tokens": 6, "n": 2}
+    *chunks, last = served.events(TEXT, STORY | asked)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == last["usage"]["completion_tokens"] == 12
+    assert {chunk["usage"]["prompt_tokens"] for chunk in [*chunks, last]} == {4} and last["usage"]["total_tokens"] == 16
+    alone = {"stream_options": {"continuous_usage_stats": True}, "max_tokens": 2}
+    assert all("usage" not in chunk for chunk in served.events(TEXT, STORY | alone))
+
+
 def test_cached_tokens_are_told(served: Served) -> None:
     """ATOM #1422."""
     body = {"model": "tiny", "prompt": [*range(100, 164)], "max_tokens": 1}

@@ -587,5 +587,10 @@ def run_serve(args: argparse.Namespace) -> None:
     listener = socket.create_server(place, family=family, backlog=2048)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    engine = AsyncLLM(**{"engine_process": True} | given(args, Config))
+    options = {"engine_process": True} | given(args, Config)
+    if options["engine_process"]:
+        import torch  # the tokenizer would load it, too
+
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for the loop
+    engine = AsyncLLM(**options)
     asyncio.run(serve(engine, settings, listener))

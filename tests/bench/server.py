@@ -7,6 +7,7 @@ server's time per token beyond that of `LLM.stream`. `memory` is what the server
 `first answer`: from the command to the end of a first small answer.
 
 `where` is another run, of a server whose threads and inner functions have a clock: CPU seconds by what they are spent on.
+`spared`: the same with a single thread for the engine.
 
 Run: `python tests/bench/server.py [--json results/server.json] [--counts 1 32 256]`; chapter 82 draws that file.
 """
@@ -228,6 +229,8 @@ def main() -> None:
         for rows in found.values():
             if rows:
                 print_table([*rows[-1]], [[*rows[-1].values()]])
+    os.environ["OMP_NUM_THREADS"] = "1"  # of two: the other is the loop's
+    found["spared"] = [where(256)]
     write_json(args.json, stamp(machine()) | found | {"others": others.share()})
 
 
