@@ -10,7 +10,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run serve test test-rest test-all test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
+.PHONY: run serve test test-rest test-all test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -43,6 +43,10 @@ $(VENV)/server: $(VENV)/run
 	$(PIP) --editable ".[server]"
 	touch $@
 
+$(VENV)/ray: $(VENV)/dev
+	$(PIP) --editable ".[dev,ray]"
+	touch $@
+
 # A page with a chat, and OpenAI's API: http://127.0.0.1:8000
 serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
@@ -62,6 +66,10 @@ test-rest: $(VENV)/dev
 	$(PY) -m pytest --rest -m "alone and not slow"
 
 test-all: test test-rest
+
+# On Ray: it is an extra of 0.5 GB, which no other target installs.
+test-ray: $(VENV)/ray
+	$(PY) -m pytest -m slow tests/test_fleet.py
 
 # How long each test takes, for tests/quick.py; on a quiet machine.
 test-seconds: $(VENV)/dev

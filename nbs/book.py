@@ -1,6 +1,7 @@
 """Keeps the book in order: `python nbs/book.py run|export|readme|solutions|fetch [NOTEBOOK ...]`.
 
-run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow), store outputs, clean
+run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow; what is marked ray only
+           where Ray is installed), store outputs, clean
 export     write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
 readme     write README.md from index.ipynb
 solutions  move the solutions of exercises to the end of their chapters
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from nbdev.maker import ModuleMaker
 
 ROOT = Path(__file__).resolve().parent.parent
 EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order in which they stand
-SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|{'|'.join(EXERCISE)})\b", re.MULTILINE)
+SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|ray|{'|'.join(EXERCISE)})\b", re.MULTILINE)
 NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
 SOLUTIONS = "## Solutions"
 FETCH = "fe7c4000"  # the id of the cell that fetches the book
@@ -103,7 +105,8 @@ def run(path: Path) -> None:
     shell.run(SETUP)
     started = time.perf_counter()
     for cell in nb.cells:
-        if cell.cell_type != "code" or SKIP.search(cell.source):
+        with_ray = cell.source.startswith("#| ray\n") and find_spec("ray") is not None
+        if cell.cell_type != "code" or (SKIP.search(cell.source) and not with_ray):
             continue
         cell.outputs = []  # else a cell that prints nothing now keeps what it printed
         shell.cell(cell)

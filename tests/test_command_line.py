@@ -112,13 +112,13 @@ def test_examples(capsys: Capture) -> None:
 def test_options_are_the_dataclasses() -> None:
     """Each field is an option, of its type; what is not typed is left to the dataclass."""
     for command in COMMANDS:
-        parser = make_parser(command)
+        parser, files = make_parser(command), ["a", "b"] if command == "batch" else []
         for f in [f for kind in COMMANDS[command].options for f in knobs(find(kind))]:
             if f.name != "model":
                 flag, kind = f.name.replace("_", "-"), str(f.type)
                 words = [f"--no-{flag}"] if "bool" in kind else [f"--{flag}", "3"]
                 want: Any = next(v for t, v in {"bool": False, "int": 3, "float": 3.0, "str": "3"}.items() if t in kind)
-                got = getattr(parser.parse_args([command, *words]), f.name)
+                got = getattr(parser.parse_args([command, *files, *words]), f.name)
                 assert got == ([want] if f.default == () else want), (command, f.name)
                 assert isinstance(got, type(want) if f.default != () else list)
     assert given(parse(["generate"]), SamplingParams) == {} and parse(["info"]).params == SamplingParams()

@@ -275,6 +275,10 @@ COMMANDS = {
     "info": Command(run_info, "model --json", (Config,)),
     "serve": Command("serving.server:run_serve", "model",
         ("serving.server:Serve", Config), "Answer OpenAI's API over HTTP.", "server"),
+    "fleet": Command("serving.fleet:run_fleet", "model",
+        ("serving.fleet:Fleet", Config), "The same, by engines on Ray.", "ray"),
+    "batch": Command("serving.fleet:run_batch", "model source target",
+        ("serving.fleet:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
@@ -284,6 +288,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "one JSON document on stdout, no more"},
     "--debug": {"action": "store_true", "help": "show an error's traceback"},
     "model": {"nargs": "?", "default": argparse.SUPPRESS, "help": "as --model"},
+    "source": {"type": Path, "help": "requests, a line each"},
+    "target": {"type": Path, "help": "where answers are added"},
 }
 
 # %% ../../nbs/31_command_line.ipynb #3f4ff67f

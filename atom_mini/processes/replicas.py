@@ -20,8 +20,8 @@ from .engine_process import EngineCoreProc, Output, Wave
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'make_loop', 'chain', 'longest_match', 'Replicas',
-           'devices', 'make_front']
+__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'make_loop', 'chain', 'best_match',
+           'longest_match', 'Replicas', 'devices', 'make_front']
 
 # %% ../../nbs/73a_replicas.ipynb #ea211763
 class Replica(CoreManager):
@@ -99,16 +99,19 @@ def chain(seq: Sequence) -> list[int]:
 FEW, TENTH, HALF = 32, 1.1, 0.5  # requests; of the smallest load; of the prompt
 
 
-def longest_match(replicas: list[Replica], seq: Sequence) -> Replica:
-    """The one that has the most of the prompt, if that is much and it is not busy."""
-    emptiest = least_loaded(replicas, seq)
+def best_match(replicas: list[Any], hashes: list[int]) -> Any:
+    """The one that has the most of a chain, if that is much and it is not busy."""
+    emptiest = min(replicas, key=lambda replica: replica.load)
     low, high = emptiest.load[0], max(replica.load[0] for replica in replicas)
     if high - low > FEW and high > TENTH * low:
         return emptiest
-    hashes = chain(seq)
     best = max(replicas, key=lambda r: (r.match(hashes), -r.load[0], -r.load[1]))
-    known = best.match(hashes) * seq.block_size
-    return best if known > HALF * seq.num_prompt_tokens else emptiest
+    return best if best.match(hashes) > HALF * len(hashes) else emptiest
+
+
+def longest_match(replicas: list[Replica], seq: Sequence) -> Replica:
+    """The one that has the most of the prompt."""
+    return best_match(replicas, chain(seq))
 
 # %% ../../nbs/73a_replicas.ipynb #9243e1f3
 class Replicas(EngineCoreClient):
