@@ -313,7 +313,8 @@ class Front(Server):
         except Exception as error:
             raise self.spell(error) from None
         finally:
-            stream.cancel()
+            with suppress(Exception):  # of one that was not sent: the same error again
+                stream.cancel()
 
     async def health(self, exchange: Exchange) -> None:
         """200 if an engine says so, in time."""
