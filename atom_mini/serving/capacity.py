@@ -90,7 +90,10 @@ class Clock:
         self.ready = end
         self.steps += 1
         sampled = zip(batch.req_ids, batch.is_sampled, strict=True)
-        tokens = {id: (self.answers[id],) for id, is_new in sampled if is_new}
+        tokens: dict[int, tuple[int, ...]] = {}
+        for id, is_new in sampled:
+            if is_new:
+                tokens[id] = (self.answers[id],)
 
         def wait() -> ScheduledBatchOutput:
             self.now = max(self.now, end)
@@ -101,6 +104,9 @@ class Clock:
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """A step, waited for."""
         return self.launch(batch)()
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 # %% ../../nbs/83_capacity.ipynb #e76938f7
 class Arrival(NamedTuple):

@@ -348,7 +348,8 @@ def estimate(asked: Capacity, options: dict[str, Any]) -> dict[str, Any]:
     if not asked.replicas:
         found = [*map(plan.answer, range(asked.draws))]
     count = sorted(found)[len(found) // 2]
-    report = {"costs": said, "replicas": count, "replicas_from": min(found)}
+    report: dict[str, Any] = {"costs": said, "replicas": count}
+    report |= {"replicas_from": min(found)}
     report |= {"replicas_to": max(found)} | figures(plan.fleet(count, 0))
     if asked.price:
         per_hour = asked.price * count
