@@ -167,7 +167,7 @@ def test_costs_are_found_again(truth: Cost) -> None:
     # least squares of relative errors lie at (1/0.9 + 1/1.2) / (1/0.9**2 + 1/1.2**2)
     assert np.quantile(noisy.noise, [0.25, 0.75]) == pytest.approx([0.9 / 1.008, 1.2 / 1.008], rel=0.03)
     assert min(fit_cost([(n, n, 1e-3 - 1e-6 * n) for n in range(1, 50)]).seconds) >= 0
-    with pytest.raises(ValueError, match="2 steps: a curve needs at least three"):
+    with pytest.raises(ValueError, match="2 steps of a kind: a curve needs at least three"):
         fit_cost([(1, 1, 1.0)] * 2)
 
 
@@ -247,7 +247,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["capacity", str(folder), *many.split()]) == 0
     assert 200 < json.loads(capsys.readouterr().out)["requests"] < 500  # of 16 of them
     run = tmp_path / "run.json"
-    assert main(["trace", "Mia has", "Once", "--max-tokens", "20", "--device", "cpu", "--output", str(run)]) == 0
+    assert main(["trace", *"abcd", "--max-num-seqs", "1", "--max-tokens", "20", "--device", "cpu", "--output", str(run)]) == 0
     own = tmp_path / "own.csv"
     own.write_text("t,p,a\n" + "\n".join(f"{i / 5},{20 + i % 9},{9}" for i in range(100)))
     capsys.readouterr()

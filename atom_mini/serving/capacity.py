@@ -316,7 +316,8 @@ def serve(engine: Engine, jobs: Iterable[Arrival]) -> list[Served]:
 def fit_cost(rows: Iterable[tuple[float, float, float]]) -> Cost:
     """From (tokens, pairs, seconds) of steps. ValueError for fewer than three."""
     found = np.array([*rows])
-    require(len(found) > 2, f"{len(found)} steps: a curve needs at least three")
+    few = f"{len(found)} steps of a kind: a curve needs at least three"
+    require(len(found) > 2, f"{few}: record more requests")
     tokens, pairs, seconds = found.T
     sizes = np.unique(np.quantile(tokens, np.linspace(0, 1, 9), method="nearest"))
     hats = [np.interp(tokens, sizes, corner) for corner in np.eye(len(sizes))]
