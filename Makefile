@@ -90,14 +90,16 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/ranks.py
 	$(PY) tests/bench/server.py
 
-# README's figures: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit, and written
-# into the page.
+# README's figures and chapter 82's: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit,
+# and written into the pages.
 figures: $(VENV)/dev
 	mkdir -p build/figures
 	for name in cpu speculation families host_step full_size; do \
 		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
 	$(PY) tests/bench/figures.py build/figures
 	$(PY) nbs/book.py readme
+	$(PY) tests/bench/server.py --json tests/bench/results/server.json
+	$(PY) nbs/book.py run nbs/82_server.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; README's table and figure are made from it.
 score: $(VENV)/dev

@@ -602,6 +602,22 @@ def plot_host_and_device(axes, runs: dict[str, list[Note]], num_steps=5, skip=20
         ax.set_title(name, size=9, loc="left")
 
 
+def recorded(name: str) -> Any:
+    """What a benchmark has written: tests/bench/results/NAME.json."""
+    import json
+
+    folder = Path(__file__).parents[1] / "tests" / "bench" / "results"
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def rungs(*names: str) -> None:
+    """Print what the scorecard's file says of these rungs; `make score` writes it anew."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "bench"))
+    from scorecard import as_lines
+
+    print(as_lines(*names))
+
+
 def run_ranks(size, work) -> list:
     """`work(rank)` in a thread each; what they return. Raises what one of them raises."""
     from concurrent.futures import ThreadPoolExecutor

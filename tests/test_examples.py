@@ -121,30 +121,79 @@ def test_readme_scorecard_is_the_recorded_one(scorecard: Any) -> None:
     assert table in readme and scorecard.FIGURE.read_text() == scorecard.as_svg(score)
     assert f"]({scorecard.FIGURE.relative_to(ROOT)})" in readme.split("\n## ")[0]
     assert set(score["rungs"]) == set(scorecard.RUNGS) and score["commit"] and score["date"] in table
+    assert set(score["built-in"]["rungs"]) == set(scorecard.RUNGS)
     for rung, needs in scorecard.RUNGS.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| {rung} |"))
         assert (f"needs {needs}: not measured" in row) == (score["rungs"][rung] is None)
     changed = {**score, "rungs": score["rungs"] | {"paged": dict.fromkeys(score["rungs"]["paged"], 0.77)}}
     assert scorecard.as_markdown(changed) not in readme and scorecard.as_svg(changed) != scorecard.as_svg(score)
+    figure = scorecard.FIGURE.read_text()
+    assert all(f"{rate:,} tokens/s" in figure and f"{rate:,}" in readme for _, rate in scorecard.PUBLISHED.values())
+
+
+def test_chapters_say_of_a_rung_what_the_file_says(scorecard: Any) -> None:
+    """The cells are written by `make score`; the chapters that change how the engine runs have one."""
+    found = set()
+    for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            if text := scorecard.lines_of(cell):
+                (output,) = cell["outputs"]
+                assert "".join(output["text"]) == text, path.name
+                found.add(path.stem.split("_")[0])
+    assert {"23b", "54", "70", "72c", "82"} <= found
+
+
+def test_chapters_say_of_a_benchmark_what_its_file_says(capsys: Any) -> None:
+    """The cells that read a record print today what they have printed."""
+    found = 0
+    for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            if "from show import recorded\n" in source:
+                exec(compile(source, path.name, "exec"), {})
+                (output,) = cell["outputs"]
+                assert "".join(output["text"]) == capsys.readouterr().out, path.name
+                found += 1
+    assert found
+
+
+def test_every_chapter_has_a_question_and_minutes() -> None:
+    """In README, whichever part it is of."""
+    rows = re.findall(r"(?m)^\| \[[^\]]+\]\(nbs/(\w+)\.ipynb\) \|[^|]*\| (.+) \| (\d+) \|$", (ROOT / "README.md").read_text())
+    assert [name for name, *_ in rows] == [path.stem for path in book.notebooks([]) if path.stem[0].isdigit()]
+    assert all(question.endswith("?") and int(minutes) >= 5 for _, question, minutes in rows), rows
 
 
 def test_what_a_rung_is_said_to_have_done(scorecard: Any) -> None:
     """Two requests whose times are known: rates, waits, who was in time, and the bytes of the steps."""
     score = importlib.import_module("score")
+    about = score.Model("", 16.0, 1.0, 0.1, 50, weights=1000, token=7)
     load = [score.Request(0.0, [1] * 10, 3), score.Request(1.0, [1] * 20, 2)]
     times = [[0.5, 0.55, 0.6], [3.0, 3.05]]  # the second waits 2 s for its first token
-    found = score.figures(load, times, bandwidth=1e9)
+    found = score.figures(about, load, times, bandwidth=1e9)
     assert found["tokens per second"] == pytest.approx(5 / 3.05) and found["goodput"] == pytest.approx(1 / 3.05)
     assert (found["TTFT p50"], found["TTFT p99"]) == pytest.approx((2.0, 2.0)) and found["ITL p99"] == pytest.approx(0.05)
-    read = 5 * score.WEIGHTS + score.TOKEN * (10 + 11 + 12 + 20 + 21)
+    read = 5 * 1000 + 7 * (10 + 11 + 12 + 20 + 21)
     assert found["share of bandwidth"] == pytest.approx(read / 3.05 / 1e9)
+    assert score.figures(about, load, times, 0.0)["share of bandwidth"] is None
     together = [[0.5, 0.5, 0.6], [3.0, 3.0]]  # drafts: two tokens of one step
-    assert score.bytes_read(load, together, True) == 3 * score.WEIGHTS + score.TOKEN * (11 + 12 + 21)
+    assert score.bytes_read(about, load, together, True) == 3 * 1000 + 7 * (11 + 12 + 21)
     with pytest.raises(AssertionError, match="asked for"):
-        score.figures(load, [times[0], times[1][:1]], 1e9)
-    assert score.make_load() == score.make_load() and len(score.make_load()) == 64
+        score.figures(about, load, [times[0], times[1][:1]], 1e9)
+    assert score.make_load(about) == score.make_load(about) and len(score.make_load(about)) == 64
     ours = {rung for rung, needs in scorecard.RUNGS.items() if not needs}
     assert all(score.options_of(rung) for rung in ours)
+
+
+def test_a_model_is_as_large_as_its_config_says(scorecard: Any, tmp_path: Path) -> None:
+    """The bytes of the scorecard's 29 M model, counted by hand; and its words come back as they were said."""
+    score, cpu = importlib.import_module("score"), importlib.import_module("cpu")
+    (tmp_path / "config.json").write_text(json.dumps(cpu.SHAPE))
+    about = score.Model.read(str(tmp_path), 1.0, 1.0, 1.0)
+    assert about.weights == 4 * (8192 * 512 + 8 * (1024 * 512 + 512 * 512 + 3 * 512 * 1536)) and about.token == 4 * 2 * 8 * 4 * 64
+    score.write_words(str(tmp_path), 9)
+    words = importlib.import_module("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    assert words.decode([3, 1]) == "w3w1"
 
 
 def test_readme_says_how_long_the_package_is() -> None:

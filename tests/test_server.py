@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -191,6 +192,17 @@ def test_usage_is_counted_only_when_asked_for(served: Served, options: Any, coun
         assert all("usage" not in chunk and chunk["choices"] for chunk in [*chunks, last])
 
 
+def test_each_chunk_counts_if_that_is_asked_for(served: Served) -> None:
+    """guidellm asks vLLM's servers for it; of several answers all tokens so far are counted."""
+    asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "max_tokens": 6, "n": 2}
+    *chunks, last = served.events(TEXT, STORY | asked)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == last["usage"]["completion_tokens"] == 12
+    assert {chunk["usage"]["prompt_tokens"] for chunk in [*chunks, last]} == {4} and last["usage"]["total_tokens"] == 16
+    alone = {"stream_options": {"continuous_usage_stats": True}, "max_tokens": 2}
+    assert all("usage" not in chunk for chunk in served.events(TEXT, STORY | alone))
+
+
 def test_cached_tokens_are_told(served: Served) -> None:
     """ATOM #1422."""
     body = {"model": "tiny", "prompt": [*range(100, 164)], "max_tokens": 1}
@@ -345,12 +357,17 @@ def test_bounds() -> None:
         assert served.post(TEXT, {"model": "tiny", "prompt": ["x"] * 3, "max_tokens": 1}).status_code == 200
 
 
-def send(served: Served, body: dict[str, Any]) -> socket.socket:
-    """A request on a socket of its own."""
+def request_of(body: dict[str, Any]) -> bytes:
+    """As it goes over a socket."""
     data = json.dumps(body).encode()
     head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def send(served: Served, body: dict[str, Any]) -> socket.socket:
+    """A request on a socket of its own."""
     connection = socket.create_connection(("127.0.0.1", served.port))
-    connection.sendall(head.encode() + data)
+    connection.sendall(request_of(body))
     return connection
 
 
@@ -380,9 +397,7 @@ def test_a_client_that_reads_nothing_keeps_nobody(served: Served) -> None:
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     slow.connect(("127.0.0.1", served.port))
-    data = json.dumps(STORY | {"stream": True, "n": 16, "max_tokens": 1500}).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    slow.sendall(head.encode() + data)
+    slow.sendall(request_of(STORY | {"stream": True, "n": 16, "max_tokens": 1500}))
     while len(served.engine.streams) < 16:
         time.sleep(0.01)
 
@@ -469,6 +484,66 @@ def test_the_engine_is_killed_under_50_streams_and_a_restart_serves() -> None:
         assert process.wait(20) == 0
     with command() as (_, url):
         assert httpx.post(f"{url}{TEXT}", json={"model": "tiny", "prompt": "12 + 7 ="}).json()["choices"][0]["text"] == " 19"
+
+
+async def read_to_the_end(port: int, seed: int) -> None:
+    """A stream of 100 tokens, read as it comes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request_of(STORY | {"seed": seed, "max_tokens": 100, "stream": True}))
+    assert b"[DONE]" in await reader.readuntil(b"[DONE]")
+    writer.close()
+
+
+async def read_slowly(port: int, seen: list[bytes]) -> None:
+    """A byte a second, with little room for more, of a stream that is longer than those of the others."""
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    slow.connect(("127.0.0.1", port))
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with slow:
+        await loop.sock_sendall(slow, request_of(STORY | {"stream": True, "max_tokens": 1900}))
+        while True:
+            seen.append(await loop.sock_recv(slow, 1))
+            await asyncio.sleep(1)
+
+
+@alone
+def test_a_reader_of_a_byte_a_second_costs_50_others_less_than_a_tenth() -> None:
+    """In turns with it and without it, and the median of the ratios, as others use this machine, too: five pairs, and as many
+    again, twice, if they do not say so clearly."""
+
+    async def fast(url: str) -> float:
+        start = time.perf_counter()
+        await asyncio.gather(*(read_to_the_end(int(url.rpartition(":")[2]), seed) for seed in range(50)))
+        return time.perf_counter() - start
+
+    async def beside(url: str, client: httpx.AsyncClient) -> float:
+        seen: list[bytes] = []
+        slow = asyncio.create_task(read_slowly(int(url.rpartition(":")[2]), seen))
+        while not seen:
+            await asyncio.sleep(0.01)
+        took = await fast(url)
+        assert (await client.get("/health")).json()["running"] == 1  # it was there all the time
+        slow.cancel()
+        while (await client.get("/health")).json()["running"]:
+            await asyncio.sleep(0.01)
+        return took
+
+    async def main(url: str) -> list[float]:
+        ratios: list[float] = []
+        async with httpx.AsyncClient(base_url=url) as client:
+            await fast(url)
+            while len(ratios) < 15 and (not ratios or statistics.median(ratios) >= 1.1):
+                for _ in range(5):
+                    alone_first = await fast(url)
+                    with_it = await beside(url, client)
+                    ratios.append(with_it / ((alone_first + await fast(url)) / 2))
+        return ratios
+
+    with command() as (_, url):
+        ratios = asyncio.run(main(url))
+    assert statistics.median(ratios) < 1.1, ratios
 
 
 @alone

@@ -54,9 +54,11 @@ Texts = Annotated[list[str], Meta(max_length=16)]  # each is looked for in every
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`include_usage`: whether a last chunk counts tokens. Left out, it does not."""
+    """`include_usage`: whether a last chunk counts tokens, and with
+    `continuous_usage_stats` (vLLM's) each chunk those so far. Left out, none does."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

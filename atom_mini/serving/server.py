@@ -46,7 +46,7 @@ from ..text import RequestOutput, TextPiece
 
 # %% auto #0
 __all__ = ['DONE', 'JSON', 'TIMES', 'COUNTS', 'LEVELS', 'MORE', 'Pieces', 'until_gone', 'while_here', 'Serve', 'Gone', 'Exchange',
-           'Meters', 'Server', 'Front', 'serve', 'run_serve']
+           'Meters', 'Server', 'so_far', 'Front', 'serve', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143a9
 async def until_gone(receive: Any) -> None:
@@ -415,7 +415,9 @@ class Server:
         pieces: Pieces,
     ) -> None:
         """Pieces as they come, one event each."""
-        counts = bool(asked.stream_options and asked.stream_options.include_usage)
+        options = asked.stream_options
+        counts = bool(options and options.include_usage)
+        counts_all = bool(counts and options and options.continuous_usage_stats)
         head = asked.head(self.model) | ({"usage": None} if counts else {})
         outs: dict[int, RequestOutput] = {}
         places = [(0, 0)] * len(streams)  # tokens and characters sent
@@ -430,7 +432,11 @@ class Server:
             found = self.logprobs(asked, streams[i], piece.token_ids, tokens, characters)
             places[i] = tokens + len(piece.token_ids), characters + len(piece.text)
             choice = asked.choice(i, piece.text, found, piece.finish_reason, is_delta=True)
-            await exchange.event(head | {"choices": [choice]})
+            event = head | {"choices": [choice]}
+            if counts_all:
+                new = sum(tokens for tokens, _ in places)
+                event["usage"] = so_far(streams, new, asked.n or 1)
+            await exchange.event(event)
             if piece.output:
                 outs[i] = piece.output
         if counts:
@@ -540,6 +546,14 @@ MORE |= {503: {"retry_after": "5"}}
 
 # %% ../../nbs/82_server.ipynb #c30c2dc7
 Pieces = AsyncIterator[tuple[int, TextPiece]]
+
+# %% ../../nbs/82_server.ipynb #70451da1
+def so_far(streams: list[Stream], new: int, n: int) -> dict[str, int]:
+    """Counts of tokens in the middle of a stream."""
+    seqs = [stream.request.seq for stream in streams[::n] if stream.request]
+    known = sum(seq.num_prompt_tokens for seq in seqs)
+    total = known + new
+    return {"prompt_tokens": known, "completion_tokens": new, "total_tokens": total}
 
 # %% ../../nbs/82_server.ipynb #6d2fab4b
 class Front(uvicorn.Server):

@@ -1,4 +1,5 @@
-"""README's table and figure of the scorecard, from results/score_*.json, which score.py writes; no torch here."""
+"""README's table and figure of the scorecard, and its lines in the chapters, from results/score_*.json, which score.py writes.
+No torch here."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ RESULTS = ROOT / "tests" / "bench" / "results"
 FIGURE = ROOT / "docs" / "_static" / "score.svg"
 RUNGS = {  # rung -> what it needs; "" is this engine on a CPU
     "naive loop": "transformers", "padded batch": "transformers", "continuous": "", "paged": "", "prefix cache": "",
-    "chunked": "", "overlapped": "", "drafted": "", "own process": "", "ranks": "",
+    "chunked": "", "compiled": "", "overlapped": "", "drafted": "", "own process": "", "server": "", "ranks": "",
     "Triton": "a GPU", "small kernels": "a GPU", "graphs": "a GPU",
 }  # fmt: skip
+PUBLISHED = {"nano-vLLM": ("Qwen3-0.6B on an H200", 20_806), "vLLM": ("Qwen3-0.6B on an MI300X", 14_995)}  # by others
 COLOURS = {"transformers": "#7f8fa3", "": "#4d9de0"}
 
 
@@ -30,10 +32,11 @@ def read() -> dict[str, Any]:
     return max((json.loads(path.read_text()) for path in RESULTS.glob("score_*.json")), key=lambda one: one["versions"]["date"])
 
 
-def cells(found: dict[str, float]) -> list[str]:
+def cells(found: dict[str, Any]) -> list[str]:
     """A rung's figures, as the table has them."""
     ms = [f"{1000 * found[name]:.0f}" for name in ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")]
-    return [f"{found['tokens per second']:.0f}", *ms, f"{found['goodput']:.1f}", f"{100 * found['share of bandwidth']:.0f} %"]
+    share = "" if found["share of bandwidth"] is None else f"{100 * found['share of bandwidth']:.0f} %"
+    return [f"{found['tokens per second']:.0f}", *ms, f"{found['goodput']:.1f}", share]
 
 
 def beside(score: dict[str, Any]) -> str:
@@ -44,15 +47,27 @@ def beside(score: dict[str, Any]) -> str:
 
 def as_markdown(score: dict[str, Any]) -> str:
     """The table. A rung that was not run says what it needs."""
-    goal = score["objective"]
-    head = "tokens/s | TTFT p50, ms | p99 | ITL p50, ms | p99 | requests/s in time | of the bandwidth"
-    lines = [f"{score['stamp']}.{beside(score)} In time: a first token within {goal['TTFT']:g} s, the others every "
-             f"{1000 * goal['TPOT']:.0f} ms. The loop got the first {score['looped']} of 64 requests.", "",
-             f"| | {head} |", f"|---{'|---' * 7}|"]  # fmt: skip
+    both = [score, score["built-in"]]
+    goals = [f"{1000 * one['objective']['TTFT']:.0f} ms, the others every {1000 * one['objective']['TPOT']:.0f} ms" for one in both]
+    head = "tokens/s | TTFT p50, ms | p99 | ITL p50, ms | p99 | requests/s in time | of the bandwidth | "
+    head += "built-in: tokens/s | requests/s in time"
+    lines = [f"{score['stamp']}.{beside(score)} In time: a first token within {goals[0]}; of the built-in model {goals[1]}. "
+             f"{both[0]['rate']:g} requests come in a second, to the built-in model {both[1]['rate']:g}. "
+             f"The loop got the first {score['looped']} of 64.", "", f"| | {head} |", f"|---{'|---' * 9}|"]  # fmt: skip
     for rung, needs in RUNGS.items():
-        found = score["rungs"].get(rung)
-        row = cells(found) if found else [f"needs {needs}: not measured", *[""] * 6]
+        found, small = (one["rungs"].get(rung) for one in both)
+        row = [*cells(found), cells(small)[0], cells(small)[5]] if found else [f"needs {needs}: not measured", *[""] * 8]
         lines.append(f"| {rung} | {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def as_lines(*rungs: str) -> str:
+    """What a chapter says of some rungs: a line each."""
+    score = read()
+    lines = [f"{score['machine']}, {score['date']}, 29 M parameters"]
+    for rung in rungs:
+        rate, first, _, gap, late, *_ = cells(score["rungs"][rung])
+        lines.append(f"{rung:12} {rate:>4} tokens/s, first token {first:>5} ms, then every {gap:>4} ms (p99 {late:>4})")
     return "\n".join(lines)
 
 
@@ -70,7 +85,13 @@ def as_svg(score: dict[str, Any]) -> str:
             f'<text x="112" y="{y + 15}" text-anchor="end">{escape(name)}</text><rect x="120" y="{y}" width="{wide:.0f}" '
             f'height="{high - 6}" fill="{COLOURS[RUNGS[name]]}"/><text x="{126 + wide:.0f}" y="{y + 15}">{said}</text>'
         )
-    tall = 34 + high * len(rungs) + 42
+    for n, (name, (machine, rate)) in enumerate(PUBLISHED.items(), len(rungs)):
+        y = 38 + high * n
+        shapes.append(
+            f'<text x="112" y="{y + 15}" text-anchor="end" fill="#8a7438">{escape(name)}</text><text x="126" y="{y + 15}" '
+            f'fill="#8a7438">{rate:,} tokens/s, as published, of {machine}: another model and load, so no bar</text>'
+        )
+    tall = 38 + high * (len(rungs) + len(PUBLISHED)) + 42
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {tall}" font-family="system-ui, sans-serif" '
         f'font-size="13" fill="#33393f"><title>The same 64 requests on each rung</title><rect width="760" height="{tall}" '
@@ -81,6 +102,22 @@ def as_svg(score: dict[str, Any]) -> str:
     )
 
 
+LINES = re.compile(r"rungs\((.+)\)$")  # a chapter's cell
+
+
+def lines_of(cell: dict[str, Any]) -> str | None:
+    """What a chapter's cell prints, if it is about rungs."""
+    found = LINES.search("".join(cell["source"])) if cell["cell_type"] == "code" else None
+    return as_lines(*re.findall(r'"([^"]+)"', found[1])) + "\n" if found else None
+
+
 def write_pages() -> None:
-    """README's figure."""
+    """README's figure, and the chapters' lines."""
     FIGURE.write_text(as_svg(read()))
+    for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")):
+        page = json.loads(path.read_text())
+        told = [(cell, text) for cell in page["cells"] if (text := lines_of(cell))]
+        for cell, text in told:
+            cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}]
+        if told:
+            path.write_text(json.dumps(page, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
