@@ -279,6 +279,8 @@ COMMANDS = {
         ("serving.fleet:Fleet", Config), "The same, by engines on Ray.", "ray"),
     "batch": Command("serving.fleet:run_batch", "model source target",
         ("serving.fleet:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
+    "capacity": Command("serving.replicas_needed:run_capacity", "model --json",
+        (Config, "serving.replicas_needed:Capacity"), "Say how many engines it takes."),
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
@@ -301,7 +303,9 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
     form = argparse.RawTextHelpFormatter  # it leaves the paragraphs as they are
     for name, command in COMMANDS.items():
         about = command.about or command.run.__doc__
-        sub = commands.add_parser(name, help=about, formatter_class=form)
+        sub = commands.add_parser(
+            name, help=about, formatter_class=form, conflict_handler="resolve"
+        )  # the last of two options of one name
         sub.description = about
         sub.set_defaults(run=command.run, model="tiny", trace=name == "trace")
         if name == "chat":  # its answers may be longer
