@@ -79,6 +79,11 @@ class ChunkPlan(NamedTuple):
         places = self.num_chunks * self.chunk_size
         return places - round_up(self.num_tokens, self.block_size)
 
+    @property
+    def right(self) -> int:
+        """Dummy tokens behind it, in its last block."""
+        return round_up(self.num_tokens, self.block_size) - self.num_tokens
+
     def end(self, num_computed: int) -> int:
         """Where the chunk that holds prompt token number `num_computed` ends."""
         chunk = (self.left + num_computed) // self.chunk_size
