@@ -65,8 +65,8 @@ class PrefixIndex:
         same = block.token_ids == tokens_of(seq, i) and block.parent_id == parent_id
         return block if same else None
 
-    def add_pending(self, seq: Sequence, i: int, twin: Block | None) -> None:
-        """Note the `i`-th block of `seq`; `twin`: a block that holds the same, if any."""
+    def add_pending(self, seq: Sequence, i: int) -> None:
+        """Note the `i`-th block of `seq`, unless another holds the same."""
         hash = self._hash(seq, i)
         if hash not in self.hash_to_block_id:  # the first keeps the place
             self.pending.setdefault(hash, seq.block_table[i])
@@ -80,7 +80,7 @@ class PrefixIndex:
             block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else ROOT
             twin = self._lookup(seq, i, block.parent_id)
             block.content_id = twin.content_id if twin else next(self._content_ids)
-            self.add_pending(seq, i, twin)
+            self.add_pending(seq, i)
             seq.num_published_blocks = i + 1
 
     def publish(self) -> None:

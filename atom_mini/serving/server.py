@@ -547,7 +547,7 @@ MORE |= {503: {"retry_after": "5"}}
 # %% ../../nbs/82_server.ipynb #c30c2dc7
 Pieces = AsyncIterator[tuple[int, TextPiece]]
 
-# %% ../../nbs/82_server.ipynb #70451da1
+# %% ../../nbs/82_server.ipynb #c0de8201
 def so_far(streams: list[Stream], new: int, n: int) -> dict[str, int]:
     """Counts of tokens in the middle of a stream."""
     seqs = [stream.request.seq for stream in streams[::n] if stream.request]

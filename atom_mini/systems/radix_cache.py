@@ -67,10 +67,10 @@ class RadixCache(PrefixIndex):
             block_id = self.pending.get((parent_id, tokens))
         return None if block_id is None else self.blocks[block_id]
 
-    def add_pending(self, seq: Sequence, i: int, twin: Block | None) -> None:
-        """Note the `i`-th block of `seq`; `twin`: a block that holds the same, if any."""
-        if twin is None:
-            block = self.blocks[seq.block_table[i]]
+    def add_pending(self, seq: Sequence, i: int) -> None:
+        """Note the `i`-th block of `seq`, unless another holds the same."""
+        block = self.blocks[seq.block_table[i]]
+        if self._lookup(seq, i, block.parent_id) is None:
             self.pending[block.parent_id, tuple(block.token_ids)] = block.block_id
 
     def split(self, node: Node, num_blocks: int) -> None:
