@@ -81,7 +81,7 @@ def processes() -> dict[int, str]:
 
 
 @pytest.fixture
-def tidy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # tmp_path: is made first, elsewhere
     """A folder for temporary files that must be empty afterwards, and no process more than before."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: sockets under a long path would lie elsewhere
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

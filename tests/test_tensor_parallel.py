@@ -619,7 +619,7 @@ def ranks_alive(tag: str) -> list[int]:
 
 
 @pytest.fixture
-def tidy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # tmp_path: is made first, elsewhere
     """A folder for temporary files that must be empty afterwards, and no rank left."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: sockets under a long path would lie elsewhere
     watching = lambda: sum(t.name == "engine 0" for t in threading.enumerate())  # noqa: E731
