@@ -102,7 +102,7 @@ def signature(app: Sphinx, what: str, name: str, obj: object, opts: object, args
 def docstring(app: Sphinx, what: str, name: str, obj: type, options: object, lines: list[str]) -> None:
     """In our docstrings a star is a star, and a letter may follow the code; a class begins with what it extends."""
     lines[:] = [re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", line.replace("*", r"\*")) for line in lines]
-    if what == "class" and getattr(obj, "__base__", object) is not object:  # a TypeVar has none
+    if what == "class" and getattr(obj, "__base__", None) not in (None, object):  # a TypeVar has none
         lines[:0] = [f"Bases: `{obj.__base__.__name__}`.", ""]
 
 
