@@ -416,7 +416,7 @@ def test_comments_after_fields_are_shown(pages: dict[Path, Page]) -> None:
 # In a browser.
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open an event loop runs, and no other test could run one
 def browser() -> Iterator[Any]:
     """Chromium from the system, headless."""
     api = pytest.importorskip(
