@@ -570,8 +570,8 @@ class OneThreadSampler(Sampler):
             largest = np.take_along_axis(rows, tokens[:, None], -1)[:, 0]
             return torch.from_numpy(np.where(np.isfinite(largest), tokens, NO_TOKEN))
         count = torch.get_num_threads()
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             return super().__call__(logits, meta)
         finally:
             torch.set_num_threads(count)
