@@ -23,7 +23,7 @@ from ..checkpoint import require
 from ..config import COUNT, Config, check_rules, is_count, is_number
 from ..instruments.command_line import given, needs, print_report
 from ..instruments.trace import StepRecord
-from .capacity import Arrival, Cost, Costs, Engine, Served, fit, serve
+from .capacity import Arrival, Cost, Costs, Engine, fit, serve
 
 # %% auto #0
 __all__ = ['TRAFFIC', 'DEVICES', 'REACHED', 'HOST', 'SAMPLE', 'Load', 'MOST', 'Traffic', 'draw', 'seconds_of', 'read_csv',
