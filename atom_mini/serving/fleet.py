@@ -14,7 +14,7 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ from ..processes.replicas import best_match
 from .async_llm import AsyncLLM
 from .protocol import ApiError
 from atom_mini.serving.server import (
-    DONE, JSON, Api, Events, Serve, Server, event, read_body, while_here,
+    DONE, JSON, Answer, Api, Serve, Server, event, read_body,
 )  # fmt: skip
 
 # %% auto #0
@@ -318,8 +318,8 @@ class Front(Api):
         session = request.headers.get("x-session-id", "")
         ask = self.engines.options(session_id=session).exchange.remote
         messages = self.messages(ask(scope=scope, body=body, hashes=hashes))
-        start = await while_here(request.receive, anext(messages))
-        answer = Events(bodies(messages), start["status"])
+        start = await anext(messages)
+        answer = Answer(bodies(messages), start["status"])
         answer.raw_headers = start["headers"]
         return answer
 
@@ -335,12 +335,11 @@ class Front(Api):
 # %% ../../nbs/84_fleet.ipynb #722b4a1b
 async def bodies(messages: AsyncGenerator[Message, None]) -> AsyncIterator[bytes]:
     """What they carry; an error is the last event."""
-    async with aclosing(messages):
-        try:
-            async for message in messages:
-                yield message["body"]
-        except ApiError as error:
-            yield event(error.body()) + DONE
+    try:
+        async for message in messages:
+            yield message["body"]
+    except ApiError as error:
+        yield event(error.body()) + DONE
 
 # %% ../../nbs/84_fleet.ipynb #6b5bc07a
 class Entry:

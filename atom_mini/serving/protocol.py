@@ -89,6 +89,8 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def num_logprobs(self) -> int | None:
         """How many log probabilities beside the chosen token's; None: not even that."""
+        if isinstance(self, ChatCompletionRequest):
+            return (self.top_logprobs or 0) if self.logprobs else None
         return self.logprobs
 
     def params(self, choice: int = 0) -> SamplingParams:
@@ -99,16 +101,16 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             wish["seed"] = self.seed + choice
         return SamplingParams(**wish)
 
-    def said(self, text: str) -> dict[str, Any]:
-        """`text`, whole or a piece of it."""
-        return {"text": text}
-
     def choice(
         self, index: int, text: str, reason: str | None, logprobs: Any = None
     ) -> dict[str, Any]:
         """One answer, or a piece of it."""
-        end = {"logprobs": logprobs, "finish_reason": reason}
-        return {"index": index} | self.said(text) | end
+        said: dict[str, Any] = {"text": text}
+        if isinstance(self, ChatCompletionRequest):
+            message = {"role": "assistant", "content": text, "refusal": None}
+            said = {"message": message | {"annotations": []}}
+            said = {"delta": {"content": text} if text else {}} if self.stream else said
+        return {"index": index} | said | {"logprobs": logprobs, "finish_reason": reason}
 
     def head(self, model: str) -> dict[str, Any]:
         """What all chunks of an answer have in common."""
@@ -137,16 +139,14 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         most = self.num_logprobs
         if most is None:
             return None
-        both = zip(found, ids, strict=True)
-        return self.spelt([named(*pair, most, tokenizer) for pair in both], at)
-
-    def spelt(self, rows: list[Any], at: int) -> dict[str, Any]:
-        """`rows`, for each token one of `named`, in this endpoint's shape."""
+        rows = [named(*pair, most, tokenizer) for pair in zip(found, ids, strict=True)]
+        if isinstance(self, ChatCompletionRequest):
+            content = [first | {"top_logprobs": top} for first, *top in rows]
+            return {"content": content, "refusal": None}
         words = [first["token"] for first, *_ in rows]
-        best = [{t["token"]: t["logprob"] for t in top} for _, *top in rows]
         return {
             "tokens": words, "token_logprobs": [first["logprob"] for first, *_ in rows],
-            "top_logprobs": best,
+            "top_logprobs": [{t["token"]: t["logprob"] for t in top} for _, *top in rows],
             "text_offset": [*accumulate(map(len, words), initial=at)][:-1],
         }  # fmt: skip
 
@@ -189,20 +189,6 @@ class ChatCompletionRequest(Asked, kw_only=True):
         good = self.logprobs or most is None
         require(good, f"top_logprobs={most} without logprobs=true: set it")
 
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def said(self, text: str) -> dict[str, Any]:
-        if self.stream:
-            return {"delta": {"content": text} if text else {}}
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"message": message | {"annotations": []}}
-
-    def spelt(self, rows: list[Any], at: int) -> dict[str, Any]:
-        content = [first | {"top_logprobs": top} for first, *top in rows]
-        return {"content": content, "refusal": None}
-
 # %% ../../nbs/81_protocol.ipynb #95599ea6
 SILENT: dict[str, list[Any]] = {  # field -> the values of it that ask for nothing
     "tools": [[]], "tool_choice": ["none"], "parallel_tool_calls": [],
@@ -214,17 +200,14 @@ SILENT: dict[str, list[Any]] = {  # field -> the values of it that ask for nothi
 
 # %% ../../nbs/81_protocol.ipynb #2c1534a5
 def read_request(body: bytes, kind: type[T]) -> T:
-    """The request in `body`; ApiError (400) if it is none."""
-    try:
-        raw = msgspec.json.decode(body, type=dict[str, Any])
-        said = {name: value for name, value in raw.items() if value is not None}
-        for name in SILENT.keys() & said.keys():
-            value = said.pop(name)
-            wrong = f"{name}={value!r}"[:200]
-            require(value in SILENT[name], f"{wrong} is not served here: leave it out")
-        return msgspec.convert(said, kind)
-    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
-        raise as_refusal(error) from None
+    """The request in `body`; ValueError or RecursionError if it is none."""
+    raw = msgspec.json.decode(body, type=dict[str, Any])
+    said = {name: value for name, value in raw.items() if value is not None}
+    for name in SILENT.keys() & said.keys():
+        value = said.pop(name)
+        wrong = f"{name}={value!r}"[:200]
+        require(value in SILENT[name], f"{wrong} is not served here: leave it out")
+    return msgspec.convert(said, kind)
 
 # %% ../../nbs/81_protocol.ipynb #1e5309d1
 def named(
@@ -232,7 +215,6 @@ def named(
 ) -> list[dict[str, Any]]:
     """The chosen token, and the `most` likely ones of `row`."""
     best = sorted(row, key=row.__getitem__, reverse=True)[:most]
-    ids = [chosen, *best]
-    words = [tokenizer.decode([id]) for id in ids]
-    return [{"token": word, "logprob": row[id], "bytes": [*word.encode()]}
-            for word, id in zip(words, ids, strict=True)]  # fmt: skip
+    words = {id: tokenizer.decode([id]) for id in [chosen, *best]}
+    return [{"token": words[id], "logprob": row[id], "bytes": [*words[id].encode()]}
+            for id in [chosen, *best]]  # fmt: skip

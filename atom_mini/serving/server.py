@@ -16,12 +16,12 @@ import time
 import traceback
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -50,32 +50,30 @@ from atom_mini.serving.protocol import (
 from ..text import RequestOutput, TextPiece
 
 # %% auto #0
-__all__ = ['T', 'JSON', 'MORE', 'Values', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'until_gone', 'while_here', 'Serve', 'Document',
-           'read_body', 'told', 'tell', 'event', 'lines', 'Events', 'streamed', 'Meters', 'Api', 'Server', 'Front',
-           'serve', 'run_serve']
+__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Serve', 'Document', 'read_body',
+           'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143a9
-T = TypeVar("T")  # whatever work gives
+JSON = "application/json"
+EVENTS = "text/event-stream"
+Parts = AsyncGenerator[Any, None]
 
 
-async def until_gone(receive: Any) -> None:
-    """Returns when the client has left; what it says before (an empty body) is lost."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class Answer(StreamingResponse):
+    """Parts, until the client leaves. What is wrong before the first is an HTTP error."""
 
+    async def stream_response(self, send: Any) -> None:
+        parts: Any = self.body_iterator
 
-async def while_here(receive: Any, work: Awaitable[T]) -> T:
-    """What `work` gives. ClientDisconnect, and no more work, if the client leaves."""
-    gone = asyncio.ensure_future(until_gone(receive))
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([gone, task], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return await task
-    finally:
-        gone.cancel()
-        task.cancel()
+        async def begun() -> Parts:
+            yield first
+            async for part in parts:
+                yield part
+
+        async with aclosing(parts):
+            first = await anext(parts)
+            self.body_iterator = begun()
+            await super().stream_response(send)
 
 # %% ../../nbs/82_server.ipynb #558b307b
 @dataclass
@@ -103,9 +101,6 @@ class Serve:
         ])  # fmt: skip
 
 # %% ../../nbs/82_server.ipynb #b70607f3
-JSON = "application/json"
-
-
 class Document(Response):
     """What becomes JSON."""
 
@@ -134,7 +129,7 @@ def told(error: Exception) -> ApiError:
             return ApiError(499, "the client has left")
         case EngineDead():
             return ApiError(503, str(error).splitlines()[0], code="engine_dead")
-        case ValueError():
+        case ValueError() | RecursionError():
             return as_refusal(error)
     return ApiError(500, f"the server has failed: {type(error).__name__}")
 
@@ -153,7 +148,6 @@ async def tell(request: Any, error: Any) -> Response:
     return Document(said.body(), said.status, MORE.get(said.status))
 
 # %% ../../nbs/82_server.ipynb #d8ca6144
-Values = AsyncGenerator[Any, None]  # of a stream
 DONE = b"data: [DONE]\n\n"
 
 
@@ -162,35 +156,21 @@ def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def lines(first: Any, rest: Values) -> AsyncIterator[bytes]:
-    """All events; an error is the last one."""
-    async with aclosing(rest):
-        try:
-            yield event(first)
-            async for value in rest:
-                yield event(value)
-        except Exception as error:
-            if not isinstance(error, ApiError | EngineDead):
-                traceback.print_exception(error)  # elsewhere uvicorn does
-            yield event(told(error).body())
-        yield DONE
-
-# %% ../../nbs/82_server.ipynb #d8ca6145
-class Events(StreamingResponse):
-    """A stream of events."""
-
-    media_type = "text/event-stream"
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body: Any = self.body_iterator
-        async with aclosing(body):  # now, also if somebody still holds it
-            await super().__call__(scope, receive, send)
-
-
-async def streamed(request: Request, events: Values) -> Response:
-    """`events`, once there is one; what is wrong before it is raised."""
-    first = await while_here(request.receive, anext(events))
-    return Events(lines(first, events))
+async def lines(events: Parts) -> Parts:
+    """Events as they go over the wire; what is wrong before the first is raised, and
+    after it told."""
+    has_begun = False
+    try:
+        async for value in events:
+            yield event(value)
+            has_begun = True
+    except Exception as error:
+        if not has_begun:
+            raise
+        if not isinstance(error, ApiError | EngineDead):
+            traceback.print_exception(error)  # elsewhere uvicorn does
+        yield event(told(error).body())
+    yield DONE
 
 # %% ../../nbs/82_server.ipynb #76565139
 KINDS = {  # what is measured: vLLM's names
@@ -263,7 +243,8 @@ class Meters(Metrics):
         return found | {"blocks": blocks, "needed": needed}
 
 # %% ../../nbs/82_server.ipynb #f2a4a76d
-ERRORS = ApiError, ClientDisconnect, EngineDead, Exception, HTTPException, ValueError
+ERRORS = (ApiError, ClientDisconnect, EngineDead, Exception, HTTPException,
+          RecursionError, ValueError)  # fmt: skip
 
 
 class Api(Starlette):
@@ -372,24 +353,25 @@ class Server(Api):
             what = f"the model here is {self.model!r}, not {asked.model!r}"
             raise ApiError(404, what, "model", "model_not_found")
         if asked.stream:
-            return await streamed(request, self.chunks(asked))
-        return Document(await while_here(request.receive, self.whole(asked)))
+            return Answer(lines(self.chunks(asked)), media_type=EVENTS)
+        return Answer(self.whole(asked), media_type=JSON)
 
-    async def whole(self, asked: Asked) -> dict[str, Any]:
-        """All answers in one document."""
+    async def whole(self, asked: Asked) -> Parts:
+        """All answers in one document, which is one part."""
         stream = Stream()
         pieces = self.pieces(asked, stream)
         outs = {piece.index: piece.output async for piece in pieces if piece.output}
         tokenizer = self.engine.llm.tokenizer
         choices = []
         for i, out in sorted(outs.items()):
-            found = asked.spell(out.logprobs, out.token_ids, tokenizer, 0)
-            choices.append(asked.choice(i, out.text, out.finish_reason, found))
+            spelt = asked.spell(out.logprobs, out.token_ids, tokenizer, 0)
+            choices.append(asked.choice(i, out.text, out.finish_reason, spelt))
         new = sum(len(out.token_ids) for out in outs.values())
         counts = asked.usage(stream.requests, new)
-        return asked.head(self.model) | {"choices": choices, "usage": counts}
+        found = asked.head(self.model) | {"choices": choices, "usage": counts}
+        yield msgspec.json.encode(found)
 
-    async def chunks(self, asked: Asked) -> Values:
+    async def chunks(self, asked: Asked) -> Parts:
         """Pieces as they come."""
         stream = Stream()
         options = asked.stream_options
@@ -466,7 +448,7 @@ class Server(Api):
 
     async def events(self, request: Request) -> Response:
         """The steps as they come, and the engine's state, ten times a second."""
-        return await streamed(request, self.watch())
+        return Answer(lines(self.watch()), media_type=EVENTS)
 
     def why(self, state: dict[str, Any]) -> str:
         """Why the first one waits; nothing if nobody does."""
@@ -481,7 +463,7 @@ class Server(Api):
         why = "the step's budget of tokens is used up"
         return f"{why}, or blocks are kept for those who run"
 
-    async def watch(self) -> Values:
+    async def watch(self) -> Parts:
         """What the page shows, until the server ends."""
         steps = deque[dict[str, Any]](maxlen=300)
         self.meters.watchers.append(steps)
@@ -496,36 +478,42 @@ class Server(Api):
         finally:
             self.meters.watchers.remove(steps)
 
-    def end_answers(self) -> None:
-        """Tell all who still wait."""
-        for stream in self.streams:
-            stream.put(ApiError(503, "the server ends", code="leaving"))
-
 # %% ../../nbs/82_server.ipynb #6d2fab4b
 class Front(uvicorn.Server):
     """uvicorn's server; at the end answers under way get time, and then an error."""
 
     def __init__(self, app: Server) -> None:
-        options: dict[str, Any] = {"lifespan": "off", "ws": "none"}
-        options["log_level"] = "warning"
         patience = int(app.settings.grace) + 5  # for who does not even read the error
         super().__init__(uvicorn.Config(
-            app, **options, access_log=False, timeout_graceful_shutdown=patience,
+            app, lifespan="off", ws="none", log_level="warning", access_log=False,
             timeout_keep_alive=30,  # longer than clients keep a connection
+            timeout_graceful_shutdown=patience,
         ))  # fmt: skip
         self.app = app
+
+    def end_answers(self) -> None:
+        """Tell all who still wait."""
+        for stream in self.app.streams:
+            stream.put(ApiError(503, "the server ends", code="leaving"))
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Let go of the socket; wait for the answers."""
         self.app.is_leaving = True
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.app.settings.grace, self.app.end_answers)
+        timer = loop.call_later(self.app.settings.grace, self.end_answers)
         await super().shutdown(sockets)
         timer.cancel()
 
-# %% ../../nbs/82_server.ipynb #13e163c4
-async def serve(engine: AsyncLLM, settings: Serve, listener: socket.socket) -> None:
-    """Until it is told to end."""
+# %% ../../nbs/82_server.ipynb #a6eca8dd
+def run_serve(args: argparse.Namespace) -> None:
+    """Listen, load, serve until it is told to end."""
+    settings = Serve(**given(args, Serve))
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    place = (settings.host, settings.port)
+    listener = socket.create_server(place, family=family, backlog=2048)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    engine = AsyncLLM(**{"engine_process": True} | given(args, Config))
     app = Server(engine, settings)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn hears them, and asks again
         signal.signal(number, lambda *_: None)
@@ -534,18 +522,6 @@ async def serve(engine: AsyncLLM, settings: Serve, listener: socket.socket) -> N
     host, port = listener.getsockname()[:2]
     print(f"{app.model} is served at http://{host}:{port}", flush=True)
     try:
-        await Front(app).serve([listener])
+        Front(app).run([listener])
     finally:
-        await engine.close()
-
-# %% ../../nbs/82_server.ipynb #a6eca8dd
-def run_serve(args: argparse.Namespace) -> None:
-    """Listen, load, serve."""
-    settings = Serve(**given(args, Serve))
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    place = (settings.host, settings.port)
-    listener = socket.create_server(place, family=family, backlog=2048)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    engine = AsyncLLM(**{"engine_process": True} | given(args, Config))
-    asyncio.run(serve(engine, settings, listener))
+        asyncio.run(engine.close())
