@@ -83,6 +83,23 @@ def test_each_of_many_gets_its_solo_text(engine: AsyncLLM, aborts: list[int]) ->
     assert asyncio.run(main()) == solo and aborts == []
 
 
+def test_several_prompts_in_one_call(engine: AsyncLLM, aborts: list[int]) -> None:
+    """As `LLM.stream` answers them; whoever leaves takes all of them back."""
+    prompts = [PROMPT, "12 + 7 =", PROMPT]
+    with LLM("tiny", **SMALL) as llm:
+        solo = [out.text for out in llm.generate(prompts, wishes(3))]
+
+    async def main() -> list[str]:
+        texts = [""] * 3
+        async for piece in engine.generate(prompts, wishes(3)):
+            texts[piece.index] += piece.text
+        await leave(engine.generate(prompts, wishes(3, max_tokens=500)), after=5)
+        await until_idle(engine)
+        return texts
+
+    assert asyncio.run(main()) == solo and len(aborts) == 3
+
+
 @pytest.mark.parametrize("how", ["break", "cancel"])
 def test_who_leaves_is_one_abort(engine: AsyncLLM, aborts: list[int], how: str) -> None:
     """100 of 200 leave in mid-stream: exactly 100 aborts, and all blocks are back."""

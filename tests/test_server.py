@@ -162,6 +162,20 @@ def test_a_failure_is_never_a_stop(served: Served, monkeypatch: pytest.MonkeyPat
     assert served.client.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_fault_of_our_own_is_told_too(served: Served, monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
+    """Whatever a handler raises: a document with status 500, or a stream's last event."""
+
+    def broken(_: Any) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.app.meters, "finish", broken)
+        response = served.post(TEXT, STORY | {"stream": is_stream, "max_tokens": 3})
+    assert "KeyError" in (events(response)[-1]["error"]["message"] if is_stream else complain(response, 500))
+    served.wait_idle()
+
+
 def test_the_role_comes_first_with_an_empty_content(served: Served) -> None:
     """ATOM #1803; one for each answer."""
     chunks = served.events(TALK, CHAT | {"n": 2, "seed": 1})

@@ -81,10 +81,10 @@ class AsyncLLM:
         self.streams: dict[int, tuple[Stream, int]] = {}
         self.is_stepping = False
 
-    def submit(self, job: Callable[[], T]) -> Awaitable[T]:
-        """What `job()` returns, called by the engine's thread between two steps."""
+    def submit(self, job: Callable[..., T], *args: Any) -> Awaitable[T]:
+        """What `job(*args)` returns, called by the engine's thread between two steps."""
         require(self.ended is None, "this AsyncLLM is closed: make a new one")
-        return asyncio.wrap_future(self.thread.submit(job))
+        return asyncio.wrap_future(self.thread.submit(job, *args))
 
     def _wake(self) -> None:
         """Have a step stand in line, if none does."""
@@ -125,39 +125,35 @@ class AsyncLLM:
             del self.streams[id]
             self.llm.abort(id)
 
-    def leave(self, stream: Stream) -> None:
+    def _begin(self, stream: Stream, prompts: Prompts, params: Params) -> None:
+        """Queue a request for each prompt. ValueError, and none, if one cannot run."""
+        stream.requests = self.llm._prepare(prompts, params)
+        for i, request in enumerate(stream.requests):
+            self.streams[request.seq.id] = stream, i
+        self.llm._add(stream.requests)
+        self._wake()
+
+    def _leave(self, stream: Stream) -> None:
         """Nobody waits for it any more: take back what has not had its last piece."""
-
-        def job() -> None:
-            for request in stream.requests:
-                if self.streams.pop(request.seq.id, None):
-                    self.llm.abort(request.seq.id)
-
-        with suppress(RuntimeError):  # the thread has ended, and all requests with it
-            self.thread.submit(job)
+        for request in stream.requests:
+            if self.streams.pop(request.seq.id, None):
+                self.llm.abort(request.seq.id)
 
     async def follow(
         self, stream: Stream, prompts: Prompts, params: Params
     ) -> AsyncIterator[TextPiece]:
         """As `generate`; `stream` shows the requests to whoever has made it."""
-
-        def begin() -> None:
-            stream.requests = self.llm._prepare(prompts, params)
-            for i, request in enumerate(stream.requests):
-                self.streams[request.seq.id] = stream, i
-            self.llm._add(stream.requests)
-            self._wake()
-
         stream.loop = asyncio.get_running_loop()
         try:
-            await self.submit(begin)
+            await self.submit(self._begin, stream, prompts, params)
             left = len(stream.requests)
             while left:
                 for piece in await stream.take():
                     left -= piece.finished
                     yield piece
         finally:
-            self.leave(stream)
+            with suppress(RuntimeError):  # the thread has ended, and all requests with it
+                self.thread.submit(self._leave, stream)
 
     def generate(
         self, prompts: Prompts, params: Params = None,
@@ -172,15 +168,14 @@ class AsyncLLM:
         """
         return self.follow(Stream(request_id), prompts, params)
 
+    def _abort(self, name: Hashable) -> bool:
+        named = [id for id, (stream, _) in self.streams.items() if stream.name == name]
+        return sum(self.llm.abort(id) for id in named) > 0
+
     async def abort(self, request_id: Hashable) -> bool:
         """End the requests of this name: their last pieces say "abort". False if there are
         none."""
-
-        def job() -> bool:
-            named = [id for id, (s, _) in self.streams.items() if s.name == request_id]
-            return sum(self.llm.abort(id) for id in named) > 0
-
-        return await self.submit(job)
+        return await self.submit(self._abort, request_id)
 
     def _end(self) -> None:
         self.llm.close()  # which ends them all with "abort"

@@ -34,8 +34,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..config import COUNT, Config, check_rules, is_count, is_number
 from ..checkpoint import require
+from ..config import COUNT, Config, check_rules, is_count, is_number
 from ..engine_core import StepOutput
 from ..instruments.command_line import given
 from ..instruments.trace import Metrics
@@ -56,11 +56,11 @@ __all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOI
 # %% ../../nbs/82_server.ipynb #0b4143a9
 JSON = "application/json"
 EVENTS = "text/event-stream"
-Parts = AsyncGenerator[Any, None]
+Parts = AsyncGenerator[Any, None]  # of an answer
 
 
 class Answer(StreamingResponse):
-    """Parts, until the client leaves. What is wrong before the first is an HTTP error."""
+    """Parts, until the client leaves. An error before the first is an HTTP error."""
 
     async def stream_response(self, send: Any) -> None:
         parts: Any = self.body_iterator
@@ -196,7 +196,8 @@ class Meters(Metrics):
             name: kind(f"vllm:{name}", name, ["model_name"], **own).labels(model)
             for kind, names in KINDS.items() for name in names.split()
         }  # fmt: skip
-        self.watchers: list[deque[dict[str, Any]]] = []  # of each page, steps to show
+        self.steps: deque[dict[str, Any]] = deque(maxlen=300)
+        self.watchers = 0  # pages that look
 
     def waiting(self) -> list[Sequence]:
         """Who has no token yet, in order of arrival."""
@@ -209,15 +210,13 @@ class Meters(Metrics):
         new = step.output.token_ids
         self.of["generation_tokens"].inc(sum(map(len, new.values())))
         if self.watchers:
-            told = {
+            self.steps.append({
                 "step": self.num_steps, "kind": step.batch.type.name.lower(),
                 "ms": round(1e3 * step.seconds, 2), "tokens": step.batch.total_tokens_num,
                 "ran": [seq.id for seq in step.seqs],
                 "waiting": [seq.id for seq in self.waiting()][:50],
                 "ended": {seq.id: seq.leave_reason for seq in step.finished},
-            }  # fmt: skip
-            for steps in self.watchers:
-                steps.append(told)
+            })  # fmt: skip
 
     def finish(self, out: RequestOutput) -> None:
         """A request has its whole answer."""
@@ -235,12 +234,14 @@ class Meters(Metrics):
             raise self.engine.error
         core: Any = self.engine.llm.engine_core
         found = getattr(core, "metrics", EngineCoreProc(core, 0, 0).metrics)()
-        blocks = self.engine.llm.config.num_kvcache_blocks or 1
+        config = self.engine.llm.config
+        blocks = config.num_kvcache_blocks or 1
         self.of["num_requests_running"].set(found["running"])
         self.of["num_requests_waiting"].set(found["waiting"])
         self.of["kv_cache_usage_perc"].set(1 - found["free_blocks"] / blocks)
         needed = next((seq.num_blocks for seq in self.waiting()), 0)
-        return found | {"blocks": blocks, "needed": needed}
+        more = {"blocks": blocks, "needed": needed, "max_num_seqs": config.max_num_seqs}
+        return found | more
 
 # %% ../../nbs/82_server.ipynb #f2a4a76d
 ERRORS = (ApiError, ClientDisconnect, EngineDead, Exception, HTTPException,
@@ -303,7 +304,7 @@ class Server(Api):
         assert isinstance(asked, ChatCompletionRequest)
         chat = msgspec.to_builtins(asked.messages)
         try:
-            return [await self.engine.submit(partial(self.engine.llm.format_chat, chat))]
+            return [await self.engine.submit(self.engine.llm.format_chat, chat)]
         except Exception as error:  # a template may raise anything
             raise ValueError(f"messages={len(chat)} of them: {error}") from None
 
@@ -450,33 +451,21 @@ class Server(Api):
         """The steps as they come, and the engine's state, ten times a second."""
         return Answer(lines(self.watch()), media_type=EVENTS)
 
-    def why(self, state: dict[str, Any]) -> str:
-        """Why the first one waits; nothing if nobody does."""
-        most = self.engine.llm.config.max_num_seqs
-        if not state["waiting"]:
-            return ""
-        if state["running"] >= most:
-            return f"{state['running']} sequences run, and max_num_seqs allows no more"
-        free, needed = state["free_blocks"], state["needed"]
-        if needed > free:
-            return f"its prompt fills {needed} blocks, and {free} are free"
-        why = "the step's budget of tokens is used up"
-        return f"{why}, or blocks are kept for those who run"
-
     async def watch(self) -> Parts:
         """What the page shows, until the server ends."""
-        steps = deque[dict[str, Any]](maxlen=300)
-        self.meters.watchers.append(steps)
+        self.meters.watchers += 1
+        last = self.meters.num_steps
         try:
             while True:
                 state = await self.ask_state()
-                news = [steps.popleft() for _ in range(len(steps))]
-                yield {"steps": news, "state": state, "why": self.why(state)}
+                news = [step for step in [*self.meters.steps] if step["step"] > last]
+                last = news[-1]["step"] if news else last
+                yield {"steps": news, "state": state}
                 if self.is_leaving:
                     return
                 await asyncio.sleep(0.1)
         finally:
-            self.meters.watchers.remove(steps)
+            self.meters.watchers -= 1
 
 # %% ../../nbs/82_server.ipynb #6d2fab4b
 class Front(uvicorn.Server):
