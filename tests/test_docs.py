@@ -277,7 +277,8 @@ def test_what_the_page_with_sliders_says(runs: dict[tuple[Any, ...], dict[str, A
 def test_the_pages_say_what_is_played() -> None:
     """The numbers of docs/play.md and of the first page, from where they are set."""
     play, first = ((ROOT / "docs" / f"{name}.md").read_text().replace("\n", " ") for name in ("play", "index"))
-    requests, words = book_player.five_requests(), "zero one two three four five six seven eight nine ten".split()
+    words = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    requests = book_player.five_requests()
     prompts, outputs = ([str(n) for n in row] for row in zip(*((len(r.prompt), r.max_tokens) for r in requests), strict=True))
     told = [f"prompts of {', '.join(prompts[:-1])} and {prompts[-1]} tokens that want"]
     told += [f"want {', '.join(outputs[:-1])} and {outputs[-1]}.", f"A block has {words[playground.SIZE]} tokens"]
