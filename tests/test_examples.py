@@ -229,6 +229,9 @@ def test_readme_counts_what_is_there(scorecard: Any) -> None:
     targets = json.loads((ROOT / "kernels" / "results" / "targets.json").read_text())
     assert f"[{numbers[len(documents)]} documents]" in readme and f"[{numbers[len(absent)]} more things]" in readme
     assert f"for {numbers[len(targets)]} GPUs" in readme
+    noticed = re.findall(r"\((\d+) %\)", (ROOT / "tests" / "test_amd.py").read_text().split("def test_all_planted_errors")[1])
+    said = "{} % of the sampled barriers, {} % of the waits and {} % of the vector instructions".format(*noticed)
+    assert said in readme
 
 
 def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: Path) -> None:
