@@ -22,7 +22,8 @@ def whole() -> str:
     pages = [(SITE / f"{chapter}.html").read_text() for chapter in chapters]
     head = next(page for page in pages if "tex-svg" in page).split("<body", 1)[0]
     articles = [re.search(r"<article.*?</article>", page, re.DOTALL) for page in pages]
-    return f"{head}{PRINT}<body>{''.join(found[0] for found in articles if found)}</body></html>"
+    text = "".join(found[0] for found in articles if found).replace("<details", "<details open")  # on paper
+    return f"{head}{PRINT}<body>{text}</body></html>"
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx.ex
 myst_enable_extensions = ["dollarmath", "attrs_block"]
 myst_heading_anchors = 4  # the entries of errata.md
 nb_execution_mode = "off"  # outputs are stored in the notebooks
+smartquotes = False  # `prefix_cache='hash'` in a table is code
 mathjax_path = "tex-svg.js"  # from npm, beside the other static files
 copybutton_selector = "div:not(.output) > div.highlight > pre"
 
@@ -69,7 +70,8 @@ def resolve(text: str, module: str, names: set[str]) -> str | None:
 def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Names in backticks become links: ours to the API, a file of another engine to GitHub."""
     entries = app.env.domains.python_domain.objects
-    for node in [n for n in doctree.findall(nodes.literal) if not isinstance(n.parent, nodes.title | nodes.reference)]:
+    plain = [n for n in doctree.findall(nodes.literal) if not [*traverse_parent(n, (nodes.title, nodes.reference))]]
+    for node in plain:
         text, folder = node.astext(), node.astext().split("/")[0]
         cell = next(traverse_parent(node, nodes.entry), None)
         head = cell.parent.parent.parent.next_node(nodes.row)[cell.parent.index(cell)].astext() if cell else ""

@@ -196,8 +196,9 @@ def room_of(room: dict, at: Point, on: str, tip: str) -> str:
     """A box with the chapter's title, and under it what it stands `on`; pointing at it shows `tip`."""
     (x, y), lines = at, textwrap.wrap(room["title"], LINE)
     texts = [("name", line) for line in lines] + [("on", on)] * bool(on)
-    first = y + HEIGHT / 2 + 3.5 - 5.75 * (len(texts) - 1)
-    spans = "".join(f'<text x="{x:.0f}" y="{first + 11.5 * n:.1f}" class="{kind}">{escape(line)}</text>'
+    step = 11.5 if len(texts) < 4 else 10.5
+    first = y + HEIGHT / 2 + 3.5 - step / 2 * (len(texts) - 1)
+    spans = "".join(f'<text x="{x:.0f}" y="{first + step * n:.1f}" class="{kind}">{escape(line)}</text>'
                     for n, (kind, line) in enumerate(texts))  # fmt: skip
     return (
         f'<a href="{room["chapter"]}.html" class="{room["side"]}"><title>{escape(tip)}</title>'

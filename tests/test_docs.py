@@ -270,8 +270,31 @@ def test_what_the_page_with_sliders_says(runs: dict[tuple[Any, ...], dict[str, A
     plain, turns = (runs[policy, 32, 8, 30, "off"] for policy in (atom, interleaved))
     assert 3 * longest(turns) < longest(plain)
     assert sum(p[1] for p in turns["people"]) > sum(p[1] for p in plain["people"])
-    saved = {n: computed(runs[atom, n, 16, 4, "off"]) - computed(runs[atom, n, 16, 4, "on"]) for n in (8, 32)}
-    assert saved[32] >= 20 > saved[8]
+    for _, blocks, budget, rate, cache in runs:
+        if cache == "on" and (blocks == 32 or (blocks, rate) == (8, 4)):
+            without, with_it = (computed(runs[atom, blocks, budget, rate, cache]) for cache in ("off", "on"))
+            assert (without - with_it >= 20) == (blocks == 32)
+
+
+def test_the_pages_say_what_is_played() -> None:
+    """The numbers of docs/play.md and of the first page, from where they are set."""
+    play, first = ((ROOT / "docs" / f"{name}.md").read_text().replace("\n", " ") for name in ("play", "index"))
+    words = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    requests = book_player.five_requests()
+    prompts, outputs = ([str(n) for n in row] for row in zip(*((len(r.prompt), r.max_tokens) for r in requests), strict=True))
+    told = [f"prompts of {', '.join(prompts[:-1])} and {prompts[-1]} tokens that want"]
+    told += [f"want {', '.join(outputs[:-1])} and {outputs[-1]}.", f"A block has {words[playground.SIZE]} tokens"]
+    told += [f"{words[playground.SEATS]} requests may run", f"A step takes {playground.HOST:g} ms on the host"]
+    told += [f"{playground.WEIGHTS:g} ms for reading the weights, {playground.TOKEN:g} ms for each token"]
+    told += [f"{playground.READ:g} ms for each token that is attended to", f"{words[len(playground.KNOBS)]} sliders"]
+    spyre = playground.POLICIES["Spyre's"]
+    told += [f"chunks have {words[spyre['chunk_size']]} tokens and its volume is at most {spyre['max_batch_tkv_limit']}"]
+    told += [f"{words[len(playground.load(4))].capitalize()} requests, one engine"]
+    assert [text for text in told if text not in play] == []
+    longest = max(-(-(len(r.prompt) + r.max_tokens) // playground.SIZE) for r in requests)
+    assert min(playground.KNOBS["blocks"]) == longest + 1 and f"**{longest + 1} blocks** are one more than" in play
+    blocks, size = (book_player.TIGHT[name] for name in ("num_kvcache_blocks", "kv_cache_block_size"))
+    assert f"{words[len(requests)].capitalize()} requests share {words[blocks]} blocks of {words[size]} tokens" in first
 
 
 def test_the_modelled_steps_leave_the_device_idle_only_for_the_host() -> None:
@@ -323,6 +346,7 @@ class Page(html.parser.HTMLParser):
         self.links: list[str] = []
         self.loads: list[str] = []
         self.no_alt: list[str] = []
+        self.has_nested_links = bool(re.search(r"<a\b[^>]*href(?:(?!</a>).)*<a\b", path.read_text(), re.DOTALL))
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -352,8 +376,9 @@ def pages() -> dict[Path, Page]:
 
 
 def test_links_resolve_and_images_have_texts(pages: dict[Path, Page]) -> None:
-    """Every internal link ends at a page and an id that exist; what a page loads is a file of the site."""
-    broken = []
+    """Every internal link ends at a page and an id that exist; none lies in another; what a page loads is a file of the
+    site."""
+    broken = [(path.name, "a link in a link") for path, page in pages.items() if page.has_nested_links]
     for path, page in pages.items():
         for url in page.links + page.loads:
             parts = urlsplit(url)
@@ -680,6 +705,18 @@ def test_the_map_fits_a_screen_and_names_fit_their_rooms(tab: Any, width: int) -
     })"""
     assert not tab.evaluate(out)
     assert tab.locator(".book-map .name").first.bounding_box()["height"] > 9
+
+
+def test_the_scorecards_figure_is_not_cut(browser: Any) -> None:
+    """Every word of README's figure lies inside it, with the system's widest font."""
+    page = browser.new_page()
+    page.goto((ROOT / "docs" / "_static" / "score.svg").as_uri())
+    inside = """() => [...document.querySelectorAll("text")].every(text => {
+      const box = text.getBBox(), all = document.documentElement.viewBox.baseVal;
+      return box.x >= 0 && box.x + box.width <= all.width && box.y + box.height <= all.height;
+    })"""
+    assert page.evaluate(inside)
+    page.close()
 
 
 def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
