@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ def engine() -> Iterator[AsyncLLM]:
     engine = AsyncLLM("tiny", **SMALL)
     yield engine
     asyncio.run(engine.close())
-    assert not engine.thread.is_alive()
+    assert not any(thread.name.startswith("engine loop") for thread in threading.enumerate())
 
 
 @pytest.fixture
@@ -83,6 +83,23 @@ def test_each_of_many_gets_its_solo_text(engine: AsyncLLM, aborts: list[int]) ->
     assert asyncio.run(main()) == solo and aborts == []
 
 
+def test_several_prompts_in_one_call(engine: AsyncLLM, aborts: list[int]) -> None:
+    """As `LLM.stream` answers them; whoever leaves takes all of them back."""
+    prompts = [PROMPT, "12 + 7 =", PROMPT]
+    with LLM("tiny", **SMALL) as llm:
+        solo = [out.text for out in llm.generate(prompts, wishes(3))]
+
+    async def main() -> list[str]:
+        texts = [""] * 3
+        async for piece in engine.generate(prompts, wishes(3)):
+            texts[piece.index] += piece.text
+        await leave(engine.generate(prompts, wishes(3, max_tokens=500)), after=5)
+        await until_idle(engine)
+        return texts
+
+    assert asyncio.run(main()) == solo and len(aborts) == 3
+
+
 @pytest.mark.parametrize("how", ["break", "cancel"])
 def test_who_leaves_is_one_abort(engine: AsyncLLM, aborts: list[int], how: str) -> None:
     """100 of 200 leave in mid-stream: exactly 100 aborts, and all blocks are back."""
@@ -95,7 +112,7 @@ def test_who_leaves_is_one_abort(engine: AsyncLLM, aborts: list[int], how: str) 
         asked = enumerate(wishes(200, max_tokens=60))
         tasks = [asyncio.create_task(client(i, wish)) for i, wish in asked]
         if how == "cancel":
-            while await engine.submit(lambda: min((len(s.request.seq) for s in engine.streams.values()), default=0)) < 8:
+            while await engine.submit(lambda: min((len(s.requests[i].seq) for s, i in engine.streams.values()), default=0)) < 8:
                 await asyncio.sleep(0.001)
             for task in tasks[::2]:
                 task.cancel()
@@ -163,7 +180,7 @@ def test_a_partial_stop_string_never_leaks(engine: AsyncLLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "says"),
     [([9] * 5000, None, "prompt of 5000 tokens"), ([10**9], None, "token id"), ("", None, "empty prompt"),
-     (PROMPT, "hot", "is no SamplingParams"), (None, None, "is text or token ids")],
+     (PROMPT, "hot", "is no SamplingParams"), (None, None, "prompts are text or lists")],
 )  # fmt: skip
 def test_a_mistake_is_told_to_who_made_it(engine: AsyncLLM, prompt: Any, params: Any, says: str) -> None:
     async def main() -> None:
@@ -219,7 +236,7 @@ def test_tasks_of_several_loops(engine: AsyncLLM) -> None:
     def whole() -> None:
         found.append(asyncio.run(read(engine.generate(PROMPT, replace(STORY, seed=1)))))
 
-    threads = [Thread(target=work) for work in (short, whole, whole)]
+    threads = [threading.Thread(target=work) for work in (short, whole, whole)]
     for thread in threads:
         thread.start()
     for thread in threads:

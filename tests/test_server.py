@@ -162,6 +162,20 @@ def test_a_failure_is_never_a_stop(served: Served, monkeypatch: pytest.MonkeyPat
     assert served.client.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_fault_of_our_own_is_told_too(served: Served, monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
+    """Whatever a handler raises: a document with status 500, or a stream's last event."""
+
+    def broken(_: Any) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.app.meters, "finish", broken)
+        response = served.post(TEXT, STORY | {"stream": is_stream, "max_tokens": 3})
+    assert "KeyError" in (events(response)[-1]["error"]["message"] if is_stream else complain(response, 500))
+    served.wait_idle()
+
+
 def test_the_role_comes_first_with_an_empty_content(served: Served) -> None:
     """ATOM #1803; one for each answer."""
     chunks = served.events(TALK, CHAT | {"n": 2, "seed": 1})
@@ -317,8 +331,9 @@ def test_what_is_no_request_is_a_400(served: Served, body: bytes) -> None:
 
 
 def test_paths_methods_models_and_types(served: Served) -> None:
-    assert "/nope" in complain(served.client.get("/nope"), 404, code="not_found")
-    assert "POST" in complain(served.client.get(TEXT), 405)
+    assert "/nope" in complain(served.client.get("/nope"), 404)
+    wrong = served.client.get(TEXT)
+    assert TEXT in complain(wrong, 405) and wrong.headers["allow"] == "POST"
     assert "gpt-7" in complain(served.post(TEXT, {"model": "gpt-7", "prompt": "x"}), 404, "model", "model_not_found")
     assert served.post(TEXT, {"model": "tiny", "prompt": "x", "max_tokens": 1}).status_code == 200
     form = {"content-type": "text/plain"}  # what a page of somebody else's may send unasked
@@ -415,10 +430,11 @@ def test_a_key_is_asked_for_on_every_route_but_health() -> None:
     """CVE-2025-59425: compared in constant time. A browser's dialogue will do, too."""
     with serving(api_key="s3cret") as served:
         assert served.client.get("/health").status_code == 200
-        for path, (method, _) in served.app.routes.items():
+        for route in served.app.routes:
             for headers in ({}, {"authorization": "Bearer s3cre"}, {"authorization": "Bearer s3crets"}, {"authorization": "x"}):
-                if path != "/health":
-                    response = served.client.request(method, path, headers=headers)
+                if route.path != "/health":
+                    (method,) = route.methods - {"HEAD"}
+                    response = served.client.request(method, route.path, headers=headers)
                     complain(response, 401, code="invalid_api_key")
         assert served.client.get("/nope").status_code == 401
         assert served.client.get("/v1/models", headers={"authorization": "Bearer s3cret"}).status_code == 200
@@ -708,7 +724,7 @@ def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> No
     served.wait_idle()
     assert not wrong and asked and all(url.startswith(served.url) for url in asked)
     for _ in range(100):
-        if served.app.meters.watchers == 0:  # the page has left, and nobody records for it any more
+        if not served.app.meters.watchers:  # the page has left, and nobody records for it any more
             return
         time.sleep(0.05)
     raise AssertionError("somebody watches")

@@ -8,21 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeVar
 
 from ..checkpoint import require
-from ..config import SamplingParams
-from ..llm import LLM
+from ..llm import LLM, Params, Prompts
 from ..text import Request, TextPiece
 
 # %% auto #0
-__all__ = ['T', 'Job', 'joined', 'Stream', 'AsyncLLM', 'deliver']
+__all__ = ['T', 'joined', 'Stream', 'AsyncLLM', 'deliver']
 
 # %% ../../nbs/80_async_llm.ipynb #3333c1cb
 def joined(first: TextPiece | None, then: TextPiece) -> TextPiece:
@@ -34,185 +31,162 @@ def joined(first: TextPiece | None, then: TextPiece) -> TextPiece:
 
 # %% ../../nbs/80_async_llm.ipynb #008bc344
 class Stream:
-    """One request, as the task sees it that owns it. `name`: what `abort` calls it."""
+    """The answers to one call, as the task sees them that owns them. `name`: what
+    `abort` calls them."""
 
-    def __init__(
-        self, name: Hashable = None, news: asyncio.Event | None = None
-    ) -> None:
+    def __init__(self, name: Hashable = None) -> None:
         self.name = name
-        self.news = news or asyncio.Event()  # several streams may share one
-        self.loop = asyncio.get_running_loop()
-        self.request: Request | None = None  # once the engine has it
-        self.piece: TextPiece | None = None  # what has come and is not taken
-        self.error: Exception | None = None  # what has ended it
-        self.is_over = False  # its last piece is taken
+        self.loop: asyncio.AbstractEventLoop | None = None  # where the task is
+        self.news = asyncio.Event()
+        self.requests: list[Request] = []  # once the engine has them
+        self.pieces: dict[int, TextPiece] = {}  # of each answer what is not taken
+        self.error: Exception | None = None  # what has ended them
 
     def put(self, news: TextPiece | Exception) -> None:
         """In the loop: something has come."""
         if isinstance(news, Exception):
             self.error = news
         else:
-            self.piece = joined(self.piece, news)
+            self.pieces[news.index] = joined(self.pieces.get(news.index), news)
         self.news.set()
 
-    def take(self) -> TextPiece | None:
-        """All that has come, if anything has. Raises what has ended it."""
+    async def take(self) -> list[TextPiece]:
+        """All that has come, once anything has. Raises what has ended it."""
+        await self.news.wait()
+        self.news.clear()
         if self.error is not None:
-            self.is_over = True
             raise self.error
-        piece = self.piece
-        self.piece = None
-        self.is_over = piece is not None and piece.finished
-        return piece
+        pieces = [*self.pieces.values()]
+        self.pieces.clear()
+        return pieces
 
 # %% ../../nbs/80_async_llm.ipynb #fd738d08
 T = TypeVar("T")  # whatever a call returns
-Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class AsyncLLM:
     """An `LLM` for asyncio: options as there. (vLLM's word.)
 
     One thread runs the engine; tasks of any loop may generate. A task that is
-    cancelled, or leaves its `async for`, takes its request back.
+    cancelled, or leaves its `async for`, takes its requests back.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.llm = LLM(model, **options)
-        self.jobs = SimpleQueue[Job | None]()  # None: no more
-        self.streams: dict[int, Stream] = {}  # request -> who waits; the thread's alone
+        self.thread = ThreadPoolExecutor(1, "engine loop")
+        self.ended: Future[None] | None = None  # once it is told to end
         self.error: Exception | None = None  # what the last step has raised
-        self.is_open = True
-        self.ended: Future[None] = Future()
-        self.thread = Thread(target=self._run, name="engine loop", daemon=True)
-        self.thread.start()
+        # the thread's alone: whose a request is, and which of its answers; whether a
+        # step stands in line
+        self.streams: dict[int, tuple[Stream, int]] = {}
+        self.is_stepping = False
 
-    def submit(self, job: Callable[[], T]) -> Awaitable[T]:
-        """What `job()` returns, called by the engine's thread between two steps."""
-        require(self.is_open, "this AsyncLLM is closed: make a new one")
-        future: Future[T] = Future()
-        self.jobs.put((future, job))
-        return asyncio.wrap_future(future)
+    def submit(self, job: Callable[..., T], *args: Any) -> Awaitable[T]:
+        """What `job(*args)` returns, called by the engine's thread between two steps."""
+        require(self.ended is None, "this AsyncLLM is closed: make a new one")
+        return asyncio.wrap_future(self.thread.submit(job, *args))
 
-    def _do_jobs(self, must_wait: bool) -> bool:
-        """Do what has come; False at the end."""
-        while must_wait or not self.jobs.empty():
-            must_wait = False
-            if (todo := self.jobs.get()) is None:
-                return False
-            future, job = todo
-            if future.set_running_or_notify_cancel():  # else nobody waits for it any more
-                try:
-                    future.set_result(job())
-                except Exception as error:
-                    future.set_exception(error)
-        return True
+    def _wake(self) -> None:
+        """Have a step stand in line, if none does."""
+        if not self.is_stepping:
+            self.is_stepping = True
+            self.thread.submit(self._step)
+
+    def _step(self) -> None:
+        """A step, and its news."""
+        self.is_stepping = False
+        try:
+            step = self.llm.step()
+            self._tell({seq.id for seq in step.seqs} if step else set())
+            if step:
+                self.error = None
+                self._wake()
+        except Exception as error:
+            self.error = error
+            self._fail(error)
 
     def _tell(self, moved: set[int]) -> None:
         """Give out what the requests `moved` have that is new, and the ends of all."""
-        news = defaultdict(list)
-        for id, stream in [*self.streams.items()]:
-            request = stream.request
-            assert request is not None
+        news = []
+        for id, (stream, i) in [*self.streams.items()]:
+            request = stream.requests[i]
             if id in moved or request.seq.is_finished:
-                piece = self.llm._next_piece(0, request)
+                piece = self.llm._next_piece(i, request)
                 if piece.finished:
                     del self.streams[id]
                 if piece.text or piece.finished:
-                    news[stream.loop].append((stream, piece))
-        for loop, pieces in news.items():
-            deliver(loop, pieces)
+                    news.append((stream, piece))
+        deliver(news)
 
     def _fail(self, error: Exception) -> None:
         """End all streams by `error`."""
-        for stream in self.streams.values():
-            deliver(stream.loop, [(stream, error)])
+        deliver([(stream, error) for stream, _ in self.streams.values()])
         for id in [*self.streams]:
             del self.streams[id]
             self.llm.abort(id)
 
-    def _step(self) -> bool:
-        """A step, and its news; False if there was nothing to do."""
-        try:
-            step = self.llm.step()
-            self._tell({seq.id for seq in step.seqs} if step else set())
-            self.error = None if step else self.error
-            return step is not None
-        except Exception as error:
-            self.error = error
-            self._fail(error)
-            return False
+    def _begin(self, stream: Stream, prompts: Prompts, params: Params) -> None:
+        """Queue a request for each prompt. ValueError, and none, if one cannot run."""
+        stream.requests = self.llm._prepare(prompts, params)
+        for i, request in enumerate(stream.requests):
+            self.streams[request.seq.id] = stream, i
+        self.llm._add(stream.requests)
+        self._wake()
 
-    def _run(self) -> None:
-        """The thread."""
-        is_idle = True
-        try:
-            while self._do_jobs(must_wait=is_idle):
-                is_idle = not self._step()
-        finally:
-            self.llm.close()  # which ends them all with "abort"
-            self._tell(set())
-            self.ended.set_result(None)
+    def _leave(self, stream: Stream) -> None:
+        """Nobody waits for it any more: take back what has not had its last piece."""
+        for request in stream.requests:
+            if self.streams.pop(request.seq.id, None):
+                self.llm.abort(request.seq.id)
 
-    async def begin(self, stream: Stream, prompt: Any, params: Any) -> None:
-        """Queue a request. ValueError if it cannot run."""
-
-        def job() -> None:
-            (request,) = self.llm._prepare([prompt], params)
-            self.llm._add([request])
-            stream.request = request
-            self.streams[request.seq.id] = stream
-
-        await self.submit(job)
-
-    def leave(self, stream: Stream) -> None:
-        """Nobody waits for it any more: take it back, unless its last piece was taken."""
-
-        def job() -> None:
-            if stream.request and self.streams.pop(stream.request.seq.id, None):
-                self.llm.abort(stream.request.seq.id)
-
-        if not stream.is_over:
-            self.jobs.put((Future(), job))
-
-    async def generate(
-        self, prompt: str | list[int], params: SamplingParams | None = None,
-        request_id: Hashable = None,
+    async def follow(
+        self, stream: Stream, prompts: Prompts, params: Params
     ) -> AsyncIterator[TextPiece]:
-        """Text as it comes, of one prompt; what came meanwhile is one piece.
-
-        `request_id`: a name for `abort`. Leaving the loop, or a cancelled task, takes the
-        request back (where the generator has a name, use `contextlib.aclosing`). Raises
-        ValueError for what cannot run, and whatever ends the engine.
-        """
-        stream = Stream(request_id)
+        """As `generate`; `stream` shows the requests to whoever has made it."""
+        stream.loop = asyncio.get_running_loop()
         try:
-            await self.begin(stream, prompt, params)
-            while not stream.is_over:
-                await stream.news.wait()
-                stream.news.clear()
-                if piece := stream.take():
+            await self.submit(self._begin, stream, prompts, params)
+            left = len(stream.requests)
+            while left:
+                for piece in await stream.take():
+                    left -= piece.finished
                     yield piece
         finally:
-            self.leave(stream)
+            with suppress(RuntimeError):  # the thread has ended, and all requests with it
+                self.thread.submit(self._leave, stream)
+
+    def generate(
+        self, prompts: Prompts, params: Params = None,
+        request_id: Hashable = None,
+    ) -> AsyncIterator[TextPiece]:
+        """Text as it comes, of one prompt or several, as `LLM.stream` gives it; what came
+        of one meanwhile is one piece.
+
+        `request_id`: a name for `abort`. Leaving the loop, or a cancelled task, takes the
+        requests back (where the generator has a name, use `contextlib.aclosing`). Raises
+        ValueError for what cannot run, and whatever ends the engine.
+        """
+        return self.follow(Stream(request_id), prompts, params)
+
+    def _abort(self, name: Hashable) -> bool:
+        named = [id for id, (stream, _) in self.streams.items() if stream.name == name]
+        return sum(self.llm.abort(id) for id in named) > 0
 
     async def abort(self, request_id: Hashable) -> bool:
         """End the requests of this name: their last pieces say "abort". False if there are
         none."""
+        return await self.submit(self._abort, request_id)
 
-        def job() -> bool:
-            named = [id for id, s in self.streams.items() if s.name == request_id]
-            return sum(self.llm.abort(id) for id in named) > 0
-
-        return await self.submit(job)
+    def _end(self) -> None:
+        self.llm.close()  # which ends them all with "abort"
+        self._tell(set())
 
     async def close(self) -> None:
-        """End the thread and the engine; what runs gets a last piece, "abort". Twice is
+        """End the engine and the thread; what runs gets a last piece, "abort". Twice is
         once."""
-        self.is_open = False
-        self.jobs.put(None)
+        self.ended = self.ended or self.thread.submit(self._end)
         await asyncio.shield(asyncio.wrap_future(self.ended))
-        self.thread.join()
+        self.thread.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -221,12 +195,16 @@ class AsyncLLM:
         await self.close()
 
 # %% ../../nbs/80_async_llm.ipynb #071bf58e
-def deliver(loop: asyncio.AbstractEventLoop, news: list[tuple[Stream, Any]]) -> None:
-    """Wake `loop` once; it gives each stream its own."""
+def deliver(news: list[tuple[Stream, Any]]) -> None:
+    """Give each stream its own, and wake each loop once."""
+    loops: dict[Any, list[Any]] = defaultdict(list)
+    for stream, piece in news:
+        loops[stream.loop].append((stream, piece))
 
-    def put_all() -> None:
-        for stream, piece in news:
+    def put_all(own: Any) -> None:
+        for stream, piece in own:
             stream.put(piece)
 
-    with suppress(RuntimeError):  # the loop is closed: nobody waits
-        loop.call_soon_threadsafe(put_all)
+    for loop, own in loops.items():
+        with suppress(RuntimeError):  # it is closed: nobody waits
+            loop.call_soon_threadsafe(put_all, own)

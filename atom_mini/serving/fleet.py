@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -24,6 +24,9 @@ from typing import Any, Literal
 
 import msgspec
 import xxhash
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from ..checkpoint import require
 from ..config import COUNT, Config, check_rules, is_count, is_number
@@ -31,12 +34,14 @@ from ..instruments.command_line import given
 from ..processes.replicas import best_match
 from .async_llm import AsyncLLM
 from .protocol import ApiError
-from .server import JSON, Exchange, Serve, Server
+from atom_mini.serving.server import (
+    DONE, JSON, Answer, Api, Serve, Server, event, read_body,
+)  # fmt: skip
 
 # %% auto #0
 __all__ = ['CLOSED', 'Router', 'Message', 'BLOCK', 'MOST', 'ROUTES', 'ALONE', 'start_ray', 'Engine', 'text_chain', 'prompt_text',
-           'Known', 'PrefixRouter', 'routing', 'Fleet', 'scaling', 'resources', 'Front', 'Entry', 'build', 'run_fleet',
-           'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
+           'Known', 'PrefixRouter', 'routing', 'Fleet', 'scaling', 'resources', 'Front', 'bodies', 'Entry', 'build',
+           'run_fleet', 'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
 
 # %% ../../nbs/84_fleet.ipynb #6168b148
 CLOSED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -273,22 +278,26 @@ def resources(config: Any, settings: Any) -> dict[str, float]:
 ALONE = {"/", "/events", "/metrics"}  # what says something about one engine
 
 
-class Front(Server):
+class Front(Api):
     """The server before the engines: it checks the key, finds an engine, and passes on
     what that one answers."""
 
     def __init__(self, engines: Any, settings: Fleet) -> None:
+        every = Route("/{path:path}", self.forward, methods=["GET", "POST"])
+        super().__init__(settings, [Route("/health", self.health), every])
         self.engines = engines.options(stream=True)
         self.settings: Fleet = settings
 
-    def _find(self, exchange: Exchange) -> Any:
-        path = exchange.scope["path"]
-        if path != "/health":
-            self._check_key(exchange)
-        if path in ALONE:
-            what = f"{path} is about one engine: there are several"
-            raise ApiError(404, what, code="not_found")
-        return self.health if path == "/health" else self.forward
+    async def messages(self, stream: Any) -> AsyncGenerator[Message, None]:
+        """What an engine's actor sends. ApiError: 429 if too many wait, 503 if it dies."""
+        try:
+            async for message in stream:
+                yield message
+        except Exception as error:
+            raise self.spell(error) from None
+        finally:
+            with suppress(Exception):  # of one that was not sent: the same error again
+                stream.cancel()
 
     def spell(self, error: Exception) -> ApiError:
         """What Ray says, for clients."""
@@ -298,32 +307,39 @@ class Front(Server):
             return ApiError(429, f"{what}: ask again later", code="queue_full")
         return ApiError(503, f"the engine has died: {name}", code="engine_dead")
 
-    async def forward(self, exchange: Exchange) -> None:
-        """Ask an engine. ApiError: 429 if too many wait, 503 if it dies."""
-        body = await exchange.body(self.settings.max_body)
-        scope = {k: exchange.scope[k] for k in ("type", "method", "path", "headers")}
+    async def forward(self, request: Request) -> Response:
+        """What an engine answers."""
+        scope = {k: request.scope[k] for k in ("type", "method", "path", "headers")}
+        if scope["path"] in ALONE:
+            what = f"{scope['path']} is about one engine: there are several"
+            raise ApiError(404, what, code="not_found")
+        body = await read_body(request, self.settings.max_body)
         hashes = text_chain(prompt_text(body)) if self.settings.route == "prefix" else []
-        session = exchange.headers.get("x-session-id", "")
+        session = request.headers.get("x-session-id", "")
         ask = self.engines.options(session_id=session).exchange.remote
-        stream = ask(scope=scope, body=body, hashes=hashes)
-        try:
-            async for message in stream:
-                exchange.has_begun = True
-                await exchange.send(message)
-        except Exception as error:
-            raise self.spell(error) from None
-        finally:
-            with suppress(Exception):  # of one that was not sent: the same error again
-                stream.cancel()
+        messages = self.messages(ask(scope=scope, body=body, hashes=hashes))
+        start = await anext(messages)
+        answer = Answer(bodies(messages), start["status"])
+        answer.raw_headers = start["headers"]
+        return answer
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, request: Request) -> Response:
         """200 if an engine says so, in time."""
         limit = self.settings.health_timeout
         try:
-            await asyncio.wait_for(self.forward(exchange), limit)
+            return await asyncio.wait_for(self.forward(request), limit)
         except asyncio.TimeoutError:
             what = f"no engine has answered within health_timeout={limit} seconds"
             raise ApiError(503, what, code="engine_dead") from None
+
+# %% ../../nbs/84_fleet.ipynb #722b4a1b
+async def bodies(messages: AsyncGenerator[Message, None]) -> AsyncIterator[bytes]:
+    """What they carry; an error is the last event."""
+    try:
+        async for message in messages:
+            yield message["body"]
+    except ApiError as error:
+        yield event(error.body()) + DONE
 
 # %% ../../nbs/84_fleet.ipynb #6b5bc07a
 class Entry:

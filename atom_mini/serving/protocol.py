@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -15,30 +17,30 @@ from msgspec import Meta
 
 from ..checkpoint import require
 from ..config import SamplingParams
-from ..text import RequestOutput
+from ..text import Request
 
 # %% auto #0
-__all__ = ['T', 'Texts', 'SILENT', 'SAME', 'ApiError', 'as_refusal', 'StreamOptions', 'Asked', 'CompletionRequest', 'Message',
-           'ChatCompletionRequest', 'read_request', 'usage', 'spell_logprobs']
+__all__ = ['T', 'Texts', 'SILENT', 'ApiError', 'as_refusal', 'StreamOptions', 'Asked', 'CompletionRequest', 'Message',
+           'ChatCompletionRequest', 'read_request', 'named']
 
 # %% ../../nbs/81_protocol.ipynb #93d542f1
+@dataclass(eq=False)
 class ApiError(Exception):
     """What a client is told: an HTTP status, words, and which field is wrong."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's shape."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        about = {"message": str(self), "type": kind}
+        about = {"message": self.message, "type": kind}
         return {"error": about | {"param": self.param, "code": self.code}}
 
 # %% ../../nbs/81_protocol.ipynb #817a1701
@@ -53,7 +55,7 @@ T = TypeVar("T", bound="Asked")  # one kind of request
 Texts = Annotated[list[str], Meta(max_length=16)]  # each is looked for in every token
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`include_usage`: whether a last chunk counts tokens, and with
     `continuous_usage_stats` (vLLM's) each chunk those so far. Left out, none does."""
 
@@ -62,65 +64,52 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take; None is a field left out."""
+    """What both endpoints take."""
 
     model: str
     max_tokens: int | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    stop: str | Texts | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1)] = 1
+    stop: str | Texts = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
-    ignore_eos: bool | None = None
-    user: str | None = None  # who asks: it changes nothing
+    stop_token_ids: Annotated[list[int], Meta(max_length=64)] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None  # beside the chosen token, so many
+    user: str = ""  # who asks: it changes nothing
 
     # of an answer: what its id begins with, what it is called, what a piece of it is
     name: ClassVar[tuple[str, str, str]]
 
-    def params(self, choice: int = 0) -> SamplingParams:
-        """For one of `n` answers. ValueError says what cannot be."""
-        return SamplingParams(
-            **{name: getattr(self, name) for name in SAME.split()},
-            max_tokens=self.limit,
-            seed=None if self.seed is None else self.seed + choice,
-            stop=self.stop or (),
-            stop_token_ids=self.stop_token_ids or (),
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=self.num_logprobs,
-        )
-
-    @property
-    def limit(self) -> int | None:
-        """Of generated tokens; None: what the context has room for."""
-        newer = getattr(self, "max_completion_tokens", None)
-        return self.max_tokens if newer is None else newer
-
     @property
     def num_logprobs(self) -> int | None:
         """How many log probabilities beside the chosen token's; None: not even that."""
-        asked: Any = getattr(self, "logprobs", None)
-        if isinstance(self, CompletionRequest):
-            return asked
-        most = getattr(self, "top_logprobs", None)
-        require(asked or most is None, f"top_logprobs={most} without logprobs=true: set it")
-        return (most or 0) if asked else None
+        if isinstance(self, ChatCompletionRequest):
+            return (self.top_logprobs or 0) if self.logprobs else None
+        return self.logprobs
+
+    def params(self, choice: int = 0) -> SamplingParams:
+        """For one of `n` answers. ValueError says what cannot be."""
+        wish = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
+        wish["logprobs"] = self.num_logprobs
+        if self.seed is not None:
+            wish["seed"] = self.seed + choice
+        return SamplingParams(**wish)
 
     def choice(
-        self, index: int, text: str, logprobs: Any, reason: str | None,
-        is_delta: bool,
+        self, index: int, text: str, reason: str | None, logprobs: Any = None
     ) -> dict[str, Any]:
         """One answer, or a piece of it."""
         said: dict[str, Any] = {"text": text}
         if isinstance(self, ChatCompletionRequest):
             message = {"role": "assistant", "content": text, "refusal": None}
             said = {"message": message | {"annotations": []}}
-            said = {"delta": {"content": text} if text else {}} if is_delta else said
+            said = {"delta": {"content": text} if text else {}} if self.stream else said
         return {"index": index} | said | {"logprobs": logprobs, "finish_reason": reason}
 
     def head(self, model: str) -> dict[str, Any]:
@@ -131,12 +120,41 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "created": int(time.time()), "model": model,
         }  # fmt: skip
 
+    def usage(self, requests: list[Request], new: int) -> dict[str, Any]:
+        """Counts of tokens: of the prompts, which have n `requests` each, one prompt after
+        the other, and `new` ones."""
+        seqs = [request.seq for request in requests[:: self.n]]
+        prompt = sum(seq.num_prompt_tokens for seq in seqs)
+        cached = sum(seq.num_cached_tokens for seq in seqs)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
+
+    def spell(
+        self, found: Any, ids: list[int], tokenizer: Any, at: int
+    ) -> dict[str, Any] | None:
+        """Log probabilities `found` of the tokens `ids`, whose text begins at `at`; None
+        if nobody has asked."""
+        most = self.num_logprobs
+        if most is None:
+            return None
+        rows = [named(*pair, most, tokenizer) for pair in zip(found, ids, strict=True)]
+        if isinstance(self, ChatCompletionRequest):
+            content = [first | {"top_logprobs": top} for first, *top in rows]
+            return {"content": content, "refusal": None}
+        words = [first["token"] for first, *_ in rows]
+        return {
+            "tokens": words, "token_logprobs": [first["logprob"] for first, *_ in rows],
+            "top_logprobs": [{t["token"]: t["logprob"] for t in top} for _, *top in rows],
+            "text_offset": [*accumulate(map(len, words), initial=at)][:-1],
+        }  # fmt: skip
+
 # %% ../../nbs/81_protocol.ipynb #2cc0a64a
 class CompletionRequest(Asked):
     """POST /v1/completions: one prompt or several, as text or as token ids."""
 
     prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
-    logprobs: int | None = None  # beside the chosen token, so many
 
     name = ("cmpl", "text_completion", "text_completion")
 
@@ -154,15 +172,22 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     annotations: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
-class ChatCompletionRequest(Asked):
+class ChatCompletionRequest(Asked, kw_only=True):
     """POST /v1/chat/completions: a conversation that waits for its next message."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: int | None = None  # today's word for `max_tokens`
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: int | None = None
 
     name = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+
+    def __post_init__(self) -> None:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        most = self.top_logprobs
+        good = self.logprobs or most is None
+        require(good, f"top_logprobs={most} without logprobs=true: set it")
 
 # %% ../../nbs/81_protocol.ipynb #95599ea6
 SILENT: dict[str, list[Any]] = {  # field -> the values of it that ask for nothing
@@ -175,59 +200,21 @@ SILENT: dict[str, list[Any]] = {  # field -> the values of it that ask for nothi
 
 # %% ../../nbs/81_protocol.ipynb #2c1534a5
 def read_request(body: bytes, kind: type[T]) -> T:
-    """The request in `body`; ApiError (400) if it is none."""
-    try:
-        raw = msgspec.json.decode(body)
-        require(isinstance(raw, dict), "the body is no JSON object")
-        for name in [n for n in raw if n in SILENT]:
-            value = raw.pop(name)
-            asks = value is not None and value not in SILENT[name]
-            wrong = f"{name}={value!r}"[:200]
-            require(not asks, f"{wrong} is not served here: leave it out")
-        return msgspec.convert(raw, kind)
-    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
-        raise as_refusal(error) from None
-
-# %% ../../nbs/81_protocol.ipynb #43a0bcd2
-SAME = "temperature top_p top_k min_p repetition_penalty"
-
-# %% ../../nbs/81_protocol.ipynb #cfb9b7d8
-def usage(outputs: list[RequestOutput], n: int) -> dict[str, Any]:
-    """Counts of tokens; `outputs`: n answers to each prompt, prompt after prompt."""
-    prompt = sum(len(out.prompt_token_ids) for out in outputs[::n])
-    cached = sum(out.num_cached_tokens for out in outputs[::n])
-    new = sum(len(out.token_ids) for out in outputs)
-    return {
-        "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
+    """The request in `body`; ValueError or RecursionError if it is none."""
+    raw = msgspec.json.decode(body, type=dict[str, Any])
+    said = {name: value for name, value in raw.items() if value is not None}
+    for name in SILENT.keys() & said.keys():
+        value = said.pop(name)
+        wrong = f"{name}={value!r}"[:200]
+        require(value in SILENT[name], f"{wrong} is not served here: leave it out")
+    return msgspec.convert(said, kind)
 
 # %% ../../nbs/81_protocol.ipynb #1e5309d1
-def spell_logprobs(
-    found: list[dict[int, float]], ids: list[int], most: int, tokenizer: Any,
-    at: int | None,
-) -> dict[str, Any]:
-    """`found` of the tokens `ids` with the `most` likely ones beside each. `at`: where
-    in its text a completion's piece begins; None for a chat."""
-    words = [[tokenizer.decode([id]) for id in [chosen, *row]]
-             for chosen, row in zip(ids, found, strict=True)]  # fmt: skip
-    values = [
-        [row[chosen], *row.values()] for chosen, row in zip(ids, found, strict=True)
-    ]
-    rows = [[*zip(w, v, strict=True)] for w, v in zip(words, values, strict=True)]
-    best = [sorted(row[1:], key=lambda pair: -pair[1])[:most] for row in rows]
-    if at is None:
-        spelt = [[_spell(*pair) for pair in [row[0], *top]]
-                 for row, top in zip(rows, best, strict=True)]  # fmt: skip
-        content = [first | {"top_logprobs": top} for first, *top in spelt]
-        return {"content": content, "refusal": None}
-    tokens = [row[0][0] for row in rows]
-    return {
-        "tokens": tokens, "token_logprobs": [row[0][1] for row in rows],
-        "top_logprobs": [dict(top) for top in best],
-        "text_offset": [at + len("".join(tokens[:i])) for i in range(len(tokens))],
-    }  # fmt: skip
-
-
-def _spell(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": [*token.encode()]}
+def named(
+    row: dict[int, float], chosen: int, most: int, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """The chosen token, and the `most` likely ones of `row`."""
+    best = sorted(row, key=row.__getitem__, reverse=True)[:most]
+    words = {id: tokenizer.decode([id]) for id in [chosen, *best]}
+    return [{"token": words[id], "logprob": row[id], "bytes": [*words[id].encode()]}
+            for id in [chosen, *best]]  # fmt: skip

@@ -16,8 +16,8 @@ import time
 import traceback
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -25,48 +25,55 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client import generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge
+from prometheus_client import Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from ..checkpoint import require
 from ..config import COUNT, Config, check_rules, is_count, is_number
 from ..engine_core import StepOutput
 from ..instruments.command_line import given
 from ..instruments.trace import Metrics
+from ..llm import as_list
 from ..processes.core_client import EngineDead
 from ..processes.engine_process import EngineCoreProc
-from ..refinements.prompts import read_prompts
 from ..sequence import Sequence, SequenceStatus
 from .async_llm import AsyncLLM, Stream
 from atom_mini.serving.protocol import (
     ApiError, Asked, ChatCompletionRequest, CompletionRequest, as_refusal, read_request,
-    spell_logprobs, usage,
 )  # fmt: skip
 from ..text import RequestOutput, TextPiece
 
 # %% auto #0
-__all__ = ['DONE', 'JSON', 'TIMES', 'COUNTS', 'LEVELS', 'MORE', 'Pieces', 'until_gone', 'while_here', 'Serve', 'Gone', 'Exchange',
-           'Meters', 'Server', 'so_far', 'Front', 'serve', 'run_serve']
+__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Serve', 'Document', 'read_body',
+           'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143a9
-async def until_gone(receive: Any) -> None:
-    """Returns when the client has left; what it says before (an empty body) is lost."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+JSON = "application/json"
+EVENTS = "text/event-stream"
+Parts = AsyncGenerator[Any, None]  # of an answer
 
 
-async def while_here(receive: Any, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`; if the client leaves first, cancel it."""
-    gone = asyncio.ensure_future(until_gone(receive))
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([gone, task], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        gone.cancel()
-        is_done = task.done()
-        task.cancel()
-    if is_done:
-        await task  # for what it has raised
+class Answer(StreamingResponse):
+    """Parts, until the client leaves. An error before the first is an HTTP error."""
+
+    async def stream_response(self, send: Any) -> None:
+        parts: Any = self.body_iterator
+
+        async def begun() -> Parts:
+            yield first
+            async for part in parts:
+                yield part
+
+        async with aclosing(parts):
+            first = await anext(parts)
+            self.body_iterator = begun()
+            await super().stream_response(send)
 
 # %% ../../nbs/82_server.ipynb #558b307b
 @dataclass
@@ -94,68 +101,84 @@ class Serve:
         ])  # fmt: skip
 
 # %% ../../nbs/82_server.ipynb #b70607f3
+class Document(Response):
+    """What becomes JSON."""
+
+    media_type = JSON
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """What was sent. ApiError for more than `limit` bytes; ClientDisconnect."""
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > limit:
+            raise ApiError(413, f"more than max_body={limit} bytes: send less")
+    return data
+
+# %% ../../nbs/82_server.ipynb #117a476e
+def told(error: Exception) -> ApiError:
+    """What a client hears of an error."""
+    match error:
+        case ApiError():
+            return error
+        case ClientDisconnect():
+            return ApiError(499, "the client has left")
+        case EngineDead():
+            return ApiError(503, str(error).splitlines()[0], code="engine_dead")
+        case ValueError() | RecursionError():
+            return as_refusal(error)
+    return ApiError(500, f"the server has failed: {type(error).__name__}")
+
+# %% ../../nbs/82_server.ipynb #c9bebcac
+MORE = {401: {"www-authenticate": "Basic"}, 429: {"retry-after": "1"}}
+MORE |= {503: {"retry-after": "5"}}
+
+
+async def tell(request: Any, error: Any) -> Response:
+    """An error as a document; Starlette calls it for what a route has raised."""
+    if isinstance(error, HTTPException):  # Starlette's own: 404, 405
+        where = f"{request.method} {request.url.path}: {error.detail}"
+        body = ApiError(error.status_code, where).body()
+        return Document(body, error.status_code, error.headers)
+    said = told(error)
+    return Document(said.body(), said.status, MORE.get(said.status))
+
+# %% ../../nbs/82_server.ipynb #d8ca6144
 DONE = b"data: [DONE]\n\n"
-JSON = "application/json"
 
 
-class Gone(Exception):
-    """The client has left."""
+def event(value: Any) -> bytes:
+    """As it goes over the wire."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-class Exchange:
-    """A request and its answer, which is one document or a stream of events."""
-
-    def __init__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.scope = scope
-        self.receive = receive
-        self.send = send
-        pairs = scope["headers"]
-        self.headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in pairs}
-        self.has_begun = False
-
-    async def body(self, limit: int) -> bytes:
-        """What was sent. ApiError for more than `limit` bytes; Gone."""
-        data = b""
-        while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise Gone
-            data += message.get("body", b"")
-            if len(data) > limit:
-                raise ApiError(413, f"more than max_body={limit} bytes: send less")
-            if not message.get("more_body"):
-                return data
-
-    async def begin(self, status: int, kind: str, **more: str) -> None:
-        """Status and headers."""
-        named = {"content-type": kind, "cache-control": "no-store"} | more
-        headers = [(k.replace("_", "-").encode(), v.encode()) for k, v in named.items()]
-        self.has_begun = True
-        start = {"type": "http.response.start", "status": status, "headers": headers}
-        await self.send(start)
-
-    async def write(self, data: bytes, is_last: bool = False) -> None:
-        """Send a part. It waits while the client is behind."""
-        part = {"type": "http.response.body", "body": data, "more_body": not is_last}
-        await self.send(part)
-
-    async def reply(
-        self, status: int, value: Any, kind: str = JSON, **more: str
-    ) -> None:
-        """The whole answer: bytes, or what becomes JSON."""
-        data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-        await self.begin(status, kind, content_length=str(len(data)), **more)
-        await self.write(data, is_last=True)
-
-    async def event(self, value: Any) -> None:
-        """One event of a stream."""
-        await self.write(b"data: " + msgspec.json.encode(value) + b"\n\n")
+async def lines(events: Parts) -> Parts:
+    """Events as they go over the wire; what is wrong before the first is raised, and
+    after it told."""
+    has_begun = False
+    try:
+        async for value in events:
+            yield event(value)
+            has_begun = True
+    except Exception as error:
+        if not has_begun:
+            raise
+        if not isinstance(error, ApiError | EngineDead):
+            traceback.print_exception(error)  # elsewhere uvicorn does
+        yield event(told(error).body())
+    yield DONE
 
 # %% ../../nbs/82_server.ipynb #76565139
-TIMES = {"time_to_first_token": "ttft", "request_time_per_output_token": "tpot"}
-TIMES |= {"e2e_request_latency": "latency"}  # in seconds
-COUNTS = "prompt_tokens generation_tokens prefix_cache_queries prefix_cache_hits"
-LEVELS = "num_requests_running num_requests_waiting kv_cache_usage_perc"
+KINDS = {  # what is measured: vLLM's names
+    Counter: "prompt_tokens generation_tokens prefix_cache_queries prefix_cache_hits",
+    Gauge: "num_requests_running num_requests_waiting kv_cache_usage_perc",
+    Histogram: "time_to_first_token_seconds request_time_per_output_token_seconds "
+    "e2e_request_latency_seconds",
+}
 
 
 class Meters(Metrics):
@@ -165,17 +188,14 @@ class Meters(Metrics):
         super().__init__()
         self.engine = engine
         self.registry = CollectorRegistry()
-
-        def make(kind: Any, name: str, *labels: str) -> Any:
-            names = ["model_name", *labels]
-            return kind(f"vllm:{name}", name, names, registry=self.registry)
-
-        self.counts = {n: make(Counter, n).labels(model) for n in COUNTS.split()}
-        self.levels = {n: make(Gauge, n).labels(model) for n in LEVELS.split()}
-        self.times = {f: make(Histogram, f"{n}_seconds").labels(model)
-                      for n, f in TIMES.items()}  # fmt: skip
-        ends = make(Counter, "request_success", "finished_reason")
-        self.ends: Callable[[str], Any] = partial(ends.labels, model)
+        own: Any = {"registry": self.registry}
+        labels = ["model_name", "finished_reason"]
+        ends = Counter("vllm:request_success", "ends", labels, **own)
+        self.ends = partial(ends.labels, model)
+        self.of: dict[str, Any] = {
+            name: kind(f"vllm:{name}", name, ["model_name"], **own).labels(model)
+            for kind, names in KINDS.items() for name in names.split()
+        }  # fmt: skip
         self.steps: deque[dict[str, Any]] = deque(maxlen=300)
         self.watchers = 0  # pages that look
 
@@ -188,7 +208,7 @@ class Meters(Metrics):
         """Count what a step did."""
         super().record(step)
         new = step.output.token_ids
-        self.counts["generation_tokens"].inc(sum(map(len, new.values())))
+        self.of["generation_tokens"].inc(sum(map(len, new.values())))
         if self.watchers:
             self.steps.append({
                 "step": self.num_steps, "kind": step.batch.type.name.lower(),
@@ -201,142 +221,92 @@ class Meters(Metrics):
     def finish(self, out: RequestOutput) -> None:
         """A request has its whole answer."""
         self.ends(out.finish_reason).inc()
-        for name, count in (("prompt_tokens", len(out.prompt_token_ids)),
-                            ("prefix_cache_queries", len(out.prompt_token_ids)),
-                            ("prefix_cache_hits", out.num_cached_tokens)):  # fmt: skip
-            self.counts[name].inc(count)
-        for name, histogram in self.times.items():
-            histogram.observe(out[name])
+        self.of["prompt_tokens"].inc(len(out.prompt_token_ids))
+        self.of["prefix_cache_queries"].inc(len(out.prompt_token_ids))
+        self.of["prefix_cache_hits"].inc(out.num_cached_tokens)
+        self.of["time_to_first_token_seconds"].observe(out.ttft)
+        self.of["request_time_per_output_token_seconds"].observe(out.tpot)
+        self.of["e2e_request_latency_seconds"].observe(out.latency)
 
     def state(self) -> dict[str, Any]:
         """What is in the engine now; raises what has ended it. For the engine's thread."""
         if self.engine.error is not None:
             raise self.engine.error
         core: Any = self.engine.llm.engine_core
-        ask = (
-            core.metrics if hasattr(core, "metrics") else EngineCoreProc(core, 0, 0).metrics
-        )
-        found = ask()
-        blocks = self.engine.llm.config.num_kvcache_blocks or 1
-        levels = found["running"], found["waiting"], 1 - found["free_blocks"] / blocks
-        for level, value in zip(self.levels.values(), levels, strict=True):
-            level.set(value)
+        found = getattr(core, "metrics", EngineCoreProc(core, 0, 0).metrics)()
+        config = self.engine.llm.config
+        blocks = config.num_kvcache_blocks or 1
+        self.of["num_requests_running"].set(found["running"])
+        self.of["num_requests_waiting"].set(found["waiting"])
+        self.of["kv_cache_usage_perc"].set(1 - found["free_blocks"] / blocks)
         needed = next((seq.num_blocks for seq in self.waiting()), 0)
-        return found | {"blocks": blocks, "needed": needed}
+        more = {"blocks": blocks, "needed": needed, "max_num_seqs": config.max_num_seqs}
+        return found | more
 
 # %% ../../nbs/82_server.ipynb #f2a4a76d
-class Server:
-    """An ASGI application on an engine."""
+ERRORS = (ApiError, ClientDisconnect, EngineDead, Exception, HTTPException,
+          RecursionError, ValueError)  # fmt: skip
+
+
+class Api(Starlette):
+    """Routes behind a key; whatever goes wrong is told in OpenAI's shape."""
+
+    def __init__(self, settings: Serve, routes: list[Route]) -> None:
+        super().__init__(routes=routes, exception_handlers=dict.fromkeys(ERRORS, tell))
+        self.settings = settings
+
+    def knows_key(self, headers: Headers) -> bool:
+        """Whether whoever sends these may ask."""
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        with suppress(ValueError):  # what is no base64 is no key
+            if kind == "Basic":
+                token = b64decode(token).decode().partition(":")[2]
+        key = self.settings.api_key or token
+        return hmac.compare_digest(token.encode(), key.encode())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/health" or self.knows_key(Headers(scope=scope)):
+            return await super().__call__(scope, receive, send)
+        wrong = ApiError(401, "the key is missing or wrong", code="invalid_api_key")
+        await (await tell(None, wrong))(scope, receive, send)
+
+# %% ../../nbs/82_server.ipynb #30f96292
+ENDPOINTS: dict[str, type[Asked]] = {
+    "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest,
+}  # fmt: skip
+
+
+class Server(Api):
+    """OpenAI's API on an engine."""
 
     def __init__(self, engine: AsyncLLM, settings: Serve) -> None:
+        gets = {
+            "/": self.page, "/events": self.events, "/health": self.health,
+            "/metrics": self.metrics, "/openapi.json": self.openapi,
+            "/v1/models": self.models,
+        }  # fmt: skip
+        posts = {p: partial(self.answer, kind=kind) for p, kind in ENDPOINTS.items()}
+        routes = [Route(path, answer) for path, answer in gets.items()]
+        routes += [Route(path, f, methods=["POST"]) for path, f in posts.items()]
+        super().__init__(settings, routes)
         self.engine = engine
-        self.settings = settings
         self.model = settings.served_model_name or str(engine.llm.config.model)
-        self.streams: set[Stream] = set()  # answers under way
+        self.streams: dict[Stream, int] = {}  # under way: how many answers each has
         self.is_leaving = False
         self.meters = Meters(self.model, engine)
         engine.llm.metrics = self.meters
-        answer = self.answer
-        self.routes: dict[str, tuple[str, Callable[[Exchange], Any]]] = {
-            "/": ("GET", self.page),
-            "/events": ("GET", self.events),
-            "/health": ("GET", self.health),
-            "/metrics": ("GET", self.metrics),
-            "/openapi.json": ("GET", self.openapi),
-            "/v1/models": ("GET", self.models),
-            "/v1/completions": ("POST", partial(answer, kind=CompletionRequest)),
-            "/v1/chat/completions": (
-                "POST", partial(answer, kind=ChatCompletionRequest)),
-        }
-
-    def _check_key(self, exchange: Exchange) -> None:
-        """ApiError (401) for who does not know the key."""
-        kind, _, token = exchange.headers.get("authorization", "").partition(" ")
-        if kind == "Basic":
-            token = b64decode(token).decode().partition(":")[2]
-        key = self.settings.api_key or token
-        if not hmac.compare_digest(token.encode(), key.encode()):
-            raise ApiError(401, "the key is missing or wrong", code="invalid_api_key")
-
-    def _find(self, exchange: Exchange) -> Callable[[Exchange], Any]:
-        """The handler. ApiError: 401, 404, 405."""
-        path = exchange.scope["path"]
-        asked = exchange.scope["method"]
-        if path != "/health":
-            self._check_key(exchange)
-        method, handler = self.routes.get(path, ("", None))
-        if handler is None:
-            raise ApiError(404, f"there is no {path}", code="not_found")
-        if asked != method:
-            raise ApiError(405, f"{path} takes {method}, not {asked}")
-        return handler
-
-    async def _tell(self, exchange: Exchange, error: Exception) -> None:
-        """Say what went wrong; what is no error of the client is also printed."""
-        if isinstance(error, EngineDead):
-            told = ApiError(503, str(error).splitlines()[0], code="engine_dead")
-        elif isinstance(error, ValueError):
-            told = as_refusal(error)
-        elif isinstance(error, ApiError):
-            told = error
-        else:
-            traceback.print_exception(error)
-            told = ApiError(500, f"the server has failed: {type(error).__name__}")
-        if exchange.has_begun:
-            await exchange.event(told.body())
-            await exchange.write(DONE, is_last=True)
-        else:
-            await exchange.reply(told.status, told.body(), **MORE.get(told.status, {}))
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        require(scope["type"] == "http", f"{scope['type']} is not spoken here")
-        exchange = Exchange(scope, receive, send)
-        try:
-            await self._find(exchange)(exchange)
-        except Gone:
-            pass
-        except Exception as error:
-            await self._tell(exchange, error)
-
-    async def pieces(
-        self, streams: list[Stream], news: asyncio.Event
-    ) -> AsyncIterator[tuple[int, TextPiece]]:
-        """(number of the answer, piece) until all have ended. ApiError if one fails."""
-        left = dict(enumerate(streams))
-        while left:
-            await news.wait()
-            news.clear()
-            for i, stream in [*left.items()]:
-                try:
-                    piece = stream.take()
-                except (ApiError, EngineDead):
-                    raise
-                except Exception as error:  # of a step: not the client's
-                    raise ApiError(500, f"the engine has failed: {error!r}") from None
-                if piece and (out := piece.output):
-                    del left[i]
-                    if out.finish_reason not in ("stop", "length"):
-                        status = 500 if out.finish_reason == "error" else 503
-                        raise ApiError(status, f"{out.finish_reason}: {out.stop_reason}")
-                    self.meters.finish(out)
-                if piece:
-                    yield i, piece
 
     async def prompts(self, asked: Asked) -> list[Any]:
         """The prompts, as the engine takes them. ValueError for a conversation that the
         checkpoint's template does not take."""
         if isinstance(asked, CompletionRequest):
-            return read_prompts(asked.prompt)
+            return as_list(asked.prompt)
         assert isinstance(asked, ChatCompletionRequest)
         chat = msgspec.to_builtins(asked.messages)
-
-        def job() -> list[int]:
-            try:
-                return self.engine.llm.format_chat(chat)
-            except Exception as error:  # a template may raise anything
-                raise ValueError(f"messages={len(chat)} of them: {error}") from None
-
-        return [await self.engine.submit(job)]
+        try:
+            return [await self.engine.submit(self.engine.llm.format_chat, chat)]
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"messages={len(chat)} of them: {error}") from None
 
     def check_room(self, prompts: int, n: int) -> None:
         """ApiError for more than is allowed, or than there is room for now."""
@@ -346,103 +316,88 @@ class Server:
         require(prompts <= most, f"prompt={prompts} texts are over max_prompts={most}")
         if self.is_leaving:
             raise ApiError(503, "the server ends", code="leaving")
-        if len(self.streams) + n * prompts > limits.max_queue:
-            what = (
-                f"{len(self.streams)} answers are under way, max_queue={limits.max_queue}"
-            )
+        under_way = sum(self.streams.values())
+        if under_way + n * prompts > limits.max_queue:
+            what = f"{under_way} answers are under way, max_queue={limits.max_queue}"
             raise ApiError(429, f"{what}: ask again later", code="queue_full")
 
-    async def answer(self, exchange: Exchange, kind: type[Asked]) -> None:
+    async def pieces(
+        self, asked: Asked, stream: Stream
+    ) -> AsyncIterator[TextPiece]:
+        """What the engine says until all answers have ended. ApiError if one fails."""
+        prompts = await self.prompts(asked)
+        self.check_room(len(prompts), asked.n)
+        many = [prompt for prompt in prompts for _ in range(asked.n)]
+        wishes = [asked.params(i) for _ in prompts for i in range(asked.n)]
+        self.streams[stream] = len(many)
+        try:
+            async for piece in self.engine.follow(stream, many, wishes):
+                if out := piece.output:
+                    if out.finish_reason not in ("stop", "length"):
+                        status = 500 if out.finish_reason == "error" else 503
+                        raise ApiError(status, f"{out.finish_reason}: {out.stop_reason}")
+                    self.meters.finish(out)
+                yield piece
+        except Exception as error:
+            if error is not stream.error or isinstance(error, ApiError | EngineDead):
+                raise
+            raise ApiError(500, f"the engine has failed: {error!r}") from None  # a step
+        finally:
+            del self.streams[stream]
+
+    async def answer(self, request: Request, kind: type[Asked]) -> Response:
         """Either of the two endpoints."""
-        if not exchange.headers.get("content-type", "").startswith(JSON):
+        if not request.headers.get("content-type", "").startswith(JSON):
             raise ApiError(415, f"send JSON, as content-type: {JSON}")  # no form of a page
-        asked = read_request(await exchange.body(self.settings.max_body), kind)
+        asked = read_request(await read_body(request, self.settings.max_body), kind)
         if asked.model != self.model:
             what = f"the model here is {self.model!r}, not {asked.model!r}"
             raise ApiError(404, what, "model", "model_not_found")
-        await while_here(exchange.receive, self.generate(exchange, asked))
+        if asked.stream:
+            return Answer(lines(self.chunks(asked)), media_type=EVENTS)
+        return Answer(self.whole(asked), media_type=JSON)
 
-    async def generate(self, exchange: Exchange, asked: Asked) -> None:
-        """Queue all answers, send what comes."""
-        prompts = await self.prompts(asked)
-        n = asked.n or 1
-        self.check_room(len(prompts), n)
-        pairs = [(prompt, asked.params(i)) for prompt in prompts for i in range(n)]
-        news = asyncio.Event()
-        streams = [Stream(news=news) for _ in pairs]
-        self.streams.update(streams)
-        begin = self.engine.begin
-        try:
-            both = zip(streams, pairs, strict=True)
-            await asyncio.gather(*(begin(stream, *pair) for stream, pair in both))
-            send = self.send_stream if asked.stream else self.send_whole
-            await send(exchange, asked, streams, self.pieces(streams, news))
-        finally:
-            self.streams.difference_update(streams)
-            for stream in streams:
-                self.engine.leave(stream)
-
-    def logprobs(
-        self, asked: Asked, stream: Stream, ids: list[int], start: int, at: int
-    ) -> Any:
-        """Of the tokens `ids`, from number `start` on, whose text begins at `at`; None if
-        nobody has asked."""
-        most = asked.num_logprobs
-        if most is None or stream.request is None:
-            return None
-        found = stream.request.seq.logprobs[start : start + len(ids)]
-        is_chat = isinstance(asked, ChatCompletionRequest)
+    async def whole(self, asked: Asked) -> Parts:
+        """All answers in one document, which is one part."""
+        stream = Stream()
+        pieces = self.pieces(asked, stream)
+        outs = {piece.index: piece.output async for piece in pieces if piece.output}
         tokenizer = self.engine.llm.tokenizer
-        return spell_logprobs(found, ids, most, tokenizer, None if is_chat else at)
-
-    async def send_whole(
-        self, exchange: Exchange, asked: Asked, streams: list[Stream],
-        pieces: Pieces,
-    ) -> None:
-        """All answers in one document."""
-        found = {i: piece.output async for i, piece in pieces if piece.output}
-        outs = [found[i] for i in range(len(streams))]
         choices = []
-        for i, (out, stream) in enumerate(zip(outs, streams, strict=True)):
-            logprobs = self.logprobs(asked, stream, out.token_ids, 0, 0)
-            choice = asked.choice(i, out.text, logprobs, out.finish_reason, is_delta=False)
-            choices.append(choice)
-        counts = {"choices": choices, "usage": usage(outs, asked.n or 1)}
-        await exchange.reply(200, asked.head(self.model) | counts)
+        for i, out in sorted(outs.items()):
+            spelt = asked.spell(out.logprobs, out.token_ids, tokenizer, 0)
+            choices.append(asked.choice(i, out.text, out.finish_reason, spelt))
+        new = sum(len(out.token_ids) for out in outs.values())
+        counts = asked.usage(stream.requests, new)
+        found = asked.head(self.model) | {"choices": choices, "usage": counts}
+        yield msgspec.json.encode(found)
 
-    async def send_stream(
-        self, exchange: Exchange, asked: Asked, streams: list[Stream],
-        pieces: Pieces,
-    ) -> None:
-        """Pieces as they come, one event each."""
+    async def chunks(self, asked: Asked) -> Parts:
+        """Pieces as they come."""
+        stream = Stream()
         options = asked.stream_options
-        counts = bool(options and options.include_usage)
-        counts_all = bool(counts and options and options.continuous_usage_stats)
-        head = asked.head(self.model) | ({"usage": None} if counts else {})
-        outs: dict[int, RequestOutput] = {}
-        places = [(0, 0)] * len(streams)  # tokens and characters sent
-        async for i, piece in pieces:
-            if not exchange.has_begun:
-                await exchange.begin(200, "text/event-stream")
-                for number in range(len(streams)) if hasattr(asked, "messages") else ():
-                    opening = asked.choice(number, "", None, None, is_delta=True)
-                    opening["delta"] = {"role": "assistant", "content": ""}
-                    await exchange.event(head | {"choices": [opening]})
+        head = asked.head(self.model) | ({"usage": None} if options.include_usage else {})
+        role = {"delta": {"role": "assistant", "content": ""}}
+        places: list[tuple[int, int]] = []  # tokens and characters sent
+        new = 0
+        async for piece in self.pieces(asked, stream):
+            if not places:
+                places = [(0, 0)] * len(stream.requests)
+                for i in range(len(places)) if hasattr(asked, "messages") else ():
+                    yield head | {"choices": [asked.choice(i, "", None) | role]}
+            i, ids = piece.index, piece.token_ids
             tokens, characters = places[i]
-            found = self.logprobs(asked, streams[i], piece.token_ids, tokens, characters)
-            places[i] = tokens + len(piece.token_ids), characters + len(piece.text)
-            choice = asked.choice(i, piece.text, found, piece.finish_reason, is_delta=True)
-            event = head | {"choices": [choice]}
-            if counts_all:
-                new = sum(tokens for tokens, _ in places)
-                event["usage"] = so_far(streams, new, asked.n or 1)
-            await exchange.event(event)
-            if piece.output:
-                outs[i] = piece.output
-        if counts:
-            total = usage([outs[i] for i in range(len(streams))], asked.n or 1)
-            await exchange.event(head | {"choices": [], "usage": total})
-        await exchange.write(DONE, is_last=True)
+            places[i] = tokens + len(ids), characters + len(piece.text)
+            found = stream.requests[i].seq.logprobs[tokens : tokens + len(ids)]
+            spelt = asked.spell(found, ids, self.engine.llm.tokenizer, characters)
+            choice = asked.choice(i, piece.text, piece.finish_reason, spelt)
+            chunk = head | {"choices": [choice]}
+            new += len(ids)
+            if options.include_usage and options.continuous_usage_stats:
+                chunk["usage"] = asked.usage(stream.requests, new)
+            yield chunk
+        if options.include_usage:
+            yield head | {"choices": [], "usage": asked.usage(stream.requests, new)}
 
     async def ask_state(self) -> dict[str, Any]:
         """What the engine's loop says of itself; ApiError (503) if it does not."""
@@ -450,136 +405,104 @@ class Server:
         try:
             return await asyncio.wait_for(self.engine.submit(self.meters.state), limit)
         except asyncio.TimeoutError:
-            what = (
-                f"the engine's loop has not answered within health_timeout={limit} seconds"
-            )
+            what = f"the engine has not answered within health_timeout={limit} seconds"
             raise ApiError(503, what, code="engine_hung") from None
         except Exception as error:
             raise ApiError(503, str(error), code="engine_dead") from None
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, request: Request) -> Response:
         """200 while the engine's loop answers."""
-        await exchange.reply(200, {"status": "ok"} | await self.ask_state())
+        return Document({"status": "ok"} | await self.ask_state())
 
-    async def metrics(self, exchange: Exchange) -> None:
+    async def metrics(self, request: Request) -> Response:
         """For Prometheus; of a dead engine the last that is known."""
         with suppress(ApiError):
             await self.ask_state()
         text = generate_latest(self.meters.registry)
-        await exchange.reply(200, text, "text/plain; version=0.0.4; charset=utf-8")
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    async def models(self, exchange: Exchange) -> None:
+    async def models(self, request: Request) -> Response:
         """The one that there is."""
         length = self.engine.llm.config.max_model_len
         about = {"object": "model", "created": int(time.time()), "owned_by": "atom_mini"}
         entry = {"id": self.model, "max_model_len": length} | about
-        await exchange.reply(200, {"object": "list", "data": [entry]})
+        return Document({"object": "list", "data": [entry]})
 
-    async def openapi(self, exchange: Exchange) -> None:
+    async def openapi(self, request: Request) -> Response:
         """What may be asked, for programs."""
-        kinds = [CompletionRequest, ChatCompletionRequest]
-        place = "#/components/schemas/{name}"
-        found, parts = msgspec.json.schema_components(kinds, ref_template=place)
-        bodies = dict(
-            zip([p for p in self.routes if "completions" in p], found, strict=True)
+        kinds, parts = msgspec.json.schema_components(
+            ENDPOINTS.values(), ref_template="#/components/schemas/{name}"
         )
-        paths: dict[str, Any] = {}
-        for path, (method, _) in self.routes.items():
-            answers = {"200": {"description": "fine"}}
-            answers["default"] = {"description": "an error"}
-            paths[path] = {method.lower(): {"responses": answers}}
-        for path, schema in bodies.items():
-            content = {JSON: {"schema": schema}}
-            paths[path]["post"]["requestBody"] = {"required": True, "content": content}
+        answers = {"responses": {"default": {"description": "an answer, or an error"}}}
+        routes: Any = self.routes
+        paths: dict[str, Any] = {route.path: {"get": answers} for route in routes}
+        for path, kind in zip(ENDPOINTS, kinds, strict=True):
+            body = {"required": True, "content": {JSON: {"schema": kind}}}
+            paths[path] = {"post": answers | {"requestBody": body}}
         info = {"title": "atom_mini", "version": "1"}
         document = {"openapi": "3.1.0", "info": info, "paths": paths}
-        await exchange.reply(200, document | {"components": {"schemas": parts}})
+        return Document(document | {"components": {"schemas": parts}})
 
-    async def page(self, exchange: Exchange) -> None:
+    async def page(self, request: Request) -> Response:
         """A chat, and what the engine does meanwhile."""
-        text = (files("atom_mini") / "serving" / "page.html").read_bytes()
-        await exchange.reply(200, text, "text/html; charset=utf-8")
+        return HTMLResponse((files("atom_mini") / "serving" / "page.html").read_bytes())
 
-    async def events(self, exchange: Exchange) -> None:
+    async def events(self, request: Request) -> Response:
         """The steps as they come, and the engine's state, ten times a second."""
-        await while_here(exchange.receive, self._watch(exchange))
+        return Answer(lines(self.watch()), media_type=EVENTS)
 
-    def why(self, state: dict[str, Any]) -> str:
-        """Why the first one waits; nothing if nobody does."""
-        most = self.engine.llm.config.max_num_seqs
-        if not state["waiting"]:
-            return ""
-        if state["running"] >= most:
-            return f"{state['running']} sequences run, and max_num_seqs allows no more"
-        free, needed = state["free_blocks"], state["needed"]
-        if needed > free:
-            return f"its prompt fills {needed} blocks, and {free} are free"
-        why = "the step's budget of tokens is used up"
-        return f"{why}, or blocks are kept for those who run"
-
-    async def _watch(self, exchange: Exchange) -> None:
-        """Until the client leaves, or the server ends."""
+    async def watch(self) -> Parts:
+        """What the page shows, until the server ends."""
         self.meters.watchers += 1
         last = self.meters.num_steps
         try:
-            await exchange.begin(200, "text/event-stream")
-            while not self.is_leaving:
+            while True:
                 state = await self.ask_state()
                 news = [step for step in [*self.meters.steps] if step["step"] > last]
                 last = news[-1]["step"] if news else last
-                await exchange.event(
-                    {"steps": news, "state": state, "why": self.why(state)}
-                )
+                yield {"steps": news, "state": state}
+                if self.is_leaving:
+                    return
                 await asyncio.sleep(0.1)
-            await exchange.write(DONE, is_last=True)
         finally:
             self.meters.watchers -= 1
-
-    def end_answers(self) -> None:
-        """Tell all who still wait."""
-        for stream in self.streams:
-            stream.put(ApiError(503, "the server ends", code="leaving"))
-
-# %% ../../nbs/82_server.ipynb #afc872b3
-MORE = {401: {"www_authenticate": "Basic"}, 429: {"retry_after": "1"}}
-MORE |= {503: {"retry_after": "5"}}
-
-# %% ../../nbs/82_server.ipynb #c30c2dc7
-Pieces = AsyncIterator[tuple[int, TextPiece]]
-
-# %% ../../nbs/82_server.ipynb #c0de8201
-def so_far(streams: list[Stream], new: int, n: int) -> dict[str, int]:
-    """Counts of tokens in the middle of a stream."""
-    seqs = [stream.request.seq for stream in streams[::n] if stream.request]
-    known = sum(seq.num_prompt_tokens for seq in seqs)
-    total = known + new
-    return {"prompt_tokens": known, "completion_tokens": new, "total_tokens": total}
 
 # %% ../../nbs/82_server.ipynb #6d2fab4b
 class Front(uvicorn.Server):
     """uvicorn's server; at the end answers under way get time, and then an error."""
 
     def __init__(self, app: Server) -> None:
-        options: dict[str, Any] = {"lifespan": "off", "ws": "none"}
-        options["log_level"] = "warning"
         patience = int(app.settings.grace) + 5  # for who does not even read the error
         super().__init__(uvicorn.Config(
-            app, **options, access_log=False, timeout_graceful_shutdown=patience,
+            app, lifespan="off", ws="none", log_level="warning", access_log=False,
             timeout_keep_alive=30,  # longer than clients keep a connection
+            timeout_graceful_shutdown=patience,
         ))  # fmt: skip
         self.app = app
+
+    def end_answers(self) -> None:
+        """Tell all who still wait."""
+        for stream in self.app.streams:
+            stream.put(ApiError(503, "the server ends", code="leaving"))
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Let go of the socket; wait for the answers."""
         self.app.is_leaving = True
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.app.settings.grace, self.app.end_answers)
+        timer = loop.call_later(self.app.settings.grace, self.end_answers)
         await super().shutdown(sockets)
         timer.cancel()
 
-# %% ../../nbs/82_server.ipynb #13e163c4
-async def serve(engine: AsyncLLM, settings: Serve, listener: socket.socket) -> None:
-    """Until it is told to end."""
+# %% ../../nbs/82_server.ipynb #a6eca8dd
+def run_serve(args: argparse.Namespace) -> None:
+    """Listen, load, serve until it is told to end."""
+    settings = Serve(**given(args, Serve))
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    place = (settings.host, settings.port)
+    listener = socket.create_server(place, family=family, backlog=2048)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    engine = AsyncLLM(**{"engine_process": True} | given(args, Config))
     app = Server(engine, settings)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn hears them, and asks again
         signal.signal(number, lambda *_: None)
@@ -588,18 +511,6 @@ async def serve(engine: AsyncLLM, settings: Serve, listener: socket.socket) -> N
     host, port = listener.getsockname()[:2]
     print(f"{app.model} is served at http://{host}:{port}", flush=True)
     try:
-        await Front(app).serve([listener])
+        Front(app).run([listener])
     finally:
-        await engine.close()
-
-# %% ../../nbs/82_server.ipynb #a6eca8dd
-def run_serve(args: argparse.Namespace) -> None:
-    """Listen, load, serve."""
-    settings = Serve(**given(args, Serve))
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    place = (settings.host, settings.port)
-    listener = socket.create_server(place, family=family, backlog=2048)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    engine = AsyncLLM(**{"engine_process": True} | given(args, Config))
-    asyncio.run(serve(engine, settings, listener))
+        asyncio.run(engine.close())

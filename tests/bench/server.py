@@ -150,7 +150,8 @@ def threads(pid: int) -> Counter[str]:
 
 def tell(*_: Any) -> None:
     """Print what has been spent, here and by the engine's process."""
-    names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    every = threading.enumerate()
+    names = {str(thread.native_id): thread.name.removesuffix("_0") for thread in every}  # an executor's have a number
     found: Counter[str] = Counter(SPENT)
     for id, seconds in threads(os.getpid()).items():
         found[names.get(id, "others")] += seconds
