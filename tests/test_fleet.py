@@ -221,6 +221,12 @@ class Handle:
         self.given |= given
         return self
 
+    def broadcast(self, method: str) -> Any:
+        async def results_async(timeout_s: float, return_exceptions: bool) -> Any:
+            raise TimeoutError
+
+        return SimpleNamespace(results_async=results_async)
+
     def cancel(self) -> None:
         self.cancels += 1
         if self.error:  # as Ray's
@@ -238,7 +244,7 @@ def post(handle: Handle, body: Any, path: str = TEXT, headers: Any = None, **set
     async def work() -> httpx.Response:
         front = Front(handle, Fleet(**settings))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://x") as client:
-            if path == "/health":
+            if path in ("/health", "/metrics"):
                 return await client.get(path)
             return await client.post(path, json=body, headers=headers)
 
@@ -285,8 +291,9 @@ def test_the_door_has_limits_a_key_and_no_page() -> None:
     for path in ("/", "/events"):
         assert post(handle, X, path).status_code == 404
     assert post(handle, X, "/health", api_key="k").status_code == 200
-    late = post(Handle([START, LAST], pause=5.0), X, "/health", health_timeout=0.05)
-    assert late.status_code == 503 and "health_timeout=0.05" in late.text
+    for path in ("/health", "/metrics"):
+        late = post(Handle([START, LAST], pause=5.0), X, path, health_timeout=0.05)
+        assert late.status_code == 503 and "health_timeout=0.05" in late.text
 
 
 @pytest.mark.parametrize(

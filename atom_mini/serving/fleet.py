@@ -72,7 +72,7 @@ def start_ray(address: str | None) -> None:
     # 127.0.0.1 it would replace by an address that others reach
     own: dict[str, Any] = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
     ray.init(address or "local", log_to_driver=False, **({} if address else own))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's would abort
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's abort
 
 # %% ../../nbs/84_fleet.ipynb #79c15dd2
 Message = dict[str, Any]  # of ASGI
@@ -119,8 +119,8 @@ class Engine:
         """Its numbers, each with the label `replica`; of a dead one the last known."""
         from ray import serve
 
-        with suppress(ApiError):
-            await self.app.ask_state()
+        with suppress(ApiError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.app.ask_state(), 1.0)
         label = {"replica": serve.get_replica_context().replica_id.unique_id}
         found = [*self.app.meters.registry.collect()]
         for family in found:
@@ -303,7 +303,10 @@ class Front(Api):
         if name == "BackPressureError":
             what = f"max_queue={self.settings.max_queue} answers wait for an engine"
             return ApiError(429, f"{what}: ask again later", code="queue_full")
-        return ApiError(503, f"the engine has died: {name}", code="engine_dead")
+        what = f"the engine has died: {name}"
+        if name == "TimeoutError":
+            what = f"no answer within health_timeout={self.settings.health_timeout} seconds"
+        return ApiError(503, what, code="engine_dead")
 
     async def pass_on(self, stream: Any, send: Any) -> None:
         """Send what an engine says. ApiError: 429 if too many wait, 503 if it dies."""
@@ -338,13 +341,16 @@ class Front(Api):
         try:
             await asyncio.wait_for(self.pass_on(stream, send), limit)
         except asyncio.TimeoutError:
-            what = f"no engine has answered within health_timeout={limit} seconds"
-            raise ApiError(503, what, code="engine_dead") from None
+            raise self.spell("TimeoutError") from None
 
     async def metrics(self, request: Request) -> Response:
         """For Prometheus: of all engines that answer."""
         asked = self.engines.broadcast("metrics")
-        found = await asked.results_async(return_exceptions=True)
+        limit = self.settings.health_timeout
+        try:
+            found = await asked.results_async(timeout_s=limit, return_exceptions=True)
+        except TimeoutError:
+            raise self.spell("TimeoutError") from None
         families: dict[str, Any] = {}
         for family in chain.from_iterable(f for f in found if isinstance(f, list)):
             first = families.setdefault(family.name, family)
@@ -405,7 +411,7 @@ def run_fleet(args: argparse.Namespace) -> None:
         serve.run(app, name="atom_mini", route_prefix="/")
     except RuntimeError:
         engine = serve.status().applications["atom_mini"].deployments["engine"]
-        raise ValueError(engine.message) from None
+        raise ValueError(engine.message.strip().splitlines()[-1]) from None
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
