@@ -641,6 +641,10 @@ def test_the_sliders_choose_a_run(tab: Any, runs: dict[tuple[Any, ...], dict[str
             assert [int(text) for text in shown[:-1]] == [person[1] for person in run["people"]]
     tab.locator("#policies button").first.click()
     assert tab.locator("#knobs output").first.inner_text() == "ATOM's"
+    policy = tab.locator("#knobs input").first
+    policy.press("ArrowRight")  # without a mouse, and said aloud
+    assert tab.locator("#knobs output").first.inner_text() == policy.get_attribute("aria-valuetext") == "interleaved"
+    policy.press("ArrowLeft")
     last = int(tab.locator("#scrub").get_attribute("max") or 0)
     tab.locator("#scrub").fill(str(last - 3))
     tab.locator("#play").click()
@@ -724,6 +728,7 @@ def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
     book_pdf = importlib.import_module("book_pdf")
     whole, first = book_pdf.whole(), next(iter(book_map.parts(BOOK).values()))
     assert whole.count("<article") == len(first) and "13 One request" in whole
+    assert whole.count("<details") == whole.count("<details open") > len(first)  # solutions are printed, too
     subprocess.run([sys.executable, ROOT / "docs" / "book_pdf.py"], check=True, capture_output=True)
     pdf = (SITE.parent / "part_one.pdf").read_bytes()
     assert pdf.startswith(b"%PDF") and len(pdf) > 1_000_000
