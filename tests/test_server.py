@@ -292,7 +292,7 @@ def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> Non
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (TEXT, X | {"tempreature": 1}, "tempreature"), (TEXT, X | {"n": 0}, "n"),
+        (TEXT, X | {"tempreature": 1}, "tempreature"), (TEXT, X | {"tempreature": None}, "tempreature"), (TEXT, X | {"n": 0}, "n"),
         (TEXT, X | {"temperature": -1}, "temperature"), (TEXT, X | {"seed": 0.5}, "seed"),
         (TEXT, X | {"max_tokens": 0}, "max_tokens"), (TEXT, X | {"top_p": 2}, "top_p"),
         (TEXT, {"prompt": "x"}, "model"), (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),

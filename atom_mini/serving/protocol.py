@@ -202,8 +202,9 @@ SILENT: dict[str, list[Any]] = {  # field -> the values of it that ask for nothi
 def read_request(body: bytes, kind: type[T]) -> T:
     """The request in `body`; ValueError or RecursionError if it is none."""
     raw = msgspec.json.decode(body, type=dict[str, Any])
-    said = {name: value for name, value in raw.items() if value is not None}
-    for name in SILENT.keys() & said.keys():
+    known = {*kind.__struct_fields__, *SILENT}
+    said = {n: v for n, v in raw.items() if v is not None or n not in known}
+    for name in [n for n in SILENT if n in said]:
         value = said.pop(name)
         wrong = f"{name}={value!r}"[:200]
         require(value in SILENT[name], f"{wrong} is not served here: leave it out")
