@@ -228,8 +228,8 @@ def routing(route: str) -> dict[str, Any]:
     """For Ray. ValueError if this Ray has not what `route` needs."""
     if route == "load":
         return {}
-    what = f"route={route!r} needs a router that is not here: install atom_mini[ray], or"
-    require(RequestRouter is not None, f"{what} set route='load'")
+    what = f"route={route!r} needs a router that is not here: install atom_mini[ray]"
+    require(RequestRouter is not None, f"{what}, or set route='load'")
     from ray.serve.config import RequestRouterConfig
 
     kind = PrefixRouter if route == "prefix" else ConsistentHashRouter

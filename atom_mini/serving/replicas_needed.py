@@ -93,7 +93,8 @@ def read_csv(path: Path) -> list[Arrival]:
                 at, sizes = seconds_of(when), (int(prompt), int(answer))
                 require(is_number(at) and min(sizes) > 0, f"{row}")
                 name = more[0] if more else f"line {number}"
-                found.append(Arrival(at, *sizes, sessions.setdefault(name, len(sessions))))
+                session = sessions.setdefault(name, len(sessions))
+                found.append(Arrival(at, *sizes, session))
             except ValueError as error:
                 what = "needs a time, and tokens of prompt and answer, from 1"
                 wrong = f"{path}, line {number}, {what}: {error}"
@@ -334,9 +335,11 @@ def read_load(asked: Capacity) -> tuple[Load, float]:
     require(rate > 0, f"rate={rate}: how many requests a second?")
 
     def load(rate: float, seed: int) -> list[Arrival]:
-        how = (rate, asked.seconds, seed)
-        wrong = f"rate={rate:g} for seconds={how[1]:g} are too many requests, over {MOST}"
-        require(rate * max(60, how[1]) <= MOST, f"{wrong}: lower one, or more --replicas")
+        seconds = asked.seconds
+        wrong = f"rate={rate:g} for seconds={seconds:g} are too many requests, over {MOST}"
+        few = rate * max(60, seconds) <= MOST
+        require(few, f"{wrong}: lower one, or more --replicas")
+        how = (rate, seconds, seed)
         return replay(rows, *how) if rows else draw(TRAFFIC[name], *how)
 
     return load, rate
