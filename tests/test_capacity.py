@@ -281,7 +281,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["--gpu", "H100", "--trace", "conv"], "trace='conv' is no file"), (["--gpu", "H100"], "rate=0.0: how many"),
         (["--gpu", "H100", "--rate", "1", "--ttft", "0"], "ttft=0"), (["--gpu", "H100", "--rate", "inf"], "rate=inf"),
         (["--gpu", "H100", "--rate", "1", "--seconds", "inf"], "seconds=inf"), (["--gpu", "H100", "--rate", "nan"], "rate=nan"),
-        (["--gpu", "H100", "--rate", "1e9", "--replicas", "9"], "are too many requests"),
+        (["--gpu", "H100", "--rate", "1e9", "--replicas", "9"], "requests are too many"),
         (["--gpu", "H100", "--rate", "1", "--seconds", "1"], "no request comes in this time"),
         (["--gpu", "H100", "--rate", "5", "--ttft", "0.01"], "alone on a replica a request takes"),
     ):  # fmt: skip

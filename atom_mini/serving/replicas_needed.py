@@ -336,7 +336,7 @@ def read_load(asked: Capacity) -> tuple[Load, float]:
 
     def load(rate: float, seed: int) -> list[Arrival]:
         seconds = asked.seconds
-        wrong = f"rate={rate:g} for seconds={seconds:g} are too many requests, over {MOST}"
+        wrong = f"rate={rate:g}, seconds={seconds:g}: over {MOST} requests are too many"
         few = rate * max(60, seconds) <= MOST
         require(few, f"{wrong}: lower one, or more --replicas")
         how = (rate, seconds, seed)
