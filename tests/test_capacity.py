@@ -20,13 +20,12 @@ from atom_mini.serving.capacity import Arrival, Cost, Costs, Engine, fit, fit_co
 from atom_mini.serving.replicas_needed import (
     TRAFFIC,
     Plan,
-    Promise,
     draw,
     figures,
     read_csv,
     read_sheet,
     replay,
-    run_fleet,
+    serve_all,
     smallest,
 )
 
@@ -126,10 +125,10 @@ SPYRE = {"scheduler": "spyre", "chunk_size": 16, "max_batch_tkv_limit": 256}
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"interleave_decode": True}, SPYRE], ids=lambda o: next(iter(o), ""))
 def test_the_hosts_clock_does_not_leak_in(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config, jobs = Config(**{"max_model_len": 64} | TIGHT | options), poisson(30.0, 100)
-    plain = [engine.served for engine in run_fleet(config, COSTS, jobs, 2)]
+    plain = [engine.served for engine in serve_all(config, COSTS, jobs, 2)]
     for name in ("perf_counter", "time", "monotonic"):
         monkeypatch.setattr(time, name, lambda: random.random() * 1e6)
-    assert [engine.served for engine in run_fleet(config, COSTS, jobs, 2)] == plain
+    assert [engine.served for engine in serve_all(config, COSTS, jobs, 2)] == plain
     assert sum(map(len, plain)) == 100
 
 
@@ -150,7 +149,7 @@ def test_overlap_hides_the_host() -> None:
 
 def test_everybody_is_served_and_times_are_in_order() -> None:
     jobs = poisson(80.0, 300, seed=1)
-    engines = run_fleet(Config(max_model_len=64, **TIGHT), COSTS, jobs, 3)
+    engines = serve_all(Config(max_model_len=64, **TIGHT), COSTS, jobs, 3)
     outs = [out for engine in engines for out in engine.served]
     assert sorted(out.job for out in outs) == jobs
     assert all(0 < out.ttft <= out.latency and out.stall <= out.latency - out.ttft + 1e-9 for out in outs)
@@ -187,7 +186,7 @@ def test_a_sample_stands_for_all(load: float) -> None:
     def even(rate: float, seed: int) -> list[Arrival]:
         return poisson(rate, round(rate * 10_000), seed, longest=1, answer=1)
 
-    plan = Plan(ONE, FLAT, even, 1000 * load / 0.5, Promise())
+    plan = Plan(ONE, FLAT, even, 1000 * load / 0.5)
     few, more = (figures(replace(plan, sample=sample).fleet(1000, 0))["latency_p99_ms"] for sample in (16, 32))
     assert more == pytest.approx(few, rel=0.03)
 
@@ -207,7 +206,7 @@ def test_a_session_finds_the_share_that_is_published() -> None:
     """In a pool that holds all, of sessions that were there from their beginning."""
     jobs = draw(TRAFFIC["copilot-agents"], 0.1, 1500.0, seed=1)
     config = Config(num_kvcache_blocks=20_000, kv_cache_block_size=256, max_model_len=200_000)
-    assert figures(run_fleet(config, COSTS, jobs, 1))["hit_rate"] == pytest.approx(0.857, abs=0.06)
+    assert figures(serve_all(config, COSTS, jobs, 1))["hit_rate"] == pytest.approx(0.857, abs=0.06)
 
 
 def test_a_file_is_replayed_at_another_rate(tmp_path: Path) -> None:
@@ -219,9 +218,30 @@ def test_a_file_is_replayed_at_another_rate(tmp_path: Path) -> None:
     for rate in (0.3, 1.0, 3.7):
         more = replay(own, rate, 900.0, seed=2)
         assert len(more) / 900 == pytest.approx(rate, rel=0.1) and more == sorted(more)
-    path.write_text("t,p,a\n1.5,3,x\n")
-    with pytest.raises(ValueError, match="needs columns for the time, prompt tokens, answer tokens"):
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("t,p,a\n1.5,3,x\n", "line 2, needs .*'x'"), ("t,p,a\n1,0,5", "line 2"), ("t,p,a\n1,5,0", "line 2"), ("t\n1", "line 2"),
+     ("t,p,a\n2023-11-16 18:00:00,5,5\n,5,5", "line 3"), ("", "has no request"), ("t,p,a\n", "has no request"),
+     ('{"timestamp": 0, "input_length": 5}\n' * 2, "line 2"), ("1,5,5\nnan,5,5", "line 2")],
+)  # fmt: skip
+def test_a_line_that_is_no_request_is_refused_by_its_number(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"own.csv.*{says}"):
         read_csv(path)
+
+
+DATED = "t,p,a,s\n2024-05-10 00:00:00.009930+00:00,5,9,me\n2024-05-10 00:00:01.509930+00:00,7,9,you"
+
+
+@pytest.mark.parametrize("text", ["0,5,9,me\r\n1.5,7,9,you\r\n\r\n", "t\xe9,p,a,s\n0,5,9,me\n1.5,7,9,you", DATED])
+def test_files_as_they_are_found(text: str, tmp_path: Path) -> None:
+    """With and without a heading, with names for sessions, Azure's dates of 2023 and 2024, ends of lines of either kind."""
+    path = tmp_path / "own.csv"
+    path.write_bytes(text.encode("latin-1"))
+    assert read_csv(path) == [Arrival(0.0, 5, 9, 0), Arrival(pytest.approx(1.5), 7, 9, 1)]
 
 
 def test_a_data_sheet(folder: Path) -> None:
@@ -253,10 +273,17 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     words = ["capacity", "tiny", "--recorded", str(run), "--trace", str(own), "--seconds", "15", "--ttft", "5", "--tpot", "1"]
     assert main(words) == 0 and "run.json" in capsys.readouterr().out
+    assert main([*words, "--num-kvcache-blocks", "7", "--replicas", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["blocks_of_a_replica"] == 7  # what was asked, not what was recorded
     for more, says in (
-        (["--gpu", "A100", "--rate", "1"], "--gpu=A100 is none of MI300X"), (["--rate", "1"], "give either --gpu or --recorded"),
-        (["--recorded", str(own)], "is no run that"), (["--gpu", "H100", "--trace", "conv"], "--trace=conv is no file"),
-        (["--gpu", "H100", "--rate", "1", "--ttft", "0"], "--ttft=0"),
+        (["--gpu", "A100", "--rate", "1"], "gpu='A100' must be one of ['MI300X'"), (["--rate", "1"], "give either"),
+        (["--gpu", "H100", "--recorded", str(run)], "give either"), (["--recorded", str(own)], "is no run that"),
+        (["--gpu", "H100", "--trace", "conv"], "trace='conv' is no file"), (["--gpu", "H100"], "rate=0.0: how many"),
+        (["--gpu", "H100", "--rate", "1", "--ttft", "0"], "ttft=0"), (["--gpu", "H100", "--rate", "inf"], "rate=inf"),
+        (["--gpu", "H100", "--rate", "1", "--seconds", "inf"], "seconds=inf"), (["--gpu", "H100", "--rate", "nan"], "rate=nan"),
+        (["--gpu", "H100", "--rate", "1e9", "--replicas", "9"], "requests are too many"),
+        (["--gpu", "H100", "--rate", "1", "--seconds", "1"], "no request comes in this time"),
+        (["--gpu", "H100", "--rate", "5", "--ttft", "0.01"], "alone on a replica a request takes"),
     ):  # fmt: skip
         assert main(["capacity", str(folder), "--dtype", "bfloat16", *more]) == 2
         assert says in capsys.readouterr().err

@@ -196,8 +196,8 @@ def test_a_busy_engine_is_avoided_and_a_gone_one_forgotten() -> None:
 
 @pytest.mark.parametrize("route", ["prefix", "session"])
 def test_a_route_that_this_ray_has_not_is_refused_by_name(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "import_module", lambda name: SimpleNamespace())
-    with pytest.raises(ValueError, match=rf"route='{route}' needs .*Router, which is not here.*set route='load'"):
+    monkeypatch.setattr(fleet, "RequestRouter", None)
+    with pytest.raises(ValueError, match=rf"route='{route}' needs a router that is not here.*set route='load'"):
         fleet.routing(route)
 
 
@@ -221,6 +221,12 @@ class Handle:
         self.given |= given
         return self
 
+    def broadcast(self, method: str) -> Any:
+        async def results_async(timeout_s: float, return_exceptions: bool) -> Any:
+            raise TimeoutError
+
+        return SimpleNamespace(results_async=results_async)
+
     def cancel(self) -> None:
         self.cancels += 1
         if self.error:  # as Ray's
@@ -238,7 +244,7 @@ def post(handle: Handle, body: Any, path: str = TEXT, headers: Any = None, **set
     async def work() -> httpx.Response:
         front = Front(handle, Fleet(**settings))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://x") as client:
-            if path == "/health":
+            if path in ("/health", "/metrics"):
                 return await client.get(path)
             return await client.post(path, json=body, headers=headers)
 
@@ -282,11 +288,12 @@ def test_the_door_has_limits_a_key_and_no_page() -> None:
     assert post(handle, X | {"prompt": "x" * 2000}, max_body=1000).status_code == 413
     assert post(handle, X, api_key="k").status_code == 401 and not handle.given.get("body")
     assert post(handle, X, api_key="k", headers={"authorization": "Bearer k"}).status_code == 200
-    for path in ("/", "/events", "/metrics"):
+    for path in ("/", "/events"):
         assert post(handle, X, path).status_code == 404
     assert post(handle, X, "/health", api_key="k").status_code == 200
-    late = post(Handle([START, LAST], pause=5.0), X, "/health", health_timeout=0.05)
-    assert late.status_code == 503 and "health_timeout=0.05" in late.text
+    for path in ("/health", "/metrics"):
+        late = post(Handle([START, LAST], pause=5.0), X, path, health_timeout=0.05)
+        assert late.status_code == 503 and "health_timeout=0.05" in late.text
 
 
 @pytest.mark.parametrize(
@@ -307,26 +314,42 @@ def test_impossible_fleets_are_refused(wrong: dict[str, Any], says: str) -> None
     ("lines", "says"),
     [(["{"], "line 1"), ([request("a", "x"), "[]"], "line 2"), ([request("a", "x")] * 2, "line 2: custom_id='a'"),
      ([request("a", "x", url="/v1/embeddings")], "embeddings"), ([request("a", "x", stream=True)], "line 1: stream=true"),
-     (['{"custom_id": "a"}'], "method")],
+     (['{"custom_id": "a"}'], "method"), ([request("a", "x", model="gpt")], "line 1: model='gpt': here it is 'tiny'"),
+     ([request("a", "x")[:-1] + ', "priority": 1}'], "line 1: .*priority")],
 )  # fmt: skip
 def test_a_line_that_is_no_request_is_refused_by_its_number(lines: list[str], says: str, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=says):
-        fleet.read_work(source)
+        fleet.read_work(source, "tiny")
+
+
+def test_empty_lines_and_all_that_text_may_be(tmp_path: Path) -> None:
+    """U+2028 and U+0085 end lines for Python, not for JSON."""
+    source, text = tmp_path / "in.jsonl", "a\u2028b\x85c"
+    line = json.dumps(json.loads(request("a", text)), ensure_ascii=False)
+    source.write_text(f"\n{line}\r\n\n", encoding="utf-8")
+    work = fleet.read_work(source, "tiny")
+    assert [*work] == ["a"] and json.loads(work["a"])["body"]["prompt"] == text
 
 
 def test_only_a_torn_end_is_taken_out(tmp_path: Path) -> None:
-    target = tmp_path / "out.jsonl"
+    target, told = tmp_path / "out.jsonl", '{"custom_id": "%s", "response": {"status_code": 200}}\n'
     assert fleet.read_answers(target) == set()
-    for torn in ("", '{"custom_id": "c"', '{"custom_id": "c"}'):  # without its line end it may be torn, too
-        target.write_text('{"custom_id": "a"}\n{"custom_id": "b"}\n' + torn)
+    for torn in ("", "{", '{"custom_id": "c"', told % "c"):  # without its line end it may be torn, too
+        target.write_text(told % "a" + told % "b" + torn[:-1])
         assert fleet.read_answers(target) == {"a", "b"}
-        assert target.read_text() == '{"custom_id": "a"}\n{"custom_id": "b"}\n'
-    target.write_text("something else\n")
-    with pytest.raises(ValueError, match="no answer"):
+        assert target.read_text() == told % "a" + told % "b"
+
+
+@pytest.mark.parametrize("text", ["something else\n", "something else", request("a", "x"), request("a", "x") + "\n", "[]\n", "[]"])
+def test_what_is_no_file_of_answers_is_left_as_it_is(text: str, tmp_path: Path) -> None:
+    """Above all the requests themselves, named twice."""
+    target = tmp_path / "out.jsonl"
+    target.write_text(text)
+    with pytest.raises(ValueError, match="has a line that is no answer: name another"):
         fleet.read_answers(target)
-    assert target.read_text() == "something else\n"
+    assert target.read_text() == text
 
 
 def test_a_line_is_answered_by_the_server() -> None:
@@ -363,6 +386,24 @@ def test_without_ray_the_commands_say_what_to_install(
         assert "install atom_mini[ray]" in capsys.readouterr().err
 
 
+def test_what_is_wrong_is_said_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fleet, "start_ray", lambda address: pytest.fail("it starts"))
+    source = tmp_path / "in.jsonl"
+    source.write_text(request("a", "x", model="gpt"))
+    batch = ["batch", str(source), str(tmp_path / "out.jsonl")]
+    for words, says in (
+        (["fleet", "--num-kvcache-blocks", "0"], "num_kvcache_blocks=0"),
+        (["fleet", "--model", "/nowhere"], "'/nowhere' is no folder"),
+        (["fleet", "--max-replicas", "0"], "max_replicas=0"), (batch, "line 1: model='gpt': here it is 'tiny'"),
+        ([*batch, "--num-kvcache-blocks", "0"], "num_kvcache_blocks=0"), ([*batch, "--batch-size", "0"], "batch_size=0"),
+    ):  # fmt: skip
+        assert main([*words, *(["--port", str(free_port())] if "fleet" in words else [])]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 # On Ray
 
 slow = pytest.mark.slow
@@ -385,6 +426,10 @@ def processes(title: str) -> list[int]:
         except OSError:  # it has ended
             pass
     return found
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
 class Served:
@@ -532,6 +577,70 @@ def test_routes_and_full_queues(served: Served) -> None:
 
 @slow
 @needs_ray
+def test_numbers_are_those_of_all_engines(served: Served) -> None:
+    """In Prometheus' format, each with the engine's name; together they have counted every token."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    served.run(route="load")
+    bodies = [STORY | {"seed": i, "max_tokens": 20} for i in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        tokens = sum(pool.map(lambda body: served.post(TEXT, body).json()["usage"]["completion_tokens"], bodies))
+    text = served.client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    counts = {s.labels["replica"]: s.value for s in families["vllm:generation_tokens"].samples if s.name.endswith("_total")}
+    assert len(counts) == 2 and min(counts.values()) > 0 and sum(counts.values()) == tokens == 480
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    assert len(families["vllm:num_requests_running"].samples) == 2
+
+
+@slow
+@needs_ray
+def test_more_load_has_more_engines_and_less_has_fewer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 to 2, which both answer, and back; with shorter delays than a fleet's."""
+    plain = fleet.scaling
+    short = {"upscale_delay_s": 1, "downscale_delay_s": 3, "metrics_interval_s": 0.5, "look_back_period_s": 1}
+    monkeypatch.setattr(fleet, "scaling", lambda settings: plain(settings) | short)
+    served.run(replicas=1, max_replicas=2, max_ongoing=4)
+
+    def busy(number: int) -> None:
+        while not enough:
+            assert served.post(TEXT, STORY | {"seed": number, "max_tokens": 100}).status_code == 200
+
+    enough: list[bool] = []
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(busy, number) for number in range(8)]
+        try:
+            served.wait_for(2)
+            time.sleep(2)
+            lines = served.client.get("/metrics").text.splitlines()
+            samples = [line for line in lines if line.startswith("vllm:generation_tokens_total")]
+        finally:
+            enough.append(True)
+        [one.result() for one in asking]
+    assert len(samples) == 2 and all(float(line.split()[-1]) > 0 for line in samples)
+    served.wait_for(1)
+    assert served.post(TEXT, X).status_code == 200
+
+
+@slow
+@needs_ray
+def test_an_engine_whose_process_is_killed_is_replaced_in_seconds(served: Served) -> None:
+    """Meanwhile its replica answers 503 for it."""
+    served.run(engine_process=True)
+    (engine, *_) = children(processes("ServeReplica:atom_mini:engine")[0])
+    os.kill(engine, signal.SIGKILL)
+    killed = last = time.perf_counter()
+    codes = []
+    while time.perf_counter() < killed + 20:
+        codes.append(served.post(TEXT, X | {"prompt": f"{len(codes)} + 7 ="}).status_code)
+        last = last if codes[-1] == 200 else time.perf_counter()
+        time.sleep(0.05)
+    assert set(codes) == {200, 503} and last - killed < 8
+    served.wait_for(2)
+
+
+@slow
+@needs_ray
 def test_who_has_no_token_is_refused(served: Served) -> None:
     """The cluster listens on every interface, so this is what closes it."""
     import ray
@@ -543,6 +652,27 @@ def test_who_has_no_token_is_refused(served: Served) -> None:
         done = subprocess.run([sys.executable, "-c", code], env=ENV | more, capture_output=True, text=True, timeout=100)
         assert done.returncode != 0 and "in" not in done.stdout.split(), done.stdout
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+@slow
+@needs_ray
+def test_an_address_where_nobody_answers_is_no_wait() -> None:
+    with pytest.raises(OSError, match="refused"):
+        fleet.start_ray(f"127.0.0.1:{free_port()}")
+
+
+@slow
+@needs_ray
+def test_a_file_may_ask_for_more_than_a_server_queues(tmp_path: Path) -> None:
+    """5,120 answers at once; two engines share what is less than a batch."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(request(str(i), ["x"] * 128, max_tokens=1, n=4, ignore_eos=True) for i in range(10)))
+    command = [*COMMAND, "batch", str(source), str(target), *ONE, "--replicas", "2", "--cpus", "0.5", "--no-engine-process"]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = [json.loads(line)["response"] for line in target.read_text().splitlines()]
+    assert [answer["status_code"] for answer in told] == [200] * 10
+    assert all(len(answer["body"]["choices"]) == 512 for answer in told)
 
 
 COMMAND = [sys.executable, "-m", "atom_mini"]
@@ -581,9 +711,9 @@ def test_a_file_of_1000_requests_outlives_a_kill(tmp_path: Path) -> None:
 @slow
 @needs_ray
 def test_the_command_serves_and_ends(tmp_path: Path) -> None:
-    """A port that is taken is an error before anything starts; SIGTERM ends everything, exit code 0."""
+    """A port that is taken is an error before anything starts; SIGTERM finishes answers or tells, then ends all, exit code 0."""
     port = free_port()
-    command = [*COMMAND, "fleet", *ONE, "--port", str(port), "--cpus", "0.5", "--api-key", "k"]
+    command = [*COMMAND, "fleet", *ONE, "--port", str(port), "--cpus", "0.5", "--api-key", "k", "--grace", "4"]
     with socket.create_server(("127.0.0.1", port)):
         done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "in use" in done.stderr
@@ -592,8 +722,15 @@ def test_the_command_serves_and_ends(tmp_path: Path) -> None:
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"authorization": "Bearer k"})
     assert client.post(TEXT, json=X | {"prompt": "12 + 7 ="}).json()["choices"][0]["text"] == " 19"
     assert client.get("/v1/models", headers={"authorization": "Bearer x"}).status_code == 401
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    long = STORY | {"stream": True}
+    with ThreadPoolExecutor(4) as pool:
+        reading = [pool.submit(lambda n: client.post(TEXT, json=long | {"max_tokens": n}).text, n) for n in (300, 300, 1900, 1900)]
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        texts = [one.result() for one in reading]
+    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+    assert all(("engine has died" in text) or ('"finish_reason":"length"' in text) for text in texts)
     with pytest.raises(httpx.ConnectError):
         client.get("/health")
     client.close()

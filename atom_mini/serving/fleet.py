@@ -12,21 +12,24 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from importlib import import_module
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
 import xxhash
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from ..checkpoint import require
 from ..config import COUNT, Config, check_rules, is_count, is_number
@@ -35,13 +38,13 @@ from ..processes.replicas import best_match
 from .async_llm import AsyncLLM
 from .protocol import ApiError
 from atom_mini.serving.server import (
-    DONE, JSON, Answer, Api, Serve, Server, event, read_body,
+    DONE, JSON, Api, Serve, Server, event, read_body,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['CLOSED', 'Router', 'Message', 'BLOCK', 'MOST', 'ROUTES', 'ALONE', 'start_ray', 'Engine', 'text_chain', 'prompt_text',
-           'Known', 'PrefixRouter', 'routing', 'Fleet', 'scaling', 'resources', 'Front', 'bodies', 'Entry', 'build',
-           'run_fleet', 'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
+__all__ = ['CLOSED', 'Router', 'Message', 'BLOCK', 'MOST', 'ROUTES', 'ALONE', 'BEGIN', 'start_ray', 'Engine', 'text_chain',
+           'prompt_text', 'Known', 'PrefixRouter', 'routing', 'Fleet', 'scaling', 'resources', 'Front', 'Entry',
+           'build', 'run_fleet', 'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
 
 # %% ../../nbs/84_fleet.ipynb #6168b148
 CLOSED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -49,22 +52,27 @@ CLOSED |= {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
 for name, value in CLOSED.items():
     os.environ.setdefault(name, value)
 try:
+    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
     from ray.serve.request_router import RequestRouter
 except ImportError:  # no Ray, or its alpha has moved: `routing` says so
-    RequestRouter = None
+    ConsistentHashRouter = RequestRouter = None
 
 Router: Any = RequestRouter or object
 
 # %% ../../nbs/84_fleet.ipynb #e7ddaba0
 def start_ray(address: str | None) -> None:
     """Join the Ray at `address`, or start one for this machine alone. ValueError
-    without Ray."""
+    without Ray, OSError if nobody answers there."""
     require(find_spec("ray") is not None, "Ray is not here: install atom_mini[ray]")
+    host, _, port = (address or "").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), 5).close()
     import ray
 
     # 127.0.0.1 it would replace by an address that others reach
     own: dict[str, Any] = {"_node_ip_address": "127.0.0.2", "include_dashboard": False}
     ray.init(address or "local", log_to_driver=False, **({} if address else own))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's abort
 
 # %% ../../nbs/84_fleet.ipynb #79c15dd2
 Message = dict[str, Any]  # of ASGI
@@ -106,6 +114,18 @@ class Engine:
             await self.app.ask_state()
         except ApiError as error:
             raise RuntimeError(str(error)) from None
+
+    async def metrics(self) -> list[Any]:
+        """Its numbers, each with the label `replica`; of a dead one the last known."""
+        from ray import serve
+
+        with suppress(ApiError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.app.ask_state(), 1.0)
+        label = {"replica": serve.get_replica_context().replica_id.unique_id}
+        found = [*self.app.meters.registry.collect()]
+        for family in found:
+            family.samples = [s._replace(labels=s.labels | label) for s in family.samples]
+        return found
 
     async def answer(self, line: str) -> str:
         """A line of a file of requests in, the line with its answer out. RuntimeError if
@@ -201,26 +221,18 @@ class PrefixRouter(Router):
             known.note(pending_request.kwargs["hashes"])
 
 # %% ../../nbs/84_fleet.ipynb #dae0e6b2
-ROUTES = {  # how requests find an engine -> what Ray must have for it
-    "prefix": "ray.serve.request_router:RequestRouter",
-    "session": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
-    "load": "ray.serve:deployment",  # of two that Ray draws the less busy one
-}
+ROUTES = ("prefix", "session", "load")  # how requests find an engine
 
 # %% ../../nbs/84_fleet.ipynb #9602e33c
 def routing(route: str) -> dict[str, Any]:
     """For Ray. ValueError if this Ray has not what `route` needs."""
-    module, name = ROUTES[route].split(":")
-    try:
-        kind = getattr(import_module(module), name)
-    except (ImportError, AttributeError):
-        what = f"route={route!r} needs {module}.{name}, which is not here: install"
-        raise ValueError(f"{what} atom_mini[ray], or set route='load'") from None
     if route == "load":
         return {}
+    what = f"route={route!r} needs a router that is not here: install atom_mini[ray]"
+    require(RequestRouter is not None, f"{what}, or set route='load'")
     from ray.serve.config import RequestRouterConfig
 
-    kind = PrefixRouter if route == "prefix" else kind
+    kind = PrefixRouter if route == "prefix" else ConsistentHashRouter
     return {"request_router_config": RequestRouterConfig(request_router_class=kind)}
 
 # %% ../../nbs/84_fleet.ipynb #eb613df4
@@ -231,7 +243,7 @@ class Fleet(Serve):
     replicas: int = 1  # engines at least, each with all its GPUs
     max_replicas: int | None = None  # under load; None: never more
     max_ongoing: int = 256  # answers under way in an engine; further ones wait
-    route: str = "prefix"  # "session": by the header x-session-id; "load"
+    route: str = "prefix"  # "session": of the header x-session-id; "load": less busy
     cpus: float = 1.0  # cores of an engine
     address: str | None = None  # of a Ray that runs; None: one of its own, here
 
@@ -249,13 +261,12 @@ class Fleet(Serve):
 # %% ../../nbs/84_fleet.ipynb #5cf28a05
 def scaling(settings: Fleet) -> dict[str, Any]:
     """For Ray: how many engines, and when that changes."""
-    if settings.max_replicas is None:
-        return {"num_replicas": settings.replicas}
-    return {"autoscaling_config": {
-        "min_replicas": settings.replicas, "max_replicas": settings.max_replicas,
+    most = settings.max_replicas or settings.replicas
+    return {
+        "min_replicas": settings.replicas, "max_replicas": most,
         "target_ongoing_requests": settings.max_ongoing / 2,
         "upscale_delay_s": 30, "downscale_delay_s": 600,
-    }}  # fmt: skip
+    }  # fmt: skip
 
 # %% ../../nbs/84_fleet.ipynb #d289a257
 def resources(config: Any, settings: Any) -> dict[str, float]:
@@ -267,15 +278,14 @@ def resources(config: Any, settings: Any) -> dict[str, float]:
     ranks = config.tensor_parallel_size * config.data_parallel_size
     on_gpu = config.device == "cuda" or (config.device is None and "GPU" in there)
     each = {"CPU": settings.cpus, "GPU": ranks * on_gpu}
-    for kind in each if settings.address is None else ():
-        need = settings.replicas * each[kind]
-        have = there.get(kind, 0)
+    for kind, one in each.items() if settings.address is None else ():
+        need, have = settings.replicas * one, there.get(kind, 0)
         what = f"replicas={settings.replicas} need {need:g} {kind}, here are {have:g}"
         require(need <= have, f"{what}: lower it, or join a larger Ray: set address")
     return {"num_cpus": each["CPU"], "num_gpus": each["GPU"]}
 
 # %% ../../nbs/84_fleet.ipynb #2919a017
-ALONE = {"/", "/events", "/metrics"}  # what says something about one engine
+ALONE = {"/", "/events"}  # what shows one engine
 
 
 class Front(Api):
@@ -283,63 +293,70 @@ class Front(Api):
     what that one answers."""
 
     def __init__(self, engines: Any, settings: Fleet) -> None:
-        every = Route("/{path:path}", self.forward, methods=["GET", "POST"])
-        super().__init__(settings, [Route("/health", self.health), every])
+        every: Any = Mount("", self.forward)
+        super().__init__(settings, [Route("/metrics", self.metrics), every])
         self.engines = engines.options(stream=True)
         self.settings: Fleet = settings
 
-    async def messages(self, stream: Any) -> AsyncGenerator[Message, None]:
-        """What an engine's actor sends. ApiError: 429 if too many wait, 503 if it dies."""
+    def spell(self, name: str) -> ApiError:
+        """For clients, what Ray's exception of this name says."""
+        if name == "BackPressureError":
+            what = f"max_queue={self.settings.max_queue} answers wait for an engine"
+            return ApiError(429, f"{what}: ask again later", code="queue_full")
+        what = f"the engine has died: {name}"
+        if name == "TimeoutError":
+            what = f"no answer within health_timeout={self.settings.health_timeout} seconds"
+        return ApiError(503, what, code="engine_dead")
+
+    async def pass_on(self, stream: Any, send: Any) -> None:
+        """Send what an engine says. ApiError: 429 if too many wait, 503 if it dies."""
+        has_begun = False
         try:
             async for message in stream:
-                yield message
+                has_begun = True
+                await send(message)
         except Exception as error:
-            raise self.spell(error) from None
+            told = self.spell(type(error).__name__)
+            if not has_begun:
+                raise told from None
+            last = {"type": "http.response.body", "body": event(told.body()) + DONE}
+            await send(last)
         finally:
             with suppress(Exception):  # of one that was not sent: the same error again
                 stream.cancel()
 
-    def spell(self, error: Exception) -> ApiError:
-        """What Ray says, for clients."""
-        name = type(error).__name__
-        if name == "BackPressureError":
-            what = f"max_queue={self.settings.max_queue} answers wait for an engine"
-            return ApiError(429, f"{what}: ask again later", code="queue_full")
-        return ApiError(503, f"the engine has died: {name}", code="engine_dead")
-
-    async def forward(self, request: Request) -> Response:
-        """What an engine answers."""
-        scope = {k: request.scope[k] for k in ("type", "method", "path", "headers")}
-        if scope["path"] in ALONE:
-            what = f"{scope['path']} is about one engine: there are several"
+    async def forward(self, scope: Any, receive: Any, send: Any) -> None:
+        """Ask an engine; for its health, not longer than `health_timeout`."""
+        request, path = Request(scope, receive), scope["path"]
+        if path in ALONE:
+            what = f"{path} is about one engine: there are several"
             raise ApiError(404, what, code="not_found")
         body = await read_body(request, self.settings.max_body)
         hashes = text_chain(prompt_text(body)) if self.settings.route == "prefix" else []
         session = request.headers.get("x-session-id", "")
         ask = self.engines.options(session_id=session).exchange.remote
-        messages = self.messages(ask(scope=scope, body=body, hashes=hashes))
-        start = await anext(messages)
-        answer = Answer(bodies(messages), start["status"])
-        answer.raw_headers = start["headers"]
-        return answer
+        asked = {k: scope[k] for k in ("type", "method", "path", "headers")}
+        limit = self.settings.health_timeout if path == "/health" else None
+        stream = ask(scope=asked, body=body, hashes=hashes)
+        try:
+            await asyncio.wait_for(self.pass_on(stream, send), limit)
+        except asyncio.TimeoutError:
+            raise self.spell("TimeoutError") from None
 
-    async def health(self, request: Request) -> Response:
-        """200 if an engine says so, in time."""
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus: of all engines that answer."""
+        asked = self.engines.broadcast("metrics")
         limit = self.settings.health_timeout
         try:
-            return await asyncio.wait_for(self.forward(request), limit)
-        except asyncio.TimeoutError:
-            what = f"no engine has answered within health_timeout={limit} seconds"
-            raise ApiError(503, what, code="engine_dead") from None
-
-# %% ../../nbs/84_fleet.ipynb #722b4a1b
-async def bodies(messages: AsyncGenerator[Message, None]) -> AsyncIterator[bytes]:
-    """What they carry; an error is the last event."""
-    try:
-        async for message in messages:
-            yield message["body"]
-    except ApiError as error:
-        yield event(error.body()) + DONE
+            found = await asked.results_async(timeout_s=limit, return_exceptions=True)
+        except TimeoutError:
+            raise self.spell("TimeoutError") from None
+        families: dict[str, Any] = {}
+        for family in chain.from_iterable(f for f in found if isinstance(f, list)):
+            first = families.setdefault(family.name, family)
+            first.samples += family.samples if first is not family else []
+        text = generate_latest(SimpleNamespace(collect=families.values))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 # %% ../../nbs/84_fleet.ipynb #6b5bc07a
 class Entry:
@@ -350,9 +367,6 @@ class Entry:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Ray calls it once."""
-        from starlette.applications import Starlette
-        from starlette.routing import Mount
-
         return Starlette(routes=[Mount("", self.front)])
 
 # %% ../../nbs/84_fleet.ipynb #de7b9866
@@ -363,44 +377,54 @@ def build(args: dict[str, Any]) -> Any:
 
     names = {f.name for f in fields(Fleet)}
     settings = Fleet(**{k: v for k, v in args.items() if k in names})
-    options: dict[str, Any] = {"engine_process": True}
-    options |= {k: v for k, v in args.items() if k not in names}
+    rest = {k: v for k, v in args.items() if k not in names}
+    options = {"engine_process": True} | rest
     config = Config(**options)
     patience = {"graceful_shutdown_timeout_s": settings.grace}
-    queue = {"max_queued_requests": settings.max_queue}
+    queue = {"max_queued_requests": settings.max_queue, "health_check_period_s": 1}
     engines = serve.deployment(
         Engine, name="engine", ray_actor_options=resources(config, settings),
         max_ongoing_requests=settings.max_ongoing,
-        **queue, **patience, **scaling(settings), **routing(settings.route),
+        autoscaling_config=scaling(settings),
+        **queue, **patience, **routing(settings.route),
     )  # fmt: skip
     front = serve.deployment(
         serve.ingress()(Entry), name="front", ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=2**16, **patience,
+        max_ongoing_requests=2**16, graceful_shutdown_timeout_s=settings.grace + 5,
     )  # fmt: skip
     return front.bind(engines.bind(options, settings), settings)
 
 # %% ../../nbs/84_fleet.ipynb #351d83e4
 def run_fleet(args: argparse.Namespace) -> None:
-    """Until it is told to end."""
+    """Until it is told to end. ValueError says why engines cannot start."""
     settings = Fleet(**given(args, Fleet))
+    Config(**given(args, Config))  # what is wrong with it is said now
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     socket.create_server((settings.host, settings.port), family=family).close()
     start_ray(settings.address)
     from ray import serve
 
+    app = build(given(args, Fleet) | given(args, Config))
     place = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 30}
     serve.start(proxy_location="HeadOnly", http_options=place)
-    app = build(given(args, Fleet) | given(args, Config))
-    serve.run(app, name="atom_mini", route_prefix="/")
+    try:
+        serve.run(app, name="atom_mini", route_prefix="/")
+    except RuntimeError:
+        engine = serve.status().applications["atom_mini"].deployments["engine"]
+        raise ValueError(engine.message.strip().splitlines()[-1]) from None
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     print(f"the fleet is at http://{settings.host}:{settings.port}", flush=True)
     ended.wait()
-    serve.shutdown()
+    serve.delete("atom_mini", _blocking=False)  # else it waits no longer than 60 s
+    while "atom_mini" in serve.status().applications:
+        time.sleep(0.1)
+    if settings.address is None:
+        serve.shutdown()
 
 # %% ../../nbs/84_fleet.ipynb #aac0416f
-class Line(msgspec.Struct):
+class Line(msgspec.Struct, forbid_unknown_fields=True):
     """A request in a file, as OpenAI's batches have it."""
 
     custom_id: str
@@ -409,32 +433,43 @@ class Line(msgspec.Struct):
     body: dict[str, Any]
 
 # %% ../../nbs/84_fleet.ipynb #1df23a27
-def read_work(source: Path) -> dict[str, str]:
+def read_work(source: Path, model: str) -> dict[str, str]:
     """Lines by `custom_id`. ValueError names the first that cannot be."""
     found: dict[str, str] = {}
-    for number, line in enumerate(source.read_text().splitlines(), 1):
+    for number, line in enumerate(source.read_bytes().splitlines(), 1):
         place = f"{source}, line {number}"
         try:
-            asked = msgspec.json.decode(line, type=Line)
+            asked = msgspec.json.decode(line or b"null", type=Line | None)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        id = asked.custom_id
+        if asked is None:  # an empty line
+            continue
+        id, named = asked.custom_id, asked.body.get("model")
         require(id not in found, f"{place}: custom_id={id!r} was there before")
         require(not asked.body.get("stream"), f"{place}: stream=true in a file")
-        found[id] = line
+        require(named == model, f"{place}: model={named!r}: here it is {model!r}")
+        found[id] = line.decode()
     return found
 
 # %% ../../nbs/84_fleet.ipynb #c30d6aa3
+BEGIN = b'{"custom_id":'  # of an answer; a request's line has a "method", too
+
+
 def read_answers(target: Path) -> set[str]:
-    """The `custom_id` of each answer; a last line that was cut short is taken out."""
+    """The `custom_id` of each answer; a last line that was cut short is taken out.
+    ValueError if something else is in the file."""
     data = target.read_bytes() if target.exists() else b""
     whole = data[: data.rfind(b"\n") + 1]
+    torn = data[len(whole) :]
+    what = f"{target} has a line that is no answer: name another"
     try:
-        found = {msgspec.json.decode(line)["custom_id"] for line in whole.splitlines()}
+        rows = [msgspec.json.decode(line) for line in whole.splitlines()]
+        found = {row["custom_id"] for row in rows if row["response"]}
     except (ValueError, TypeError, KeyError):
-        what = f"{target} has a line that is no answer: name another"
         raise ValueError(what) from None
-    if whole != data:
+    is_ours = BEGIN.startswith(torn[: len(BEGIN)]) and b'"method"' not in torn
+    require(is_ours, what)
+    if torn:
         os.truncate(target, len(whole))
     return found
 
@@ -462,12 +497,12 @@ def answers(
     import ray.data as data
 
     data.DataContext.get_current().enable_progress_bars = False
-    count = -(-len(lines) // settings.batch_size)
+    count = max(-(-len(lines) // settings.batch_size), settings.replicas)
     rows = [{"line": line} for line in lines]
-    work = data.from_items(rows, override_num_blocks=count)
+    work = data.from_items(rows, override_num_blocks=min(count, len(lines)))
     pool = {"size": settings.replicas, "max_concurrent_calls_per_actor": 2}
     done = work.map_batches(
-        Engine, fn_constructor_args=(options, Serve()), batch_size=None,
+        Engine, fn_constructor_args=(options, Serve(max_queue=2**31)), batch_size=None,
         compute=data.ActorPoolStrategy(**pool),
         **resources(Config(**options), settings),
     )  # fmt: skip
@@ -481,14 +516,15 @@ def run_batch(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     settings = Batch(**given(args, Batch))
-    work = read_work(args.source)
+    options = given(args, Config)
+    work = read_work(args.source, str(Config(**options).model))
     answered = read_answers(args.target)
     left = [line for id, line in work.items() if id not in answered]
-    bar = tqdm(total=len(work), initial=len(work) - len(left), unit="requests")
-    with args.target.open("a") as file, bar:
+    count = {"total": len(work), "initial": len(work) - len(left)}
+    with args.target.open("a") as file, tqdm(**count, unit="requests") as bar:
         if left:
             start_ray(settings.address)
-            for found in answers(left, settings, given(args, Config)):
+            for found in answers(left, settings, options):
                 file.writelines(line + "\n" for line in found)
                 file.flush()
                 bar.update(len(found))

@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import Config
+from ..config import COUNT, Config, check_rules, is_count, is_number
 from ..instruments.command_line import given, needs, print_report
 from ..instruments.trace import StepRecord
-from .capacity import Cost, Costs, Engine, Arrival, fit
+from .capacity import Arrival, Cost, Costs, Engine, fit, serve
 
 # %% auto #0
-__all__ = ['TRAFFIC', 'DEVICES', 'REACHED', 'HOST', 'SAMPLE', 'Load', 'Traffic', 'draw', 'read_csv', 'replay', 'Device',
-           'read_sheet', 'read_run', 'Promise', 'run_fleet', 'figures', 'Plan', 'smallest', 'Capacity', 'read_costs',
-           'read_load', 'estimate', 'run_capacity']
+__all__ = ['TRAFFIC', 'DEVICES', 'REACHED', 'HOST', 'SAMPLE', 'Load', 'MOST', 'Traffic', 'draw', 'seconds_of', 'read_csv',
+           'replay', 'Device', 'read_sheet', 'read_run', 'serve_all', 'figures', 'Plan', 'smallest', 'Capacity',
+           'read_costs', 'read_load', 'estimate', 'run_capacity']
 
 # %% ../../nbs/83b_replicas_needed.ipynb #1503241c
 class Traffic(NamedTuple):
@@ -74,23 +75,33 @@ def draw(traffic: Traffic, rate: float, seconds: float, seed: int) -> list[Arriv
     return sorted(map(Arrival, *(column[inside].tolist() for column in columns)))
 
 # %% ../../nbs/83b_replicas_needed.ipynb #d3fa3204
+def seconds_of(when: str) -> float:
+    """Of a number, or of a date."""
+    if ":" not in when:
+        return float(when)
+    return float(np.datetime64(when.removesuffix("+00:00"), "us").astype(float) / 1e6)
+
+
 def read_csv(path: Path) -> list[Arrival]:
     """Requests of a file: when, prompt, answer, and perhaps a session; its first line
-    is a heading. ValueError if that is not what it has."""
-    with path.open(newline="") as file:
-        rows = [*csv.reader(file)][1:]
-    try:
-        is_date = ":" in rows[0][0]
-        kind: Any = "datetime64[us]" if is_date else float
-        at = np.array([row[0] for row in rows], kind).astype(float)
-        at /= 1e6 if is_date else 1
-        rows = [[*row[:3], row[3] if row[3:] else i] for i, row in enumerate(rows)]
-        sizes = np.array([row[1:4] for row in rows]).astype(int).T.tolist()
-        found = [*map(Arrival, (at - at.min()).tolist(), *sizes)]
-    except (ValueError, TypeError, IndexError) as error:
-        what = "needs columns for the time, prompt tokens, answer tokens"
-        raise ValueError(f"{path} {what}: {error}") from None
-    return sorted(found)
+    may be a heading. ValueError names another that is no request."""
+    found, sessions = [], dict[str, int]()
+    with path.open(newline="", errors="replace") as file:
+        for number, row in enumerate(csv.reader(file), 1):
+            try:
+                when, prompt, answer, *more = row
+                at, sizes = seconds_of(when), (int(prompt), int(answer))
+                require(is_number(at) and min(sizes) > 0, f"{row}")
+                name = more[0] if more else f"line {number}"
+                session = sessions.setdefault(name, len(sessions))
+                found.append(Arrival(at, *sizes, session))
+            except ValueError as error:
+                what = "needs a time, and tokens of prompt and answer, from 1"
+                wrong = f"{path}, line {number}, {what}: {error}"
+                require(number == 1 or not row, wrong)
+    require(len(found) > 0, f"{path} has no request")
+    first = min(found).at
+    return sorted(job._replace(at=job.at - first) for job in found)
 
 # %% ../../nbs/83b_replicas_needed.ipynb #062b6efa
 def replay(
@@ -155,63 +166,49 @@ def read_sheet(config: Config, device: Device) -> tuple[Costs, int]:
     return Costs(HOST, prefill, Cost(tokens, curve, kept / bandwidth)), blocks
 
 # %% ../../nbs/83b_replicas_needed.ipynb #87d5b68b
-def read_run(path: Path) -> tuple[Costs, int, int]:
-    """Costs, blocks and a block's tokens, of a recorded run. ValueError if it is none,
-    or too short."""
+def read_run(path: Path) -> tuple[Costs, dict[str, int]]:
+    """Costs and pool of a recorded run. ValueError if it is none, or too short."""
     try:
         run = json.loads(path.read_text())
         steps = [StepRecord(**step) for step in run["steps"]]
-        sizes = run["num_blocks"], run["block_size"]
+        pool = {"num_kvcache_blocks": run["num_blocks"]}
+        pool |= {"kv_cache_block_size": run["block_size"]}
         overlapped = run["scheduler"] == "OverlapScheduler"
     except (ValueError, TypeError, KeyError) as error:
         what = f"{path} is no run that `atom-mini trace --output` wrote"
         raise ValueError(f"{what}: {error!r}") from None
     wrong = f"{path} is of overlapped steps: record them with overlap=False"
     require(not overlapped, wrong)
-    return fit(steps), *sizes
-
-# %% ../../nbs/83b_replicas_needed.ipynb #c0b1c2f1
-class Promise(NamedTuple):
-    """What holds for 99 of 100 requests: seconds to the first token, and per token."""
-
-    ttft: float = math.inf
-    tpot: float = math.inf
-
-    def num_broken(self, engine: Engine) -> int:
-        """How many requests did not get it."""
-        late = (out.ttft > self.ttft or out.tpot > self.tpot for out in engine.served)
-        return sum(late)
+    return fit(steps), pool
 
 # %% ../../nbs/83b_replicas_needed.ipynb #4b4baf64
-def run_fleet(
+def serve_all(
     config: Config, costs: Costs, jobs: list[Arrival], count: int, sticky: bool = False,
-    seed: int = 0, promise: Promise | None = None,
+    seed: int = 0,
 ) -> list[Engine]:  # fmt: skip
-    """What becomes of `jobs` at `count` replicas; not all, if `promise` cannot hold."""
+    """What becomes of `jobs`, in order of arrival, at `count` engines."""
     rng = random.Random(seed)
     engines = [Engine(config, costs, seed=seed + i) for i in range(count)]
-    for i, job in enumerate(jobs):
+    for job in jobs:
         pair = rng.sample(engines, min(2, count))
         if sticky:
             pair = [engines[job.session % count]]
         for engine in pair:
             engine.advance(job.at)
         min(pair, key=lambda engine: len(engine.open)).add(job)
-        asked = promise if i % 256 == 0 else None
-        if asked and sum(map(asked.num_broken, engines)) > len(jobs) / 100:
-            return engines
     for engine in engines:
         engine.advance()
     return engines
 
 # %% ../../nbs/83b_replicas_needed.ipynb #56f47b1e
 def figures(engines: list[Engine]) -> dict[str, Any]:
-    """Milliseconds at percentiles, and what the pools went through."""
+    """Milliseconds at percentiles, and what the pools went through. ValueError if there
+    was no request."""
     outs = [out for engine in engines for out in engine.served]
+    require(len(outs) > 0, "no request comes in this time: ask for more --seconds")
     gaps = sum((engine.gaps for engine in engines), Counter[float]())
-    columns: dict[str, Any] = {}
-    for name in ("ttft", "stall", "tpot", "latency"):
-        columns[name] = [getattr(out, name) for out in outs]
+    names = ("ttft", "stall", "tpot", "latency")
+    columns: Any = {name: [getattr(out, name) for out in outs] for name in names}
     columns["itl"] = np.repeat([*gaps], [*gaps.values()]) if gaps else [0.0]
     report = {
         f"{name}_p{share}_ms": round(1e3 * float(np.percentile(column, share)), 3)
@@ -234,54 +231,57 @@ Load = Callable[[float, int], list[Arrival]]  # requests a second, a seed
 # %% ../../nbs/83b_replicas_needed.ipynb #104c58f3
 @dataclass
 class Plan:
-    """A load and what is promised."""
+    """A load and what is promised: 99 of 100 requests wait so many seconds at most for
+    the first token, and for each one after it."""
 
     config: Config
     costs: Costs
     load: Load
     rate: float
-    promise: Promise
+    ttft: float = math.inf
+    tpot: float = math.inf
     sticky: bool = False
     sample: int = SAMPLE
 
-    def fleet(self, count: int, seed: int, give_up: bool = False) -> list[Engine]:
+    def fleet(self, count: int, seed: int) -> list[Engine]:
         """`count` replicas, or as many as stand for them."""
         some = min(count, self.sample)
         jobs = self.load(self.rate * some / count, seed)
-        promise = self.promise if give_up else None
-        none = f"rate={self.rate}: no request comes: ask for more --seconds"
-        require(bool(jobs), none)
-        how = (self.sticky, seed, promise)
-        return run_fleet(self.config, self.costs, jobs, some, *how)
+        return serve_all(self.config, self.costs, jobs, some, self.sticky, seed)
 
-    def holds(self, count: int, seed: int) -> bool:
-        """Whether 99 of 100 requests get what is promised."""
-        engines = self.fleet(count, seed, give_up=True)
-        served = sum(len(engine.served) for engine in engines)
-        return sum(map(self.promise.num_broken, engines)) <= served / 100
+    def holds(self, engines: list[Engine]) -> bool:
+        """Whether 99 of 100 requests got what is promised."""
+        outs = [out for engine in engines for out in engine.served]
+        late = sum(out.ttft > self.ttft or out.tpot > self.tpot for out in outs)
+        return late <= len(outs) / 100
 
     def answer(self, seed: int) -> int:
-        """The smallest number that holds for a draw of the load."""
-        return smallest(lambda n: self.holds(n, seed), max(1, round(self.rate / 4)))
+        """The smallest number that holds for a draw of the load. ValueError if none can."""
+        jobs = self.load(min(self.rate, 16.0), seed)[:500]
+        alone = Engine(self.config, self.costs, seed=seed)
+        serve(alone, [job._replace(at=1e5 * i) for i, job in enumerate(jobs)])
+        found = figures([alone])
+        took = f"{found['ttft_p99_ms']:g} ms, then {found['tpot_p99_ms']:g} a token (p99)"
+        wrong = f"alone on a replica a request takes {took}: promise less (--ttft, --tpot)"
+        require(self.holds([alone]), wrong)
+        start = max(1, round(self.rate / 4))
+        return smallest(lambda count: self.holds(self.fleet(count, seed)), start)
 
 # %% ../../nbs/83b_replicas_needed.ipynb #8dba8663
 def smallest(holds: Callable[[int], bool], start: int = 1, most: int = 10_000) -> int:
     """The smallest number that holds, looked for from `start` on. ValueError if `most`
     does not."""
-    high = min(start, most)  # enough, in the end
-    while high > 1 and holds(high // 2):
-        high //= 2
-    low = high // 2  # too few
+    high = min(start, most)
     while not holds(high):
         wrong = f"not with {most} replicas either: promise less (--ttft, --tpot)"
         require(high < most, wrong)
-        low, high = high, min(most, 2 * high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+        high = min(most, 2 * high)
+    return bisect_left(range(1, high), True, key=holds) + 1
 
 # %% ../../nbs/83b_replicas_needed.ipynb #6ed87649
+MOST = 2**20  # requests, or seconds x requests a second, of one simulation
+
+
 @dataclass
 class Capacity:
     """What is asked."""
@@ -298,18 +298,24 @@ class Capacity:
     sticky: bool = False
     price: float = 0.0  # of a replica and hour
 
+    def __post_init__(self) -> None:
+        one = (self.gpu is None) != (self.recorded is None)
+        require(one, f"gpu={self.gpu}, recorded={self.recorded}: give either")
+        check_rules(self, [
+            ("gpu", DEVICES.__contains__, f"one of {[*DEVICES]}"),
+            ("rate replicas price", lambda v: is_number(v) and v >= 0, "from 0"),
+            ("ttft tpot", lambda v: is_number(v) and v > 0, "seconds, above 0"),
+            ("seconds", lambda v: is_number(v) and v >= 1, "a number from 1"),
+            ("draws", is_count, COUNT),
+        ])  # fmt: skip
+
 # %% ../../nbs/83b_replicas_needed.ipynb #bff80b2a
 def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[Config, Costs, str]:
-    """The engine, its costs, and where they are from. ValueError unless there is one
-    source."""
-    both = "give either --gpu or --recorded"
-    require((asked.gpu is None) != (asked.recorded is None), both)
+    """The engine, its costs, and where they are from. ValueError as the readers raise
+    it."""
     if asked.recorded is not None:
-        costs, blocks, size = read_run(Path(asked.recorded))
-        pool = {"num_kvcache_blocks": blocks, "kv_cache_block_size": size}
-        return Config(**options | pool), costs, f"costs and pool of {asked.recorded}"
-    known = f"--gpu={asked.gpu} is none of {', '.join(DEVICES)}"
-    require(asked.gpu in DEVICES, known)
+        costs, pool = read_run(Path(asked.recorded))
+        return Config(**pool | options), costs, f"those of {asked.recorded}"
     config = Config(**options)
     costs, blocks = read_sheet(config, DEVICES[asked.gpu or ""])
     config.num_kvcache_blocks = config.num_kvcache_blocks or blocks
@@ -320,37 +326,37 @@ def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[Config, Costs,
 # %% ../../nbs/83b_replicas_needed.ipynb #11582f17
 def read_load(asked: Capacity) -> tuple[Load, float]:
     """What draws the load, and its rate. ValueError for a trace that is not there."""
-    name, seconds = asked.trace, asked.seconds
-    if name in TRAFFIC:
-        require(asked.rate > 0, f"--rate={asked.rate}: how many requests a second?")
-        return lambda rate, seed: draw(TRAFFIC[name], rate, seconds, seed), asked.rate
-    path = Path(name)
-    what = f"--trace={asked.trace} is no file, and none of {', '.join(TRAFFIC)}"
-    require(path.is_file(), what)
-    rows = read_csv(path)
-    own = len(rows) / max(rows[-1].at, 1e-9)
-    return lambda rate, seed: replay(rows, rate, seconds, seed), asked.rate or own
+    name, rate, rows = asked.trace, asked.rate, list[Arrival]()
+    if name not in TRAFFIC:
+        known = f"trace={name!r} is no file, and none of {[*TRAFFIC]}"
+        require(Path(name).is_file(), known)
+        rows = read_csv(Path(name))
+        rate = rate or len(rows) / max(rows[-1].at, 1e-9)
+    require(rate > 0, f"rate={rate}: how many requests a second?")
+
+    def load(rate: float, seed: int) -> list[Arrival]:
+        seconds = asked.seconds
+        wrong = f"rate={rate:g}, seconds={seconds:g}: over {MOST} requests are too many"
+        few = rate * max(60, seconds) <= MOST
+        require(few, f"{wrong}: lower one, or more --replicas")
+        how = (rate, seconds, seed)
+        return replay(rows, *how) if rows else draw(TRAFFIC[name], *how)
+
+    return load, rate
 
 # %% ../../nbs/83b_replicas_needed.ipynb #0658ff63
 def estimate(asked: Capacity, options: dict[str, Any]) -> dict[str, Any]:
     """How many replicas, and how it would be with so many. ValueError for what cannot
     be."""
-    limits = dict.fromkeys(("rate", "replicas", "price"), 0.0)
-    limits |= {"ttft": 1e-6, "tpot": 1e-6, "seconds": 1, "draws": 1}
-    for name, least in limits.items():
-        value = getattr(asked, name)
-        require(value >= least, f"--{name}={value}: at least {least}")
     config, costs, said = read_costs(asked, options)
     load, rate = read_load(asked)
-    promise = Promise(asked.ttft, asked.tpot)
-    plan = Plan(config, costs, load, rate, promise, asked.sticky)
-    found = [asked.replicas] * asked.draws
-    if not asked.replicas:
-        found = [*map(plan.answer, range(asked.draws))]
-    count = sorted(found)[len(found) // 2]
+    plan = Plan(config, costs, load, rate, asked.ttft, asked.tpot, asked.sticky)
+    found = [asked.replicas] if asked.replicas else []
+    found = found or sorted(map(plan.answer, range(asked.draws)))
+    count = found[len(found) // 2]
     report: dict[str, Any] = {"costs": said, "replicas": count}
-    report |= {"replicas_from": min(found)}
-    report |= {"replicas_to": max(found)} | figures(plan.fleet(count, 0))
+    report |= {"replicas_from": found[0], "replicas_to": found[-1]}
+    report |= figures(plan.fleet(count, 0))
     if asked.price:
         per_hour = asked.price * count
         tokens = 3600 * rate * report["mean_answer_tokens"]
