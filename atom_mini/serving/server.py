@@ -508,6 +508,7 @@ def run_serve(args: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: None)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)  # new objects from one collection to the next
     host, port = listener.getsockname()[:2]
     print(f"{app.model} is served at http://{host}:{port}", flush=True)
     try:
