@@ -84,7 +84,7 @@ from importlib.util import find_spec
 
 if find_spec("atom_mini") is None:  # in Colab: fetch the book, go to its notebooks
     get_ipython().system("git clone -q {get_config().git_url} book")
-    get_ipython().system("pip install -q './book[processes]'")
+    get_ipython().system("pip install -q './book[cpu,server]'")
     get_ipython().run_line_magic("cd", "book/nbs")"""
 
 
