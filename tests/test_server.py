@@ -745,3 +745,11 @@ def test_stop_on_the_page_takes_the_request_back(served: Served, browser: Any) -
     served.wait_idle()
     page.locator("#send").wait_for()
     page.close()
+
+
+@pytest.mark.parametrize("wrong", [{"api_key": ""}, {"port": -1}, {"max_queue": 0}, {"grace": 0}, {"health_timeout": True}])
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    """An empty key would let everybody in."""
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"{name}=.* must be .*: set Serve\({name}="):
+        Serve(**wrong)

@@ -34,6 +34,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+# %% auto #0
+__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Serve', 'Document', 'read_body',
+           'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
+
+# %% ../../nbs/82_server.ipynb #0b4143b0
 from ..checkpoint import require
 from ..config import COUNT, Config, check_rules, is_count, is_number
 from ..engine_core import StepOutput
@@ -48,10 +53,6 @@ from atom_mini.serving.protocol import (
     ApiError, Asked, ChatCompletionRequest, CompletionRequest, as_refusal, read_request,
 )  # fmt: skip
 from ..text import RequestOutput, TextPiece
-
-# %% auto #0
-__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Serve', 'Document', 'read_body',
-           'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143a9
 JSON = "application/json"
@@ -96,6 +97,7 @@ class Serve:
         check_rules(self, [
             (counts, is_count, COUNT),
             ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
+            ("api_key", bool, "no empty text"),
             ("health_timeout grace", lambda v: is_number(v) and v > 0,
              "seconds, above 0"),
         ])  # fmt: skip

@@ -1,9 +1,10 @@
 """How true the capacity simulator is: recorded runs beside what it says of them.
 
-Two models, the built-in one and a random Qwen3 of 29 M parameters in float32; COUNT requests each at three rates (Poisson;
-prompts of 16 to 128 random tokens, outputs of 16 to 64, greedy, without an end token). All runs are traced. The costs are
-fitted on the run at the middle rate; the other two are held out. Per rate and percentile:
-the time to the first token, between two tokens (all of them), and to the last, as it was and as it is predicted.
+Two models, the built-in one and a random Qwen3 of 29 M parameters in float32; COUNT requests each at four rates (Poisson;
+prompts of 16 to 128 random tokens, outputs of 16 to 64, greedy, without an end token), of which the last is more than the
+engine can serve. A rate has ROUNDS runs of equally many requests, and all rates take turns, since a machine is not equally
+fast at all times. All runs are traced. The costs are fitted on those at the second rate; the others are held out. Per rate
+and percentile: the time to the first token, between two tokens (all of them), and to the last, as it was and as predicted.
 
 Run: `python tests/bench/capacity.py [--count 300]`. It writes results/capacity.json, which chapter 83 shows.
 """
@@ -14,7 +15,7 @@ import argparse
 import json
 import random
 import tempfile
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,11 +31,14 @@ from atom_mini.instruments.trace import StepRecord
 from atom_mini.serving.capacity import Arrival, Engine, fit
 from atom_mini.serving.capacity import serve as simulate
 
-RATES = {"built-in": (20.0, 40.0, 70.0), "29 M": (4.0, 8.0, 12.0)}  # requests a second; the middle one is fitted
+RATES = {"built-in": (20.0, 35.0, 50.0, 80.0), "29 M": (4.0, 6.0, 8.0, 14.0)}  # requests a second; the second is fitted
+FITTED = 1
+ROUNDS = 5
 POOL: dict[str, Any] = {"num_kvcache_blocks": 400, "max_num_seqs": 64, "device": "cpu", "max_model_len": 512}
 SHARES = (50, 95, 99)
 QUIET, TRIES = 0.03, 3  # a run beside which others used more is made again
-Figures = dict[str, list[float]]  # ttft, itl, latency -> seconds at SHARES
+Seconds = dict[str, list[float]]  # ttft, itl, latency -> of each request, or gap
+Run = tuple[list[Request], list[list[float]], list[StepRecord], float]  # its load, its times, its steps, what others used
 
 
 def make_load(rate: float, count: int, seed: int, vocabulary: int) -> list[Request]:
@@ -47,23 +51,28 @@ def make_load(rate: float, count: int, seed: int, vocabulary: int) -> list[Reque
     return found
 
 
-def as_it_was(load: list[Request], times: list[list[float]]) -> Figures:
-    gaps = [b - a for came in times for a, b in pairwise(came)]
-    first = [came[0] - r.arrival for r, came in zip(load, times, strict=True)]
-    last = [came[-1] - r.arrival for r, came in zip(load, times, strict=True)]
-    return {name: np.percentile(of, SHARES).tolist() for name, of in (("ttft", first), ("itl", gaps), ("latency", last))}
+def as_it_was(load: list[Request], times: list[list[float]]) -> Seconds:
+    return {
+        "ttft": [came[0] - r.arrival for r, came in zip(load, times, strict=True)],
+        "itl": [b - a for came in times for a, b in pairwise(came)],
+        "latency": [came[-1] - r.arrival for r, came in zip(load, times, strict=True)],
+    }
 
 
-def as_predicted(engine: Engine, load: list[Request]) -> Figures:
+def as_predicted(engine: Engine, load: list[Request]) -> Seconds:
     served = simulate(engine, [Arrival(r.arrival, len(r.prompt), r.output, i) for i, r in enumerate(load)])
-    gaps = np.repeat([*engine.gaps], [*engine.gaps.values()])
-    columns = {"ttft": [s.ttft for s in served], "itl": gaps, "latency": [s.latency for s in served]}
-    return {name: np.percentile(of, SHARES).tolist() for name, of in columns.items()}
+    gaps = np.repeat([*engine.gaps], [*engine.gaps.values()]).tolist()
+    return {"ttft": [s.ttft for s in served], "itl": gaps, "latency": [s.latency for s in served]}
 
 
-def record(folder: str, load: list[Request]) -> tuple[list[list[float]], list[StepRecord], float]:
-    """Times and steps of a run, in a new engine; how much others used of the processor. Of the quietest of up to TRIES."""
-    best: tuple[list[list[float]], list[StepRecord], float] | None = None
+def at_shares(runs: list[Seconds]) -> Seconds:
+    """Percentiles of all runs together."""
+    return {name: np.percentile([*chain.from_iterable(run[name] for run in runs)], SHARES).tolist() for name in runs[0]}
+
+
+def record(folder: str, load: list[Request]) -> Run:
+    """A run in a new engine: the quietest of up to TRIES."""
+    best: Run | None = None
     for _ in range(TRIES):
         with LLM(folder, trace=True, **POOL) as llm:
             wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 65)]  # batches of all sizes
@@ -71,8 +80,8 @@ def record(folder: str, load: list[Request]) -> tuple[list[list[float]], list[St
             warm, other = len(llm.trace.steps), OtherLoad()
             times = serve(llm, load)
             share = other.share() or 0.0
-            if best is None or share < best[2]:
-                best = times, llm.trace.steps[warm:], share
+            if best is None or share < best[-1]:
+                best = load, times, llm.trace.steps[warm:], share
         if share < QUIET:
             break
     assert best is not None
@@ -85,18 +94,24 @@ def prefill_ms(steps: list[StepRecord]) -> float:
 
 
 def run(name: str, folder: str, count: int) -> dict[str, Any]:
-    """Three recorded runs of a model, each in a new engine; the prediction of each."""
+    """The recorded runs of a model, the rates in turns; the prediction of each."""
     vocabulary = 500 if folder == "tiny" else SHAPE["vocab_size"]
-    loads = [make_load(rate, count, i, vocabulary) for i, rate in enumerate(RATES[name])]
-    runs = [record(folder, load) for load in loads]
-    real = [as_it_was(load, times) for load, (times, _, _) in zip(loads, runs, strict=True)]
-    others = [other for _, _, other in runs]
-    costs = fit(runs[1][1])
+    runs: list[list[Run]] = [[] for _ in RATES[name]]
+    for i in range(ROUNDS):
+        for mine, rate in zip(runs, RATES[name], strict=True):
+            load = make_load(rate, count // ROUNDS, i, vocabulary)
+            mine.append(record(folder, load))
+    real = [at_shares([as_it_was(load, times) for load, times, _, _ in mine]) for mine in runs]
+    costs = fit([step for _, _, steps, _ in runs[FITTED] for step in steps])
     config = Config(folder, **POOL)
-    told = [as_predicted(Engine(config, costs), load) for load in loads]
-    alike = [prefill_ms(steps) for _, steps, _ in runs]
-    about = {"prefill_ms": alike, "count": count}
-    return about | {"rates": RATES[name], "costs": costs, "real": real, "predicted": told, "other load": others}
+    told = [
+        at_shares([as_predicted(Engine(config, costs, seed=i), load) for i, (load, *_) in enumerate(mine)]) for mine in runs
+    ]
+    return {
+        "rates": RATES[name], "count": count // ROUNDS * ROUNDS, "costs": costs, "real": real, "predicted": told,
+        "prefill_ms": [prefill_ms([step for _, _, steps, _ in mine for step in steps]) for mine in runs],
+        "other load": max(share for mine in runs for *_, share in mine),
+    }  # fmt: skip
 
 
 def rows(results: dict[str, Any]) -> list[list[Any]]:
@@ -106,7 +121,7 @@ def rows(results: dict[str, Any]) -> list[list[Any]]:
         for i, (rate, real, told) in enumerate(zip(result["rates"], result["real"], result["predicted"], strict=True)):
             for what in real:
                 cells = [f"{1e3 * a:.1f} ({b / a - 1:+.0%})" for a, b in zip(real[what], told[what], strict=True)]
-                found.append([f"{name}, {rate:g}/s{' (fitted)' * (i == 1)}", what, *cells])
+                found.append([f"{name}, {rate:g}/s{' (fitted)' * (i == FITTED)}", what, *cells])
     return found
 
 
