@@ -1,8 +1,8 @@
 """How true the capacity simulator is: recorded runs beside what it says of them.
 
 Two models, the built-in one and a random Qwen3 of 29 M parameters in float32; COUNT requests each at four rates (Poisson;
-prompts of 16 to 128 random tokens, outputs of 16 to 64, greedy, without an end token), of which the last is more than the
-engine can serve. A rate has ROUNDS runs of equally many requests, and all rates take turns, since a machine is not equally
+prompts of 16 to 128 random tokens, outputs of 16 to 64, greedy, without an end token), of which the last is above the
+knee. A rate has ROUNDS runs of equally many requests, and all rates take turns, since a machine is not equally
 fast at all times. All runs are traced. The costs are fitted on those at the second rate; the others are held out. Per rate
 and percentile: the time to the first token, between two tokens (all of them), and to the last, as it was and as predicted.
 
