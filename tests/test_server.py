@@ -331,7 +331,7 @@ def test_what_is_no_request_is_a_400(served: Served, body: bytes) -> None:
 
 
 def test_paths_methods_models_and_types(served: Served) -> None:
-    assert "/nope" in complain(served.client.get("/nope"), 404)
+    assert "/nope" in complain(served.client.get("/nope"), 404, code="not_found")
     wrong = served.client.get(TEXT)
     assert TEXT in complain(wrong, 405) and wrong.headers["allow"] == "POST"
     assert "gpt-7" in complain(served.post(TEXT, {"model": "gpt-7", "prompt": "x"}), 404, "model", "model_not_found")

@@ -144,7 +144,8 @@ async def tell(request: Any, error: Any) -> Response:
     """An error as a document; Starlette calls it for what a route has raised."""
     if isinstance(error, HTTPException):  # Starlette's own: 404, 405
         where = f"{request.method} {request.url.path}: {error.detail}"
-        body = ApiError(error.status_code, where).body()
+        code = "not_found" if error.status_code == 404 else None
+        body = ApiError(error.status_code, where, code=code).body()
         return Document(body, error.status_code, error.headers)
     said = told(error)
     return Document(said.body(), said.status, MORE.get(said.status))
