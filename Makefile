@@ -94,7 +94,7 @@ bench: $(VENV)/dev
 # and written into the pages.
 figures: $(VENV)/dev
 	mkdir -p build/figures
-	for name in cpu speculation families host_step full_size; do \
+	for name in cpu speculation families host_step full_size busy; do \
 		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
 	$(PY) tests/bench/figures.py build/figures
 	$(PY) nbs/book.py readme

@@ -39,7 +39,10 @@ SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|ray|{'|'.join(EXERCISE)})\b"
 NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
 SOLUTIONS = "## Solutions"
 FETCH = "fe7c4000"  # the id of the cell that fetches the book
-SETUP = "%config InlineBackend.figure_formats = ['png']"
+SETUP = """
+%config InlineBackend.figure_formats = ['png']
+__import__("show").MUST_HOLD = True
+"""
 
 
 def notebooks(names: list[str]) -> list[Path]:

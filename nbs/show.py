@@ -354,6 +354,17 @@ def seconds(action, repeat=7, warm_up=True) -> float:
     return sorted(times[warm_up:])[repeat // 2]
 
 
+MUST_HOLD = False  # where pages are made, on a quiet machine, it is set
+
+
+def timed(claim: bool) -> None:
+    """Asserts what a clock said where the page was made. Elsewhere says so if it is otherwise: it is another machine,
+    or a busy one, and nothing is broken."""
+    assert claim or not MUST_HOLD, "not on this machine, or not now"
+    if not claim:
+        print("(on this machine, now, it is otherwise)")
+
+
 class Note(NamedTuple):
     """Who ("host", "device") did what, from when to when, in seconds."""
 

@@ -60,7 +60,7 @@ def assert_same_figures(page: str, recorded: dict[str, Any]) -> None:
         lines = [line for line in table.splitlines() if not re.fullmatch(r"[|\- ]+", line)]
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         assert {name: values for name, *values in cells} == rows
-    assert recorded["stamp"] in section and recorded["drafts"] in section and recorded["commit"]
+    assert all(recorded[name] in section for name in ("stamp", "drafts", "busy")) and recorded["commit"]
     assert recorded["machine"] in recorded["stamp"] and recorded["date"] in recorded["stamp"]
 
 
@@ -98,7 +98,9 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
              for n in (2.4, 4.9)]  # fmt: skip
     host = {f"greedy, {n}": [0.31, 0.42, 0.53] for n in (256, 512)} | {"replayed, 256": [0.64]}
     experts = {str(n): [40.04, 42.0] for n in (1, 8, 32)}
-    files = {"cpu": {"many": both, "one": both}, "host_step": host, "full_size": dict(zip("ab", sizes, strict=True)),
+    waits = {f"tiny, 1 request{kind}, {loops} loops": {"300000": [1.0, 1234.4, 9e4], "10000": [20.0 + loops]}
+             for kind in ("", ", torch") for loops in (0, 2)}  # fmt: skip
+    files = {"cpu": {"many": both, "one": both}, "host_step": host, "busy": waits, "full_size": dict(zip("ab", sizes, strict=True)),
              "speculation": {"results": rows},
              "families": {"experts": experts} | {f"{n} requests": engines(plain) for n in experts}}  # fmt: skip
     for name, found in files.items():
@@ -108,6 +110,7 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
     assert_same_figures(page, new)
     told = ["**123**", "0.88", "46 %", "0.3 to 0.5 / 0.3 to 0.5 ms", "3e-5 and 3e-5", "7 and 7 s, 1.10 x", "0.2 s",
             "0.64 ms", "4.4, 0.75 x", "40 (42)", "2031-05-06", "3 cores of an Abacus",
+            "1,234 and 22 (alone 1,234 and 20), for a",
             "costs 25.0 % (mean of 4 cases, 25 %", "20 % off in the median, within 20 % in 20 of 20"]  # fmt: skip
     assert all(text in page for text in told), [text for text in told if text not in page]
     with pytest.raises(AssertionError):

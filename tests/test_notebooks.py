@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import book
 import pytest
+import show
 import torch
 from execnb.nbio import read_nb
 from fold import check_imports, is_patched
@@ -66,6 +68,63 @@ def test_chapter_fetches_the_book_where_it_is_missing(path: Path) -> None:
     found = [cell for cell in read_nb(path).cells if cell.id == book.FETCH]
     assert [cell.source for cell in found] == [book.fetching()], "run: python nbs/book.py fetch"
     assert read_nb(path).cells[1].id == book.FETCH
+
+
+CLOCKS = {"perf_counter", "process_time", "thread_time", "monotonic", "seconds", "repeat"}
+
+
+def names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def told_by(nodes: list[ast.AST], clocks: set[str]) -> Callable[[ast.AST], bool]:
+    """Of an expression: whether it asks a clock, or names what these nodes have made of an answer."""
+
+    def hears(node: ast.AST) -> bool:
+        calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+        return any(getattr(f, "attr", getattr(f, "id", "")) in clocks for f in calls)
+
+    made = [n for n in nodes if isinstance(n, ast.Assign) and hears(n.value)]
+    said = {name for n in made for target in n.targets for name in names(target)}
+    return lambda node: hears(node) or bool(said & names(node))
+
+
+def asserted_by_clock(cells: list[str]) -> list[str]:
+    """Assertions that put in order what a clock has said."""
+    clocks, found = {*CLOCKS}, []
+    for cell in cells:
+        nodes = [*ast.walk(ast.parse(re.sub(r"(?m)^[%!].*$", "", cell)))]
+        for f in nodes:
+            if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = [*ast.walk(f)]
+                is_told = told_by(inside, clocks)
+                if any(isinstance(n, ast.Return) and n.value and is_told(n.value) for n in inside):
+                    clocks.add(f.name)
+        is_told = told_by(nodes, clocks)
+        for claim in (n for n in nodes if isinstance(n, ast.Assert)):
+            orders = [n for n in ast.walk(claim) if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Lt | ast.Gt)]
+            found += [ast.unparse(claim)] if any(map(is_told, orders)) else []
+    return found
+
+
+@by_name
+def test_no_chapter_asserts_what_a_clock_said(path: Path) -> None:
+    """A test that executes it would be timed: `timed` holds it where the page is made."""
+    cells = [c.source for c in read_nb(path).cells if c.cell_type == "code" and not c.source.startswith("#| export")]
+    assert asserted_by_clock(cells) == []
+
+
+def test_a_timed_claim_holds_where_pages_are_made(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = ["def took(f):\n    start = time.perf_counter()\n    f()\n    return time.perf_counter() - start"]
+    cells += ["ours = took(f)\nassert ours < 2\nassert f() < 2\nassert seconds(f) > 1"]
+    assert asserted_by_clock(cells) == ["assert ours < 2", "assert seconds(f) > 1"]
+    show.timed(1 < 2)
+    assert not capsys.readouterr().out
+    show.timed(1 > 2)
+    assert "otherwise" in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="not now"):
+        patch.setattr(show, "MUST_HOLD", True)
+        show.timed(1 > 2)
 
 
 ENV = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # set by nbdev's test_nb; exports do nothing then
@@ -163,6 +222,7 @@ def test_the_hours_path_runs_alone() -> None:
     """Its chapters one after the other, in one shell, and no other: each has what it needs."""
     code = """
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell

@@ -4,7 +4,7 @@ Each figure is decode tokens per second of `atom-mini bench` in a process of its
 are run in turns; a run that is not done after two minutes counts as 0. The settings are values of GOMP_SPINCOUNT: how
 often a thread looks for work before it sleeps. 300000 (3 ms) is GNU's own choice where nobody says anything. Ratios are
 to the first setting. Other runtimes, such as LLVM's or Intel's, do not read this variable: their ratios are 1. The
-models: the built-in one, and the 29 M of `cpu.py`.
+models: the built-in one, where torch decodes too (`compiled=False`), and the 29 M of `cpu.py`.
 
 Run: `python tests/bench/busy.py [--loops 0 2] [--spins 300000 1000] [--json results.json]`.
 """
@@ -30,12 +30,14 @@ HOW_TO_WAIT = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 LIMIT = 120
 
 
-def tokens_per_second(model: str, requests: int, tokens: int, spins: str, threads: int) -> float:
+def tokens_per_second(case: tuple[str, int, bool], tokens: int, spins: str, threads: int) -> float:
     """Decode tokens per second of a fresh `atom-mini bench`; 0 if it is not done after `LIMIT` seconds."""
+    model, requests, is_compiled = case
     mine = {k: v for k, v in os.environ.items() if k not in HOW_TO_WAIT}
     env = mine | {"GOMP_SPINCOUNT": spins, "OMP_NUM_THREADS": str(threads)}
     size = ["--num-requests", str(requests), "--input-len", "32", "--max-tokens", str(tokens)]
     options = ["--model", model, "--device", "cpu", "--num-kvcache-blocks", "512", "--json"]
+    options += [] if is_compiled else ["--no-compiled"]
     command = [sys.executable, "-m", "atom_mini", "bench", *size, *options]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LIMIT)
@@ -60,21 +62,22 @@ def main() -> None:
         make_checkpoint(Path(folder))
         for loops in args.loops:
             others = OtherLoad()
-            cases = [(name, n) for name in ("tiny", folder) for n in (1, 32)]
-            rates: dict[tuple[str, int, str], list[float]] = {(*case, s): [] for case in cases for s in args.spins}
+            cases = {"tiny, 1 request, torch": ("tiny", 1, False)}
+            for name, model in (("tiny", "tiny"), ("29 M", folder)):
+                cases |= {f"{name}, 1 request": (model, 1, True), f"{name}, 32 requests": (model, 32, True)}
+            rates: dict[tuple[str, str], list[float]] = {(label, s): [] for label in cases for s in args.spins}
             with busy_loops(loops):
                 for _ in range(args.rounds):
-                    for (name, n, spins), samples in rates.items():
-                        samples.append(tokens_per_second(name, n, args.tokens, spins, args.threads))
+                    for (label, spins), samples in rates.items():
+                        samples.append(tokens_per_second(cases[label], args.tokens, spins, args.threads))
             share = others.share()
             used = "" if share is None else f"; all others used {share:.0%} of the processors"
             print(f"\n{args.threads} threads beside {loops} busy loops{used}")
             rows = []
-            for name, n in cases:
-                medians = [statistics.median(rates[name, n, spins]) for spins in args.spins]
-                label = f"{'tiny' if name == 'tiny' else '29 M'}, {n} request{'s' * (n > 1)}"
+            for label in cases:
+                medians = [statistics.median(rates[label, spins]) for spins in args.spins]
                 rows.append([label, *medians, *(m / medians[0] if medians[0] else "-" for m in medians[1:])])
-                results[f"{label}, {loops} loops"] = {s: rates[name, n, s] for s in args.spins}
+                results[f"{label}, {loops} loops"] = {s: rates[label, s] for s in args.spins}
             print_table(["decode tokens/s", *args.spins, *(f"{s} / {args.spins[0]}" for s in args.spins[1:])], rows)
     write_json(args.json, {"threads": args.threads} | results)
 

@@ -1,7 +1,7 @@
 """README's figures, from the files that the benchmarks write: `make figures` runs them and then this.
 
-`python tests/bench/figures.py FOLDER` reads cpu.json, host_step.json, full_size.json, speculation.json and
-families.json there. It writes results/readme.json, with machine, date and commit, and the same numbers into the tables
+`python tests/bench/figures.py FOLDER` reads cpu.json, host_step.json, full_size.json, speculation.json, families.json
+and busy.json there. It writes results/readme.json, with machine, date and commit, and the same numbers into the tables
 of index.ipynb. tests/test_examples.py compares the two. The sentences around the tables are for a person to read again.
 """
 
@@ -117,6 +117,20 @@ def drafts_sentence(results: list[dict[str, Any]]) -> str:
     )
 
 
+def busy_sentence(busy: dict[str, Any]) -> str:
+    """What two busy loops cost, with either way to wait, where Numba decodes and where torch does."""
+
+    def pair(kind: str, loops: int) -> str:
+        found = busy[f"tiny, 1 request{kind}, {loops} loops"]
+        return " and ".join(f"{statistics.median(rates):,.0f}" for rates in found.values())
+
+    compiled, torch = ((pair(kind, 2), pair(kind, 0)) for kind in ("", ", torch"))
+    return (
+        f"tokens/s: {compiled[0]} (alone {compiled[1]}), for a compiled decode has its own way to wait; where torch decodes "
+        f"(`compiled=False`), {torch[0]} (alone {torch[1]})."
+    )
+
+
 def mixture(families: dict[str, Any]) -> Table:
     batches = list(families["experts"])
     works = [families[f"{batch} requests"] for batch in batches]
@@ -138,7 +152,7 @@ def stamp(machine: dict[str, Any]) -> dict[str, str]:
 
 def collect(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
     """What readme.json is to hold. Rows that no benchmark measures stay. ValueError if a file is of another machine."""
-    names = ("cpu", "host_step", "full_size", "speculation", "families")
+    names = ("cpu", "host_step", "full_size", "speculation", "families", "busy")
     found = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     known = {name: result.get("machine", result)["cpu"] for name, result in found.items()}
     if len({*known.values()}) > 1:
@@ -153,8 +167,8 @@ def collect(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
         if extra := after.keys() - before.keys():
             raise ValueError(f"README has no row {sorted(extra)}: write it into index.ipynb and readme.json first")
     tables = [before | after for before, after in zip(old["tables"], new, strict=True)]
-    said = drafts_sentence(found["speculation"]["results"])
-    return {**stamp(found["cpu"]), "drafts": said, "tables": tables}
+    said = {"drafts": drafts_sentence(found["speculation"]["results"]), "busy": busy_sentence(found["busy"])}
+    return {**stamp(found["cpu"]), **said, "tables": tables}
 
 
 def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -173,7 +187,7 @@ def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
         return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
     section = re.sub(r"(?m)(?:^\|.*\n)+", table, section)
-    for name in ("stamp", "drafts"):
+    for name in ("stamp", "drafts", "busy"):
         section = section.replace(old[name], new[name])
     return before + "## Figures" + section + "".join(rest)
 
