@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,10 +335,10 @@ def test_empty_lines_and_all_that_text_may_be(tmp_path: Path) -> None:
 
 def test_only_a_torn_end_is_taken_out(tmp_path: Path) -> None:
     target, told = tmp_path / "out.jsonl", '{"custom_id": "%s", "response": {"status_code": 200}}\n'
-    assert fleet.read_answers(target) == set()
+    assert fleet.read_answers(target) == {}
     for torn in ("", "{", '{"custom_id": "c"', told % "c"):  # without its line end it may be torn, too
         target.write_text(told % "a" + told % "b" + torn[:-1])
-        assert fleet.read_answers(target) == {"a", "b"}
+        assert fleet.read_answers(target) == {"a": 200, "b": 200}
         assert target.read_text() == told % "a" + told % "b"
 
 
@@ -402,6 +402,23 @@ def test_what_is_wrong_is_said_before_ray_starts(
         assert main([*words, *(["--port", str(free_port())] if "fleet" in words else [])]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(("codes", "failed"), [({"a": 200, "b": 200}, 0), ({"a": 200, "b": 400}, 1), ({"a": 404, "b": 400}, 2)])
+def test_answers_that_are_errors_are_counted(
+    codes: dict[str, int], failed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, however many; and again, when nothing is left to ask."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(request(name, "x") for name in codes))
+    told = [json.dumps({"custom_id": name, "response": {"status_code": code, "body": {}}}) for name, code in codes.items()]
+    monkeypatch.setattr(fleet, "start_ray", lambda address: None)
+    monkeypatch.setattr(fleet, "answers", lambda *_: iter([told[:1], told[1:]]))
+    for _ in range(2):
+        assert main(["batch", str(source), str(target)]) == (1 if failed else 0)
+        said = capsys.readouterr().err
+        assert (f"{failed} of 2 answers are errors" in said) == (failed > 0)
+    assert len(target.read_text().splitlines()) == 2
 
 
 # On Ray
@@ -598,7 +615,7 @@ def test_numbers_are_those_of_all_engines(served: Served) -> None:
 def test_more_load_has_more_engines_and_less_has_fewer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 1 to 2, which both answer, and back; with shorter delays than a fleet's."""
     plain = fleet.scaling
-    short = {"upscale_delay_s": 1, "downscale_delay_s": 3, "metrics_interval_s": 0.5, "look_back_period_s": 1}
+    short = {"upscale_delay_s": 1, "downscale_delay_s": 3, "look_back_period_s": 11}  # numbers come every 10 s
     monkeypatch.setattr(fleet, "scaling", lambda settings: plain(settings) | short)
     served.run(replicas=1, max_replicas=2, max_ongoing=4)
 
@@ -743,3 +760,55 @@ def test_what_has_no_room_is_refused(served: Served) -> None:
     for more in ({"replicas": 64, "cpus": 1.0}, {"device": "cuda", "tensor_parallel_size": 2, "engine_process": True}):
         with pytest.raises(ValueError, match=r"need (64 CPU|4 GPU), here are"):
             served.run(**more)
+
+
+@pytest.fixture
+def commanded() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a fleet's process, with pipes for what it says."""
+    started = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = [*COMMAND, "fleet", *ONE, "--cpus", "0.5", "--no-engine-process", *words]
+        started.append(subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@slow
+@needs_ray
+def test_on_a_ray_that_it_joins_it_leaves_others_alone(served: Served, commanded: Callable[..., subprocess.Popen[str]]) -> None:
+    """Serve runs there, at another port: refused. At that port: it serves, and what it takes back at the end is its own; also
+    if it is ended while its engine starts."""
+    import ray
+
+    class Other:
+        def __call__(self) -> str:
+            return "another"
+
+    def others() -> str:
+        return served.client.get("/other").text
+
+    served.serve.delete("atom_mini")
+    other = served.serve.deployment(Other, ray_actor_options={"num_cpus": 0})
+    served.serve.run(other.bind(), name="other", route_prefix="/other")
+    words = ["--address", ray.get_runtime_context().gcs_address, "--grace", "2", "--port"]
+    process = commanded(*words, str(free_port()))
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 2 and f"Ray Serve listens at port={served.port} there" in said and others() == "another", said
+
+    process = commanded(*words, str(served.port))
+    assert process.stdout is not None and f"http://127.0.0.1:{served.port}" in process.stdout.readline()
+    assert served.post(TEXT, X | {"prompt": "12 + 7 ="}).json()["choices"][0]["text"] == " 19" and others() == "another"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0 and [*served.serve.status().applications] == ["other"] and others() == "another"
+
+    process = commanded(*words, str(served.port))
+    while "atom_mini" not in served.serve.status().applications:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130 and [*served.serve.status().applications] == ["other"] and others() == "another"

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
@@ -44,7 +43,7 @@ from atom_mini.serving.server import (
 # %% auto #0
 __all__ = ['CLOSED', 'Router', 'Message', 'BLOCK', 'MOST', 'ROUTES', 'ALONE', 'BEGIN', 'start_ray', 'Engine', 'text_chain',
            'prompt_text', 'Known', 'PrefixRouter', 'routing', 'Fleet', 'scaling', 'resources', 'Front', 'Entry',
-           'build', 'run_fleet', 'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
+           'build', 'open_door', 'run_fleet', 'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
 
 # %% ../../nbs/84_fleet.ipynb #6168b148
 CLOSED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -394,34 +393,45 @@ def build(args: dict[str, Any]) -> Any:
     )  # fmt: skip
     return front.bind(engines.bind(options, settings), settings)
 
+# %% ../../nbs/84_fleet.ipynb #d00ead84
+def open_door(settings: Fleet) -> None:
+    """Have Ray listen. ValueError if it does so at another place already."""
+    from ray import serve
+
+    place = {"host": settings.host, "port": settings.port}
+    serve.start("HeadOnly", http_options=place | {"keep_alive_timeout_s": 30})
+    there = serve.context._get_global_client().http_config
+    for name, asked in place.items():
+        found = getattr(there, name)
+        what = f"Ray Serve listens at {name}={found} there: set {name}"
+        require(found == asked, f"{name}={asked}: {what}")
+
 # %% ../../nbs/84_fleet.ipynb #351d83e4
 def run_fleet(args: argparse.Namespace) -> None:
     """Until it is told to end. ValueError says why engines cannot start."""
     settings = Fleet(**given(args, Fleet))
     Config(**given(args, Config))  # what is wrong with it is said now
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    socket.create_server((settings.host, settings.port), family=family).close()
+    if settings.address is None:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        socket.create_server((settings.host, settings.port), family=family).close()
     start_ray(settings.address)
     from ray import serve
 
     app = build(given(args, Fleet) | given(args, Config))
-    place = {"host": settings.host, "port": settings.port, "keep_alive_timeout_s": 30}
-    serve.start(proxy_location="HeadOnly", http_options=place)
+    open_door(settings)
     try:
         serve.run(app, name="atom_mini", route_prefix="/")
+        print(f"the fleet is at http://{settings.host}:{settings.port}", flush=True)
+        with suppress(KeyboardInterrupt):  # and SIGTERM
+            while True:
+                signal.pause()
     except RuntimeError:
         engine = serve.status().applications["atom_mini"].deployments["engine"]
         raise ValueError(engine.message.strip().splitlines()[-1]) from None
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    print(f"the fleet is at http://{settings.host}:{settings.port}", flush=True)
-    ended.wait()
-    serve.delete("atom_mini", _blocking=False)  # else it waits no longer than 60 s
-    while "atom_mini" in serve.status().applications:
-        time.sleep(0.1)
-    if settings.address is None:
-        serve.shutdown()
+    finally:
+        serve.delete("atom_mini", _blocking=False)  # else it waits no longer than 60 s
+        while "atom_mini" in serve.status().applications:
+            time.sleep(0.1)
 
 # %% ../../nbs/84_fleet.ipynb #aac0416f
 class Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -455,16 +465,16 @@ def read_work(source: Path, model: str) -> dict[str, str]:
 BEGIN = b'{"custom_id":'  # of an answer; a request's line has a "method", too
 
 
-def read_answers(target: Path) -> set[str]:
-    """The `custom_id` of each answer; a last line that was cut short is taken out.
-    ValueError if something else is in the file."""
+def read_answers(target: Path) -> dict[str, int]:
+    """By `custom_id`, the status of each answer; a last line that was cut short is
+    taken out. ValueError if something else is in the file."""
     data = target.read_bytes() if target.exists() else b""
     whole = data[: data.rfind(b"\n") + 1]
     torn = data[len(whole) :]
     what = f"{target} has a line that is no answer: name another"
     try:
-        rows = [msgspec.json.decode(line) for line in whole.splitlines()]
-        found = {row["custom_id"] for row in rows if row["response"]}
+        rows = msgspec.json.Decoder().decode_lines(whole)
+        found = {row["custom_id"]: row["response"]["status_code"] for row in rows}
     except (ValueError, TypeError, KeyError):
         raise ValueError(what) from None
     is_ours = BEGIN.startswith(torn[: len(BEGIN)]) and b'"method"' not in torn
@@ -512,7 +522,7 @@ def answers(
 
 # %% ../../nbs/84_fleet.ipynb #ea849359
 def run_batch(args: argparse.Namespace) -> None:
-    """Answer what has no answer yet."""
+    """Answer what has no answer yet. OSError if answers are errors."""
     from tqdm import tqdm
 
     settings = Batch(**given(args, Batch))
@@ -528,3 +538,8 @@ def run_batch(args: argparse.Namespace) -> None:
                 file.writelines(line + "\n" for line in found)
                 file.flush()
                 bar.update(len(found))
+    codes = read_answers(args.target)
+    failed = sum(codes[id] != 200 for id in work)
+    what = f"{failed} of {len(work)} answers are errors: see status_code"
+    if failed:
+        raise OSError(f"{what} in {args.target}")
