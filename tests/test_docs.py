@@ -472,6 +472,8 @@ def tab(browser: Any, url: str) -> Iterator[Any]:
     context = browser.new_context(viewport={"width": 1440, "height": 900}, base_url=url, color_scheme="light")
     context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url.rstrip("/"))
     page, wrong = context.new_page(), []
+    # and waits for the icon, too: whoever goes on while it is under way makes it a failed request
+    page.goto = functools.partial(page.goto, wait_until="networkidle")
     page.on("console", lambda m: wrong.append((page.url, m.text)) if m.type == "error" else None)
     page.on("pageerror", lambda e: wrong.append((page.url, str(e))))
     page.on("requestfailed", lambda r: wrong.append((page.url, "failed", r.url)))
