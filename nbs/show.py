@@ -365,6 +365,18 @@ def timed(claim: bool) -> None:
         print("(on this machine, now, it is otherwise)")
 
 
+REAL = Path(__file__).resolve().parent.parent / "build" / "smollm2"  # what `make real` makes
+
+
+def real_model() -> str | None:
+    """The folder of a real pretrained model, SmolLM2-135M-Instruct; None, and a line that says how to get it, where it
+    is not there."""
+    if (REAL / "config.json").is_file():
+        return str(REAL)
+    print("The real model is not here: run `make real` (a download of 93 MB), then this cell again.")
+    return None
+
+
 class Note(NamedTuple):
     """Who ("host", "device") did what, from when to when, in seconds."""
 

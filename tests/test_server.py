@@ -48,7 +48,7 @@ class Served:
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         options = SMALL | settings.pop("engine", {})
-        self.engine = AsyncLLM("tiny", **options)
+        self.engine = AsyncLLM(settings.pop("model", "tiny"), **options)
         self.app = Server(self.engine, Serve(**settings))
         self.front = Front(self.app)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.run()))

@@ -131,8 +131,9 @@ class OpenVino:
     """OpenVINO GenAI's continuous batching, in a process of the Python that has it."""
 
     def __init__(self, python: str, folder: Path) -> None:
-        shutil.copy(Path(atom_mini.__file__).parent / "tiny" / "tokenizer.json", folder)  # it wants one
-        shutil.copy(Path(atom_mini.__file__).parent / "tiny" / "tokenizer_config.json", folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):  # it wants one
+            if not (folder / name).exists():
+                shutil.copy(Path(atom_mini.__file__).parent / "tiny" / name, folder)
         command = [python, str(Path(__file__).with_name("openvino_peer.py")), str(folder), str(torch.get_num_threads())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.ask, self.answer = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)

@@ -1,0 +1,71 @@
+"""The engine's tokens today are those of tests/data/golden.json. `python tests/golden.py` records it anew."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import golden
+import pytest
+import torch
+from real_weights import FOLDER, is_whole
+
+from atom_mini import LLM
+
+KNOWN = json.loads(golden.FILE.read_text())["models"]
+
+
+def test_every_family_is_recorded() -> None:
+    assert {*KNOWN} == {*golden.FAMILIES, golden.BUILT_IN, golden.REAL}
+
+
+@pytest.mark.smoke
+@pytest.mark.share(60.0)
+@pytest.mark.parametrize("name", golden.FAMILIES)
+def test_small_models_answer_as_they_did(name: str, tmp_path: Path) -> None:
+    """With room for all, and through chunks, prefix hits and preemptions."""
+    golden.save(name, tmp_path)
+    assert golden.checksum(tmp_path) == KNOWN[name]["weights"], "torch draws other weights: record the golden file anew"
+    tight = golden.TIGHT | ({"enable_prefix_caching": False} if name.startswith("state") else {})
+    for options in (golden.ROOMY, tight):
+        with LLM(str(tmp_path), device="cpu", dtype="float32", **options) as llm:
+            found, _ = golden.answers(llm, golden.asked_of(name))
+        golden.check(name, KNOWN[name], found)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_built_in_model_answers_as_it_did(compiled: bool) -> None:
+    with LLM("tiny", device="cpu", compiled=compiled) as llm:
+        golden.check("tiny", KNOWN["tiny"], golden.answers(llm, golden.asked_of("tiny"))[0])
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not is_whole(), reason="no real weights in build/smollm2: run make real")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_real_model_answers_as_it_did(compiled: bool) -> None:
+    torch.set_num_threads(2)
+    try:
+        with LLM(str(FOLDER), device="cpu", dtype="float32", compiled=compiled) as llm:
+            found, _ = golden.answers(llm, golden.asked_of(golden.REAL))
+    finally:
+        torch.set_num_threads(1)
+    golden.check(golden.REAL, KNOWN[golden.REAL], found)
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_one_changed_token_is_noticed(way: str) -> None:
+    """Wherever it is planted, in every model."""
+    for name, known in KNOWN.items():
+        wrong = copy.deepcopy({key: known[key] for key in ("greedy", "sampled")})
+        number = max(range(len(wrong[way])), key=lambda i: len(wrong[way][i]))
+        wrong[way][number][-1] += 1
+        with pytest.raises(AssertionError, match=f"{way}, prompt {number}"):
+            golden.check(name, known, wrong)
+
+
+def test_there_is_much_to_compare() -> None:
+    """Ties cut little off: nearly all greedy tokens are in the file."""
+    for name, known in KNOWN.items():
+        kept = sum(map(len, known["greedy"]))
+        assert kept >= 0.75 * golden.NUM_TOKENS * len(known["greedy"]), f"{name}: {kept} tokens"

@@ -1,0 +1,212 @@
+"""Real pretrained weights on every path through the engine: the tokens that transformers' greedy `generate` chooses.
+
+`make real` makes the checkpoint (tests/real_weights.py); without it these tests are skipped. `make test-real` runs them.
+
+The reference is teacher forced: one forward pass of transformers over a prompt and what the engine made of it. At every
+place the engine's token must be the likeliest, which is what `generate` would have chosen there, so that equality at all
+places is equality with `generate` (test_the_reference_is_generate holds that against `generate` itself). Where another
+token is likelier by less than TIE, rounding decides: then the log probabilities are compared instead, and the test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from real_prompts import prompts
+from real_weights import FOLDER, is_whole
+
+from atom_mini import LLM, SamplingParams
+from atom_mini.refinements.compiled import Compiled
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not is_whole(), reason="no real weights in build/smollm2: run make real"),
+]
+MAX_TOKENS = 32
+TIE = 1e-3  # of two logits
+BF16_BOUND = 0.6  # of a log probability: bfloat16 has 8 bits, and there are 30 layers
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+ENGINES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "compiled=False": {"compiled": False},
+    "no prefix cache": {"prefix_cache": "none"},
+    "hash": {"prefix_cache": "hash"},
+    "radix": {"prefix_cache": "radix"},
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "a pool that preempts": {"num_kvcache_blocks": 640, "kv_cache_block_size": 2},
+    "overlap": {"overlap": True},
+    "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "Spyre": {"scheduler": "spyre", "kv_cache_block_size": 64, "chunk_size": 256, "max_model_len": 2048, "max_num_seqs": 8},
+    "a process of its own": {"engine_process": True},
+    "two replicas": {"data_parallel_size": 2},
+}
+
+
+class Reference:
+    """transformers on the same weights: its logits after each token of a prompt's answer."""
+
+    def __init__(self) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER)
+        self.prompts = prompts(self.tokenizer)
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def logits(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """[answer, vocabulary]: what it would choose each token of `answer` from."""
+        key = (*prompt, -1, *answer)
+        if key not in self._known:
+            ids = torch.tensor([prompt + answer])
+            keep = len(answer) + 1  # of the last places alone: the vocabulary is wide
+            self._known[key] = self.model(ids, use_cache=False, logits_to_keep=keep).logits[0, :-1].float()
+        return self._known[key]
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int]) -> list[int]:
+        """The new tokens of transformers' own greedy loop, the one that ends the text included."""
+        ids = torch.tensor([prompt])
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": MAX_TOKENS}
+        return self.model.generate(ids, **options)[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_users_have_it() -> Iterator[None]:
+    """Two threads, and the compiled decode, which tests/conftest.py turns off elsewhere."""
+    torch.set_num_threads(2)
+    field = Compiled.__dataclass_fields__["compiled"]
+    before, field.default = field.default, True
+    yield
+    field.default = before
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="module")
+def default() -> Iterator[LLM]:
+    """The engine that a user gets who says nothing."""
+    with LLM(str(FOLDER)) as llm:
+        yield llm
+
+
+def check_greedy(llm: LLM, reference: Reference, prompt: list[int], answer: list[int]) -> int:
+    """Assert that each token is the likeliest, and return how many are so by a hair only."""
+    logits = reference.logits(prompt, answer)
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    behind = logits.max(-1).values - chosen
+    places = behind.nonzero()[:, 0].tolist()
+    for place in places:
+        assert behind[place] < TIE, f"token {place} is {behind[place]:.4f} behind the likeliest: {answer}"
+        check_logprobs(llm, prompt + answer[:place], logits[place], 1e-3)
+    return len(places)
+
+
+def check_logprobs(llm: LLM, prompt: list[int], logits: torch.Tensor, atol: float) -> float:
+    """Assert that the log probabilities of the next token are those of `logits` [vocabulary]; the largest error."""
+    out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=20), use_tqdm=False)[0]
+    assert out.logprobs
+    wanted = logits.log_softmax(-1)
+    error = max(abs(value - wanted[token].item()) for token, value in out.logprobs[0].items())
+    assert error <= atol
+    return error
+
+
+def check_end(out: Any, tokenizer: Any) -> None:
+    """The end token ends an answer, at its end alone; else the number of tokens does."""
+    assert tokenizer.eos_token_id not in out.token_ids[:-1]
+    ended = out.token_ids[-1] == tokenizer.eos_token_id
+    assert out.finish_reason == ("stop" if ended else "length") and len(out.token_ids) <= MAX_TOKENS
+    assert ended or len(out.token_ids) == MAX_TOKENS
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_tokens_are_those_of_transformers(name: str, reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
+    """24 prompts at once, and again, when the prefix cache knows them."""
+    asked = list(reference.prompts.values())
+    with LLM(str(FOLDER), **ENGINES[name]) as llm:
+        first = llm.generate(asked, GREEDY, use_tqdm=False)
+        again = llm.generate(asked[-5:], GREEDY, use_tqdm=False)
+        ties = sum(check_greedy(llm, reference, o.prompt_token_ids, o.token_ids) for o in (*first, *again))
+        preemptions = getattr(llm.engine_core.scheduler, "num_preemptions", None)
+    for out in (*first, *again):
+        check_end(out, reference.tokenizer)
+        assert out.text == reference.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    if ties:
+        with capsys.disabled():
+            print(f"\n{name}: {ties} tokens are ties within {TIE}; there the log probabilities were compared")
+    if name == "a pool that preempts":
+        assert preemptions, "nobody was preempted: make the pool smaller"
+
+
+def test_the_reference_is_generate(default: LLM, reference: Reference) -> None:
+    """transformers' own loop gives the tokens that the forward pass calls the likeliest."""
+    names = ["chat 0", "chat 4", "chat 6", "completion 1", "shared 2", "unicode 1"]
+    asked = [reference.prompts[name] for name in names]
+    outs = default.generate(asked, GREEDY, use_tqdm=False)
+    assert [out.token_ids for out in outs] == [reference.generate(prompt) for prompt in asked]
+
+
+def test_log_probabilities_are_those_of_transformers(default: LLM, reference: Reference) -> None:
+    """Of the 20 likeliest first tokens of each prompt."""
+    for prompt in reference.prompts.values():
+        check_logprobs(default, prompt, reference.logits(prompt, [0])[0], 1e-3)
+
+
+def test_bfloat16(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many tokens are the same is printed; the log probabilities stay within a bound of those in float32."""
+    asked = list(reference.prompts.values())
+    with LLM(str(FOLDER), dtype="bfloat16") as llm:
+        outs = llm.generate(asked, GREEDY, use_tqdm=False)
+        errors = [check_logprobs(llm, prompt, reference.logits(prompt, [0])[0], BF16_BOUND) for prompt in asked]
+    same = total = 0
+    for out in outs:
+        likeliest = reference.logits(out.prompt_token_ids, out.token_ids).argmax(-1).tolist()
+        same += sum(a == b for a, b in zip(likeliest, out.token_ids, strict=True))
+        total += len(out.token_ids)
+    with capsys.disabled():
+        share, worst = same / total, max(errors)
+        print(f"\nbfloat16: {share:.1%} of {total} tokens are float32's choice; log probabilities within {worst:.2f}")
+    assert same / total > 0.9
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_company(default: LLM, reference: Reference) -> None:
+    asked = list(reference.prompts.values())[:8]
+    params = [SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=16) for seed in range(8)]
+    together = default.generate(asked, params, use_tqdm=False)
+    alone = [default.generate([p], one, use_tqdm=False)[0] for p, one in zip(asked[:3], params[:3], strict=True)]
+    assert [out.token_ids for out in alone] == [out.token_ids for out in together[:3]]
+    other = default.generate(asked[:1], SamplingParams(temperature=0.8, top_p=0.95, seed=99, max_tokens=16), use_tqdm=False)
+    assert other[0].token_ids != together[0].token_ids
+
+
+def test_the_chat_endpoint_gives_the_same_text(default: LLM) -> None:
+    """Of the server, whole and streamed, as `LLM.chat`."""
+    from test_server import serving
+
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    wanted = default.chat(chat, GREEDY, use_tqdm=False)[0].text
+    body = {"model": str(FOLDER), "messages": chat, "temperature": 0, "max_tokens": MAX_TOKENS}
+    with serving(model=str(FOLDER)) as served:
+        body["model"] = served.client.get("/v1/models").json()["data"][0]["id"]
+        whole = served.post("/v1/chat/completions", body).json()["choices"][0]
+        pieces = [event["choices"][0]["delta"].get("content") or "" for event in
+                  served.events("/v1/chat/completions", body | {"stream": True}) if event["choices"]]  # fmt: skip
+    assert whole["message"]["content"] == "".join(pieces) == wanted == "The capital of France is Paris."
+    assert whole["finish_reason"] == "stop"
+
+
+def test_a_missing_bit_would_show(reference: Reference) -> None:
+    """The comparison itself: one wrong token in an answer is refused."""
+    prompt = reference.prompts["chat 0"]
+    answer = reference.generate(prompt)
+    wrong = [*answer[:3], (answer[3] + 1) % 49152, *answer[4:]]
+    with pytest.raises(AssertionError, match="behind the likeliest"):
+        check_greedy(None, reference, prompt, wrong)  # type: ignore[arg-type]
