@@ -130,12 +130,11 @@ kernels: $(VENV)/dev
 execute: $(VENV)/dev
 	$(PY) kernels/execute.py $(if $(TARGET),--target $(TARGET)) $(if $(ALL),--all)
 
-# On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed.
+# On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed. Three runs of at
+# most ten minutes, what they find in OUT; without make: bash kernels/slots.sh 1 build/gpu, and so on.
+OUT ?= build/gpu
 gpu:
-	$(PYTHON) kernels/bench.py --check
-	$(PYTHON) -m pytest tests/test_kernels.py tests/test_grouped.py tests/test_latent_kernel.py tests/test_graphs.py
-	$(PYTHON) -m pytest -m gpu -rs tests/test_gpu.py tests/test_parity.py tests/test_spyre.py tests/test_tensor_parallel.py
-	$(PYTHON) kernels/bench.py
+	@failed=0; for slot in 1 2 3; do PYTHON=$(PYTHON) bash kernels/slots.sh $$slot $(OUT) || failed=1; done; exit $$failed
 
 docs: $(VENV)/docs
 	$(PY) docs/book_site.py

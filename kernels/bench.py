@@ -6,7 +6,7 @@ Needs a CUDA or ROCm device and Triton, and nothing that a machine with torch an
 are random, made on the device. Planned for under 6 minutes on an H200. `--dry-run` runs toy shapes, all of it, on a
 CPU, in Triton's interpreter: its figures mean nothing.
 
-Run: `python kernels/bench.py [--only PART ...] [--nano-vllm CHECKOUT] [--sweep]`. A run of all parts is recorded in
+Run: `python kernels/bench.py [--only PART ...] [--nano-vllm CHECKOUT] [--sweep [--limit SECONDS]]`. A run of all parts is recorded in
 `kernels/results/`, under the device's name.
 """
 
@@ -37,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only say whether this machine can run it")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="these parts; limits always run")
     parser.add_argument("--sweep", action="store_true", help="instead: try many launches of the attention kernel")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for the sweep; default: until all is tried")
     parser.add_argument("--nano-vllm", type=Path, help="a checkout of nano-vLLM that you have fetched, to run beside")
     parser.add_argument("--dry-run", action="store_true", help="toy shapes on a CPU, to test this program")
     args = parser.parse_args()
@@ -61,7 +62,7 @@ def chosen_parts(args: argparse.Namespace) -> dict[str, Callable[..., None]]:
     import peers
 
     if args.sweep:
-        return {"limits": micro.limits, "sweep": micro.sweep}
+        return {"limits": micro.limits, "sweep": partial(micro.sweep, limit=args.limit)}
     functions: tuple[Callable[..., None], ...] = (
         micro.limits, micro.kernels, engines.steps, engines.mixtures, engines.common, engines.overlap, peers.continuous_batching,
         partial(peers.nano_vllm, checkout=args.nano_vllm),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -413,16 +414,22 @@ def launched_as(bench: Bench, is_decode: bool, options: dict[str, int]) -> Itera
         launches.LAUNCHES[arch], triton_attention.SPLIT_KEYS = old, split
 
 
-def sweep(bench: Bench, results: dict[str, Any]) -> None:
-    """The best attention launches by shape, for `LAUNCHES` and `SPLIT_KEYS`; thousands are tried, for minutes."""
+def sweep(bench: Bench, results: dict[str, Any], limit: float = float("inf")) -> None:
+    """The best attention launches by shape, for `LAUNCHES` and `SPLIT_KEYS`; thousands are tried, for minutes.
+
+    `limit`: seconds in all. Each shape gets an equal share of what is left; what is not tried is counted.
+    """
     shapes = {True: [(1, 1024), (1, 8192), (32, 1024), (256, 1024)], False: [(1, 16384), (16, 1024)]}
     if bench.dry:
         shapes = {True: [(1, 40)], False: [(1, 40)]}
-    rows = []
-    for heads, is_decode in itertools.product((TOY,) if bench.dry else (QWEN, LLAMA), (True, False)):
+    rows, end = [], time.perf_counter() + limit
+    models = (TOY,) if bench.dry else (QWEN, LLAMA)
+    left = len(models) * sum(map(len, shapes.values()))
+    for heads, is_decode in itertools.product(models, (True, False)):
         for batch, context in shapes[is_decode]:
             case = PagedCase(bench, heads, [1 if is_decode else context] * batch, context)
-            tried = sweep_case(bench, case, is_decode)
+            tried = sweep_case(bench, case, is_decode, (end - time.perf_counter()) / left)
+            left -= 1
             name = f"{heads.name} {'decode' if is_decode else 'prefill'} {batch} x {context}"
             results[name] = tried[:10]
             rows += [[name, us, options] for us, options in tried[:3]]
@@ -431,18 +438,25 @@ def sweep(bench: Bench, results: dict[str, Any]) -> None:
     show("Best launches", ["", "us", "options"], rows)
 
 
-def sweep_case(bench: Bench, case: PagedCase, is_decode: bool) -> list[tuple[float, str]]:
-    """(microseconds, options) of every launch that compiles, the fastest first; the present one is among them."""
+def sweep_case(bench: Bench, case: PagedCase, is_decode: bool, limit: float) -> list[tuple[float, str]]:
+    """(microseconds, options) of every launch that compiles, the fastest first; the present one is among them.
+
+    After `limit` seconds no other is tried. They are tried in an order that is shuffled, always the same, so that those
+    tried in time are of all kinds.
+    """
     grid = DRY_SWEEP if bench.dry else SWEEP[is_decode]
     if launches.architecture(bench.device).startswith("gfx"):
         grid = grid | {"extra": (launches.amd(0), launches.amd(2))}
     tried, start = [(case.seconds(20 if is_decode else 4) * 1e6, "as it is")], time.perf_counter()
-    for values in itertools.product(*grid.values()):
+    choices = [*itertools.product(*grid.values())]
+    for values in random.Random(0).sample(choices, len(choices)):
+        if time.perf_counter() - start > limit:
+            break
         options: dict[str, int] = dict(zip(grid, values, strict=True))
         with launched_as(bench, is_decode, options):
             try:
                 tried.append((case.seconds(20 if is_decode else 4) * 1e6, str(options)))
             except Exception as error:  # too much shared memory or too many registers: not a launch for this device
                 tried.append((float("inf"), f"{options}: {type(error).__name__}"))
-    print(f"{len(tried)} launches in {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{len(tried)} of {len(choices) + 1} launches in {time.perf_counter() - start:.0f} s", flush=True)
     return [entry for entry in sorted(tried) if entry[0] < float("inf")]

@@ -12,7 +12,6 @@ from atom_mini.instruments.command_line import spin_less
 
 spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
 
-import book  # noqa: E402
 import torch  # noqa: E402
 
 from atom_mini.refinements.compiled import Compiled  # noqa: E402
@@ -41,6 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with Part I's modules and chapters, and nothing else of the project."""
+    import book  # not above: it needs notebook tools, which a machine with a GPU may lack
+
     root, home = Path(__file__).resolve().parent.parent, tmp_path_factory.mktemp("alone")
     shutil.copytree(root / "atom_mini" / "tiny", home / "atom_mini" / "tiny")
     shutil.copy(root / "atom_mini" / "__init__.py", home / "atom_mini")
