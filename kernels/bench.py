@@ -6,7 +6,8 @@ Needs a CUDA or ROCm device and Triton, and nothing that a machine with torch an
 are random, made on the device. Planned for under 6 minutes on an H200. `--dry-run` runs toy shapes, all of it, on a
 CPU, in Triton's interpreter: its figures mean nothing.
 
-Run: `python kernels/bench.py [--only PART ...] [--nano-vllm CHECKOUT] [--sweep [--limit SECONDS]]`. A run of all parts is recorded in
+Run: `python kernels/bench.py [--only PART ...] [--nano-vllm CHECKOUT] [--sweep [--limit SECONDS]]`. A run of all parts is
+recorded in
 `kernels/results/`, under the device's name.
 """
 
