@@ -1258,5 +1258,8 @@ def test_chat_content_in_parts(llm: LLM) -> None:
     parts = [{"type": "text", "text": question[:8]}, {"type": "text", "text": question[8:]}]
     plain = [{"role": "user", "content": question}]
     assert llm.format_chat([{"role": "user", "content": parts}]) == llm.format_chat(plain)
-    for content in ([{"type": "image_url", "image_url": "x"}], [question], 5, None):
+    for content in (
+        [{"type": "image_url", "image_url": "x"}], [question], 5, None,
+        [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": "text", "text": None}], [{}],
+    ):  # fmt: skip
         refused(lambda content=content: llm.chat([{"role": "user", "content": content}]), "chat message")

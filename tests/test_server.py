@@ -319,6 +319,12 @@ def test_an_image_is_refused(served: Served) -> None:
     assert found["choices"][0]["message"]["content"] == "20 + 21 = 41."
 
 
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 5}, {"type": "text", "text": None}], ids=str)
+def test_a_part_without_a_text_is_a_400(served: Served, part: dict[str, Any]) -> None:
+    message = complain(served.post(TALK, CHAT | {"messages": [{"role": "user", "content": [part]}]}), 400, "messages")
+    assert f"text={part.get('text')!r}" in message
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b'{"model": "tiny", "prompt": "\\ud800"}', b"[" * 100_000,
