@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import atom_mini
 from atom_mini import LLM, SamplingParams
 from atom_mini.refinements.byte_tokens import byte_tokens, make_detokenizer
+from atom_mini.serving.protocol import named, token_bytes
 from atom_mini.text import IncrementalDetokenizer
 
 TINY = Path(atom_mini.__file__).parent / "tiny"
@@ -466,3 +467,42 @@ def test_stop_string_that_the_last_token_hides() -> None:
             assert (out.finish_reason, out.stop_reason) == wanted
             pieces = list(llm.stream([5], params))
             assert "".join(p.text for p in pieces) == "so " and pieces[-1].finish_reason == wanted[0]
+
+
+# a token's own bytes, which the server reports
+
+
+def fast(name: str) -> Any:
+    """One of these tokenizers as transformers has it."""
+    return PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[name]())
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_bytes_of_tokens_are_the_text(name: str) -> None:
+    """Also where a character is split over several tokens."""
+    tokenizer, rng = fast(name), random.Random(name)
+    for _ in range(300):
+        text = "".join(rng.choices("ab .,'é€𝄞漢ß\n🦊", k=rng.randint(1, 8)))
+        ids = byte_ids(tokenizer, text.encode()) if rng.random() < 0.3 else tokenizer.encode(text, add_special_tokens=False)
+        if None in ids:
+            continue
+        found = b"".join(token_bytes(tokenizer, i) for i in ids).decode()
+        assert found.strip(" ") == whole_text(tokenizer, ids).strip(" ")
+
+
+def test_bytes_in_log_probabilities() -> None:
+    tokenizer = fast("tiny")
+    ids = tokenizer.encode("é🙂")
+    rows = [named({i: -1.0, ids[0]: -2.0}, i, 2, tokenizer) for i in ids]
+    assert len(ids) == 6 and bytes(b for first, *_ in rows for b in first["bytes"]) == "é🙂".encode()
+    assert rows[1][2]["bytes"] == [0xC3] and rows[1][2]["token"] == "\ufffd"
+
+
+def test_bytes_of_tokens_that_are_no_text() -> None:
+    llama = fast("llama, added tokens")
+    wanted = {"<0xE2>": b"\xe2", "▁the": b" the", "é": "é".encode(), "</s>": b"</s>", "<think>": b"<think>"}
+    assert {t: token_bytes(llama, llama.convert_tokens_to_ids(t)) for t in wanted} == wanted
+    level = fast("byte level")
+    wanted = {"<s>": b"<s>", "a 漢 b": "a 漢 b".encode(), "Ã": b"\xc3", "Ġa": b" a"}
+    assert {t: token_bytes(level, level.convert_tokens_to_ids(t)) for t in wanted} == wanted
+    assert token_bytes(level, 10**6) == token_bytes(llama, 10**6) == b""  # a model may have more than its tokenizer
