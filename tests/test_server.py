@@ -365,6 +365,31 @@ def test_metrics_have_vllms_names(served: Served) -> None:
     assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= set(after)
 
 
+# Hosts
+
+
+def test_only_known_hosts_are_answered(served: Served) -> None:
+    """A page elsewhere whose name is made to mean 127.0.0.1 (DNS rebinding) sends its own name, and learns nothing."""
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", f"127.0.0.1:{served.port}", "[::1]", "[::1]:8000"):
+        assert served.client.get("/v1/models", headers={"host": host}).status_code == 200, host
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "", "a b", "[::2]"):
+        for path in ("/", "/health", "/v1/models", "/metrics", "/nope"):
+            assert served.client.get(path, headers={"host": host}).status_code == 400, host
+        assert served.post(TEXT, X, headers={"host": host}).status_code == 400
+
+
+def test_hosts_that_the_user_adds() -> None:
+    with serving(host="::", allowed_host=["box.lan", "*.example.com"], api_key="k") as served:
+        key = {"authorization": "Bearer k"}
+        for host, status in (("box.lan:8000", 200), ("a.example.com", 200), ("[::]", 200), ("lan", 400), ("example.com", 400)):
+            assert served.client.get("/v1/models", headers=key | {"host": host}).status_code == status, host
+        assert served.client.get("/v1/models", headers={"host": "box.lan"}).status_code == 401
+    for wrong in ("box.lan", ["box.lan:8000"], ["http://box"], ["a*"], [""], [5]):
+        with pytest.raises(ValueError, match=r"allowed_host=.* must be"):
+            Serve(allowed_host=wrong)  # type: ignore[arg-type]
+    Serve(allowed_host=("*", "[fe80::1]"))
+
+
 # Bounds
 
 
@@ -382,7 +407,7 @@ def test_bounds() -> None:
 def request_of(body: dict[str, Any]) -> bytes:
     """As it goes over a socket."""
     data = json.dumps(body).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 

@@ -47,7 +47,7 @@ def content_text(message: dict[str, Any]) -> str:
     anything else."""
     kind = type(message).__name__
     require(isinstance(message, dict), f"a chat message is a dict, not {kind}")
-    content = message.get("content")
+    content: Any = message.get("content")
     if isinstance(content, str):
         return content
     what = f"content={content!r} of a chat message must be a text or a list of parts"
