@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 import sys
@@ -75,7 +76,7 @@ def check(
             assert len(shown) >= sure - longest + 1, "held back for no reason"
     detokenizer.flush(ids[:last])
     shown += detokenizer.take()
-    assert shown == detokenizer.progress.text == wanted
+    assert shown == detokenizer.text == wanted
     assert (detokenizer.progress.stopped, detokenizer.progress.num) == (stop, last)
     return detokenizer
 
@@ -143,7 +144,7 @@ def test_tokenizer_that_drops_a_first_space(kind: str) -> None:
     """The space is dropped at the start of the text and nowhere else."""
     tokenizer = sentencepiece(kind)
     spaced = tokenizer.convert_tokens_to_ids(["▁the", "▁", "▁a", "b", "▁ab", "▁▁", "▁the"])
-    assert check(tokenizer, spaced).progress.text == "the  ab ab   the"
+    assert check(tokenizer, spaced).text == "the  ab ab   the"
 
 
 @pytest.mark.parametrize("stops", [(), ("क",), ("\ufffd\ufffd",), ("never",)], ids=str)
@@ -152,7 +153,7 @@ def test_a_run_of_bytes_that_breaks_after_a_whole_character(stops: tuple[str, ..
     tokenizer = sentencepiece("llama")
     ids = tokenizer.convert_tokens_to_ids(["▁", "<0xE0>", "<0xA4>", "<0x95>", "<0xE0>"])
     assert whole_text(tokenizer, ids[:4]) == "क" and whole_text(tokenizer, ids) == "\ufffd" * 4
-    assert check(tokenizer, ids, stops).progress.text == ("" if stops and stops != ("never",) else "\ufffd" * 4)
+    assert check(tokenizer, ids, stops).text == ("" if stops and stops != ("never",) else "\ufffd" * 4)
     detokenizer, shown = make_detokenizer(tokenizer, ()), []
     closed = [*ids[:4], tokenizer.convert_tokens_to_ids("b")]
     for n in range(1, 6):
@@ -160,7 +161,7 @@ def test_a_run_of_bytes_that_breaks_after_a_whole_character(stops: tuple[str, ..
         shown.append(detokenizer.take())
     assert shown == ["", "", "", "", "कb"]
     special = [*ids[:3], tokenizer.eos_token_id, ids[3], tokenizer.eos_token_id, *ids[4:]]
-    assert check(tokenizer, special).progress.text == "\ufffd" * 4, "a special token does not end the run"
+    assert check(tokenizer, special).text == "\ufffd" * 4, "a special token does not end the run"
 
 
 class Plain:
@@ -330,7 +331,7 @@ def test_flushed_at_once(name: str) -> None:
 
 
 def said(detokenizer: IncrementalDetokenizer) -> tuple[Any, ...]:
-    return detokenizer.progress, detokenizer.shown()
+    return detokenizer.progress, (detokenizer.num_shown(), detokenizer.text)
 
 
 def interrupted(action: Any, line: int) -> bool:
@@ -399,8 +400,56 @@ def test_a_token_looks_at_few_others(kind: str, monkeypatch: pytest.MonkeyPatch)
     for n in range(0, len(ids) + 1, 7):
         detokenizer.read(ids[:n])
     detokenizer.flush(ids)
-    assert detokenizer.progress.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert detokenizer.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert decoded[0] < 8 * len(ids)
+
+
+class Slices(list):
+    """A list that counts what is copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.copied += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+class Buffer(io.StringIO):
+    """A text that counts the characters that are read."""
+
+    num_read = 0
+
+    def read(self, size: int | None = -1, /) -> str:
+        found = super().read(size)
+        self.num_read += len(found)
+        return found
+
+
+@pytest.mark.parametrize("stops", [(), ("never", "Rom. ")], ids=str)
+def test_a_stream_looks_at_little_of_its_text(stops: tuple[str, ...]) -> None:
+    """With stop strings too, and with a prompt in front: a token costs the same after 4,000 others as after none."""
+    tokenizer = Plain(TOKENIZERS["tiny"]())
+    some = tokenizer.encode("Ada lives in Rome. ")
+    ids, detokenizer = Slices([7, 7, *some * 800]), IncrementalDetokenizer(tokenizer, stops)
+    detokenizer._buffer, pieces = Buffer(), []
+    for end in range(2, len(ids) + 1):
+        assert detokenizer.read(ids, 2, end) is None
+        pieces.append(detokenizer.take())
+    assert ids.copied == 0 and detokenizer._buffer.num_read < 20 * len(ids)
+    assert "".join(pieces).startswith("Ada lives in Rome. " * 799) and detokenizer.progress.num == len(ids) - 2 > 4000
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=str)
+def test_an_engine_copies_few_token_ids_of_a_stream(stop: tuple[str, ...]) -> None:
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40) as llm:
+        pieces = llm.stream("Once upon a time", SamplingParams(max_tokens=400, stop=stop, ignore_eos=True, seed=1))
+        next(pieces)
+        (seq,) = llm.engine_core.scheduler.seqs.values()
+        seq.token_ids = counted = Slices(seq.token_ids)
+        last = [*pieces][-1]
+    assert last.output and len(last.output.token_ids) == 400
+    assert counted.copied < 12 * 400
 
 
 def force(llm: LLM, token_ids: list[int]) -> None:
