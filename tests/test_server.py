@@ -743,6 +743,10 @@ def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> No
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.goto(served.url)
     page.locator("#model", has_text="tiny").wait_for()
+    assert "built-in model" in page.locator("#about").inner_text() and page.locator("#try button").count() == 3
+    page.locator("#try button", has_text="30 + 75").click()
+    page.locator("#said .assistant", has_text="30 + 75 = 105.").wait_for()
+    assert page.locator("#start").count() == 0
     page.fill("#line", "What is 20 + 21?")
     page.press("#line", "Enter")
     page.locator("#said .assistant", has_text="20 + 21 = 41.").wait_for()

@@ -446,7 +446,8 @@ class Server(Api):
         """The one that there is."""
         length = self.engine.llm.config.max_model_len
         about = {"object": "model", "created": int(time.time()), "owned_by": "atom_mini"}
-        entry = {"id": self.model, "max_model_len": length} | about
+        root = str(self.engine.llm.config.model)  # where its weights are
+        entry = {"id": self.model, "root": root, "max_model_len": length} | about
         return Document({"object": "list", "data": [entry]})
 
     async def openapi(self, request: Request) -> Response:
