@@ -60,10 +60,14 @@ test: $(VENV)/dev
 	$(PY) -m pytest --quick -m "alone and not slow"
 	@$(PY) tests/quick.py
 
+# The engine's suite: `make test-rest` runs it once more with the users' defaults, which decode by a compiled function.
+ENGINE := $(addprefix tests/test_,$(addsuffix .py,llm async callbacks detokenizer overlap trace))
+
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
 	$(PY) -m pytest --rest -n $(JOBS) --dist loadfile -m "not slow and not alone"
 	$(PY) -m pytest --rest -m "alone and not slow"
+	$(PY) -m pytest --users-defaults -n $(JOBS) --dist loadfile -m "not slow and not alone" $(ENGINE)
 
 test-all: test test-rest
 
