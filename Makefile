@@ -60,7 +60,7 @@ $(VENV)/ray: $(VENV)/dev
 serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
-# Some minutes: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
+# A quarter of an hour: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
 # other processes. `make test-all` has the rest, too; nothing runs twice.
 test: $(VENV)/dev
 	rm -f build/covered.json
@@ -69,10 +69,14 @@ test: $(VENV)/dev
 	$(PY) -m pytest --quick -m "alone and not slow and not real"
 	@$(PY) tests/quick.py
 
+# The engine's suite: `make test-rest` runs it once more with the users' defaults, which decode by a compiled function.
+ENGINE := $(addprefix tests/test_,$(addsuffix .py,llm async callbacks detokenizer overlap trace))
+
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
 	$(PY) -m pytest --rest -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
 	$(PY) -m pytest --rest -m "alone and not slow and not real"
+	$(PY) -m pytest --users-defaults -n $(JOBS) --dist loadfile -m "not slow and not alone and not real" $(ENGINE)
 
 test-all: test test-rest
 

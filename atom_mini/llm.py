@@ -104,7 +104,8 @@ class LLM:
     def _end_stopped(self, step: StepOutput) -> None:
         """End the requests whose text has reached a stop string."""
         for seq, reader in self._readers.items():
-            if reader.read(seq.completion_token_ids) and not seq.is_finished:
+            start, end = seq.num_prompt_tokens, seq.num_known_tokens
+            if reader.read(seq.token_ids, start, end) and not seq.is_finished:
                 self.engine_core.abort(seq.id, "stop_sequence")
                 step.finished.append(seq)
 
@@ -175,10 +176,11 @@ class LLM:
         """What `request` has that was not given out."""
         seq = request.seq
         output = self.processor.postprocess(request) if seq.is_finished else None
-        ids = output.token_ids if output else seq.completion_token_ids
-        request.detokenizer.read(ids)
+        num = len(output.token_ids) if output else seq.num_completion_tokens
+        start, end = seq.num_prompt_tokens, seq.num_prompt_tokens + num
+        request.detokenizer.read(seq.token_ids, start, end)
         text = request.detokenizer.take()
-        tokens = ids[request.num_sent :]
+        tokens = seq.token_ids[start + request.num_sent : end]
         if text:
             request.num_sent += len(tokens)
         reason = output.finish_reason if output else None

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from typing import Any, NamedTuple
 
 from .checkpoint import require
@@ -33,26 +34,43 @@ class Progress(NamedTuple):
     """How far a text has come after `num` tokens."""
 
     num: int = 0
-    text: str = ""  # what no later token can change
+    size: int = 0  # characters that no later token can change
     context: tuple[int, ...] = ()  # the ids at its end, and what they say by themselves
     alone: str = ""
     held: tuple[int, ...] = ()  # the ids after it
     stopped: str | None = None  # the stop string that was reached
-    is_done: bool = False  # `text` is all
+    is_done: bool = False  # they are all
 
 # %% ../nbs/09b_text.ipynb #dbb7f2d3
 class IncrementalDetokenizer:
     """Tokens in, text out, up to the first stop string.
 
     The pieces joined are the tokenizer's own text of all tokens. `read` and `flush`
-    change nothing but by their last assignment.
+    end with one assignment, and before it nothing that counts has changed.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
+        self.reach = max(map(len, stop), default=1) - 1  # how far back a stop may begin
         self.progress = Progress()
+        self._buffer = StringIO()
         self._taken = 0  # characters
+
+    def _write(self, at: int, text: str) -> int:
+        """Put `text` at character `at`; returns where it ends."""
+        self._buffer.seek(at)
+        return at + self._buffer.write(text)
+
+    def _part(self, start: int, end: int) -> str:
+        """The characters from `start` to `end`."""
+        self._buffer.seek(max(0, start))
+        return self._buffer.read(max(0, end - max(0, start)))
+
+    @property
+    def text(self) -> str:
+        """All that no later token can change."""
+        return self._part(0, self.progress.size)
 
     def _news(self, progress: Progress) -> str:
         """What the window says beyond its context, if no later token can change it."""
@@ -60,36 +78,46 @@ class IncrementalDetokenizer:
         is_whole = text.startswith(progress.alone) and not text.endswith("\ufffd")
         return text[len(progress.alone) :] if is_whole else ""
 
+    def _has_stop(self, progress: Progress, news: str) -> bool:
+        """Whether a stop string ends in the news."""
+        recent = self._part(progress.size - self.reach, progress.size) + news
+        return any(s in recent for s in self.stop)
+
     def _whole(self, ids: list[int]) -> Progress:
         """The end: all that `ids` say, up to the first stop string."""
         text = decode(self.tokenizer, ids)
         hits = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
         _, end, stopped = min(hits, default=(0, len(text), None))
-        return Progress(len(ids), text[:end], stopped=stopped, is_done=True)
+        return Progress(len(ids), self._write(0, text[:end]), stopped=stopped, is_done=True)
 
     def _moved(self, progress: Progress, news: str) -> Progress:
         """The held tokens are said: they become the context."""
         window, first = progress.context + progress.held, len(progress.context)
         while not (alone := decode(self.tokenizer, window[first:])):
             first -= 1
-        return Progress(progress.num, progress.text + news, window[first:], alone)
+        size = self._write(progress.size, news)
+        return Progress(progress.num, size, window[first:], alone)
 
-    def _after(self, ids: list[int]) -> Progress:
-        """The progress after one more of `ids`."""
+    def _after(self, ids: list[int], start: int) -> Progress:
+        """The progress after one more of the tokens `ids[start:]`."""
         num = self.progress.num + 1
-        held = (*self.progress.held, ids[num - 1])
+        held = (*self.progress.held, ids[start + num - 1])
         progress = self.progress._replace(num=num, held=held)
         news = self._news(progress)
         if not news:
             return progress
-        if any(s in progress.text + news for s in self.stop):
-            return self._whole(ids[:num])
+        if self._has_stop(progress, news):
+            return self._whole(ids[start : start + num])
         return self._moved(progress, news)
 
-    def read(self, ids: list[int]) -> str | None:
-        """Go on to the end of `ids`, or to where a stop string is complete; returns it."""
-        while self.progress.num < len(ids) and not self.progress.is_done:
-            self.progress = self._after(ids)
+    def read(
+        self, ids: list[int], start: int = 0, end: int | None = None
+    ) -> str | None:
+        """Go on to the end of `ids[start:end]`, or to where a stop string is complete;
+        returns it."""
+        last = len(ids) if end is None else end
+        while start + self.progress.num < last and not self.progress.is_done:
+            self.progress = self._after(ids, start)
         return self.progress.stopped
 
     def flush(self, ids: list[int]) -> None:
@@ -99,16 +127,18 @@ class IncrementalDetokenizer:
         if not self.progress.is_done:
             self.progress = self._whole(ids)
 
-    def shown(self) -> str:
-        """The text without what may yet be part of a stop string."""
-        text = self.progress.text
-        begun = (k for s in self.stop for k in range(1, len(s)) if text.endswith(s[:k]))
-        held = 0 if self.progress.is_done else max(begun, default=0)
-        return text[: len(text) - held]
+    def num_shown(self) -> int:
+        """How many characters cannot become part of a stop string."""
+        size = self.progress.size
+        if self.progress.is_done:
+            return size
+        end = self._part(size - self.reach, size)
+        begun = (k for s in self.stop for k in range(1, len(s)) if end.endswith(s[:k]))
+        return size - max(begun, default=0)
 
     def take(self) -> str:
-        """What `shown` has gained since the last call."""
-        piece = self.shown()[self._taken :]
+        """What a stream may show since the last call."""
+        piece = self._part(self._taken, self.num_shown())
         self._taken += len(piece)
         return piece
 
@@ -230,7 +260,7 @@ class InputOutputProcessor:
             request_id=seq.id,
             prompt=request.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            text=said.text,
+            text=request.detokenizer.text,
             token_ids=ids[: said.num],
             finish_reason=finish_reason,
             stop_reason=stop_reason,

@@ -1,4 +1,4 @@
-"""Keeps the book in order: `python nbs/book.py run|export|readme|solutions|fetch [NOTEBOOK ...]`.
+"""Keeps the book in order: `python nbs/book.py run|export|readme|solutions|fetch|checks [NOTEBOOK ...]`.
 
 run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow; what is marked ray only
            where Ray is installed, and real only where the real weights are: `make real`), store outputs, clean
@@ -6,6 +6,7 @@ export     write the package from the notebooks, with methods under `@patch` fol
 readme     write README.md from index.ipynb
 solutions  move the solutions of exercises to the end of their chapters
 fetch      give the notebooks their hidden cell that fetches the book where it is missing (`run` does it, too)
+checks     number the checks of exercises and tag them, so that Run All goes on behind an unsolved one (`run` does it, too)
 
 An exercise is a text cell, then code cells that begin with `#| exercise` (what the reader fills in) and `#| check` (it
 fails until then). Its solution begins with `#| solution` and `# Exercise 1`, under `## Solutions` at the chapter's end;
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order in which they stand
 SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|ray|real|{'|'.join(EXERCISE)})\b", re.MULTILINE)
 NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
+GOES_ON = "raises-exception"  # Jupyter's tag for a cell that may fail without ending Run All
 SOLUTIONS = "## Solutions"
 FETCH = "fe7c4000"  # the id of the cell that fetches the book
 SETUP = """
@@ -88,7 +90,8 @@ from importlib.util import find_spec
 if find_spec("atom_mini") is None:  # in Colab: fetch the book, go to its notebooks
     get_ipython().system("git clone -q {get_config().git_url} book")
     get_ipython().system("pip install -q './book[cpu,server]'")
-    get_ipython().run_line_magic("cd", "book/nbs")"""
+    get_ipython().run_line_magic("cd", "book/nbs")
+import unsolved  # noqa: F401  says which exercise is not solved yet"""
 
 
 def with_fetch(cells: list[NbCell]) -> list[NbCell]:
@@ -105,11 +108,20 @@ def has_what_it_needs(source: str) -> bool:
     return any(source.startswith(f"#| {mark}\n") and found for mark, found in there.items())
 
 
+def with_checks(cells: list[NbCell]) -> list[NbCell]:
+    """The cells of a chapter, each exercise's check with its number and the tag."""
+    for number, each in enumerate(pair(cells), 1):
+        check = each["check"]
+        check.source = re.sub(r"\A(#\|\s*check\n)(# Exercise \d+\n)?", rf"\1# Exercise {number}\n", check.source)
+        check.metadata["tags"] = [GOES_ON]
+    return cells
+
+
 def run(path: Path) -> None:
     """Execute one notebook from top to bottom in a fresh shell and store its outputs; stop at the first error."""
     nb = read_nb(path)
     if path.stem[0].isdigit():
-        nb.cells = with_fetch(nb.cells)
+        nb.cells = with_checks(with_fetch(nb.cells))
     shell = CaptureShell(path.parent)
     shell.run(SETUP)
     started = time.perf_counter()
@@ -263,10 +275,10 @@ def main(command: str, *names: str) -> None:
                 subprocess.run([sys.executable, __file__, "run", path], check=True)
     elif command == "export":
         export(notebooks(list(names)))
-    elif command in ("solutions", "fetch"):
-        change = {"solutions": move_solutions, "fetch": with_fetch}[command]
+    elif command in ("solutions", "fetch", "checks"):
+        change = {"solutions": move_solutions, "fetch": with_fetch, "checks": with_checks}[command]
         for path in notebooks(list(names)):
-            if command == "solutions" or path.stem[0].isdigit():
+            if command != "fetch" or path.stem[0].isdigit():
                 nb = read_nb(path)
                 nb.cells = change(nb.cells)
                 write_nb(nb, path)

@@ -16,10 +16,6 @@ import torch  # noqa: E402
 
 from atom_mini.refinements.compiled import Compiled  # noqa: E402
 
-# Part I is tested as it is. The compiled decode has test_compiled.py, and in processes of their own engines are as users
-# have them.
-Compiled.__dataclass_fields__["compiled"].default = False
-
 pytest_plugins = ["quick"]
 
 torch.set_num_threads(1)  # small models: more threads only wait for each other, above all on a busy machine
@@ -29,8 +25,25 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels then run without a GPU
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--users-defaults", action="store_true", help="engines as users have them: with the compiled decode")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Engines decode in torch by default: most tests are about Part I, and compiling takes seconds.
+
+    `make test-rest` runs the engine's suite once more with --users-defaults. In processes of their own engines are as
+    users have them anyway.
+    """
+    if not config.option.users_defaults:
+        Compiled.__dataclass_fields__["compiled"].default = False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests are skipped with a reason where there is no GPU."""
+    """Skipped with a reason: GPU tests without a GPU, and with --users-defaults those that need the decode in torch."""
+    for item in items if config.option.users_defaults else []:
+        if mark := item.get_closest_marker("torch_decode"):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # a folder of that name is a keyword, too

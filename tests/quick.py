@@ -1,9 +1,9 @@
 """What `make test` leaves to `make test-all`: this file holds the rule, seconds.json what it is applied to.
 
 `--quick` gives every test function SHARE seconds: of one whose cases take longer, as many cases run as fit, chosen so
-that each value of each parameter turns up as soon as it can. A function of which one case alone takes longer than
-LONGEST is left out, unless it has the mark `smoke`. What runs `alone` keeps two cores from work and counts twice. A
-function that seconds.json does not know takes no time.
+that each value of each parameter turns up as soon as it can, and one case in any event, so that no function is left out. If
+some cases have the mark `smoke`, it is one of them. Cases longer than LONGEST that are left out are named at the end.
+What runs `alone` keeps two cores from work and counts twice. A function that seconds.json does not know takes no time.
 `--rest` runs the others. `--record` writes seconds.json, of what it runs: do that on a quiet machine.
 
     python tests/quick.py    # the line with which `make test` ends
@@ -16,6 +16,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ SHARE = 2.0  # seconds
 LONGEST = 4.5
 WORTH_RECORDING = 0.4
 SECONDS = Path(__file__).with_name("seconds.json")  # function -> [seconds, of how many cases]
-COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, functions, left
+COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, left, functions, long ones left
 
 
 def function_of(nodeid: str) -> str:
@@ -57,7 +58,14 @@ def pick(cases: list[pytest.Item], known: dict[str, list[float]]) -> list[pytest
     if each * len(cases) <= share:
         return cases
     smoke = [case for case in cases if case.get_closest_marker("smoke")]
-    return diagonal(smoke or cases, int(share / each) or int(each <= LONGEST or bool(smoke)))
+    return diagonal(smoke or cases, int(share / each) or 1)
+
+
+def left_out(picked: dict[str, tuple[list[Any], list[Any]]], known: dict[str, list[float]]) -> dict[str, list[int]]:
+    """Of each function with cases longer than LONGEST, how many are not picked, of how many."""
+    found = {name: [len(cases) - len(some), len(cases)] for name, (cases, some) in picked.items()}
+    seconds = {name: known.get(name, [0.0, 1]) for name in found}
+    return {name: n for name, n in found.items() if n[0] and seconds[name][0] / seconds[name][1] > LONGEST}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,11 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     functions, known = defaultdict(list), json.loads(SECONDS.read_text())
     for item in items:
         functions[function_of(item.nodeid)].append(item)
-    picked = {name: pick(cases, known) for name, cases in functions.items()}
-    quick = {item for cases in picked.values() for item in cases}
+    picked = {name: (cases, pick(cases, known)) for name, cases in functions.items()}
+    quick = {item for _, some in picked.values() for item in some}
     left = [item for item in items if (item in quick) == config.option.rest]
     if config.option.quick and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):
-        _add(COVERED, {config.option.markexpr: [len(quick), sum(map(bool, picked.values())), len(left), len(functions)]})
+        _add(COVERED, {config.option.markexpr: [len(quick), len(left), len(functions), left_out(picked, known)]})
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if (item in quick) != config.option.rest]
 
@@ -114,13 +122,15 @@ def _add(path: Path, found: dict[str, list]) -> None:
     path.write_text(json.dumps(known | found))
 
 
-def covered(runs: Iterable[list[int]]) -> str:
+def covered(runs: Iterable[list[Any]]) -> str:
     """The last line of `make test`."""
-    tests, functions, left, of = map(sum, zip(*runs, strict=True))
-    return (
-        f"make test ran {tests:,} of {tests + left:,} tests, of {functions:,} of {of:,} test functions at least one;"
-        f" make test-all has the other {left:,}, and mypy."
-    )
+    *counts, names = zip(*runs, strict=True)
+    tests, left, functions = map(sum, counts)
+    every = {name: n for found in names for name, n in found.items()}
+    line = f"make test ran {tests:,} of {tests + left:,} tests, at least one of each of {functions:,} test functions;"
+    line += f" make test-all has the other {left:,}, and mypy."
+    long = ", ".join(f"{name} ({n} of {of})" for name, (n, of) in sorted(every.items()))
+    return f"{line} Left out of those that take over {LONGEST} s: {long}." if long else line
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 import sys
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import atom_mini
 from atom_mini import LLM, SamplingParams
 from atom_mini.refinements.byte_tokens import byte_tokens, make_detokenizer
+from atom_mini.serving.protocol import named, token_bytes
 from atom_mini.text import IncrementalDetokenizer
 
 TINY = Path(atom_mini.__file__).parent / "tiny"
@@ -74,7 +76,7 @@ def check(
             assert len(shown) >= sure - longest + 1, "held back for no reason"
     detokenizer.flush(ids[:last])
     shown += detokenizer.take()
-    assert shown == detokenizer.progress.text == wanted
+    assert shown == detokenizer.text == wanted
     assert (detokenizer.progress.stopped, detokenizer.progress.num) == (stop, last)
     return detokenizer
 
@@ -142,7 +144,7 @@ def test_tokenizer_that_drops_a_first_space(kind: str) -> None:
     """The space is dropped at the start of the text and nowhere else."""
     tokenizer = sentencepiece(kind)
     spaced = tokenizer.convert_tokens_to_ids(["▁the", "▁", "▁a", "b", "▁ab", "▁▁", "▁the"])
-    assert check(tokenizer, spaced).progress.text == "the  ab ab   the"
+    assert check(tokenizer, spaced).text == "the  ab ab   the"
 
 
 @pytest.mark.parametrize("stops", [(), ("क",), ("\ufffd\ufffd",), ("never",)], ids=str)
@@ -151,7 +153,7 @@ def test_a_run_of_bytes_that_breaks_after_a_whole_character(stops: tuple[str, ..
     tokenizer = sentencepiece("llama")
     ids = tokenizer.convert_tokens_to_ids(["▁", "<0xE0>", "<0xA4>", "<0x95>", "<0xE0>"])
     assert whole_text(tokenizer, ids[:4]) == "क" and whole_text(tokenizer, ids) == "\ufffd" * 4
-    assert check(tokenizer, ids, stops).progress.text == ("" if stops and stops != ("never",) else "\ufffd" * 4)
+    assert check(tokenizer, ids, stops).text == ("" if stops and stops != ("never",) else "\ufffd" * 4)
     detokenizer, shown = make_detokenizer(tokenizer, ()), []
     closed = [*ids[:4], tokenizer.convert_tokens_to_ids("b")]
     for n in range(1, 6):
@@ -159,7 +161,7 @@ def test_a_run_of_bytes_that_breaks_after_a_whole_character(stops: tuple[str, ..
         shown.append(detokenizer.take())
     assert shown == ["", "", "", "", "कb"]
     special = [*ids[:3], tokenizer.eos_token_id, ids[3], tokenizer.eos_token_id, *ids[4:]]
-    assert check(tokenizer, special).progress.text == "\ufffd" * 4, "a special token does not end the run"
+    assert check(tokenizer, special).text == "\ufffd" * 4, "a special token does not end the run"
 
 
 class Plain:
@@ -329,7 +331,7 @@ def test_flushed_at_once(name: str) -> None:
 
 
 def said(detokenizer: IncrementalDetokenizer) -> tuple[Any, ...]:
-    return detokenizer.progress, detokenizer.shown()
+    return detokenizer.progress, (detokenizer.num_shown(), detokenizer.text)
 
 
 def interrupted(action: Any, line: int) -> bool:
@@ -398,8 +400,56 @@ def test_a_token_looks_at_few_others(kind: str, monkeypatch: pytest.MonkeyPatch)
     for n in range(0, len(ids) + 1, 7):
         detokenizer.read(ids[:n])
     detokenizer.flush(ids)
-    assert detokenizer.progress.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert detokenizer.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert decoded[0] < 8 * len(ids)
+
+
+class Slices(list):
+    """A list that counts what is copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.copied += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+class Buffer(io.StringIO):
+    """A text that counts the characters that are read."""
+
+    num_read = 0
+
+    def read(self, size: int | None = -1, /) -> str:
+        found = super().read(size)
+        self.num_read += len(found)
+        return found
+
+
+@pytest.mark.parametrize("stops", [(), ("never", "Rom. ")], ids=str)
+def test_a_stream_looks_at_little_of_its_text(stops: tuple[str, ...]) -> None:
+    """With stop strings too, and with a prompt in front: a token costs the same after 4,000 others as after none."""
+    tokenizer = Plain(TOKENIZERS["tiny"]())
+    some = tokenizer.encode("Ada lives in Rome. ")
+    ids, detokenizer = Slices([7, 7, *some * 800]), IncrementalDetokenizer(tokenizer, stops)
+    detokenizer._buffer, pieces = Buffer(), []
+    for end in range(2, len(ids) + 1):
+        assert detokenizer.read(ids, 2, end) is None
+        pieces.append(detokenizer.take())
+    assert ids.copied == 0 and detokenizer._buffer.num_read < 20 * len(ids)
+    assert "".join(pieces).startswith("Ada lives in Rome. " * 799) and detokenizer.progress.num == len(ids) - 2 > 4000
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=str)
+def test_an_engine_copies_few_token_ids_of_a_stream(stop: tuple[str, ...]) -> None:
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40) as llm:
+        pieces = llm.stream("Once upon a time", SamplingParams(max_tokens=400, stop=stop, ignore_eos=True, seed=1))
+        next(pieces)
+        (seq,) = llm.engine_core.scheduler.seqs.values()
+        seq.token_ids = counted = Slices(seq.token_ids)
+        last = [*pieces][-1]
+    assert last.output and len(last.output.token_ids) == 400
+    assert counted.copied < 12 * 400
 
 
 def force(llm: LLM, token_ids: list[int]) -> None:
@@ -466,3 +516,42 @@ def test_stop_string_that_the_last_token_hides() -> None:
             assert (out.finish_reason, out.stop_reason) == wanted
             pieces = list(llm.stream([5], params))
             assert "".join(p.text for p in pieces) == "so " and pieces[-1].finish_reason == wanted[0]
+
+
+# a token's own bytes, which the server reports
+
+
+def fast(name: str) -> Any:
+    """One of these tokenizers as transformers has it."""
+    return PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[name]())
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_bytes_of_tokens_are_the_text(name: str) -> None:
+    """Also where a character is split over several tokens."""
+    tokenizer, rng = fast(name), random.Random(name)
+    for _ in range(300):
+        text = "".join(rng.choices("ab .,'é€𝄞漢ß\n🦊", k=rng.randint(1, 8)))
+        ids = byte_ids(tokenizer, text.encode()) if rng.random() < 0.3 else tokenizer.encode(text, add_special_tokens=False)
+        if None in ids:
+            continue
+        found = b"".join(token_bytes(tokenizer, i) for i in ids).decode()
+        assert found.strip(" ") == whole_text(tokenizer, ids).strip(" ")
+
+
+def test_bytes_in_log_probabilities() -> None:
+    tokenizer = fast("tiny")
+    ids = tokenizer.encode("é🙂")
+    rows = [named({i: -1.0, ids[0]: -2.0}, i, 2, tokenizer) for i in ids]
+    assert len(ids) == 6 and bytes(b for first, *_ in rows for b in first["bytes"]) == "é🙂".encode()
+    assert rows[1][2]["bytes"] == [0xC3] and rows[1][2]["token"] == "\ufffd"
+
+
+def test_bytes_of_tokens_that_are_no_text() -> None:
+    llama = fast("llama, added tokens")
+    wanted = {"<0xE2>": b"\xe2", "▁the": b" the", "é": "é".encode(), "</s>": b"</s>", "<think>": b"<think>"}
+    assert {t: token_bytes(llama, llama.convert_tokens_to_ids(t)) for t in wanted} == wanted
+    level = fast("byte level")
+    wanted = {"<s>": b"<s>", "a 漢 b": "a 漢 b".encode(), "Ã": b"\xc3", "Ġa": b" a"}
+    assert {t: token_bytes(level, level.convert_tokens_to_ids(t)) for t in wanted} == wanted
+    assert token_bytes(level, 10**6) == token_bytes(llama, 10**6) == b""  # a model may have more than its tokenizer

@@ -14,8 +14,10 @@ from typing import Any
 
 import book
 import pytest
+import unsolved
 from execnb.shell import CaptureShell
 from exercises import check_exercise, run, wrong_answers
+from IPython.core.interactiveshell import InteractiveShell
 
 ROOT = Path(__file__).resolve().parent.parent
 WRONG = ROOT / "tests" / "wrong_answers"
@@ -117,6 +119,35 @@ def test_solutions_move_to_the_end_and_the_site_puts_them_back(path: Path) -> No
     assert moved[-number - 1].source == book.SOLUTIONS and len({cell.id for cell in moved}) == len(moved)
     assert [book.NUMBER.match(cell.source)[1] for cell in moved[-number:]] == [*map(str, range(1, number + 1))]
     assert [cell.source for cell in book.unmove_solutions(moved)] == [cell.source for cell in before]
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
+def test_run_all_goes_on_behind_an_unsolved_exercise(path: Path) -> None:
+    """Its check has a number and the tag; `python nbs/book.py checks` writes them."""
+    checks = [cell for cell in book.read_nb(path).cells if book.kind_of(cell) == "check"]
+    assert [unsolved.CHECK.match(cell.source)[1] for cell in checks] == [*map(str, range(1, len(checks) + 1))]
+    assert all(cell.metadata.get("tags") == [book.GOES_ON] for cell in checks)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("#| check\n# Exercise 2\nassert 1 == 2", "Exercise 2 is not solved yet: edit the cell above\n"),
+        ("#| check\n# Exercise 1\nassert not 5, '5 is too much'", "yet: edit the cell above (5 is too much)\n"),
+        ("#| check\n# Exercise 3\nraise NotImplementedError", "Exercise 3 is not solved yet: edit the cell above\n"),
+        ("#| check\n# Exercise 1\nassert True", ""),
+    ],
+)
+def test_an_unsolved_exercise_says_so(source: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shell = InteractiveShell()
+    unsolved.install(shell)
+    result = shell.run_cell(source)
+    said = capsys.readouterr().out
+    assert result.success == (not says) and said.endswith(says) and "Traceback" not in said
+    for source, error in (("assert 1 == 2", "AssertionError"), ("#| check\n# Exercise 1\nundefined", "NameError")):
+        shell.run_cell(source)  # anything else fails as ever
+        said = capsys.readouterr().out
+        assert error in said and "Traceback" in said
 
 
 def test_a_solution_of_another_exercise_is_noticed(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 
 
 def scope(path: str = TEXT) -> dict[str, Any]:
-    return {"type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]}
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    return {"type": "http", "method": "POST", "path": path, "headers": headers}
 
 
 def running(work: Any) -> Any:
@@ -68,7 +69,7 @@ def test_the_messages_are_those_of_the_server(path: str, asked: dict[str, Any], 
         messages = [m async for m in engine.exchange(scope(path), body, [])]
         assert [m["type"] for m in messages] == ["http.response.start"] + ["http.response.body"] * (len(messages) - 1)
         assert [m.get("more_body", False) for m in messages[1:]] == [True] * (len(messages) - 2) + [False]
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(engine.app), base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(engine.app), base_url="http://localhost") as client:
             direct = await client.post(path, content=body, headers={"content-type": "application/json"})
         return b"".join(m["body"] for m in messages[1:]).decode(), direct.text
 
@@ -243,7 +244,7 @@ class Handle:
 def post(handle: Handle, body: Any, path: str = TEXT, headers: Any = None, **settings: Any) -> httpx.Response:
     async def work() -> httpx.Response:
         front = Front(handle, Fleet(**settings))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://localhost") as client:
             if path in ("/health", "/metrics"):
                 return await client.get(path)
             return await client.post(path, json=body, headers=headers)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
 from show import told
 
-from atom_mini import LLM, RequestOutput, SamplingParams
+from atom_mini import LLM, Config, RequestOutput, SamplingParams
 from atom_mini.text import TextPiece
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
@@ -929,6 +930,7 @@ def test_two_engines_at_once(llm: LLM) -> None:
     check_pieces([a for a, _ in pairs], wanted)
 
 
+@pytest.mark.torch_decode("it looks at logits through a hook on the model, which a compiled decode never calls")
 def test_same_prompt_many_times(llm: LLM) -> None:
     """Identical prompts in one call share their blocks, and all say the same."""
     prompt = llm.tokenizer.encode("Ada lives in Rome. Ben likes plums. " * 4)
@@ -1258,5 +1260,14 @@ def test_chat_content_in_parts(llm: LLM) -> None:
     parts = [{"type": "text", "text": question[:8]}, {"type": "text", "text": question[8:]}]
     plain = [{"role": "user", "content": question}]
     assert llm.format_chat([{"role": "user", "content": parts}]) == llm.format_chat(plain)
-    for content in ([{"type": "image_url", "image_url": "x"}], [question], 5, None):
+    for content in (
+        [{"type": "image_url", "image_url": "x"}], [question], 5, None,
+        [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": "text", "text": None}], [{}],
+    ):  # fmt: skip
         refused(lambda content=content: llm.chat([{"role": "user", "content": content}]), "chat message")
+
+
+def test_users_defaults_are_tested_when_asked_for(request: pytest.FixtureRequest) -> None:
+    """`--users-defaults` leaves the compiled decode on, where Numba is installed."""
+    is_asked = request.config.option.users_defaults and find_spec("numba") is not None
+    assert Config("tiny", device="cpu").compiled is is_asked

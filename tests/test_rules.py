@@ -589,4 +589,4 @@ def test_a_stop_string_is_found_in_the_text_and_held_back_until_it_cannot_match(
         if stopped:
             break
     assert shown == ["a", "", "", "ST", "", "STx", "", "", "", ""]
-    assert stopped == "STOP" and detokenizer.progress.text == "aSTSTx"
+    assert stopped == "STOP" and detokenizer.text == "aSTSTx"

@@ -355,7 +355,7 @@ class EngineCoreClient(BaseScheduler):
             seq.logprobs += row.logprobs[i : i + 1]
             seq.append_token(row.token_ids[i], row.reason if is_last else None)
         seq.leave_reason = row.reason  # also where there was no token
-        return tuple(seq.completion_token_ids[known:])
+        return tuple(seq.token_ids[seq.num_prompt_tokens + known : seq.num_known_tokens])
 
     def _use(self, engine: CoreManager, output: Any) -> StepOutput:
         """Hand out a step's tokens."""

@@ -11,7 +11,7 @@ from ..checkpoint import require
 from ..llm import as_list
 
 # %% auto #0
-__all__ = ['unwrap', 'read_prompts', 'content_text', 'read_messages']
+__all__ = ['unwrap', 'read_prompts', 'part_text', 'content_text', 'read_messages']
 
 # %% ../../nbs/28_prompts.ipynb #d550139b
 def unwrap(prompt: Any) -> Any:
@@ -31,19 +31,28 @@ def read_prompts(prompts: Any) -> list[Any]:
     return as_list([*map(unwrap, inner)] if are_many else inner)
 
 # %% ../../nbs/28_prompts.ipynb #af23daa3
+def part_text(part: Any) -> str:
+    """The text of one part of a message. ValueError for any other kind of part, and for
+    a part whose text is not a string."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    good, what = kind == "text", "a part of a chat message"
+    require(good, f"{what} must be a dict of type 'text', not {kind!r}")
+    text = part.get("text")
+    require(isinstance(text, str), f"text={text!r} in {what} must be a string")
+    return text
+
+# %% ../../nbs/28_prompts.ipynb #83fb3a68
 def content_text(message: dict[str, Any]) -> str:
-    """What a message says: a text, or a list of parts that are texts. ValueError for
+    """What a message says: its string, or the texts of its parts joined. ValueError for
     anything else."""
     kind = type(message).__name__
     require(isinstance(message, dict), f"a chat message is a dict, not {kind}")
-    content = message.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    content: Any = message.get("content")
+    if isinstance(content, str):
+        return content
     what = f"content={content!r} of a chat message must be a text or a list of parts"
-    require(isinstance(parts, list | tuple), what)
-    kinds = [p.get("type") if isinstance(p, dict) else p for p in parts or ()]
-    good = all(kind == "text" for kind in kinds)
-    require(good, f"parts of a chat message must be of type 'text', not {kinds}")
-    return "".join(part["text"] for part in parts or ())
+    require(isinstance(content, list | tuple), what)
+    return "".join(map(part_text, content))
 
 # %% ../../nbs/28_prompts.ipynb #5e1fab78
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

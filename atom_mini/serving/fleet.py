@@ -131,7 +131,7 @@ class Engine:
         the engine has failed."""
         asked = msgspec.json.decode(line)
         scope = {"type": "http", "method": "POST", "path": asked["url"]}
-        scope |= {"headers": [(b"content-type", JSON.encode())]}
+        scope |= {"headers": [(b"content-type", JSON.encode()), (b"host", b"localhost")]}
         body = msgspec.json.encode(asked["body"])
         start, *parts = [m async for m in self.exchange(scope, body, [])]
         told = b"".join(part["body"] for part in parts)

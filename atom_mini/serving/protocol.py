@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -21,7 +22,7 @@ from ..text import Request
 
 # %% auto #0
 __all__ = ['T', 'Texts', 'SILENT', 'ApiError', 'as_refusal', 'StreamOptions', 'Asked', 'CompletionRequest', 'Message',
-           'ChatCompletionRequest', 'read_request', 'named']
+           'ChatCompletionRequest', 'read_request', 'byte_letters', 'token_bytes', 'named']
 
 # %% ../../nbs/81_protocol.ipynb #93d542f1
 @dataclass(eq=False)
@@ -210,12 +211,36 @@ def read_request(body: bytes, kind: type[T]) -> T:
         require(value in SILENT[name], f"{wrong} is not served here: leave it out")
     return msgspec.convert(said, kind)
 
+# %% ../../nbs/81_protocol.ipynb #d638ff63
+@lru_cache(maxsize=8)
+def byte_letters(tokenizer: Any) -> dict[str, int]:
+    """The byte behind each letter of a byte-level vocabulary; empty for other kinds."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if "ByteLevel" not in repr(getattr(backend, "decoder", None)):
+        return {}
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+# %% ../../nbs/81_protocol.ipynb #e31e264a
+def token_bytes(tokenizer: Any, id: int) -> bytes:
+    """The bytes that token `id` stands for, which need not be whole characters."""
+    token = tokenizer.convert_ids_to_tokens(id) or ""
+    letters = byte_letters(tokenizer)
+    if letters.keys() >= set(token):
+        return bytes(map(letters.__getitem__, token))
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+        return bytes.fromhex(byte[1])
+    text = token.replace("▁", " ") if "▁" in token else tokenizer.decode([id])
+    return text.encode()
+
 # %% ../../nbs/81_protocol.ipynb #1e5309d1
 def named(
     row: dict[int, float], chosen: int, most: int, tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """The chosen token, and the `most` likely ones of `row`."""
+    """The chosen token and the `most` likely ones of `row`, each with its text, its log
+    probability and its bytes."""
     best = sorted(row, key=row.__getitem__, reverse=True)[:most]
-    words = {id: tokenizer.decode([id]) for id in [chosen, *best]}
-    return [{"token": words[id], "logprob": row[id], "bytes": [*words[id].encode()]}
-            for id in [chosen, *best]]  # fmt: skip
+    found = [(id, tokenizer.decode([id])) for id in [chosen, *best]]
+    return [{"token": text, "logprob": row[id], "bytes": [*token_bytes(tokenizer, id)]}
+            for id, text in found]  # fmt: skip

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import gc
 import hmac
+import re
 import resource
 import signal
 import socket
@@ -30,13 +31,15 @@ from prometheus_client import Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 # %% auto #0
-__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Serve', 'Document', 'read_body',
-           'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
+__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'are_hosts', 'Serve', 'Document',
+           'read_body', 'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143b0
 from ..checkpoint import require
@@ -77,11 +80,21 @@ class Answer(StreamingResponse):
             await super().stream_response(send)
 
 # %% ../../nbs/82_server.ipynb #558b307b
+def are_hosts(value: Any) -> bool:
+    """Whether these are names or addresses without ports; `*.lan` is any name there."""
+    pattern = re.compile(r"\*|(\*\.)?[\w.-]+|\[[\da-fA-F:.]+\]")
+    if not isinstance(value, list | tuple):
+        return False
+    return all(isinstance(host, str) and pattern.fullmatch(host) for host in value)
+
+
 @dataclass
 class Serve:
     """Answer OpenAI's API over HTTP, and show a page with a chat."""
 
-    host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: whoever reaches it
+    host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: every interface
+    # more names by which clients may call it; "*": any
+    allowed_host: tuple[str, ...] | list[str] = ()
     port: int = 8000  # 0: any that is free
     api_key: str | None = None  # what clients must know
     served_model_name: str | None = None
@@ -98,6 +111,7 @@ class Serve:
             (counts, is_count, COUNT),
             ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
             ("api_key", bool, "no empty text"),
+            ("allowed_host", are_hosts, "a list of names or addresses, without ports"),
             ("health_timeout grace", lambda v: is_number(v) and v > 0,
              "seconds, above 0"),
         ])  # fmt: skip
@@ -255,7 +269,11 @@ class Api(Starlette):
     """Routes behind a key; whatever goes wrong is told in OpenAI's shape."""
 
     def __init__(self, settings: Serve, routes: list[Route]) -> None:
-        super().__init__(routes=routes, exception_handlers=dict.fromkeys(ERRORS, tell))
+        bound = f"[{settings.host}]" if ":" in settings.host else settings.host
+        hosts = [bound, "localhost", "127.0.0.1", "[::1]", *settings.allowed_host]
+        trust = Middleware(TrustedHostMiddleware, hosts, www_redirect=False)
+        told_by = dict.fromkeys(ERRORS, tell)
+        super().__init__(routes=routes, middleware=[trust], exception_handlers=told_by)
         self.settings = settings
 
     def knows_key(self, headers: Headers) -> bool:
@@ -428,7 +446,8 @@ class Server(Api):
         """The one that there is."""
         length = self.engine.llm.config.max_model_len
         about = {"object": "model", "created": int(time.time()), "owned_by": "atom_mini"}
-        entry = {"id": self.model, "max_model_len": length} | about
+        root = str(self.engine.llm.config.model)  # where its weights are
+        entry = {"id": self.model, "root": root, "max_model_len": length} | about
         return Document({"object": "list", "data": [entry]})
 
     async def openapi(self, request: Request) -> Response:
@@ -514,6 +533,8 @@ def run_serve(args: argparse.Namespace) -> None:
     gc.set_threshold(20_000)  # new objects from one collection to the next
     host, port = listener.getsockname()[:2]
     print(f"{app.model} is served at http://{host}:{port}", flush=True)
+    if host in ("0.0.0.0", "::") and not settings.allowed_host:
+        print("others need --allowed-host NAME, or \"*\" for any name", flush=True)
     try:
         Front(app).run([listener])
     finally:
