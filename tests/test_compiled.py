@@ -257,6 +257,7 @@ def test_a_fork_has_threads_of_its_own() -> None:
         llm.engine_core.runner.threads = Threads(3)
         wanted = llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids
         if (child := os.fork()) == 0:
+            llm._process = os.getpid()  # else it is refused
             same = llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids == wanted
             os._exit(0 if same and llm.engine_core.runner.threads.process == os.getpid() else 1)
         assert os.waitpid(child, 0)[1] == 0
