@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import is_empty, save_checkpoint
+from execnb.nbio import read_nb
 from safetensors import safe_open
 
 from atom_mini import LLM, SamplingParams
@@ -412,6 +413,50 @@ def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: Patch) -
     samples = bool(command) and SamplingParams in COMMANDS[command].options
     tokens = ["--max-tokens=512" if command == "chat" else "--max-tokens=64", "--top-p=FLOAT"] if samples else []
     assert all(word in shown for word in [*wanted, *tokens])
+
+
+# extras
+
+ALONE = """
+import sys
+for name in "msgspec zmq starlette uvicorn prometheus_client ray numba triton".split():
+    sys.modules[name] = None
+from atom_mini.instruments.command_line import main
+for words in sys.argv[1:]:
+    try:
+        print("exit code", main(words.split()))
+    except SystemExit as end:
+        print("exit code", end.code)
+"""
+OWN = {"serve": ["--port", "--api-key"], "fleet": ["--port", "--replicas", "--route"], "batch": ["--batch-size", "target"]}
+
+
+def test_without_extras() -> None:
+    """Every command's help is there with all of its options; what cannot run says how to install it in a clone."""
+    work = ["serve", "fleet", "batch a b", "info --engine-process", "info --compiled"]
+    helps = ["--help", *(f"{command} --help" for command in COMMANDS)]
+    command = [sys.executable, "-c", ALONE, *helps, *work]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"})
+    *texts, rest = re.split(r"(?<=exit code 0\n)", done.stdout)[: len(helps) + 1]
+    assert len(texts) == len(helps) and "exit code 0" not in rest, done.stderr
+    for command, text in zip(COMMANDS, texts[1:], strict=True):
+        assert f"usage: atom-mini {command}" in text and all(word in text for word in OWN.get(command, []))
+    assert rest.count("exit code 2") == 5
+    hints = re.findall(r'error: .*run pip install -e "\.\[(\w+)\]"', done.stderr)
+    assert hints == ["server", "ray", "ray", "processes", "cpu"], done.stderr
+
+
+def test_hints_are_commands_that_work_in_a_clone() -> None:
+    """One function writes them; the package is on no index."""
+    root = TINY.parent.parent
+    listed = (root / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = {*re.findall(r"(?m)^(\w+) = \[", listed)}
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("nbs/*.ipynb"), *TINY.parent.rglob("*.py")]
+    for path in pages:
+        text = "".join(cell.source for cell in read_nb(path).cells) if path.suffix == ".ipynb" else path.read_text()
+        assert "atom_mini[" not in text, path.name
+        if path.suffix == ".py":
+            assert {*re.findall(r"\binstall\(['\"](\w+)['\"]\)", text)} <= extras, path.name
 
 
 # in a shell

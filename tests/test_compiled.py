@@ -291,7 +291,7 @@ except ValueError as error:
 """
     kind, text, said = python(code).splitlines()
     assert kind == "ModelRunner False" and text == " 19"
-    assert "atom_mini[cpu]" in said and "compiled=True" in said
+    assert 'pip install -e ".[cpu]"' in said and "compiled=True" in said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have the user's cache folder elsewhere")

@@ -13,22 +13,24 @@ import sys
 import textwrap
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import Field, asdict, fields, replace
+from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ..checkpoint import find, require
-from ..config import Config, SamplingParams
+from ..checkpoint import find, install, require
+from ..config import COUNT, Config, SamplingParams
+from ..config import check_rules, is_count, is_number, one_of
 from .trace import Trace
 from ..llm import LLM, Chat
 from ..refinements.parts import keeps_state
 from ..text import RequestOutput
 
 # %% auto #0
-__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'knobs', 'add_fields', 'given', 'figures', 'print_report',
-           'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info',
-           'answer', 'respond', 'run_chat', 'spin_less', 'Command', 'make_parser', 'parse', 'main']
+__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'HERE', 'COMMANDS', 'ARGUMENTS', 'knobs', 'add_fields', 'given', 'figures',
+           'print_report', 'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info',
+           'answer', 'respond', 'run_chat', 'spin_less', 'Command', 'make_parser', 'parse', 'function_of', 'main', 'Serve',
+           'Fleet', 'Batch']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -263,22 +265,23 @@ class Command(NamedTuple):
     own: str = ""  # arguments beside the options, see `ARGUMENTS`
     options: tuple[Any, ...] = (SamplingParams, Config)  # dataclasses
     about: str = ""  # for help, if `run` is in another part
-    extra: str = ""  # of atom_mini, which it needs
+    extra: str = ""  # of the package, which `run` needs
 
 
 EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 7 ="]
+HERE = "instruments.command_line"  # where later chapters add the options of a command
 COMMANDS = {
     "generate": Command(run_generate, "prompts --output --json"),
     "chat": Command(run_chat),
     "bench": Command(run_bench, "--num-requests --input-len --json"),
     "trace": Command(run_generate, "prompts --output --json"),
     "info": Command(run_info, "model --json", (Config,)),
-    "serve": Command("serving.server:run_serve", "model",
-        ("serving.server:Serve", Config), "Answer OpenAI's API over HTTP.", "server"),
-    "fleet": Command("serving.fleet:run_fleet", "model",
-        ("serving.fleet:Fleet", Config), "The same, by engines on Ray.", "ray"),
+    "serve": Command("serving.server:run_serve", "model", (f"{HERE}:Serve", Config),
+        "Answer OpenAI's API over HTTP.", "server"),
+    "fleet": Command("serving.fleet:run_fleet", "model", (f"{HERE}:Fleet", Config),
+        "The same, by engines on Ray.", "ray"),
     "batch": Command("serving.fleet:run_batch", "model source target",
-        ("serving.fleet:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
+        (f"{HERE}:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
     "capacity": Command("serving.replicas_needed:run_capacity", "model --json",
         (Config, "serving.replicas_needed:Capacity"), "Say how many engines it takes."),
 }  # fmt: skip
@@ -307,7 +310,7 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
             name, help=about, formatter_class=form, conflict_handler="resolve"
         )  # the last of two options of one name
         sub.description = about
-        sub.set_defaults(run=command.run, model="tiny", trace=name == "trace")
+        sub.set_defaults(name=name, model="tiny", trace=name == "trace")
         if name == "chat":  # its answers may be longer
             sub.set_defaults(max_tokens=512)
         for argument in [*command.own.split(), "--debug"]:
@@ -318,17 +321,22 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
 
 # %% ../../nbs/31_command_line.ipynb #61054cff
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command line says; no command means `generate`. ValueError for a command
-    that is not installed, and as `SamplingParams` raises it."""
+    """What the command line says; no command means `generate`. ValueError as
+    `SamplingParams` raises it."""
     is_command = {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
     name, *words = arguments if is_command else ["generate", *arguments]
-    try:
-        args = make_parser(name).parse_args([name, *words])
-    except ModuleNotFoundError as error:
-        what = f"{name} needs {error.name}: install atom_mini[{COMMANDS[name].extra}]"
-        raise ValueError(what) from None
+    args = make_parser(name).parse_args([name, *words])
     args.params = SamplingParams(**given(args, SamplingParams))
     return args
+
+
+def function_of(name: str) -> Any:
+    """What the command `name` runs; ValueError if it needs an extra that is not here."""
+    try:
+        return find(COMMANDS[name].run)
+    except ModuleNotFoundError as error:
+        hint = install(COMMANDS[name].extra)
+        raise ValueError(f"{name} needs {error.name}: {hint}") from None
 
 # %% ../../nbs/31_command_line.ipynb #eaed2eed
 def main(arguments: list[str] | None = None) -> int:
@@ -339,7 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
         spin_less(os.environ)
     try:
         args = parse(arguments)
-        find(args.run)(args)
+        function_of(args.name)(args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
@@ -354,3 +362,68 @@ def main(arguments: list[str] | None = None) -> int:
         text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+
+# %% ../../nbs/82_server.ipynb #558b307b
+@dataclass
+class Serve:
+    """Answer OpenAI's API over HTTP, and show a page with a chat."""
+
+    host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: whoever reaches it
+    port: int = 8000  # 0: any that is free
+    api_key: str | None = None  # what clients must know
+    served_model_name: str | None = None
+    max_body: int = 2**22  # bytes of a request
+    max_prompts: int = 128  # of one request
+    max_choices: int = 16  # answers to one prompt
+    max_queue: int = 4096  # answers under way
+    health_timeout: float = 10.0  # seconds: the longest step must fit
+    grace: float = 30.0  # seconds that answers under way get at the end
+
+    def __post_init__(self) -> None:
+        counts = "max_body max_prompts max_choices max_queue"
+        check_rules(self, [
+            (counts, is_count, COUNT),
+            ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
+            ("api_key", bool, "no empty text"),
+            ("health_timeout grace", lambda v: is_number(v) and v > 0,
+             "seconds, above 0"),
+        ])  # fmt: skip
+
+# %% ../../nbs/84_fleet.ipynb #eb613df4
+@dataclass
+class Fleet(Serve):
+    """Answer OpenAI's API from several engines, on Ray."""
+
+    replicas: int = 1  # engines at least, each with all its GPUs
+    max_replicas: int | None = None  # under load; None: never more
+    max_ongoing: int = 256  # answers under way in an engine; further ones wait
+    route: str = "prefix"  # "session": of the header x-session-id; "load": less busy
+    cpus: float = 1.0  # cores of an engine
+    address: str | None = None  # of a Ray that runs; None: one of its own, here
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = self.replicas
+        check_rules(self, [
+            ("replicas max_ongoing", is_count, COUNT),
+            ("max_replicas", lambda v: is_count(v) and v >= least, f"at least {least}"),
+            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
+            one_of("route", "prefix", "session", "load"),
+            ("port", lambda v: v > 0, "from 1 to 65535"),
+        ])  # fmt: skip
+
+# %% ../../nbs/84_fleet.ipynb #e059ee7f
+@dataclass
+class Batch:
+    """Answer a file of requests (OpenAI's batch format), by engines on Ray."""
+
+    replicas: int = 1  # engines, each with all its GPUs
+    batch_size: int = 256  # requests that an engine is given at once
+    cpus: float = 1.0  # cores of an engine
+    address: str | None = None  # of a Ray that runs; None: one of its own, here
+
+    def __post_init__(self) -> None:
+        check_rules(self, [
+            ("replicas batch_size", is_count, COUNT),
+            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
+        ])  # fmt: skip

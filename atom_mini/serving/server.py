@@ -18,7 +18,6 @@ from base64 import b64decode
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -35,14 +34,14 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 # %% auto #0
-__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Serve', 'Document', 'read_body',
-           'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
+__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Document', 'read_body', 'told',
+           'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143b0
 from ..checkpoint import require
-from ..config import COUNT, Config, check_rules, is_count, is_number
+from ..config import Config
 from ..engine_core import StepOutput
-from ..instruments.command_line import given
+from ..instruments.command_line import Serve, given
 from ..instruments.trace import Metrics
 from ..llm import as_list
 from ..processes.core_client import EngineDead
@@ -75,32 +74,6 @@ class Answer(StreamingResponse):
             first = await anext(parts)
             self.body_iterator = begun()
             await super().stream_response(send)
-
-# %% ../../nbs/82_server.ipynb #558b307b
-@dataclass
-class Serve:
-    """Answer OpenAI's API over HTTP, and show a page with a chat."""
-
-    host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: whoever reaches it
-    port: int = 8000  # 0: any that is free
-    api_key: str | None = None  # what clients must know
-    served_model_name: str | None = None
-    max_body: int = 2**22  # bytes of a request
-    max_prompts: int = 128  # of one request
-    max_choices: int = 16  # answers to one prompt
-    max_queue: int = 4096  # answers under way
-    health_timeout: float = 10.0  # seconds: the longest step must fit
-    grace: float = 30.0  # seconds that answers under way get at the end
-
-    def __post_init__(self) -> None:
-        counts = "max_body max_prompts max_choices max_queue"
-        check_rules(self, [
-            (counts, is_count, COUNT),
-            ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
-            ("api_key", bool, "no empty text"),
-            ("health_timeout grace", lambda v: is_number(v) and v > 0,
-             "seconds, above 0"),
-        ])  # fmt: skip
 
 # %% ../../nbs/82_server.ipynb #b70607f3
 class Document(Response):
