@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import require
+from .checkpoint import install, require
 from .config import Config, Offers
 from .engine_core import EngineCore
 
@@ -45,7 +45,7 @@ def check_triton(on_gpu: bool) -> None:
     require(
         find_spec("triton") is not None,
         "attention='triton' needs Triton, which is not installed (GPU builds of torch "
-        "bring their own): install atom_mini[triton], or set attention='torch'",
+        f"bring their own): {install('triton')}, or set attention='torch'",
     )
     require(
         on_gpu or os.environ.get("TRITON_INTERPRET") == "1",

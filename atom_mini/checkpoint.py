@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 # %% auto #0
-__all__ = ['WANTED', 'COPIED', 'NAMES', 'FAMILIES', 'SAMPLING', 'require', 'read_json', 'resolve_model', 'ModelSpec', 'find',
-           'read_rope', 'read_spec', 'check_supported', 'read_dense', 'find_family', 'check_rope', 'read_model',
+__all__ = ['WANTED', 'COPIED', 'NAMES', 'FAMILIES', 'SAMPLING', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec',
+           'find', 'read_rope', 'read_spec', 'check_supported', 'read_dense', 'find_family', 'check_rope', 'read_model',
            'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
@@ -22,6 +22,11 @@ def require(condition: bool, message: str) -> None:
     """ValueError(message) unless `condition` holds: for what a user got wrong."""
     if not condition:
         raise ValueError(message)
+
+# %% ../nbs/01a_checkpoint.ipynb #bbb134a5
+def install(extra: str) -> str:
+    """How to install an extra of the package, for the end of a message."""
+    return f'run pip install -e ".[{extra}]" in the clone of the repository'
 
 # %% ../nbs/01a_checkpoint.ipynb #15c13095
 def read_json(file: Path) -> dict[str, Any]:

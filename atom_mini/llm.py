@@ -5,6 +5,7 @@
 # %% ../nbs/09c_llm.ipynb #518f37a0
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ class LLM:
     Threads may share it. One at a time is in the engine or the tokenizer, and the
     requests of all are computed in one batch: every step, whoever runs it, serves all.
     `close` by one thread ends the others' requests with "abort". A stream is for one
-    thread at a time.
+    thread at a time. Other processes, forks of this one too, make an LLM of their own.
     """
 
     metrics: Any = None  # what records each step
@@ -62,16 +63,32 @@ class LLM:
         self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
         self._readers = WeakKeyDictionary()
         self._closed = False
+        self._process = os.getpid()
         self._lock = RLock()  # around whatever reads or changes the engine or its queue
         self._line: set[object] = set()  # who has or wants the lock for a call
         self._dropped: deque[int] = deque()  # requests that nobody waits for any more
 
+    def __reduce__(self) -> Any:
+        wrong = "an LLM cannot be pickled or copied, with its weights and its pool: "
+        raise TypeError(f"{wrong}make it in the process that uses it")
+
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the one that made it."""
+        return self._process != os.getpid()
+
+    def _require_mine(self) -> None:
+        here = f"{os.getpid()} is a fork of it: make a new LLM here"
+        wrong = f"process {self._process} made this LLM, and process {here}"
+        require(not self._is_fork(), wrong)
+
     def _require_open(self) -> None:
+        self._require_mine()
         require(not self._closed, "this LLM is closed: make a new one")
 
     @contextmanager
     def _in_line(self) -> Iterator[None]:
         """The lock; while somebody waits for it here, `_line` says so."""
+        self._require_mine()
         me = object()
         try:
             self._line.add(me)
@@ -111,6 +128,7 @@ class LLM:
 
     def step(self) -> StepOutput | None:
         """Run one step for everybody in the engine; None if there is nothing to do."""
+        self._require_mine()
         with self._lock:
             self._require_open()
             self._take_back()
@@ -146,7 +164,8 @@ class LLM:
             yield
         finally:
             self._dropped.extend(r.seq.id for r in requests if not r.seq.is_finished)
-            if not self._lock._is_owned():  # type: ignore[attr-defined]
+            is_held = self._lock._is_owned()  # type: ignore[attr-defined]
+            if not is_held and not self._is_fork():
                 with self._lock:
                     self._take_back()
                     if not self.engine_core.scheduler.seqs and not self._closed:
@@ -213,6 +232,7 @@ class LLM:
 
     def format_chat(self, messages: Chat) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
+        self._require_mine()
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, f"{self.config.model} has no chat template: use generate")
         options = {"tokenize": False, "add_generation_prompt": True}
@@ -241,11 +261,15 @@ class LLM:
 
     def abort(self, request_id: int) -> bool:
         """Take a request back and free its blocks; False if it is not in the engine."""
+        self._require_mine()
         with self._lock:
             return self.engine_core.abort(request_id) is not None
 
     def close(self) -> None:
-        """Give the memory back; what still runs is aborted. Twice is once."""
+        """Give the memory back; what still runs is aborted. Twice is once. Does nothing in
+        a fork: the engine is not its own."""
+        if self._is_fork():
+            return
         with self._lock:
             if not self._closed:
                 for request_id in list(self.engine_core.scheduler.seqs):

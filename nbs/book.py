@@ -210,7 +210,8 @@ class FoldingMaker(ModuleMaker):
         except ValueError as error:
             self.fname.unlink() if before is None else self.fname.write_text(before)
             raise SystemExit(f"{self.nb_path}: {error}") from None
-        self.fname.write_text(re.sub(r"^__all__ = .*$", _wrapped, folded, flags=re.MULTILINE))
+        wrapped = re.sub(r"^__all__ = .*$", _wrapped, folded, flags=re.MULTILINE)
+        self.fname.write_text(wrapped.rstrip("\n") + "\n")  # where nbdev adds to a module, its last line has no end
 
 
 def _wrapped(names: re.Match[str]) -> str:

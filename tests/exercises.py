@@ -6,6 +6,7 @@ the error, if there was one. tests/test_exercises.py asks; to a process of its o
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -37,6 +38,9 @@ def apart(work: Callable[[], list[str]], limit: int = LIMIT) -> list[str]:
     if (child := os.fork()) == 0:
         signal.alarm(limit)
         torch.set_num_threads(1)  # OpenMP's other threads are not copied
+        for thing in gc.get_objects():  # an LLM refuses a fork; with one thread it works
+            if type(thing).__name__ == "LLM":
+                thing._process = os.getpid()
         code = 1
         try:
             os.write(write, "\n".join(work()).encode())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -243,6 +245,25 @@ def test_tasks_of_several_loops(engine: AsyncLLM) -> None:
         thread.join(30)
     assert len(found) == 2 and found[0] == found[1]
     asyncio.run(until_idle(engine))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_refused(engine: AsyncLLM) -> None:
+    """The engine's thread is not in it: a call would wait for ever."""
+    params = replace(STORY, seed=1)
+    wanted = asyncio.run(read(engine.generate(PROMPT, params)))
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            asyncio.run(read(engine.generate(PROMPT, params)))
+        except ValueError as error:
+            code = 0 if "fork" in str(error) else 2
+        asyncio.run(engine.close())
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert asyncio.run(read(engine.generate(PROMPT, params))) == wanted
 
 
 def test_close_ends_streams_and_twice_is_once() -> None:

@@ -17,12 +17,27 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import is_empty, save_checkpoint
+from execnb.nbio import read_nb
 from safetensors import safe_open
 
+import atom_mini
 from atom_mini import LLM, SamplingParams
 from atom_mini.checkpoint import find
 from atom_mini.config import Config
-from atom_mini.instruments.command_line import COMMANDS, SPINS, answer, given, knobs, main, make_parser, parse, run_chat
+from atom_mini.instruments.command_line import (
+    COMMANDS,
+    EXAMPLES,
+    HELP,
+    SPINS,
+    answer,
+    given,
+    help_of,
+    knobs,
+    main,
+    make_parser,
+    parse,
+    run_chat,
+)
 
 TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
 CPU = ["--device", "cpu", "--num-kvcache-blocks", "200"]
@@ -102,6 +117,12 @@ def test_prompts_from_stdin(capsys: Capture, monkeypatch: Patch) -> None:
     assert [out["prompt"] for out in outs] == ["Once upon", "12 + 7 ="]
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert run_json(capsys, "-", *CPU) == []
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon\n"))  # a pipe, without being asked for
+    assert [out["prompt"] for out in run_json(capsys, "--max-tokens", "2", *CPU)] == ["Once upon"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon\n"))
+    assert [out["prompt"] for out in run_json(capsys, "Hi", "--max-tokens", "2", *CPU)] == ["Hi"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert len(run_json(capsys, "--max-tokens", "2", *CPU)) == len(EXAMPLES)
 
 
 def test_examples(capsys: Capture) -> None:
@@ -232,8 +253,14 @@ def test_chat(capsys: Capture, monkeypatch: Patch, llm: LLM) -> None:
     lines = [ask[0]["content"], "", "/stats", "/nonsense", ask[1]["content"], "/reset", "/stats", ask[0]["content"]]
     chat(*lines, arguments=("--max-tokens", "6", "--temperature", "0"))
     shown = capsys.readouterr().out
-    assert seen == [*turns, turns[0]] and shown.startswith(first.text) and second.text in shown
+    greeting, talk = shown.split("\n", 1)
+    assert greeting.startswith("tiny, ") and "/help" in greeting
+    assert seen == [*turns, turns[0]] and talk.startswith(first.text) and second.text in talk
     assert "/nonsense is no command" in shown and shown.count("num_decode_tokens") == 2
+    assert shown.count("\n1: 18 prompt tokens") == 2 and shown.count("\n2: ") == 1  # what each answer took
+    chat("/help")
+    helped = capsys.readouterr().out
+    assert all(word in helped for word in ("/reset", "/exit", "Ctrl-C"))
     counts = [line.split()[1] for line in shown.splitlines() if line.startswith("messages")]
     assert counts == ["2", "0"]
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 20 + 21?\n"))
@@ -401,17 +428,105 @@ def test_interrupted(capsys: Capture, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_fits_a_screen(command: str, capsys: Capture, monkeypatch: Patch) -> None:
-    """Each command's help, with its options and their defaults."""
+def test_help(command: str, capsys: Capture, monkeypatch: Patch) -> None:
+    """Each command's help: every option in a group, with a line about it and its default."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
         main([*command.split(), "--help"])
     shown = capsys.readouterr().out
-    assert 3 < len(shown.splitlines()) <= 32 and all(len(line) <= 80 for line in shown.splitlines())
-    wanted = ["--max-num-seqs=512", "--[no-]enforce-eager", "--device=STR"] if command else list(COMMANDS)
-    samples = bool(command) and SamplingParams in COMMANDS[command].options
-    tokens = ["--max-tokens=512" if command == "chat" else "--max-tokens=64", "--top-p=FLOAT"] if samples else []
-    assert all(word in shown for word in [*wanted, *tokens])
+    assert all(len(line) <= 80 for line in shown.splitlines()) and "SUPPRESS" not in shown
+    text = " ".join(shown.split())
+    for kind in map(find, COMMANDS[command].options if command else ()):
+        for f in knobs(kind):
+            group, line = help_of(kind, f.name)
+            assert line and len(line) <= 60 and f"{group}:" in shown and line in text, f"{f.name} has no line in HELP"
+    if command:
+        assert "(default: 512)" in text and "--max-num-seqs INT" in text
+        if SamplingParams in COMMANDS[command].options:
+            assert f"generated at most (default: {512 if command == 'chat' else 64})" in text
+    else:
+        assert all(name in shown for name in [*COMMANDS, "--version"])
+
+
+def test_help_is_about_options_that_exist() -> None:
+    names = {f.name for command in COMMANDS.values() for kind in command.options for f in knobs(find(kind))}
+    assert {name.split(".")[-1] for lines in HELP.values() for name in lines} <= names
+
+
+def test_version(capsys: Capture) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"atom-mini {atom_mini.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["sevre"], "did you mean serve?"), (["help"], "did you mean --help?"), (["frobnicate", "--json"], "there are generate, chat"),
+     (["gen", "Once"], "atom-mini generate gen")],
+)  # fmt: skip
+def test_an_unknown_command_is_no_prompt(arguments: list[str], words: str, capsys: Capture) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and f"error: {arguments[0]!r} is not a command" in shown.err and words in shown.err
+
+
+def test_options_are_not_abbreviated(capsys: Capture) -> None:
+    """`--n` once meant thirteen options; what is nearly right is suggested."""
+    for words, said in ((["--n", "2"], "unrecognized arguments: --n"), (["--temprature", "1"], "(did you mean --temperature?)")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["Hi", *words])
+        assert said in capsys.readouterr().err
+
+
+def test_each_request_gets_its_line(capsys: Capture) -> None:
+    assert main(["Once upon a time", "12 + 7 =", "--max-tokens", "3", *CPU]) == 0
+    first, second, means = capsys.readouterr().err.splitlines()[-3:]
+    assert re.match(r"1: \d+ prompt tokens \(0 cached\), 3 new, TTFT [\d.,]+ ms, TPOT [\d.,]+ ms, length", first)
+    assert second.startswith("2: ") and means.startswith("prefill")
+
+
+# extras
+
+ALONE = """
+import sys
+for name in "msgspec zmq starlette uvicorn prometheus_client ray numba triton".split():
+    sys.modules[name] = None
+from atom_mini.instruments.command_line import main
+for words in sys.argv[1:]:
+    try:
+        print("exit code", main(words.split()))
+    except SystemExit as end:
+        print("exit code", end.code)
+"""
+OWN = {"serve": ["--port", "--api-key"], "fleet": ["--port", "--replicas", "--route"], "batch": ["--batch-size", "target"]}
+
+
+def test_without_extras() -> None:
+    """Every command's help is there with all of its options; what cannot run says how to install it in a clone."""
+    work = ["serve", "fleet", "batch a b", "info --engine-process", "info --compiled"]
+    helps = ["--help", *(f"{command} --help" for command in COMMANDS)]
+    command = [sys.executable, "-c", ALONE, *helps, *work]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"})
+    *texts, rest = re.split(r"(?<=exit code 0\n)", done.stdout)[: len(helps) + 1]
+    assert len(texts) == len(helps) and "exit code 0" not in rest, done.stderr
+    for command, text in zip(COMMANDS, texts[1:], strict=True):
+        assert f"usage: atom-mini {command}" in text and all(word in text for word in OWN.get(command, []))
+    assert rest.count("exit code 2") == 5
+    hints = re.findall(r'error: .*run pip install -e "\.\[(\w+)\]"', done.stderr)
+    assert hints == ["server", "ray", "ray", "processes", "cpu"], done.stderr
+
+
+def test_hints_are_commands_that_work_in_a_clone() -> None:
+    """One function writes them; the package is on no index."""
+    root = TINY.parent.parent
+    listed = (root / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = {*re.findall(r"(?m)^(\w+) = \[", listed)}
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("nbs/*.ipynb"), *TINY.parent.rglob("*.py")]
+    for path in pages:
+        text = "".join(cell.source for cell in read_nb(path).cells) if path.suffix == ".ipynb" else path.read_text()
+        assert "atom_mini[" not in text, path.name
+        if path.suffix == ".py":
+            assert {*re.findall(r"\binstall\(['\"](\w+)['\"]\)", text)} <= extras, path.name
 
 
 # in a shell

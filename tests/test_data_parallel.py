@@ -955,7 +955,7 @@ def test_a_gpu_for_each() -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "msgspec" else object())
-    with pytest.raises(ValueError, match=r"data_parallel_size=2 needs msgspec: install atom_mini\[processes\]"):
+    with pytest.raises(ValueError, match=r'data_parallel_size=2 needs msgspec: run pip install -e "\.\[processes\]"'):
         Config("tiny", data_parallel_size=2)
 
 

@@ -864,7 +864,7 @@ def test_bad_knobs(options: dict[str, Any], words: str) -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tidy: Path) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "zmq" else object())
-    with pytest.raises(ValueError, match=r"engine_process=True needs zmq: install atom_mini\[processes\]"):
+    with pytest.raises(ValueError, match=r'engine_process=True needs zmq: run pip install -e "\.\[processes\]"'):
         LLM("tiny", engine_process=True)
 
 

@@ -384,7 +384,7 @@ def test_without_ray_the_commands_say_what_to_install(
     source.write_text(request("a", "x"))
     for words in (["fleet", "--port", str(free_port())], ["batch", str(source), str(target)]):
         assert main(words) == 2
-        assert "install atom_mini[ray]" in capsys.readouterr().err
+        assert 'pip install -e ".[ray]"' in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said_before_ray_starts(

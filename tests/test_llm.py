@@ -8,8 +8,10 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -913,6 +915,69 @@ def test_close_in_a_stream(num_taken: int, overlap: bool) -> None:
             assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert found[0][-1].finish_reason == "abort"
         assert found[1][-1].finish_reason == ("length" if num_taken > 3 else "abort")
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.deepcopy, copy.copy], ids=lambda copies: copies.__name__)
+def test_an_engine_is_not_copied(copies: Callable[[Any], Any], llm: LLM) -> None:
+    """A pickle would hold the pool; what a request brings back can be pickled."""
+    with pytest.raises(TypeError, match=r"LLM.*make it in the process that uses it"):
+        copies(llm)
+    out = llm.generate("12 + 7 =", use_tqdm=False)[0]
+    assert pickle.loads(pickle.dumps(out)) == out and pickle.loads(pickle.dumps(SamplingParams(seed=3))).seed == 3
+
+
+def said_in_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
+    """What each call says in a fork of this process; the fork ends as a process does."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        for call in calls:
+            try:
+                said = f"returned {call()}"
+            except ValueError as error:
+                said = str(error)
+            os.write(write, f"{said}\n".encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        lines = pipe.read().splitlines()
+    assert os.waitpid(child, 0)[1] == 0, lines
+    return lines
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"compiled": True}, {"overlap": True}, {"engine_process": True}], ids=str)
+def test_a_fork_is_refused(options: dict[str, Any]) -> None:
+    """Torch's threads are not copied, and an engine's process is its owner's. Nothing hangs, and nothing ends there."""
+    ask, params = {"role": "user", "content": "What is 20 + 21?"}, SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, **options) as llm:
+        wanted = llm.generate("Once", params, use_tqdm=False)[0].text
+        pieces = llm.stream("Once", params)
+        text = next(pieces).text
+        calls: list[Callable[[], Any]] = [
+            lambda: llm.generate("Once", use_tqdm=False), lambda: llm.chat([ask], use_tqdm=False), lambda: llm.format_chat([ask]),
+            lambda: next(llm.stream("Once")), lambda: llm.add_request("Once"), llm.step, lambda: llm.abort(0),
+            lambda: next(pieces), llm.close,
+        ]  # fmt: skip
+        entered, leave = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with llm._lock:  # another thread is in a step: in the fork nobody would release it
+                entered.set()
+                leave.wait(30)
+
+        other = threading.Thread(target=hold)
+        other.start()
+        entered.wait(30)
+        *refused, closed = said_in_a_fork(calls)
+        leave.set()
+        other.join()
+        assert len(refused) == 8 and closed == "returned None"
+        for line in refused:
+            assert f"process {os.getpid()} made this LLM" in line and "fork" in line and "make a new LLM" in line
+        assert text + "".join(piece.text for piece in pieces) == wanted
+        assert llm.generate("Once", params, use_tqdm=False)[0].text == wanted
 
 
 def test_context_manager_closes_after_an_error() -> None:

@@ -28,8 +28,8 @@ from checkpoints import edit_json, save_checkpoint, save_family
 from recording import load_recorded_graph
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("msgspec", reason="atom_mini[processes] is not installed")
-pytest.importorskip("zmq", reason="atom_mini[processes] is not installed")
+pytest.importorskip("msgspec", reason="the extra processes is not installed")
+pytest.importorskip("zmq", reason="the extra processes is not installed")
 
 from show import children
 from side_by_side import SideBySide, in_this_process
@@ -905,7 +905,7 @@ def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "zmq" else object())
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs zmq: install atom_mini\[processes\]"):
+    with pytest.raises(ValueError, match=r'tensor_parallel_size=2 needs zmq: run pip install -e "\.\[processes\]"'):
         Config("tiny", tensor_parallel_size=2)
 
 

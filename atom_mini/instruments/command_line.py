@@ -9,26 +9,30 @@ import argparse
 import json
 import os
 import random
+import re
 import sys
-import textwrap
 from collections.abc import MutableMapping
 from contextlib import suppress
-from dataclasses import Field, asdict, fields, replace
+from dataclasses import Field, asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ..checkpoint import find, require
-from ..config import Config, SamplingParams
+import atom_mini
+from ..checkpoint import find, install, require
+from ..config import COUNT, Config, SamplingParams
+from ..config import check_rules, is_count, is_number, one_of
 from .trace import Trace
 from ..llm import LLM, Chat
 from ..refinements.parts import keeps_state
 from ..text import RequestOutput
 
 # %% auto #0
-__all__ = ['SUMMARY', 'SPINS', 'EXAMPLES', 'COMMANDS', 'ARGUMENTS', 'knobs', 'add_fields', 'given', 'figures', 'print_report',
-           'save_trace', 'show_texts', 'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info',
-           'answer', 'respond', 'run_chat', 'spin_less', 'Command', 'make_parser', 'parse', 'main']
+__all__ = ['HELP', 'SUMMARY', 'EXAMPLES', 'CHAT_HELP', 'SPINS', 'HERE', 'COMMANDS', 'ARGUMENTS', 'knobs', 'help_of', 'reading',
+           'add_fields', 'given', 'figures', 'took', 'print_report', 'save_trace', 'show_texts', 'prompts_of', 'run_generate',
+           'measure', 'run_bench', 'needs', 'describe', 'run_info', 'answer', 'respond', 'greeting', 'run_chat', 'spin_less',
+           'Command', 'make_parser', 'command_of', 'parse', 'function_of', 'main', 'are_hosts', 'Serve', 'Fleet', 'Batch']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -36,21 +40,131 @@ def knobs(cls: Any) -> list[Field[Any]]:
     more = cls.offers.knobs() if cls is Config else []
     return [f for f in [*fields(cls), *more] if f.init]
 
+# %% ../../nbs/31_command_line.ipynb #e83ae9fe
+HELP = {
+    "Sampling": {
+        "temperature": "0 takes the likeliest token; higher is more random",
+        "top_p": "sample from the likeliest tokens of this total probability",
+        "top_k": "sample from the K likeliest tokens; 0 or -1: from all",
+        "min_p": "drop tokens below this share of the likeliest one",
+        "repetition_penalty": "above 1: tokens that occurred become less likely",
+        "seed": "fixes the random numbers of each request",
+        "max_tokens": "tokens that are generated at most",
+        "stop": "end before this text; may be given several times",
+        "stop_token_ids": "end with this token; may be given several times",
+        "ignore_eos": "go on behind the model's end of a text",
+        "logprobs": "log probabilities of the K likeliest tokens (--json)",
+    },
+    "Model and memory": {
+        "model": "'tiny' (built in), a folder, or a hub id",
+        "device": "cuda, cuda:1, cpu; without it a GPU if there is one",
+        "dtype": "float32, bfloat16 or float16; float32 on a CPU",
+        "kv_cache_block_size": "tokens of a block of the KV cache",
+        "num_kvcache_blocks": "blocks in the pool; without it by the free memory",
+        "gpu_memory_utilization": "share of a GPU's memory that may be used",
+        "max_model_len": "tokens of a request, prompt and answer together",
+        "enable_prefix_caching": "keep blocks for prompts that begin alike",
+        "prefix_cache": "hash, radix or none: how such blocks are found",
+    },
+    "Steps": {
+        "max_num_seqs": "requests that are computed at once",
+        "max_num_batched_tokens": "tokens of a step",
+        "enable_chunked_prefill": "split prompts that do not fit in a step",
+        "interleave_decode": "alternate prefill and decode steps",
+        "scheduler_delay_factor": "let prompts wait for this share of a step",
+        "scheduler": "atom or spyre",
+        "chunk_size": "tokens of a prefill step (spyre)",
+        "max_batch_tkv_limit": "sequences x longest context (spyre)",
+        "interleave": "a decode between two chunks of a prompt (spyre)",
+        "speculative_config": "JSON: how tokens are drafted",
+        "trace": "record every step for a timeline",
+    },
+    "Speed": {
+        "attention": "triton or torch; triton on a GPU",
+        "enforce_eager": "no CUDA graphs",
+        "compiled": "decode on a CPU as one compiled function (Numba)",
+        "overlap": "plan a step while the one before it runs",
+    },
+    "Processes and devices": {
+        "engine_process": "run the engine in a process of its own",
+        "tensor_parallel_size": "devices that share each matrix",
+        "data_parallel_size": "engines that share the requests",
+        "routing": "load or prefix: how a request finds its engine",
+        "lockstep": "all engines take the same steps",
+        "enable_expert_parallel": "deal a model's experts out to the devices",
+        "ready_timeout": "seconds that a process has to load",
+        "ping_timeout": "seconds without a word until it counts as dead",
+        "collective_timeout": "seconds that ranks wait for each other",
+    },
+    "Server": {
+        "host": "address to listen at; 0.0.0.0: of every network",
+        "port": "port to listen at; 0: any that is free",
+        "api_key": "key that clients must send",
+        "served_model_name": "name of the model for clients",
+        "max_body": "bytes of a request",
+        "max_prompts": "prompts of a request",
+        "max_choices": "answers to a prompt",
+        "max_queue": "answers under way; further ones are refused (429)",
+        "health_timeout": "seconds that the longest step may take",
+        "grace": "seconds that answers under way get at the end",
+    },
+    "Engines on Ray": {
+        "replicas": "engines, each with all its GPUs",
+        "max_replicas": "engines under load",
+        "max_ongoing": "answers under way in an engine; further ones wait",
+        "route": "prefix, session (x-session-id) or load",
+        "batch_size": "requests that an engine is given at once",
+        "cpus": "cores of an engine",
+        "address": "of a Ray that runs; without it one is started",
+    },
+    "Capacity": {
+        "gpu": "a device whose data sheet says what a step costs",
+        "recorded": "a trace as .json, which says what a step costs",
+        "Capacity.trace": "a published trace of traffic, or a CSV file",
+        "rate": "requests a second; 0: the file's own",
+        "ttft": "seconds to the first token that are allowed",
+        "tpot": "seconds per token that are allowed",
+        "Capacity.replicas": "engines; 0: find out",
+        "seconds": "length of the simulation",
+        "draws": "simulations, with other random numbers",
+        "sticky": "a session stays with its engine",
+        "price": "of an engine and hour",
+    },
+}
+
+
+def help_of(cls: Any, name: str) -> tuple[str, str]:
+    """(group, line) of the option `name` of the dataclass `cls`."""
+    for key in (f"{cls.__name__}.{name}", name):
+        for group, lines in HELP.items():
+            if key in lines:
+                return group, lines[key]
+    return "Other options", ""
+
 # %% ../../nbs/31_command_line.ipynb #b947490b
+def reading(f: Field[Any]) -> dict[str, Any]:
+    """How argparse reads an option, by the type of its field."""
+    kind = next(t for t in (bool, int, float, str) if t.__name__ in str(f.type))
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    action = "append" if f.default == () else "store"
+    return {"type": kind, "action": action, "metavar": kind.__name__.upper()}
+
+
 def add_fields(parser: argparse.ArgumentParser, cls: Any) -> None:
-    """An option for each knob of the dataclass `cls`; one paragraph of help."""
-    group, words = parser.add_argument_group(cls.__name__), []
-    hidden = argparse.SUPPRESS
+    """An option for each knob of the dataclass `cls`, in groups."""
+    groups: dict[str, Any] = {}
     for f in knobs(cls):
-        kind = next(t for t in (bool, int, float, str) if t.__name__ in str(f.type))
-        how: Any = {"type": kind, "action": "append" if f.default == () else "store"}
-        if kind is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        name = f.name.replace("_", "-")
-        value = parser.get_default(f.name) or f.default or kind.__name__.upper()
-        group.add_argument(f"--{name}", default=hidden, **how).help = hidden
-        words.append(f"--[no-]{name}" if kind is bool else f"--{name}={value}")
-    group.description = textwrap.fill(" ".join(words), 78, break_on_hyphens=False)
+        title, line = help_of(cls, f.name)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        default = parser.get_default(f.name) or f.default
+        if type(default) is bool:
+            default = "on" if default else "off"
+        is_open = default in (None, (), argparse.SUPPRESS)
+        flag = "--" + f.name.replace("_", "-")
+        made = groups[title].add_argument(flag, default=argparse.SUPPRESS, **reading(f))
+        made.help = line if is_open else f"{line} (default: {default})"
 
 # %% ../../nbs/31_command_line.ipynb #a4bbebaf
 def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
@@ -79,6 +193,14 @@ def figures(llm: LLM, outs: list[RequestOutput]) -> dict[str, Any]:
 SUMMARY = "prefill {prefill_tokens_per_second:,.0f} tokens/s, decode "
 SUMMARY += "{decode_tokens_per_second:,.0f} tokens/s, TTFT {mean_ttft_ms:,.1f} ms, "
 SUMMARY += "TPOT {mean_tpot_ms:,.1f} ms"
+
+
+def took(number: int, out: RequestOutput) -> str:
+    """What one request took, as a line."""
+    count, cached = len(out.prompt_token_ids), out.num_cached_tokens
+    prompt = f"{count} prompt tokens ({cached} cached)"
+    times = f"TTFT {1e3 * out.ttft:,.1f} ms, TPOT {1e3 * out.tpot:,.1f} ms"
+    return f"{number}: {prompt}, {len(out.token_ids)} new, {times}, {out.finish_reason}"
 
 # %% ../../nbs/31_command_line.ipynb #cba9466d
 def print_report(report: dict[str, Any], as_json: bool = False) -> None:
@@ -113,17 +235,33 @@ def show_texts(
     return [piece.output] if piece.output else []  # the last piece brings the whole
 
 # %% ../../nbs/31_command_line.ipynb #9d4bd925
+EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 7 ="]
+
+
+def prompts_of(typed: list[str]) -> list[str]:
+    """The prompts that were typed. For "-", or if there are none and standard input is
+    no terminal, its lines. If these are none, too, examples."""
+    if typed not in ([], ["-"]):
+        return typed
+    lines: list[str] = []
+    if typed or not sys.stdin.isatty():
+        with suppress(OSError):  # closed, or not for us
+            lines = [*filter(None, sys.stdin.read().splitlines())]
+    return lines if typed else lines or EXAMPLES
+
+
 def run_generate(args: argparse.Namespace) -> None:
     """Complete prompts; `trace` does it on record, and writes a timeline."""
-    if args.prompts == ["-"]:
-        args.prompts = [*filter(None, sys.stdin.read().splitlines())]
+    prompts = prompts_of(args.prompts)
     if args.trace:
         args.output.open("a").close()  # an error now, not after the work
     complete = LLM.generate if args.json else show_texts
     with LLM(**given(args, Config)) as llm:
-        outs = complete(llm, args.prompts, args.params)
+        outs = complete(llm, prompts, args.params)
         if args.json:
             print(json.dumps([asdict(out) for out in outs]))
+        for number, out in enumerate(outs, 1) if len(outs) > 1 else ():
+            print(took(number, out), file=sys.stderr)
         if outs:
             print(SUMMARY.format(**figures(llm, outs)), file=sys.stderr)
         if args.trace:
@@ -204,13 +342,19 @@ def run_info(args: argparse.Namespace) -> None:
     print_report(describe(Config(**given(args, Config))), args.json)
 
 # %% ../../nbs/31_command_line.ipynb #f23b2594
-def answer(llm: LLM, messages: Chat, params: SamplingParams) -> dict[str, str]:
-    """The next message, printed as it comes. Ctrl-C ends it, and what came is kept."""
+def answer(
+    llm: LLM, messages: Chat, params: SamplingParams,
+    outs: list[RequestOutput] | None = None,
+) -> dict[str, str]:
+    """The next message, printed as it comes, and in `outs` what it took. Ctrl-C ends
+    it, and what came is kept."""
     pieces, text = llm.stream(llm.format_chat(messages), params), ""
     try:
         for piece in pieces:
             print(piece.text, end="", flush=True)
             text += piece.text
+        if piece.output and outs is not None:
+            outs.append(piece.output)
         is_cut = piece.finish_reason == "length"
         print(" [cut by max_tokens or max_model_len]" if is_cut else "")
     except KeyboardInterrupt:
@@ -218,30 +362,54 @@ def answer(llm: LLM, messages: Chat, params: SamplingParams) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 # %% ../../nbs/31_command_line.ipynb #c89a6a08
-def respond(llm: LLM, messages: Chat, line: str, params: SamplingParams) -> None:
-    """Do what `line` says; `messages` grow by a question and its answer."""
+CHAT_HELP = """/help          show this list
+/reset         forget the conversation
+/stats         what each answer took, and what the engine has done
+/trace [FILE]  write a timeline (after a start with --trace)
+/exit          leave, as Ctrl-D does; Ctrl-C ends an answer"""
+
+
+def respond(
+    llm: LLM, messages: Chat, line: str, params: SamplingParams,
+    outs: list[RequestOutput],
+) -> None:
+    """Do what `line` says; `messages` grow by a question and its answer, and `outs` by
+    what the answer took."""
     match line.split():
+        case ["/help"]:
+            print(CHAT_HELP)
         case ["/reset"]:
             messages.clear()
         case ["/stats"]:
+            for number, out in enumerate(outs, 1):
+                print(took(number, out))
             print_report({"messages": len(messages)} | figures(llm, []))
         case ["/trace", *file]:
             require(llm.trace is not None, "nothing is recorded: start with --trace")
             save_trace(llm.trace, Path(" ".join(file) or "trace.html"))
         case [word, *_]:
-            known = "/reset, /stats, /trace and /exit are"
-            require(word[0] != "/", f"{word} is no command: {known}")
+            require(word[0] != "/", f"{word} is no command: /help lists them")
             question = {"role": "user", "content": line}
-            messages += [question, answer(llm, [*messages, question], params)]
+            messages += [question, answer(llm, [*messages, question], params, outs)]
 
 # %% ../../nbs/31_command_line.ipynb #e7d1514a
+def greeting(config: Config) -> str:
+    """What a chat says first."""
+    size = f"up to {config.max_model_len:,} tokens of conversation"
+    return f"{config.model}, {size}. Ask something; /help lists the commands."
+
+
 def run_chat(args: argparse.Namespace, read: Any = input) -> None:
-    """Talk to a model: /reset, /stats, /trace [FILE] (with --trace), /exit."""
+    """Talk to a model; /help lists what can be typed."""
     messages: Chat = []
+    outs: list[RequestOutput] = []
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401 - `input` uses it
     with LLM(**given(args, Config)) as llm, suppress(EOFError):  # Ctrl-D
+        print(greeting(llm.config))
         while (line := read("> ").strip()) != "/exit":
             try:
-                respond(llm, messages, line, args.params)
+                respond(llm, messages, line, args.params, outs)
             except (OSError, ValueError) as error:
                 print(f"[{error}]")
     print()
@@ -263,27 +431,27 @@ class Command(NamedTuple):
     own: str = ""  # arguments beside the options, see `ARGUMENTS`
     options: tuple[Any, ...] = (SamplingParams, Config)  # dataclasses
     about: str = ""  # for help, if `run` is in another part
-    extra: str = ""  # of atom_mini, which it needs
+    extra: str = ""  # of the package, which `run` needs
 
 
-EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 7 ="]
+HERE = "instruments.command_line"  # where later chapters add the options of a command
 COMMANDS = {
     "generate": Command(run_generate, "prompts --output --json"),
     "chat": Command(run_chat),
     "bench": Command(run_bench, "--num-requests --input-len --json"),
     "trace": Command(run_generate, "prompts --output --json"),
     "info": Command(run_info, "model --json", (Config,)),
-    "serve": Command("serving.server:run_serve", "model",
-        ("serving.server:Serve", Config), "Answer OpenAI's API over HTTP.", "server"),
-    "fleet": Command("serving.fleet:run_fleet", "model",
-        ("serving.fleet:Fleet", Config), "The same, by engines on Ray.", "ray"),
+    "serve": Command("serving.server:run_serve", "model", (f"{HERE}:Serve", Config),
+        "Answer OpenAI's API over HTTP.", "server"),
+    "fleet": Command("serving.fleet:run_fleet", "model", (f"{HERE}:Fleet", Config),
+        "The same, by engines on Ray.", "ray"),
     "batch": Command("serving.fleet:run_batch", "model source target",
-        ("serving.fleet:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
+        (f"{HERE}:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
     "capacity": Command("serving.replicas_needed:run_capacity", "model --json",
         (Config, "serving.replicas_needed:Capacity"), "Say how many engines it takes."),
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "prompts": {"nargs": "*", "default": EXAMPLES, "help": "- reads lines from stdin"},
+    "prompts": {"nargs": "*", "default": [], "help": "- reads lines from stdin"},
     "--output": {"type": Path, "default": "trace.html", "help": "or .json"},
     "--num-requests": {"type": int, "default": 32, "help": "default: 32"},
     "--input-len": {"type": int, "default": 128, "help": "default: 128"},
@@ -299,36 +467,65 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
     """A parser of the whole command line, with the options of the command `chosen`."""
     more = "Without a command: generate. Options: atom-mini COMMAND --help"
     parser = argparse.ArgumentParser("atom-mini", epilog=more)
+    version = f"atom-mini {atom_mini.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND")
-    form = argparse.RawTextHelpFormatter  # it leaves the paragraphs as they are
     for name, command in COMMANDS.items():
         about = command.about or command.run.__doc__
+        own = [*command.own.split(), "--debug"]
+        words = " ".join(word for word in own if word[0] != "-")
         sub = commands.add_parser(
-            name, help=about, formatter_class=form, conflict_handler="resolve"
-        )  # the last of two options of one name
-        sub.description = about
-        sub.set_defaults(run=command.run, model="tiny", trace=name == "trace")
+            name, help=about, description=about, allow_abbrev=False,
+            usage=f"atom-mini {name} {words} [options]".replace("  ", " "),
+            conflict_handler="resolve",  # the last of two options of one name
+        )  # fmt: skip
+        sub.set_defaults(name=name, model="tiny", trace=name == "trace")
         if name == "chat":  # its answers may be longer
             sub.set_defaults(max_tokens=512)
-        for argument in [*command.own.split(), "--debug"]:
+        for argument in own:
             sub.add_argument(argument, **ARGUMENTS[argument])
         for kind in command.options if name == chosen else ():
             add_fields(sub, find(kind))
     return parser
 
 # %% ../../nbs/31_command_line.ipynb #61054cff
+def command_of(arguments: list[str]) -> str:
+    """The command that is asked for; ValueError for one that does not exist."""
+    first = arguments[0] if arguments else ""
+    if first in ("-h", "--help", "--version") or first in COMMANDS:
+        return first
+    known = [*COMMANDS, "--help"]
+    found = get_close_matches(first, known, n=1)
+    hint = f"did you mean {found[0]}?" if found else f"there are {', '.join(known)}."
+    wrong = f"{first!r} is not a command: {hint} For a prompt: atom-mini generate "
+    require(re.fullmatch("[a-z][a-z_-]*", first) is None, wrong + first)
+    return "generate"
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command line says; no command means `generate`. ValueError for a command
-    that is not installed, and as `SamplingParams` raises it."""
-    is_command = {*arguments[:1]} & {*COMMANDS, "-h", "--help"}
-    name, *words = arguments if is_command else ["generate", *arguments]
-    try:
-        args = make_parser(name).parse_args([name, *words])
-    except ModuleNotFoundError as error:
-        what = f"{name} needs {error.name}: install atom_mini[{COMMANDS[name].extra}]"
-        raise ValueError(what) from None
+    """What the command line says; no command means `generate`. ValueError for an
+    unknown command, and as `SamplingParams` raises it."""
+    name = command_of(arguments)
+    words = arguments if name in arguments[:1] else [name, *arguments]
+    parser = make_parser(name)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        kinds = map(find, COMMANDS[name].options)
+        known = [f"--{f.name.replace('_', '-')}" for kind in kinds for f in knobs(kind)]
+        found = get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean {found[0]}?)" if found else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     args.params = SamplingParams(**given(args, SamplingParams))
     return args
+
+
+def function_of(name: str) -> Any:
+    """What the command `name` runs; ValueError if it needs an extra that is missing."""
+    try:
+        return find(COMMANDS[name].run)
+    except ModuleNotFoundError as error:
+        hint = install(COMMANDS[name].extra)
+        raise ValueError(f"{name} needs {error.name}: {hint}") from None
 
 # %% ../../nbs/31_command_line.ipynb #eaed2eed
 def main(arguments: list[str] | None = None) -> int:
@@ -339,11 +536,11 @@ def main(arguments: list[str] | None = None) -> int:
         spin_less(os.environ)
     try:
         args = parse(arguments)
-        find(args.run)(args)
+        function_of(args.name)(args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output (`head`) has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -354,3 +551,78 @@ def main(arguments: list[str] | None = None) -> int:
         text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+
+# %% ../../nbs/82_server.ipynb #558b307b
+def are_hosts(value: Any) -> bool:
+    """Whether these are names or addresses without ports; `*.lan` is any name there."""
+    pattern = re.compile(r"\*|(\*\.)?[\w.-]+|\[[\da-fA-F:.]+\]")
+    if not isinstance(value, list | tuple):
+        return False
+    return all(isinstance(host, str) and pattern.fullmatch(host) for host in value)
+
+
+@dataclass
+class Serve:
+    """Answer OpenAI's API over HTTP, and show a page with a chat."""
+
+    host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: every interface
+    allowed_host: tuple[str, ...] | list[str] = ()  # more names of it; "*": any
+    port: int = 8000  # 0: any that is free
+    api_key: str | None = None  # what clients must know
+    served_model_name: str | None = None
+    max_body: int = 2**22  # bytes of a request
+    max_prompts: int = 128  # of one request
+    max_choices: int = 16  # answers to one prompt
+    max_queue: int = 4096  # answers under way
+    health_timeout: float = 10.0  # seconds: the longest step must fit
+    grace: float = 30.0  # seconds that answers under way get at the end
+
+    def __post_init__(self) -> None:
+        counts = "max_body max_prompts max_choices max_queue"
+        check_rules(self, [
+            (counts, is_count, COUNT),
+            ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
+            ("api_key", bool, "no empty text"),
+            ("allowed_host", are_hosts, "a list of names or addresses, without ports"),
+            ("health_timeout grace", lambda v: is_number(v) and v > 0,
+             "seconds, above 0"),
+        ])  # fmt: skip
+
+# %% ../../nbs/84_fleet.ipynb #eb613df4
+@dataclass
+class Fleet(Serve):
+    """Answer OpenAI's API from several engines, on Ray."""
+
+    replicas: int = 1  # engines at least, each with all its GPUs
+    max_replicas: int | None = None  # under load; None: never more
+    max_ongoing: int = 256  # answers under way in an engine; further ones wait
+    route: str = "prefix"  # "session": of the header x-session-id; "load": less busy
+    cpus: float = 1.0  # cores of an engine
+    address: str | None = None  # of a Ray that runs; None: one of its own, here
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = self.replicas
+        check_rules(self, [
+            ("replicas max_ongoing", is_count, COUNT),
+            ("max_replicas", lambda v: is_count(v) and v >= least, f"at least {least}"),
+            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
+            one_of("route", "prefix", "session", "load"),
+            ("port", lambda v: v > 0, "from 1 to 65535"),
+        ])  # fmt: skip
+
+# %% ../../nbs/84_fleet.ipynb #e059ee7f
+@dataclass
+class Batch:
+    """Answer a file of requests (OpenAI's batch format), by engines on Ray."""
+
+    replicas: int = 1  # engines, each with all its GPUs
+    batch_size: int = 256  # requests that an engine is given at once
+    cpus: float = 1.0  # cores of an engine
+    address: str | None = None  # of a Ray that runs; None: one of its own, here
+
+    def __post_init__(self) -> None:
+        check_rules(self, [
+            ("replicas batch_size", is_count, COUNT),
+            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
+        ])  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from typing import Any, cast
 
-from ..checkpoint import find, require
+from ..checkpoint import find, install, require
 from ..config import Config, Rule, is_bool, is_count, is_number, one_of
 from ..refinements.parts import VARIANTS, Variant
 
@@ -59,7 +59,7 @@ def as_recipe(
 def require_extra(asked: str) -> None:
     """ValueError if there is no library for messages between processes."""
     lacking = " and ".join(n for n in ("zmq", "msgspec") if find_spec(n) is None)
-    require(not lacking, f"{asked} needs {lacking}: install atom_mini[processes]")
+    require(not lacking, f"{asked} needs {lacking}: {install('processes')}")
 
 # %% ../../nbs/73c_knobs.ipynb #91ca8531
 COUNT = "a whole number from 1"

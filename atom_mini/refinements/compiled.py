@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ..checkpoint import require
+from ..checkpoint import install, require
 from ..config import Config, is_bool
 from .parts import Variant
 
@@ -20,7 +20,7 @@ def why_not(config: Config) -> str | None:
     """Why the decode cannot be compiled; None if it can."""
     spec = config.spec
     if find_spec("numba") is None:
-        return "Numba is not installed: install atom_mini[cpu]"
+        return f"Numba is not installed: {install('cpu')}"
     if (config.device or "cpu") != "cpu" or config.attention == "triton":
         return "it is for torch on a CPU: set device='cpu' and attention='torch'"
     if config.dtype == "float16":

@@ -83,6 +83,7 @@ class AsyncLLM:
 
     def submit(self, job: Callable[..., T], *args: Any) -> Awaitable[T]:
         """What `job(*args)` returns, called by the engine's thread between two steps."""
+        self.llm._require_mine()
         require(self.ended is None, "this AsyncLLM is closed: make a new one")
         return asyncio.wrap_future(self.thread.submit(job, *args))
 
@@ -183,7 +184,9 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """End the engine and the thread; what runs gets a last piece, "abort". Twice is
-        once."""
+        once. Does nothing in a fork."""
+        if self.llm._is_fork():
+            return
         self.ended = self.ended or self.thread.submit(self._end)
         await asyncio.shield(asyncio.wrap_future(self.ended))
         self.thread.shutdown()

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
@@ -30,20 +30,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
-from ..checkpoint import require
-from ..config import COUNT, Config, check_rules, is_count, is_number
-from ..instruments.command_line import given
+from ..checkpoint import install, require
+from ..config import Config
+from ..instruments.command_line import Batch, Fleet, Serve, given
 from ..processes.replicas import best_match
 from .async_llm import AsyncLLM
 from .protocol import ApiError
 from atom_mini.serving.server import (
-    DONE, JSON, Api, Serve, Server, event, read_body,
+    DONE, JSON, Api, Server, event, read_body,
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['CLOSED', 'Router', 'Message', 'BLOCK', 'MOST', 'ROUTES', 'ALONE', 'BEGIN', 'start_ray', 'Engine', 'text_chain',
-           'prompt_text', 'Known', 'PrefixRouter', 'routing', 'Fleet', 'scaling', 'resources', 'Front', 'Entry',
-           'build', 'open_door', 'run_fleet', 'Line', 'read_work', 'read_answers', 'Batch', 'answers', 'run_batch']
+__all__ = ['CLOSED', 'Router', 'Message', 'BLOCK', 'MOST', 'ALONE', 'BEGIN', 'start_ray', 'Engine', 'text_chain', 'prompt_text',
+           'Known', 'PrefixRouter', 'routing', 'scaling', 'resources', 'Front', 'Entry', 'build', 'open_door',
+           'run_fleet', 'Line', 'read_work', 'read_answers', 'answers', 'run_batch']
 
 # %% ../../nbs/84_fleet.ipynb #6168b148
 CLOSED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -62,7 +62,7 @@ Router: Any = RequestRouter or object
 def start_ray(address: str | None) -> None:
     """Join the Ray at `address`, or start one for this machine alone. ValueError
     without Ray, OSError if nobody answers there."""
-    require(find_spec("ray") is not None, "Ray is not here: install atom_mini[ray]")
+    require(find_spec("ray") is not None, f"Ray is not here: {install('ray')}")
     host, _, port = (address or "").rpartition(":")
     if port.isdigit():
         socket.create_connection((host, int(port)), 5).close()
@@ -219,43 +219,17 @@ class PrefixRouter(Router):
         if known := self.known.get(replica_id):
             known.note(pending_request.kwargs["hashes"])
 
-# %% ../../nbs/84_fleet.ipynb #dae0e6b2
-ROUTES = ("prefix", "session", "load")  # how requests find an engine
-
 # %% ../../nbs/84_fleet.ipynb #9602e33c
 def routing(route: str) -> dict[str, Any]:
     """For Ray. ValueError if this Ray has not what `route` needs."""
     if route == "load":
         return {}
-    what = f"route={route!r} needs a router that is not here: install atom_mini[ray]"
+    what = f"route={route!r} needs a router that is not here: {install('ray')}"
     require(RequestRouter is not None, f"{what}, or set route='load'")
     from ray.serve.config import RequestRouterConfig
 
     kind = PrefixRouter if route == "prefix" else ConsistentHashRouter
     return {"request_router_config": RequestRouterConfig(request_router_class=kind)}
-
-# %% ../../nbs/84_fleet.ipynb #eb613df4
-@dataclass
-class Fleet(Serve):
-    """Answer OpenAI's API from several engines, on Ray."""
-
-    replicas: int = 1  # engines at least, each with all its GPUs
-    max_replicas: int | None = None  # under load; None: never more
-    max_ongoing: int = 256  # answers under way in an engine; further ones wait
-    route: str = "prefix"  # "session": of the header x-session-id; "load": less busy
-    cpus: float = 1.0  # cores of an engine
-    address: str | None = None  # of a Ray that runs; None: one of its own, here
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        least = self.replicas
-        check_rules(self, [
-            ("replicas max_ongoing", is_count, COUNT),
-            ("max_replicas", lambda v: is_count(v) and v >= least, f"at least {least}"),
-            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
-            ("route", ROUTES.__contains__, f"one of {[*ROUTES]}"),
-            ("port", lambda v: v > 0, "from 1 to 65535"),
-        ])  # fmt: skip
 
 # %% ../../nbs/84_fleet.ipynb #5cf28a05
 def scaling(settings: Fleet) -> dict[str, Any]:
@@ -482,22 +456,6 @@ def read_answers(target: Path) -> dict[str, int]:
     if torn:
         os.truncate(target, len(whole))
     return found
-
-# %% ../../nbs/84_fleet.ipynb #e059ee7f
-@dataclass
-class Batch:
-    """Answer a file of requests (OpenAI's batch format), by engines on Ray."""
-
-    replicas: int = 1  # engines, each with all its GPUs
-    batch_size: int = 256  # requests that an engine is given at once
-    cpus: float = 1.0  # cores of an engine
-    address: str | None = None  # of a Ray that runs; None: one of its own, here
-
-    def __post_init__(self) -> None:
-        check_rules(self, [
-            ("replicas batch_size", is_count, COUNT),
-            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
-        ])  # fmt: skip
 
 # %% ../../nbs/84_fleet.ipynb #5ef47555
 def answers(

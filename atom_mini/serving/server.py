@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import gc
 import hmac
-import re
 import resource
 import signal
 import socket
@@ -19,7 +18,6 @@ from base64 import b64decode
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -38,14 +36,14 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 # %% auto #0
-__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'are_hosts', 'Serve', 'Document',
-           'read_body', 'told', 'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
+__all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOINTS', 'Answer', 'Document', 'read_body', 'told',
+           'tell', 'event', 'lines', 'Meters', 'Api', 'Server', 'Front', 'run_serve']
 
 # %% ../../nbs/82_server.ipynb #0b4143b0
 from ..checkpoint import require
-from ..config import COUNT, Config, check_rules, is_count, is_number
+from ..config import Config
 from ..engine_core import StepOutput
-from ..instruments.command_line import given
+from ..instruments.command_line import Serve, given
 from ..instruments.trace import Metrics
 from ..llm import as_list
 from ..processes.core_client import EngineDead
@@ -78,43 +76,6 @@ class Answer(StreamingResponse):
             first = await anext(parts)
             self.body_iterator = begun()
             await super().stream_response(send)
-
-# %% ../../nbs/82_server.ipynb #558b307b
-def are_hosts(value: Any) -> bool:
-    """Whether these are names or addresses without ports; `*.lan` is any name there."""
-    pattern = re.compile(r"\*|(\*\.)?[\w.-]+|\[[\da-fA-F:.]+\]")
-    if not isinstance(value, list | tuple):
-        return False
-    return all(isinstance(host, str) and pattern.fullmatch(host) for host in value)
-
-
-@dataclass
-class Serve:
-    """Answer OpenAI's API over HTTP, and show a page with a chat."""
-
-    host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: every interface
-    # more names by which clients may call it; "*": any
-    allowed_host: tuple[str, ...] | list[str] = ()
-    port: int = 8000  # 0: any that is free
-    api_key: str | None = None  # what clients must know
-    served_model_name: str | None = None
-    max_body: int = 2**22  # bytes of a request
-    max_prompts: int = 128  # of one request
-    max_choices: int = 16  # answers to one prompt
-    max_queue: int = 4096  # answers under way
-    health_timeout: float = 10.0  # seconds: the longest step must fit
-    grace: float = 30.0  # seconds that answers under way get at the end
-
-    def __post_init__(self) -> None:
-        counts = "max_body max_prompts max_choices max_queue"
-        check_rules(self, [
-            (counts, is_count, COUNT),
-            ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
-            ("api_key", bool, "no empty text"),
-            ("allowed_host", are_hosts, "a list of names or addresses, without ports"),
-            ("health_timeout grace", lambda v: is_number(v) and v > 0,
-             "seconds, above 0"),
-        ])  # fmt: skip
 
 # %% ../../nbs/82_server.ipynb #b70607f3
 class Document(Response):
