@@ -119,12 +119,24 @@ class Config:
         model = str(model) if isinstance(model, Path) else model
         defaults = {f.name: f.default for f in known}
         vars(self).update(defaults | options, model=model, sampling_defaults={})
+        own = Config.__dataclass_fields__ | {f.name: f for f in known}
+        vars(self).update(__dataclass_fields__=own)  # of this object, not of the class
         check_rules(self, RULES)
         if model is not None:
             self._read_checkpoint(model)
         given = {n for n in options if not (options[n] is defaults[n] is None)}
         self.offers.check(self, given)
         self._check_chunks()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal, those of later parts included."""
+        names = [f.name for f in fields(self)]
+        same = (getattr(self, n) == getattr(other, n, None) for n in names)
+        return isinstance(other, Config) and all(same)
+
+    def __repr__(self) -> str:
+        shown = [f.name for f in fields(self) if f.repr]
+        return f"Config({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
 
     def __getattr__(self, name: str) -> Any:
         """Only for names that it lacks; says to a type checker that variants add some."""
