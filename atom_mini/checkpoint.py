@@ -215,7 +215,7 @@ def read_model(
 
 # %% ../nbs/01a_checkpoint.ipynb #38bf8d2c
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
-SAMPLING |= {"top_k": 0, "min_p": 0.0}  # what transformers takes if nothing is said
+SAMPLING |= {"top_k": 50, "min_p": 0.0}  # transformers' defaults
 
 
 def read_defaults(folder: Path, eos: Any) -> tuple[tuple, dict]:
@@ -225,9 +225,10 @@ def read_defaults(folder: Path, eos: Any) -> tuple[tuple, dict]:
     """
     path = folder / "generation_config.json"
     raw = read_json(path) if path.is_file() else {}
-    eos = raw.get("eos_token_id", eos)
-    if not raw.get("do_sample"):
-        raw["temperature"] = 0.0
+    said = {name: value for name, value in raw.items() if value is not None}
+    eos = said.get("eos_token_id", eos)
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    said = {k: v for k, v in raw.items() if k in SAMPLING and v is not None}
-    return tuple(ids), SAMPLING | said
+    if not said.get("do_sample"):
+        said = {"top_k": 0} | said | {"temperature": 0.0}
+    sampling = {name: said.get(name, value) for name, value in SAMPLING.items()}
+    return tuple(ids), sampling

@@ -17,8 +17,9 @@ from atom_mini.checkpoint import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['SamplingParams', 'Config', 'Offers', 'Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST', 'RULES',
-           'check_options', 'is_number', 'is_whole', 'is_count', 'is_bool', 'one_of', 'check_rules', 'are_texts', 'as_token_ids']
+__all__ = ['SamplingParams', 'Config', 'Offers', 'NOT_HERE', 'Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST',
+           'RULES', 'check_options', 'is_number', 'is_whole', 'is_count', 'is_bool', 'one_of', 'check_rules', 'are_texts',
+           'as_token_ids']
 
 # %% ../nbs/01b_config.ipynb #771ef795
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class SamplingParams:
     `temperature` 0 is exact argmax. `top_k` (0 or -1: off), `top_p` and `min_p` keep a
     part of the distribution. `repetition_penalty`: Keskar et al. 2019. `seed` fixes the
     random numbers, whatever else is in the batch. `logprobs=k`: the k most likely, too.
+    `presence_penalty` and `frequency_penalty`: OpenAI's, on what was generated. Before
+    `min_tokens` nothing ends a text. `n` answers have the seeds from `seed` on.
 
     Raises ValueError with the number, the limit and the field.
     """
@@ -43,6 +46,10 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    n: int = 1
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """A copy in which every `None` that `defaults` knows is filled in."""
@@ -51,7 +58,9 @@ class SamplingParams:
 
     @property
     def is_penalised(self) -> bool:
-        return self.repetition_penalty not in (None, 1)
+        """Whether the tokens that there are decide which may come next, or how easily."""
+        more = self.presence_penalty or self.frequency_penalty or self.min_tokens
+        return bool(more) or self.repetition_penalty not in (None, 1)
 
     def __new__(cls, /, *args: Any, **options: Any) -> SamplingParams:
         check_options("SamplingParams", options, [f.name for f in fields(cls)])
@@ -59,6 +68,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_rules(self, WISHES)
+        least, most = self.min_tokens, self.max_tokens or self.min_tokens
+        require(least <= most, f"min_tokens={least} is over max_tokens={most}: lower it")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         ids = tuple(as_token_ids(self.stop_token_ids, "stop_token_ids"))
         vars(self).update(stop=stop, stop_token_ids=ids)  # it is frozen for all others
@@ -119,12 +130,24 @@ class Config:
         model = str(model) if isinstance(model, Path) else model
         defaults = {f.name: f.default for f in known}
         vars(self).update(defaults | options, model=model, sampling_defaults={})
+        own = Config.__dataclass_fields__ | {f.name: f for f in known}
+        vars(self).update(__dataclass_fields__=own)  # of this object, not of the class
         check_rules(self, RULES)
         if model is not None:
             self._read_checkpoint(model)
         given = {n for n in options if not (options[n] is defaults[n] is None)}
         self.offers.check(self, given)
         self._check_chunks()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal, those of later parts included."""
+        names = [f.name for f in fields(self)]
+        same = (getattr(self, n) == getattr(other, n, None) for n in names)
+        return isinstance(other, Config) and all(same)
+
+    def __repr__(self) -> str:
+        shown = [f.name for f in fields(self) if f.repr]
+        return f"Config({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
 
     def __getattr__(self, name: str) -> Any:
         """Only for names that it lacks; says to a type checker that variants add some."""
@@ -160,14 +183,48 @@ class Offers:
 
 Config.offers = Offers()
 
+# %% ../nbs/06g_refused.ipynb #bcca9563
+NOT_HERE = {  # options and sampling parameters of vLLM's: why not, or what instead
+    "allowed_token_ids": "every token may be sampled; check the answer yourself",
+    "bad_words": "every token may be sampled; penalties make repeated ones rarer",
+    "best_of": "answers are not ranked; set n, ask for logprobs, and choose yourself",
+    "cpu_offload_gb": "weights stay on the device; take a smaller model",
+    "detokenize": "text is always made; out.token_ids has the tokens",
+    "download_dir": "the hub's cache is used; set HF_HOME",
+    "enable_lora": "adapters are not applied; merge them into the checkpoint first",
+    "guided_decoding": "no grammar guides the tokens; ask in the prompt, then check",
+    "include_stop_str_in_output": "a text ends before its stop string; append it",
+    "kv_cache_dtype": "the cache has the model's type; set dtype, which sets both",
+    "length_penalty": "it belongs to beam search, which is not here; set n",
+    "limit_mm_per_prompt": "only text is read; there are no images to limit",
+    "load_format": "weights are read from safetensors; convert the checkpoint first",
+    "logit_bias": "single tokens have no bias; use presence_penalty or stop_token_ids",
+    "logits_processors": "no function of yours changes logits; change Sampler",
+    "max_loras": "adapters are not applied; merge them into the checkpoint first",
+    "max_new_tokens": "it is called max_tokens here",
+    "num_gpu_blocks_override": "it is called num_kvcache_blocks here",
+    "pipeline_parallel_size": "no model is cut between two layers; use one device",
+    "prompt_logprobs": "a prompt's logits are not computed; logprobs has the answer's",
+    "quantization": "the checkpoint's own config says how its weights are stored",
+    "revision": "the newest is fetched; download another one, and give its folder",
+    "skip_special_tokens": "a text never has them; out.token_ids has",
+    "structured_outputs": "no grammar guides the tokens; ask in the prompt, then check",
+    "swap_space": "blocks are never swapped; what is preempted is computed again",
+    "tokenizer": "the checkpoint's own is used; put another into its folder",
+    "truncate_prompt_tokens": "prompts stay whole; cut the token ids yourself",
+    "trust_remote_code": "code of a checkpoint is never run; leave it out",
+    "use_beam_search": "it is not here; set n, ask for logprobs, and choose",
+}
+
 # %% ../nbs/06g_refused.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
-    """Refuse an option that `kind` does not have, with the nearest name that it has."""
+    """Refuse an option that `kind` does not have: say why, if it is one of vLLM's, or
+    name the nearest that it has."""
     for name in [n for n in options if n not in known]:
         longer = [k for k in known if k.endswith(f"_{name}")]
         near = longer or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-        raise ValueError(f"{kind} has no option {name!r}: {hint}")
+        raise ValueError(f"{kind} has no option {name!r}: {NOT_HERE.get(name, hint)}")
 
 # %% ../nbs/06g_refused.ipynb #f1e1d5a0
 def is_number(value: Any, kinds: Any = (int, float)) -> bool:
@@ -238,6 +295,10 @@ WISHES: list[Rule] = [
     ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
     ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
     ("ignore_eos", is_bool, "True or False"),
+    ("presence_penalty frequency_penalty",
+     lambda v: is_number(v) and -2 <= v <= 2, "a number from -2 to 2"),
+    ("min_tokens", lambda v: is_whole(v) and v >= 0, "a whole number from 0"),
+    ("n", lambda v: is_count(v, 1024), "a whole number from 1 to 1024"),
     ("stop", are_texts, "a text or a list of texts, none of them empty"),
     ("stop_token_ids", lambda v: isinstance(v, list | tuple), "a list of token ids"),
 ]

@@ -11,20 +11,22 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from .checkpoint import require
-from .config import Config, SamplingParams
+from .config import Config, SamplingParams, is_whole
 from .engine_core import EngineCore, StepOutput
 from .sequence import Sequence
 from .text import RequestOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'as_list']
+__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'as_list', 'as_outputs', 'check_template_options']
 
 # %% ../nbs/09c_llm.ipynb #80c4fab6
 def plain_engine(config: Config) -> EngineCore:
@@ -50,13 +52,17 @@ class LLM:
     metrics: Any = None  # what records each step
     trace: Any = None
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path, *, seed: int | None = None, **options: Any
+    ) -> None:
         require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
+        good = seed is None or is_whole(seed)
+        require(good, f"seed={seed!r} must be None or a whole number")
         self.config = Config(model, **options)
         self.tokenizer = load_tokenizer(self.config)
         make = self.config.pick("make_engine", plain_engine)
         self.engine_core: EngineCore = make(self.config)
-        self.processor = InputOutputProcessor(self.config, self.tokenizer)
+        self.processor = InputOutputProcessor(self.config, self.tokenizer, seed)
         if watch := self.config.pick("watch", None):
             watch(self)
         # what reads the text of a request that has stop strings, as long as there is one
@@ -67,6 +73,14 @@ class LLM:
         self._lock = RLock()  # around whatever reads or changes the engine or its queue
         self._line: set[object] = set()  # who has or wants the lock for a call
         self._dropped: deque[int] = deque()  # requests that nobody waits for any more
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.config.num_kvcache_blocks} blocks"
+        return f"LLM({self.config.model!r}, {state})"
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer; None if it has none."""
+        return self.tokenizer
 
     def __reduce__(self) -> Any:
         wrong = "an LLM cannot be pickled or copied, with its weights and its pool: "
@@ -107,7 +121,7 @@ class LLM:
         both = f"{len(many)} prompts, {len(wishes)} sampling_params"
         require(len(wishes) == len(many), f"{both}: give one, or one each")
         with self._in_line():
-            requests = [*map(self.processor.preprocess, many, wishes)]
+            requests = [*chain(*map(self.processor.answers, many, wishes))]
             for request in requests:
                 self.engine_core.scheduler.check_prompt(request.seq.num_prompt_tokens)
         return requests
@@ -175,7 +189,8 @@ class LLM:
         self, prompts: Prompts, sampling_params: Params = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts (text or token ids), in their order.
+        """Complete all prompts (text or token ids), in their order. With `n` above 1 the
+        first answer to a prompt has the others in `outputs`.
 
         `use_tqdm=None`: a bar if this is a terminal.
         """
@@ -189,7 +204,7 @@ class LLM:
             while self._serve(seqs):
                 bar.update(sum(s.is_finished for s in seqs) - bar.n)
             bar.update(len(seqs) - bar.n)
-        return [self.processor.postprocess(r) for r in requests]
+        return as_outputs([self.processor.postprocess(r) for r in requests])
 
     def _next_piece(self, index: int, request: Request) -> TextPiece:
         """What `request` has that was not given out."""
@@ -221,7 +236,8 @@ class LLM:
     def stream(
         self, prompts: Prompts, sampling_params: Params = None
     ) -> Iterator[TextPiece]:
-        """Yield text as it comes, of one prompt or several (`piece.index` says which).
+        """Yield text as it comes, of one prompt or several (`piece.index` says which; with
+        `n` above 1 it counts answers, those to the first prompt first).
 
         The prompts are checked now and queued with the first piece; dropping the iterator
         takes them back. If the LLM is closed meanwhile, every unfinished prompt gets a last
@@ -230,32 +246,45 @@ class LLM:
         """
         return self._stream(self._prepare(prompts, sampling_params))
 
-    def format_chat(self, messages: Chat) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+    def format_chat(
+        self, messages: Chat, add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins, unless
+        `add_generation_prompt` is off. `chat_template_kwargs`: what else the template reads."""
         self._require_mine()
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, f"{self.config.model} has no chat template: use generate")
-        options = {"tokenize": False, "add_generation_prompt": True}
+        own = chat_template_kwargs or {}
+        check_template_options(own)
+        options = {"add_generation_prompt": add_generation_prompt} | own
         read = self.config.pick("read_messages", list)
         with self._lock:
-            text = self.tokenizer.apply_chat_template(read(messages), **options)
+            apply = self.tokenizer.apply_chat_template
+            text = apply(read(messages), tokenize=False, **options)
             return self.processor.encode(text, add_special_tokens=False)
 
     def chat(
         self, messages: Chat | list[Chat], sampling_params: Params = None,
-        use_tqdm: bool | None = None,
+        use_tqdm: bool | None = None, *, add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, in the checkpoint's chat template."""
+        """Answer one conversation or several, in the checkpoint's chat template. The last two
+        options are those of `format_chat`."""
         good = isinstance(messages, list | tuple) and len(messages) > 0
         require(good, "no messages: a conversation is a list of at least 1")
         many: Any = messages if isinstance(messages[0], list) else [messages]
-        return self.generate([self.format_chat(m) for m in many], sampling_params, use_tqdm)
+        options = add_generation_prompt, chat_template_kwargs
+        ids = [self.format_chat(m, *options) for m in many]
+        return self.generate(ids, sampling_params, use_tqdm)
 
     def add_request(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> int:
         """Queue one prompt for those who call `step` themselves; returns the request id."""
         requests = self._prepare([prompt], sampling_params)
+        wrong = f"n={len(requests)} with add_request: set n=1, and add it as often"
+        require(len(requests) == 1, wrong)
         self._add(requests)
         return requests[0].seq.id
 
@@ -300,5 +329,21 @@ def as_list(prompts: Any) -> list[Any]:
 # %% ../nbs/09c_llm.ipynb #5c697822
 PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
 
+# %% ../nbs/09c_llm.ipynb #a38b744a
+def as_outputs(outs: list[RequestOutput]) -> list[RequestOutput]:
+    """One result of each prompt, whose answers stand side by side in `outs`."""
+    first = [i for i, out in enumerate(outs) if out.index == 0]
+    ends = [*first[1:], len(outs)]
+    return [replace(outs[i], others=outs[i + 1 : end]) if end > i + 1 else outs[i]
+            for i, end in zip(first, ends, strict=True)]
+
 # %% ../nbs/09c_llm.ipynb #7a31c5d7
 Chat = list[dict[str, Any]]  # {"role", "content"}
+
+# %% ../nbs/09c_llm.ipynb #7eaf8f9e
+def check_template_options(options: dict[str, Any]) -> None:
+    """ValueError for what a template must not be told: another template, for instance."""
+    ours = {"chat_template", "conversation", "return_dict", "tokenize"}
+    bad = sorted(ours & options.keys())
+    wrong = f"chat_template_kwargs={options} must not have {bad}"
+    require(not bad, f"{wrong}: leave it out")

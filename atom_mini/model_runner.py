@@ -188,7 +188,7 @@ class ModelRunner:
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
         make = config.pick("make_extras", None)
-        self.extras = make and make()
+        self.extras = make and make(config.eos_token_ids)
         spec = config.spec
         folder = config.folder
         longest = config.max_model_len

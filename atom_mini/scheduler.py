@@ -40,6 +40,8 @@ class ScheduledBatch:
     # place in the batch -> all its token ids, for requests that are penalised
     histories: dict[int, list[int]] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)  # in the matrix of block tables
+    # place in the batch -> how many of its `histories` are the prompt
+    prompt_lens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def pack(
@@ -64,7 +66,7 @@ class ScheduledBatch:
             scheduled_tokens=np.array(tokens, np.int64), num_scheduled_tokens=scheduled,
             context_lens=context_lens, block_tables=manager.block_tables[rows, :width],
             is_sampled=context_lens == np.array([s.num_tokens for s in seqs], np.int32),
-            histories=past,
+            histories=past, prompt_lens={i: seqs[i].num_prompt_tokens for i in past},
         )
 
     @property
@@ -136,7 +138,7 @@ class BaseScheduler:
         self.check_prompt(seq.num_prompt_tokens)
         wish = seq.sampling_params
         asks = wish.is_penalised or wish.logprobs is not None
-        missing = "repetition_penalty and logprobs need atom_mini.refinements.extras"
+        missing = "penalties, min_tokens and logprobs need atom_mini.refinements.extras"
         require(not asks or self.config.pick("make_extras", None) is not None, missing)
         require(seq.id not in self.seqs, f"id {seq.id} is in the engine: take another")
 

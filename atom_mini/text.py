@@ -40,6 +40,7 @@ class Progress(NamedTuple):
     held: tuple[int, ...] = ()  # the ids after it
     stopped: str | None = None  # the stop string that was reached
     is_done: bool = False  # they are all
+    free: int = 0  # within so many characters no stop string ends
 
 # %% ../nbs/09b_text.ipynb #dbb7f2d3
 class IncrementalDetokenizer:
@@ -48,6 +49,8 @@ class IncrementalDetokenizer:
     The pieces joined are the tokenizer's own text of all tokens. `read` and `flush`
     end with one assignment, and before it nothing that counts has changed.
     """
+
+    min_tokens = 0  # no stop string ends within the text of so many tokens
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -78,15 +81,24 @@ class IncrementalDetokenizer:
         is_whole = text.startswith(progress.alone) and not text.endswith("\ufffd")
         return text[len(progress.alone) :] if is_whole else ""
 
+    def _hits(self, text: str, free: int) -> list[tuple]:
+        """(end, start, stop string) of each one in `text`, if it ends after `free`
+        characters."""
+        starts = [(max(0, free + 1 - len(s)), s) for s in self.stop]
+        found = [(text.find(s, start), s) for start, s in starts]
+        return [(at + len(s), at, s) for at, s in found if at >= 0]
+
     def _has_stop(self, progress: Progress, news: str) -> bool:
         """Whether a stop string ends in the news."""
-        recent = self._part(progress.size - self.reach, progress.size) + news
-        return any(s in recent for s in self.stop)
+        start = max(0, progress.size - self.reach)
+        recent = self._part(start, progress.size) + news
+        return bool(self._hits(recent, progress.free - start))
 
     def _whole(self, ids: list[int]) -> Progress:
         """The end: all that `ids` say, up to the first stop string."""
         text = decode(self.tokenizer, ids)
-        hits = [(at + len(s), at, s) for s in self.stop if (at := text.find(s)) >= 0]
+        may_stop = len(ids) > self.min_tokens
+        hits = self._hits(text, self.progress.free) if may_stop else []
         _, end, stopped = min(hits, default=(0, len(text), None))
         return Progress(len(ids), self._write(0, text[:end]), stopped=stopped, is_done=True)
 
@@ -106,9 +118,11 @@ class IncrementalDetokenizer:
         news = self._news(progress)
         if not news:
             return progress
-        if self._has_stop(progress, news):
+        if num > self.min_tokens and self._has_stop(progress, news):
             return self._whole(ids[start : start + num])
-        return self._moved(progress, news)
+        moved = self._moved(progress, news)
+        is_free = num <= self.min_tokens
+        return moved._replace(free=moved.size if is_free else progress.free)
 
     def read(
         self, ids: list[int], start: int = 0, end: int | None = None
@@ -162,6 +176,13 @@ class RequestOutput:
     latency: float  # arrival to end
     logprobs: list[dict[int, float]] | None = None  # per token {id: log probability}
     metrics: dict[str, int] = field(default_factory=dict)  # what later parts counted
+    index: int = 0  # of `n` answers to its prompt
+    others: list[RequestOutput] = field(default_factory=list)  # the n - 1 after it
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """All `n` answers, this one first. (vLLM's name.)"""
+        return [self, *self.others]
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -197,9 +218,10 @@ def load_tokenizer(config: Config) -> Any:
 class InputOutputProcessor:
     """Prompt -> `Sequence` -> `RequestOutput`: tokenises, checks, detokenises."""
 
-    def __init__(self, config: Config, tokenizer: Any) -> None:
+    def __init__(self, config: Config, tokenizer: Any, seed: int | None = None) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.random = random.Random(seed)  # seeds of requests that bring none
         self.make = config.pick("make_detokenizer", IncrementalDetokenizer)
 
     def encode(self, text: str, **options: Any) -> list[int]:
@@ -231,8 +253,14 @@ class InputOutputProcessor:
         longest = {"max_tokens": self.config.max_model_len}
         params = params.resolve(self.config.sampling_defaults | longest)
         if params.temperature and params.seed is None:
-            params = replace(params, seed=random.getrandbits(63))
+            params = replace(params, seed=self.random.getrandbits(63))
         return params
+
+    def reader(self, params: SamplingParams) -> IncrementalDetokenizer:
+        """What makes text of the tokens of a request with `params`."""
+        reader = self.make(self.tokenizer, tuple(params.stop))
+        reader.min_tokens = params.min_tokens
+        return reader
 
     def preprocess(
         self, prompt: str | list[int], params: SamplingParams
@@ -243,7 +271,20 @@ class InputOutputProcessor:
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         seq = Sequence(ids, self.config.kv_cache_block_size, self._settle(params))
         self._check_ids("prompt", seq.token_ids)
-        return Request(seq, self.make(self.tokenizer, tuple(params.stop)), text)
+        return Request(seq, self.reader(params), text)
+
+    def answers(
+        self, prompt: str | list[int], params: SamplingParams
+    ) -> list[Request]:
+        """`n` requests for one prompt, with the seeds seed, seed + 1, ..."""
+        first = self.preprocess(prompt, params)
+        seed = first.seq.sampling_params.seed
+        requests = [first]
+        for i in range(1, params.n):
+            own = params if seed is None else replace(params, seed=seed + i)
+            requests.append(self.preprocess(prompt, own))
+            requests[i].index = i
+        return requests
 
     def postprocess(self, request: Request) -> RequestOutput:
         """The result of a finished (or aborted) request."""
@@ -269,7 +310,7 @@ class InputOutputProcessor:
             tpot=(seq.leave_time - first) / max(1, said.num - 1),
             latency=seq.leave_time - seq.arrive_time,
             logprobs=seq.logprobs[: said.num] if has_logprobs else None,
-            metrics=dict(seq.metrics),
+            metrics=dict(seq.metrics), index=request.index,
         )
 
 # %% ../nbs/09b_text.ipynb #0cca6840
@@ -281,6 +322,7 @@ class Request:
     detokenizer: IncrementalDetokenizer
     prompt: str | None
     num_sent: int = 0  # tokens that a stream has given out
+    index: int = 0  # of `n` answers to its prompt
 
 # %% ../nbs/09b_text.ipynb #3557cdf5
 NOT_FINITE = "the model's logits are no finite numbers: its weights are broken, or "

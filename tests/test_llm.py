@@ -647,7 +647,8 @@ def test_bad_prompts(prompt: Any, words: list[str], shared: LLM) -> None:
         assert small.generate(PROMPT, GREEDY)[0].token_ids == shared.generate(PROMPT, GREEDY)[0].token_ids
 
 
-NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "logprobs"]
+NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "logprobs",
+           "presence_penalty", "frequency_penalty", "min_tokens", "n"]  # fmt: skip
 COUNTS = ["kv_cache_block_size", "num_kvcache_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"]
 OUTSIDE = {
     "temperature": (-0.1, -1, math.nan, math.inf, -math.inf),
@@ -657,13 +658,18 @@ OUTSIDE = {
     "repetition_penalty": (0, -1.0, math.nan, math.inf),
     "max_tokens": (0, -1, 1.5, 16.0, math.nan, math.inf),
     "logprobs": (-1, 21, 1.0, math.nan),
+    "presence_penalty": (-2.1, 2.1, math.nan, math.inf),
+    "frequency_penalty": (-2.1, 2.1, math.nan, math.inf),
+    "min_tokens": (-1, 1.5, 16.0, math.nan),
+    "n": (0, -1, 1.5, 1025, math.nan),
 }
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in NUMBERS for value in OUTSIDE[name]])
 def test_sampling_params_out_of_range(name: str, value: float) -> None:
-    limit = {"top_p": "1", "min_p": "1", "logprobs": "20", "max_tokens": "1", "top_k": "-1"}.get(name, "0")
+    limit = {"top_p": "1", "min_p": "1", "logprobs": "20", "max_tokens": "1", "top_k": "-1", "n": "1"}.get(name, "0")
     options: dict[str, Any] = {name: value}
+    limit = "2" if name in ("presence_penalty", "frequency_penalty") else limit
     refused(lambda: SamplingParams(**options), re.escape(f"{name}={value!r}"), limit, "set SamplingParams")
 
 
@@ -694,7 +700,8 @@ def test_no_numbers(name: str, value: Any) -> None:
         ({"ignore_eos": "no"}, ["ignore_eos='no'"]),
         ({"temprature": 1.0}, ["'temprature'", "'temperature'"]),
         ({"top_pp": 1.0}, ["'top_pp'", "'top_p'"]),
-        ({"n": 2}, ["'n'", "temperature"]),
+        ({"n": 0}, ["n=0", "1"]),
+        ({"xyzzy": 2}, ["'xyzzy'", "temperature"]),
         ({"max_token": 2}, ["'max_token'", "'max_tokens'"]),
     ],
     ids=str,

@@ -318,6 +318,30 @@ def test_eos_ids_of_generation_config(eos: Any, single: Path) -> None:
     assert Config(str(single)).eos_token_ids == wanted
 
 
+def test_null_in_generation_config_says_nothing(single: Path) -> None:
+    """A file that writes `null` for a field leaves it to the model's config, and to the default."""
+    edit_json(single / "config.json", eos_token_id=11)
+    path = single / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": None, "do_sample": True, "temperature": None}))
+    config = Config(str(single))
+    assert config.eos_token_ids == (11,) and config.sampling_defaults["temperature"] == 1
+
+
+def test_unsaid_sampling_is_transformers(single: Path) -> None:
+    """A checkpoint that samples and says nothing more samples as in transformers; one that does not sample is greedy, and
+    a request with a temperature of its own is filtered by nothing that nobody has asked for."""
+    from transformers import GenerationConfig
+
+    theirs = GenerationConfig._get_default_generation_params()  # its constructor leaves them None, since transformers 5
+    theirs["min_p"] = 0.0  # it has none, which is off
+    (single / "generation_config.json").write_text(json.dumps({"do_sample": True}))
+    ours = Config(str(single)).sampling_defaults
+    assert ours == {name: theirs[name] for name in ours} and ours["top_k"] == 50
+    for said in ({}, {"do_sample": False}, {"do_sample": None, "temperature": 0.5}):
+        (single / "generation_config.json").write_text(json.dumps(said))
+        assert Config(str(single)).sampling_defaults == ours | {"temperature": 0, "top_k": 0}
+
+
 def test_no_generation_config(single: Path) -> None:
     (single / "generation_config.json").unlink(missing_ok=True)
     edit_json(single / "config.json", eos_token_id=[3, 4])

@@ -385,7 +385,7 @@ def test_without_the_part_such_requests_are_refused(wish: dict[str, Any], monkey
     seq = Sequence([5], 16, SamplingParams(**wish))
     scheduler.check(seq)
     monkeypatch.setattr(parts.Refinements, "make_extras", None)
-    with pytest.raises(ValueError, match="repetition_penalty and logprobs need"):
+    with pytest.raises(ValueError, match="penalties, min_tokens and logprobs need"):
         scheduler.add(seq)
     assert not scheduler.waiting and not scheduler.seqs
     scheduler.add(Sequence([5], 16, SamplingParams(repetition_penalty=1.0)))  # it asks for nothing

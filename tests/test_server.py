@@ -26,6 +26,7 @@ import httpx
 import pytest
 
 from atom_mini import LLM, SamplingParams
+from atom_mini.config import NOT_HERE
 from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.serving.protocol import SILENT
 from atom_mini.serving.server import Front, Serve, Server
@@ -296,7 +297,8 @@ def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> Non
         (TEXT, X | {"tempreature": 1}, "tempreature"), (TEXT, X | {"tempreature": None}, "tempreature"), (TEXT, X | {"n": 0}, "n"),
         (TEXT, X | {"temperature": -1}, "temperature"), (TEXT, X | {"seed": 0.5}, "seed"),
         (TEXT, X | {"max_tokens": 0}, "max_tokens"), (TEXT, X | {"top_p": 2}, "top_p"),
-        (TEXT, {"prompt": "x"}, "model"), (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
+        (TEXT, X | {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
         (TEXT, X | {"stop": [""]}, "stop"),
         (TEXT, X | {"stop": ["x"] * 17}, "stop"), (TEXT, X | {"logprobs": 21}, "logprobs"),
         (TEXT, X | {"stream_options": {"x": 1}}, "x"), (TEXT, X | {"prompt": {"a": 1}}, "prompt"),
@@ -304,7 +306,8 @@ def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> Non
         (TALK, CHAT | {"top_logprobs": 2}, "top_logprobs"),
         (TALK, CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages"), (TALK, CHAT | {"logprobs": 1}, "logprobs"),
         (TALK, CHAT | {"chat_template": "{{ 1 }}"}, "chat_template"),
-        (TALK, CHAT | {"chat_template_kwargs": {}}, "chat_template_kwargs"),
+        (TALK, CHAT | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        (TALK, CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_a_400_that_names_the_field(served: Served, path: str, body: Any, param: str) -> None:
@@ -335,6 +338,28 @@ def test_a_part_without_a_text_is_a_400(served: Served, part: dict[str, Any]) ->
 def test_what_is_no_request_is_a_400(served: Served, body: bytes) -> None:
     response = served.client.post(TEXT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_what_users_of_vllm_ask_for(served: Served) -> None:
+    """The server's answers are the engine's own: penalties, a least length, a template's options; no model is the model."""
+    llm = served.engine.llm
+    for asked in ({"presence_penalty": 1.5}, {"frequency_penalty": -0.5}, {"min_tokens": 20, "stop": ["."]}):
+        told = llm.generate(PROMPT, SamplingParams(max_tokens=30, **asked))[0]  # type: ignore[arg-type]
+        found = served.post(TEXT, {"prompt": PROMPT, "max_tokens": 30} | asked).json()
+        assert (found["model"], found["choices"][0]["text"]) == ("tiny", told.text)
+    assert "presence_penalty=3.0 must be" in complain(served.post(TEXT, X | {"presence_penalty": 3}), 400, "presence_penalty")
+    template = llm.tokenizer.chat_template
+    llm.tokenizer.chat_template = "{% if enable_thinking is false %}12 + 7 ={% endif %}{% if add_generation_prompt %} {% endif %}"
+    try:
+        more = {"add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}}
+        assert served.post(TALK, CHAT | more).json()["choices"][0]["message"]["content"] == " 19"
+    finally:
+        llm.tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("name", ["guided_decoding", "logit_bias", "best_of", "skip_special_tokens"])
+def test_names_of_vllm_are_refused_with_the_engines_reason(served: Served, name: str) -> None:
+    assert NOT_HERE[name] in complain(served.post(TEXT, X | {name: 5}), 400, name)
 
 
 def test_paths_methods_models_and_types(served: Served) -> None:

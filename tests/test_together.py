@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -210,3 +210,35 @@ def test_a_variant_that_wraps_another_stands_before_it(monkeypatch: pytest.Monke
 def test_readme_has_the_table() -> None:
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
     assert show.as_markdown(parts.TOGETHER) in readme
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": True},
+        {"prefix_cache": "radix"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"engine_process": True, "ping_timeout": 9.0},
+        {"scheduler": "spyre", "max_model_len": 128},
+        {},
+    ],
+    ids=str,
+)
+def test_a_config_is_told_apart_and_copied_with_all_options(options: dict[str, Any]) -> None:
+    """Comparing, printing, `asdict` and `replace` see the options of later parts, too."""
+    config = Config(**options)
+    assert (config == Config()) is (not options) and config == Config(**options)
+    for name in options:
+        assert name in asdict(config) and f"{name}=" in repr(config)
+    other = replace(config, max_num_seqs=2)
+    assert other != config and other.max_num_seqs == 2
+    assert asdict(other) == asdict(config) | {"max_num_seqs": 2}
+    assert replace(other, max_num_seqs=config.max_num_seqs) == config
+    assert config != "a config"
+
+
+def test_a_copied_config_still_refuses() -> None:
+    with pytest.raises(ValueError, match="scheduler='spyre' does not go with overlap=True"):
+        replace(Config(overlap=True, max_model_len=128), scheduler="spyre")
+    with pytest.raises(ValueError, match="routing has no effect with data_parallel_size=1"):
+        replace(Config(), routing="prefix")

@@ -55,7 +55,7 @@ class Listening(Metrics):
         if seq in self._requests or getattr(wish, "stream_callback", None) is None:
             return
         processor = self._llm.processor
-        reader = processor.make(processor.tokenizer, wish.stop)
+        reader = processor.reader(wish)
         self._requests[seq] = Request(seq, reader, None)
 
     def _tell(self, request: Request) -> Exception | None:

@@ -224,9 +224,10 @@ def show_texts(
     llm: LLM, prompts: list[str], params: SamplingParams
 ) -> list[RequestOutput]:
     """Complete and print: one prompt piece by piece as it comes, several at the end."""
-    if len(prompts) != 1:
+    if len(prompts) != 1 or params.n > 1:
         outs = llm.generate(prompts, params)
-        print("\n\n".join(f"{out.prompt}{out.text}" for out in outs))
+        texts = (f"{out.prompt}{one.text}" for out in outs for one in out.outputs)
+        print("\n\n".join(texts))
         return outs
     pieces = llm.stream(prompts, params)  # refuses a bad prompt before it is printed
     print(prompts[0], end="", flush=True)

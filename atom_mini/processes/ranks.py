@@ -81,6 +81,7 @@ class Step(Message):
     histories: dict[int, list[int]]  # may end with a placeholder
     rows: list[Size]
     wishes: dict[Size, dict[str, Any]]
+    prompt_lens: dict[int, Size]  # how many of a history are the prompt
     has_drafts: bool = False  # they get rows
 
 # %% ../../nbs/72c_ranks.ipynb #ffdd0efd
@@ -96,8 +97,9 @@ def pack_batch(batch: ScheduledBatch, known: Known) -> bytes:
     arrays += [plain.is_sampled, changes]
     frames = [x.astype(kind).tobytes() for x, kind in zip(arrays, KINDS, strict=True)]
     said = {row: wishes(wish) for row, wish in new.items()}
-    rest = plain.block_tables.shape[1], plain.histories, plain.rows, said
-    return encode(Step(0, plain.type, plain.req_ids, frames, *rest, plain is not batch))
+    rest: Any = plain.block_tables.shape[1], plain.histories, plain.rows, said
+    rest += (plain.prompt_lens, plain is not batch)
+    return encode(Step(0, plain.type, plain.req_ids, frames, *rest))
 
 # %% ../../nbs/72c_ranks.ipynb #531bb686
 def unpack_batch(step: Step, known: Known) -> ScheduledBatch:
@@ -110,7 +112,8 @@ def unpack_batch(step: Step, known: Known) -> ScheduledBatch:
     known.widen(step.width)
     tables = known.tables[step.rows, : step.width]
     said: Any = [known.wishes[row] for row in step.rows]
-    facts: Any = *arrays, tables, flags, said, step.histories, step.rows
+    past = step.histories, step.rows, step.prompt_lens
+    facts: Any = *arrays, tables, flags, said, *past
     batch = ScheduledBatch(step.type, step.req_ids, *facts)
     return find("speculation.verify:as_rows")(batch) if step.has_drafts else batch
 

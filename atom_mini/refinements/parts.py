@@ -74,7 +74,8 @@ class Variant:
     @classmethod
     def check_switch(cls, config: Config, given: set[str]) -> None:
         """ValueError for `given` knobs that do nothing, since the switch is not turned."""
-        names = [f.name for f in fields(cast(Any, cls)) if f.name in given - {cls.switch}]
+        own = [f for f in fields(cast(Any, cls)) if f.name in given - {cls.switch}]
+        names = [f.name for f in own if getattr(config, f.name) != f.default]
         if cls.switch and names and not cls.is_chosen(config):
             now = f"{cls.switch}={getattr(config, cls.switch)!r}"
             does = f"{', '.join(names)} has no effect with {now}"

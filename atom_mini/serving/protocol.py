@@ -17,7 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from ..checkpoint import require
-from ..config import SamplingParams
+from ..config import NOT_HERE, SamplingParams
+from ..llm import check_template_options
 from ..text import Request
 
 # %% auto #0
@@ -67,7 +68,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both endpoints take."""
 
-    model: str
+    model: str | None = None  # whichever is served
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1)] = 1
     stop: str | Texts = []
@@ -79,6 +80,9 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] = []
     ignore_eos: bool = False
     logprobs: int | None = None  # beside the chosen token, so many
@@ -97,7 +101,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def params(self, choice: int = 0) -> SamplingParams:
         """For one of `n` answers. ValueError says what cannot be."""
         wish = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
-        wish["logprobs"] = self.num_logprobs
+        wish |= {"logprobs": self.num_logprobs, "n": 1}
         if self.seed is not None:
             wish["seed"] = self.seed + choice
         return SamplingParams(**wish)
@@ -180,12 +184,15 @@ class ChatCompletionRequest(Asked, kw_only=True):
     max_completion_tokens: int | None = None  # today's word for `max_tokens`
     logprobs: bool = False
     top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}  # what else the template reads
 
     name = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
     def __post_init__(self) -> None:
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
+        check_template_options(self.chat_template_kwargs)
         most = self.top_logprobs
         good = self.logprobs or most is None
         require(good, f"top_logprobs={most} without logprobs=true: set it")
@@ -195,8 +202,8 @@ SILENT: dict[str, list[Any]] = {  # field -> the values of it that ask for nothi
     "tools": [[]], "tool_choice": ["none"], "parallel_tool_calls": [],
     "functions": [[]], "function_call": ["none"], "response_format": [{"type": "text"}],
     "modalities": [["text"]], "audio": [], "logit_bias": [{}], "reasoning_effort": [],
-    "frequency_penalty": [0], "presence_penalty": [0], "best_of": [1], "suffix": [""],
-    "echo": [False], "store": [False], "metadata": [{}], "service_tier": ["auto"],
+    "best_of": [1], "suffix": [""], "echo": [False], "store": [False], "metadata": [{}],
+    "service_tier": ["auto"],
 }  # fmt: skip
 
 # %% ../../nbs/81_protocol.ipynb #2c1534a5
@@ -205,10 +212,11 @@ def read_request(body: bytes, kind: type[T]) -> T:
     raw = msgspec.json.decode(body, type=dict[str, Any])
     known = {*kind.__struct_fields__, *SILENT}
     said = {n: v for n, v in raw.items() if v is not None or n not in known}
-    for name in [n for n in SILENT if n in said]:
+    for name in [n for n in said if n in SILENT or n in NOT_HERE]:
         value = said.pop(name)
-        wrong = f"{name}={value!r}"[:200]
-        require(value in SILENT[name], f"{wrong} is not served here: leave it out")
+        why = f"{name}={value!r}"[:200] + " is not served here"
+        why += f": {NOT_HERE.get(name, 'leave it out')}"
+        require(value in SILENT.get(name, []), why)
     return msgspec.convert(said, kind)
 
 # %% ../../nbs/81_protocol.ipynb #d638ff63

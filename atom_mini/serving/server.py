@@ -286,7 +286,8 @@ class Server(Api):
         assert isinstance(asked, ChatCompletionRequest)
         chat = msgspec.to_builtins(asked.messages)
         try:
-            return [await self.engine.submit(self.engine.llm.format_chat, chat)]
+            format = self.engine.llm.format_chat, chat, asked.add_generation_prompt
+            return [await self.engine.submit(*format, asked.chat_template_kwargs)]
         except Exception as error:  # a template may raise anything
             raise ValueError(f"messages={len(chat)} of them: {error}") from None
 
@@ -332,7 +333,7 @@ class Server(Api):
         if not request.headers.get("content-type", "").startswith(JSON):
             raise ApiError(415, f"send JSON, as content-type: {JSON}")  # no form of a page
         asked = read_request(await read_body(request, self.settings.max_body), kind)
-        if asked.model != self.model:
+        if asked.model not in (None, self.model):
             what = f"the model here is {self.model!r}, not {asked.model!r}"
             raise ApiError(404, what, "model", "model_not_found")
         if asked.stream:

@@ -56,6 +56,7 @@ def as_rows(batch: ScheduledBatch) -> Rows:
         batch.type, [*range(len(whose))], tokens, ones, lens.astype(np.int32),
         batch.block_tables[owners], ones > 0, [batch.sampling_params[i] for i in whose],
         past, whole=batch,
+        prompt_lens={r: batch.prompt_lens.get(i, 0) for r, i in penalised},
     )
 
 # %% ../../nbs/50_verify.ipynb #7f4224c1

@@ -1,0 +1,183 @@
+"""What users of vLLM ask for by its names: it does what vLLM does, or is refused with a reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import reference_logits
+
+from atom_mini import LLM, Config, SamplingParams
+from atom_mini.checkpoint import resolve_model
+from atom_mini.config import NOT_HERE
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {}, "overlap": {"overlap": True}, "drafts": {"speculative_config": NGRAM},
+    "chunks": {"max_num_batched_tokens": 8}, "preempted": {"num_kvcache_blocks": 9},
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 64, "kv_cache_block_size": 8}
+PROMPT = "Once upon a time there was a cat. Once upon a time there was a"
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM("tiny", **OPTIONS | VARIANTS[request.param])
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_names_of_vllm_are_refused_with_a_reason(name: str) -> None:
+    """Not by a name that is only spelt alike."""
+    makers: list[Callable[..., Any]] = [SamplingParams, Config]
+    for make in makers:
+        with pytest.raises(ValueError, match=f"no option '{name}': ") as caught:
+            make(**{name: 1})
+        assert "did you mean" not in str(caught.value) and NOT_HERE[name] in str(caught.value)
+
+
+@cache
+def reference() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32).eval()
+
+
+def expected(prompt: list[int], params: SamplingParams, ends: tuple[int, ...]) -> list[int]:
+    """A greedy text by the definitions of OpenAI's documentation, from transformers' logits."""
+    said: list[int] = []
+    while len(said) < (params.max_tokens or 0):
+        logits = reference_logits(reference(), prompt + said)[-1].clone()
+        for token in {*prompt, *said} if params.repetition_penalty else ():
+            by = params.repetition_penalty or 1
+            logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+        for token, count in Counter(said).items():
+            logits[token] -= params.presence_penalty + count * params.frequency_penalty
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else ends)}
+        if len(said) < params.min_tokens:
+            logits[[*stops]] = float("-inf")
+        said.append(int(logits.argmax()))
+        if said[-1] in stops:
+            break
+    return said
+
+
+ASKED = [
+    {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"frequency_penalty": -0.6, "presence_penalty": 2.0},
+    {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    {"min_tokens": 9, "ignore_eos": False}, {"min_tokens": 12, "stop_token_ids": [*range(300, 900)]},
+    {"min_tokens": 5, "frequency_penalty": 1.0, "ignore_eos": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_penalties_and_least_lengths_by_definition(asked: dict[str, Any], llm: LLM) -> None:
+    """In every kind of engine, and beside a request that asks for none of it."""
+    params = replace(GREEDY, **asked)
+    prompts = [PROMPT, "12 + 7 =", PROMPT]
+    outs = llm.generate(prompts, [params, params, GREEDY], use_tqdm=False)
+    ends = llm.config.eos_token_ids
+    for out, wish in zip(outs, [params, params, GREEDY], strict=True):
+        assert out.token_ids == expected(out.prompt_token_ids, wish, ends)
+        assert len(out.token_ids) >= wish.min_tokens
+
+
+def test_drawn_tokens_are_the_plain_engines(llm: LLM) -> None:
+    """With temperature, penalties change the same logits in every kind of engine."""
+    wishes = [replace(GREEDY, temperature=1.0, seed=i, **asked) for i, asked in enumerate(ASKED)]
+    with LLM("tiny", **OPTIONS) as plain:
+        wanted = [out.token_ids for out in plain.generate([PROMPT] * len(ASKED), wishes, use_tqdm=False)]
+    assert [out.token_ids for out in llm.generate([PROMPT] * len(ASKED), wishes, use_tqdm=False)] == wanted
+
+
+def test_least_lengths_hold_for_stop_strings(llm: LLM) -> None:
+    """As in vLLM: a stop string counts once a token after the first `min_tokens` completes it."""
+    text = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0]
+    tokens, tokenizer = text.token_ids, llm.tokenizer
+    places = range(4, 20)
+    for n in places:
+        stop = tokenizer.decode(tokens[n - 1 : n])
+        least = replace(GREEDY, stop=stop, min_tokens=n)
+        out = llm.generate(PROMPT, least, use_tqdm=False)[0]
+        assert len(out.token_ids) > n and out.text.startswith(tokenizer.decode(tokens[:n]))
+        last = llm.generate(PROMPT, replace(least, min_tokens=n - 1), use_tqdm=False)[0]
+        assert last.token_ids == tokens[:n] and last.stop_reason == stop
+        streamed = [*llm.stream(PROMPT, least)]
+        assert "".join(piece.text for piece in streamed) == out.text
+
+
+def test_a_least_length_over_the_longest_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_tokens=9 is over max_tokens=8: lower it"):
+        SamplingParams(max_tokens=8, min_tokens=9)
+    assert SamplingParams(max_tokens=None, min_tokens=9).min_tokens == 9
+
+
+WILD = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+
+
+def test_n_answers_to_each_prompt(llm: LLM) -> None:
+    """One result of each prompt, with a list of n answers whose seeds follow each other; their prefix is computed once."""
+    prompts, wishes = [PROMPT, "12 + 7 =", PROMPT[:20]], [replace(WILD, n=n, seed=5) for n in (3, 1, 2)]
+    outs = llm.generate(prompts, wishes, use_tqdm=False)
+    assert [len(out.outputs) for out in outs] == [3, 1, 2]
+    for out, prompt, wish in zip(outs, prompts, wishes, strict=True):
+        alone = [llm.generate(prompt, replace(wish, n=1, seed=5 + i), use_tqdm=False)[0] for i in range(wish.n)]
+        assert [(one.index, one.text, one.token_ids) for one in out.outputs] == [
+            (i, one.text, one.token_ids) for i, one in enumerate(alone)
+        ]
+        assert {one.finish_reason for one in out.outputs} == {"length"} and out.prompt == prompt
+    texts = [""] * 6
+    for piece in llm.stream(prompts, wishes):
+        texts[piece.index] += piece.text
+    assert texts == [one.text for out in outs for one in out.outputs]
+    with pytest.raises(ValueError, match="n=2 with add_request: set n=1"):
+        llm.add_request(PROMPT, replace(WILD, n=2))
+    assert not llm.engine_core.scheduler.seqs
+
+
+def test_n_answers_share_their_prompt() -> None:
+    with LLM("tiny", **OPTIONS) as llm:
+        (out,) = llm.generate(PROMPT, replace(WILD, n=3), use_tqdm=False)
+        shared = len(out.prompt_token_ids) // 8 * 8
+        assert [one.num_cached_tokens for one in out.outputs] == [0, shared, shared]
+
+
+def test_an_engine_with_a_seed_repeats_itself() -> None:
+    """Requests without a seed of their own get theirs from the engine's; their own counts more."""
+
+    def texts(**options: Any) -> list[str]:
+        with LLM("tiny", **OPTIONS | options) as llm:
+            outs = llm.generate([PROMPT] * 2, [replace(WILD, n=2), replace(WILD, seed=7)], use_tqdm=False)
+            return [one.text for out in outs for one in out.outputs]
+
+    first, again, other, free = texts(seed=0), texts(seed=0), texts(seed=1), texts()
+    assert first == again and len({*first[:2], *other[:2], *free[:2]}) == 6
+    assert first[2] == other[2] == free[2]
+    with pytest.raises(ValueError, match="seed='a' must be None or a whole number"):
+        LLM("tiny", seed="a", device="cpu")  # type: ignore[arg-type]
+
+
+def test_small_conveniences(llm: LLM) -> None:
+    out = llm.generate("12 + 7 =", use_tqdm=False)[0]
+    assert out.outputs == [out] and out.outputs[0].text == out.text
+    assert llm.get_tokenizer() is llm.tokenizer
+    assert repr(llm).startswith("LLM('tiny', ") and len(repr(llm)) < 80
+
+
+def test_a_template_gets_its_options(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`enable_thinking` and its like reach the template, which says what it makes of them."""
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} no{% endif %}"
+    template += "{% if add_generation_prompt %} go{% endif %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    chat, off = [{"role": "user", "content": "Hi"}], {"enable_thinking": False}
+    said = [llm.format_chat(chat), llm.format_chat(chat, False), llm.format_chat(chat, True, off)]
+    assert [llm.tokenizer.decode(ids) for ids in said] == ["Hi go", "Hi", "Hi no go"]
+    out = llm.chat(chat, GREEDY, use_tqdm=False, add_generation_prompt=False, chat_template_kwargs=off)[0]
+    assert llm.tokenizer.decode(out.prompt_token_ids) == "Hi no"
+    with pytest.raises(ValueError, match=r"must not have .'tokenize'.: leave it out"):
+        llm.format_chat(chat, True, {"tokenize": True})
