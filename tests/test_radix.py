@@ -124,7 +124,12 @@ def test_hits_equal_the_hash_caches_on_whole_blocks(seed: int) -> None:
 
 
 def test_two_knobs_that_agree() -> None:
-    for on, cache, filled in (({}, None, "hash"), (False, None, "none"), (True, "radix", "radix"), ({}, "none", "none")):
+    for on, cache, filled in (
+        ({}, None, "hash"),
+        (False, None, "none"),
+        (True, "radix", "radix"),
+        ({}, "none", "none"),
+    ):
         config = Config(prefix_cache=cache, **(on if isinstance(on, dict) else {"enable_prefix_caching": on}))
         assert (config.enable_prefix_caching, config.prefix_cache) == (filled != "none", filled)
 
@@ -132,7 +137,11 @@ def test_two_knobs_that_agree() -> None:
 BUGS: dict[str, tuple[str, str, str]] = {  # in which method, what, by what
     "takes the whole edge": ("match", "found + child.block_ids[:same]", "found + child.block_ids"),
     "never forgets": ("forget", "if block.hash == NO_HASH:", "if True:"),
-    "cuts no subtree": ("forget", "below = node.block_ids[at:], list(node.children.values())", "below = node.block_ids[at:], []"),
+    "cuts no subtree": (
+        "forget",
+        "below = node.block_ids[at:], list(node.children.values())",
+        "below = node.block_ids[at:], []",
+    ),
     "forgets to hide from its parent": ("forget", "del above.children[tuple(block.token_ids)]", "pass"),
     "loses the places of a split": ("split", "] = rest, i", "] = node, i"),
     "loses children": ("split", "node.block_ids[num_blocks:], node.children)", "node.block_ids[num_blocks:])"),
