@@ -114,17 +114,18 @@ class BlockManager:
         seq.block_table += [self._fresh_block() for _ in range(num_blocks - start)]
         self._write_row(seq, start)
 
+    def num_needed(self, seq: Sequence, cached: list[int]) -> int:
+        """How many free blocks `seq` takes if it starts with the blocks `cached`."""
+        return seq.num_blocks - sum(self.pool.blocks[i].ref_count > 0 for i in cached)
+
     def can_allocate(
         self, seq: Sequence, reserve: int = 0
     ) -> list[int] | None:
         """The cached blocks `seq` would start with; None if fewer than `reserve` blocks
         would stay free."""
-        if self.num_free_blocks < seq.blocks_needed + reserve:
-            return None
         cached = self.index.find(seq)
-        in_use = sum(self.pool.blocks[i].ref_count > 0 for i in cached)
-        seq.blocks_needed = seq.num_blocks - in_use
-        return cached if self.num_free_blocks >= seq.blocks_needed + reserve else None
+        fits = self.num_free_blocks >= self.num_needed(seq, cached) + reserve
+        return cached if fits else None
 
     def allocate(
         self, seq: Sequence, cached: list[int], num_blocks: int = 0
@@ -141,7 +142,6 @@ class BlockManager:
         if not seq.num_preemptions:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.num_published_blocks = len(cached)
-        seq.blocks_needed = 0
 
     def stage(self, seq: Sequence, num_tokens: int) -> None:
         """The step being scheduled computes `seq` up to `num_tokens`: note the blocks that

@@ -106,6 +106,11 @@ class GraphRunner(ModelRunner):
         most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
         self._capture(graph_sizes(most))
 
+    def _make_logits(self, rows: int) -> None:
+        """Where all graphs write their logits: [rows, vocabulary]."""
+        shape = rows, self.config.spec.vocab_size
+        self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+
     def _upload(self, batch: ScheduledBatch, size: int) -> list[Tensor]:
         """The inputs of the graph for `size` sequences: ids, positions, slots,
         temperatures, random numbers, plan. Rows of padding write to the spare block."""
@@ -128,13 +133,14 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def _decode(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """What a graph records: (hidden states [size, hidden], token ids [size])."""
+        """What a graph records: (hidden states [size, hidden], token ids [size]). The logits
+        [size, vocabulary] are the first rows of `self.logits`."""
         ids, positions, slots, temperature, u, data = inputs
         nothing = torch.empty(0)  # the kernel reads the plan alone
         plan = replace(self._largest_plan(len(ids)), data=data)
         meta = AttentionMetaData(nothing, nothing, slots, [], [], plan)
         hidden = self.compute_hidden(ids, positions, meta)
-        logits = self.model.compute_logits(hidden)
+        logits = self.logits[: len(ids)].copy_(self.model.compute_logits(hidden))
         return hidden, self.sampler.unfiltered(logits, temperature, u)
 
     def _capture_one(self, size: int, pool: Any) -> Any:
@@ -153,6 +159,7 @@ class GraphRunner(ModelRunner):
         self.static = InputBuffer(self.device, num_bytes, grows=False)
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         left = [left_bytes(self.device)]
+        self._make_logits(sizes[-1])
         with no_garbage_collection():
             for n in reversed(sizes):
                 self.graphs[n] = self._capture_one(n, pool)
@@ -167,6 +174,7 @@ class GraphRunner(ModelRunner):
         self._set_kv_cache(sizes[-1] + self.num_spare_blocks)
         left = self._capture(sorted({1, sizes[-1]}))
         self.graphs.clear()
+        del self.logits
         self._set_kv_cache(0)
         torch.cuda.empty_cache()
         return free - (left[0] - left[1]) - (left[-2] - left[-1]) * (len(sizes) - 1)
@@ -174,7 +182,7 @@ class GraphRunner(ModelRunner):
     def launch(
         self, batch: ScheduledBatch, fill_in: FillIn | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Queue a step: a decode from its graph, everything else as before."""
+        """As ever: (logits [R, vocabulary], token ids [R]). A decode comes from its graph."""
         count = batch.total_seqs_num
         size = min((n for n in self.graphs if n >= count), default=None)
         if size is None or batch.type is not SequenceType.DECODE:
@@ -183,11 +191,11 @@ class GraphRunner(ModelRunner):
         if fill_in is not None:
             fill_in(batch, ids)
         self.graphs[size].replay()
-        hidden, token_ids = (x[:count] for x in self.graphs[size].outputs)
+        logits, token_ids = self.logits[:count], self.graphs[size].outputs[1][:count]
         if self.sampled.is_simple:
-            return hidden, token_ids
+            return logits, token_ids
         with torch.inference_mode():
-            logits = self.model.compute_logits(hidden)
+            logits = logits.clone()  # they may be read after the next replay
             return logits, self.sample(batch, logits)
 
 # %% ../nbs/12a_graphs.ipynb #af2da0fe

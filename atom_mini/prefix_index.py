@@ -58,18 +58,24 @@ class PrefixIndex:
     def _lookup(self, seq: Sequence, i: int, parent_id: int) -> Block | None:
         """The block that holds the i-th of `seq` after the content `parent_id`, or None."""
         hash = self._hash(seq, i)
-        block_id = self.hash_to_block_id.get(hash, self.pending.get(hash))
+        block_id = self.pending.get(hash, self.hash_to_block_id.get(hash))
         if block_id is None:
             return None
         block = self.blocks[block_id]
         same = block.token_ids == tokens_of(seq, i) and block.parent_id == parent_id
         return block if same else None
 
+    def holds(self, seq: Sequence, i: int) -> bool:
+        """Whether the content of the `i`-th block of `seq` is known, here or in another."""
+        block = self.blocks[seq.block_table[i]]
+        found = self._lookup(seq, i, block.parent_id)
+        return found is not None and found.content_id == block.content_id
+
     def add_pending(self, seq: Sequence, i: int) -> None:
-        """Note the `i`-th block of `seq`, unless another holds the same."""
-        hash = self._hash(seq, i)
-        if hash not in self.hash_to_block_id:  # the first keeps the place
-            self.pending.setdefault(hash, seq.block_table[i])
+        """Note the `i`-th block of `seq`, unless another holds the same, or its parent is
+        unknown, so that nothing would lead to it."""
+        if not self.holds(seq, i) and (i == 0 or self.holds(seq, i - 1)):
+            self.pending.setdefault(self._hash(seq, i), seq.block_table[i])
 
     def stage(self, seq: Sequence, num_tokens: int) -> None:
         """Note the blocks of `seq` that are full once this step has computed its first
@@ -86,6 +92,8 @@ class PrefixIndex:
     def publish(self) -> None:
         """The step has run: what it computed may be found."""
         for hash, block_id in self.pending.items():
+            if hash in self.hash_to_block_id:  # something else, to which nothing leads
+                self.forget(self.blocks[self.hash_to_block_id[hash]])
             self.blocks[block_id].hash = hash
         self.hash_to_block_id.update(self.pending)
         self.pending.clear()

@@ -65,7 +65,6 @@ class Sequence:
         self.row = -1  # in the block manager's matrix of tables
         self.num_computed_tokens = 0  # with K/V in the cache
         self.num_published_blocks = 0  # how many of them the prefix index knows
-        self.blocks_needed = 0  # at least so many free ones, says the last refusal
 
     def _begin(self) -> None:
         self.arrive_time = time.perf_counter()

@@ -308,13 +308,14 @@ def test_free_hits_are_charged_and_held_hits_are_not(index_type: Any) -> None:
 
 
 @both
-def test_a_refusal_is_forgotten_when_enough_is_free(index_type: Any) -> None:
-    """`blocks_needed` spares a search while too few are free; it must never keep out what fits."""
-    manager = BlockManager(4, 2, index_type=index_type)
-    one, seq = admit(manager, Sequence([1, 2, 3, 4, 5], 2)), Sequence([7, 8, 9], 2)
-    assert manager.can_allocate(seq) is None and seq.blocks_needed == 2
-    manager.deallocate(one)
-    assert manager.can_allocate(seq) == []
+def test_a_refused_sequence_needs_less_once_more_of_its_prefix_is_in_use(index_type: Any) -> None:
+    manager = BlockManager(6, 2, index_type=index_type)
+    one, seq = Sequence([1, 2, 3, 4, 5], 2), Sequence([1, 2, 3, 4, 6], 2)
+    manager.allocate(one, [])  # 3 of 6, and nothing of it is computed
+    assert manager.can_allocate(seq, reserve=2) is None and manager.num_needed(seq, []) == 3
+    manager.stage(one, 4)
+    manager.index.publish()
+    assert manager.can_allocate(seq, reserve=2) == [0, 1] and manager.num_needed(seq, [0, 1]) == 1
 
 
 def test_without_caching_nothing_is_found_or_kept() -> None:

@@ -486,8 +486,25 @@ def test_replayed_passes_guess_the_same() -> None:
             drafter.observe([seq], ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager), {})
             seq.append_token(50)
             manager.may_append(seq, 4)
-        found.append((drafter.propose(seqs, [1, 3]), len(drafter.probs[1])))
+        drafts, num_probs = drafter.propose(seqs, [1, 3]), len(drafter.probs[1])
+        kind: Any = GraphRunner if graphs else ModelRunner
+        target = kind(Config("tiny", device="cpu", **room), *[load_recorded_graph()] * graphs)
+        for seq in seqs:
+            seq.num_computed_tokens = 0
+            target.forward(ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager))
+        found.append((drafts, num_probs, verified(drafter, target, seqs, drafts, manager)))
     assert found[0] == found[1] and [*map(len, found[0][0])] == [1, 3] and found[0][1] == 3
+
+
+def verified(drafter: Any, target: Any, seqs: Any, drafts: Any, manager: BlockManager) -> dict[int, tuple[int, ...]]:
+    """What is kept of `drafts`, sequence by sequence: two rows fit a recording, and four do not."""
+    kept = {}
+    for seq, draft in zip(seqs, drafts, strict=True):
+        seq.num_computed_tokens, seq.num_scheduled_tokens = len(seq) - 1, 1 + len(draft)
+        batch = ScheduledBatch.pack(SequenceType.DECODE, [seq], manager)
+        batch = replace(batch, scheduled_tokens=np.array([seq.last_token, *draft]), is_sampled=np.ones(1, bool))
+        kept |= accept(batch, drafter.judge(target, as_rows(batch))).token_ids
+    return kept
 
 
 def test_a_draft_model_is_compiled_only_if_its_target_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,7 @@ def leaves_a_hit_in_the_free_queue(patch: Patch) -> None:
 def counts_free_hits_as_a_gift(patch: Patch) -> None:
     """ATOM, be9d6c76e: a cached block that nobody owns still uses up a free one."""
     old = "sum(self.pool.blocks[i].ref_count > 0 for i in cached)"
-    mutate(patch, BlockManager, "can_allocate", old, "len(cached)")
+    mutate(patch, BlockManager, "num_needed", old, "len(cached)")
 
 
 def takes_back_shared_blocks(patch: Patch) -> None:

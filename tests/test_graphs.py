@@ -175,6 +175,15 @@ def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
     assert not graphs or max(runner.graphs) == 12  # type: ignore[attr-defined]
 
 
+def test_a_launch_returns_logits_whoever_runs_it(folder: Path, record: Any) -> None:
+    """Not hidden states, where nobody asked for more than a token; a replay of another size leaves its rows alone."""
+    runner, plain = GraphRunner(make_config(folder), record), plain_runner(folder)
+    for count in (1, 3, 2):
+        (logits, token_ids), (wanted, wanted_ids) = (r.launch(first_decodes(count)) for r in (runner, plain))
+        assert logits.shape == wanted.shape == (count, runner.config.spec.vocab_size)  # type: ignore[union-attr]
+        assert torch.allclose(logits, wanted, atol=1e-4) and token_ids.tolist() == wanted_ids.tolist()
+
+
 def test_filters_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
     """A request that wants more than a temperature gets it, and so do the plain ones beside it."""
     wishes: list[dict[str, Any]] = [

@@ -124,7 +124,12 @@ def test_hits_equal_the_hash_caches_on_whole_blocks(seed: int) -> None:
 
 
 def test_two_knobs_that_agree() -> None:
-    for on, cache, filled in (({}, None, "hash"), (False, None, "none"), (True, "radix", "radix"), ({}, "none", "none")):
+    for on, cache, filled in (
+        ({}, None, "hash"),
+        (False, None, "none"),
+        (True, "radix", "radix"),
+        ({}, "none", "none"),
+    ):
         config = Config(prefix_cache=cache, **(on if isinstance(on, dict) else {"enable_prefix_caching": on}))
         assert (config.enable_prefix_caching, config.prefix_cache) == (filled != "none", filled)
 
@@ -132,7 +137,11 @@ def test_two_knobs_that_agree() -> None:
 BUGS: dict[str, tuple[str, str, str]] = {  # in which method, what, by what
     "takes the whole edge": ("match", "found + child.block_ids[:same]", "found + child.block_ids"),
     "never forgets": ("forget", "if block.hash == NO_HASH:", "if True:"),
-    "cuts no subtree": ("forget", "below = node.block_ids[at:], list(node.children.values())", "below = node.block_ids[at:], []"),
+    "cuts no subtree": (
+        "forget",
+        "below = node.block_ids[at:], list(node.children.values())",
+        "below = node.block_ids[at:], []",
+    ),
     "forgets to hide from its parent": ("forget", "del above.children[tuple(block.token_ids)]", "pass"),
     "loses the places of a split": ("split", "] = rest, i", "] = node, i"),
     "loses children": ("split", "node.block_ids[num_blocks:], node.children)", "node.block_ids[num_blocks:])"),
@@ -149,3 +158,92 @@ def test_the_fuzz_catches_in_the_tree(bug: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Exception):  # noqa: B017 - an assertion, or whatever breaks first
         for seed in range(1000):
             run_trial(seed, cache="radix")
+
+
+class Both:
+    """A hash index and a tree that see the same blocks, and blocks that are evicted at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.size = random.Random(seed), 2
+        self.pools = [[Block(i) for i in range(16)] for _ in range(2)]
+        self.indexes = PrefixIndex(self.pools[0], self.size), RadixCache(self.pools[1], self.size)
+        self.running: list[Any] = []  # two copies of each sequence: an index keeps its hashes on it
+
+    def find(self, tokens: list[int]) -> list[int]:
+        """What both find; they must agree."""
+        one, other = (index.find(Sequence(tokens, self.size)) for index in self.indexes)
+        assert one == other, f"{tokens}: hash {one}, radix {other}"
+        return one
+
+    def free(self) -> list[int]:
+        owned = {i for seq, _ in self.running for i in seq.block_table}
+        return [i for i in range(len(self.pools[0])) if i not in owned]
+
+    def fresh(self) -> int:
+        """A block that nobody owns, whatever it held."""
+        block_id = self.rng.choice(self.free())
+        for index, pool in zip(self.indexes, self.pools, strict=True):
+            index.forget(pool[block_id])
+        return block_id
+
+    def begin(self) -> None:
+        """A prompt enters with what is found of it."""
+        tokens = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 8))]
+        twins = [Sequence(tokens, self.size) for _ in range(2)]
+        for seq in twins:
+            seq.block_table = self.find(tokens)
+            seq.num_published_blocks = len(seq.block_table)
+        self.running.append(twins)
+        self.compute(twins)
+
+    def compute(self, twins: Any) -> None:
+        """Blocks for all tokens; they are computed in this step."""
+        while len(twins[0].block_table) < twins[0].num_blocks:
+            block_id = self.fresh()
+            for seq in twins:
+                seq.block_table.append(block_id)
+        for index, seq in zip(self.indexes, twins, strict=True):
+            index.stage(seq, seq.num_tokens)
+
+    def grow(self) -> None:
+        twins = self.rng.choice(self.running)
+        for _ in range(self.rng.randint(1, 3)):
+            token = self.rng.randrange(2)
+            for seq in twins:
+                seq.append_token(token)
+        self.compute(twins)
+
+    def step(self) -> None:
+        """Some leave, one or two things happen while there are blocks, then the step has run."""
+        while self.running and (len(self.free()) < 8 or self.rng.random() < 0.3):
+            self.running.pop(self.rng.randrange(len(self.running)))
+        for _ in range(self.rng.randint(1, 2)):
+            (self.grow if self.running and self.rng.random() < 0.5 else self.begin)()
+        for index in self.indexes:
+            index.publish()
+            check_index(index)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_with_the_same_evictions_hash_and_tree_find_the_same(seed: int) -> None:
+    both = Both(seed)
+    for _ in range(60):
+        both.step()
+        for number in range(2**6):
+            both.find([number >> i & 1 for i in range(6)] + [9])
+
+
+def test_a_block_takes_the_place_of_an_orphan_that_nothing_leads_to() -> None:
+    """Chapter 40's load: the parent of a cached block is handed out, and the prompt comes again."""
+    for index_type in (PrefixIndex, RadixCache):
+        manager = BlockManager(12, 2, index_type=index_type)
+        (first,), (second,) = admit(manager, [1, 2, 9]), admit(manager, [1, 2])
+        for token in (3, 4):
+            second.append_token(token)
+        manager.may_append(second)
+        manager.stage(second, 4)
+        manager.index.publish()
+        manager.deallocate(first)
+        manager.pool.free_block_ids.move_to_end(0, last=False)  # the copy that is known goes first
+        (again,) = admit(manager, [1, 2, 3, 4, 5])
+        assert manager.index.find(Sequence([1, 2, 3, 4, 5], 2)) == again.block_table[:2]

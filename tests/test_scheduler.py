@@ -86,6 +86,17 @@ def test_admission_leaves_a_block_free_for_each_who_runs() -> None:
     assert scheduler.block_manager.num_free_blocks == 2
 
 
+def test_a_refused_request_enters_as_soon_as_what_it_shares_is_in_use() -> None:
+    """The second shares 8 blocks with the first, which computes them in chunks: the need shrinks while it waits."""
+    scheduler = make(num_kvcache_blocks=12, max_num_batched_tokens=10)
+    first = request(0, 33, max_tokens=8)
+    second = request(1, [*first.token_ids[:32], 7], max_tokens=2)
+    add(scheduler, first, second)
+    for _ in range(5):
+        step(scheduler)
+    assert second.is_finished and not first.is_finished
+
+
 def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
     scheduler = make(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=16)
     add(scheduler, request(0, 9), request(1, 9))

@@ -210,7 +210,7 @@ class Recorder:
         running, free = len(self.scheduler.running), self.manager.num_free_blocks
         if left and running >= self.scheduler.config.max_num_seqs:
             return f"max_num_seqs: {running} sequences run, and it allows no more"
-        needed = seq.blocks_needed or seq.num_blocks
+        needed = self.manager.num_needed(seq, self.manager.index.find(seq))
         if left and free < needed + reserve:
             need = f"it needs {needed}, and {reserve} must stay for those who run"
             return f"no blocks: {free} are free, {need}"

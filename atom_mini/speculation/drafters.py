@@ -155,8 +155,7 @@ class DraftModel(ModelDrafter):
         self.runner, self.known = make_runner(own), {}  # here: how many have K/V
         self.top = min(self.vocab_size, own.spec.vocab_size) - 1  # both have it
         self.draws = config.speculative_config.draft_sampling
-        # who wants log probabilities gets logits from the runner
-        self.params = SamplingParams(temperature=0, logprobs=0 if self.draws else None)
+        self.params = SamplingParams(temperature=0)
         self.probs: dict[int, list[Tensor]] = defaultdict(list)  # what drafts are from
 
     @classmethod
