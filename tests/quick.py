@@ -24,7 +24,7 @@ SHARE = 2.0  # seconds
 LONGEST = 4.5
 WORTH_RECORDING = 0.4
 SECONDS = Path(__file__).with_name("seconds.json")  # function -> [seconds, of how many cases]
-COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, left, functions, long ones left
+COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, left, functions, long
 
 
 def function_of(nodeid: str) -> str:

@@ -780,10 +780,31 @@ def test_the_hours_path_leads_on(tab: Any) -> None:
 
 
 def test_the_sidebar_names_the_parts(tab: Any) -> None:
-    """In the order of reading, and nothing but the reference after them."""
+    """What a newcomer looks for, then the parts in the order of reading, and nothing but the reference after them."""
     tab.goto("index.html")
     captions = tab.locator(".sidebar-tree .caption-text").all_text_contents()
-    assert captions == [*book_map.parts(BOOK), "Look it up"]
+    assert captions == ["Start here", *book_map.parts(BOOK), "Look it up"]
+    first = tab.locator(".sidebar-tree ul").first.locator("li a").all_text_contents()
+    assert first == ["Play", "Documents", "What goes together", "Glossary"]
+
+
+def test_every_page_is_in_the_sidebar(tab: Any) -> None:
+    tab.goto("index.html")
+    listed = {link.split("/")[-1] for link in tab.locator(".sidebar-tree a").evaluate_all("all => all.map(a => a.href)")}
+    assert listed >= {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md") if page.stem != "index"}
+
+
+def test_the_start_page_has_no_measurements(pages: dict[Path, Page]) -> None:
+    """They depend on how busy a machine was, and have a page of their own that says so."""
+    start, figures = ((SITE / f"{name}.html").read_text() for name in ("index", "figures"))
+    assert "score.svg" not in start and "Measured on" not in start
+    assert "score.svg" in figures and figures.count("Measured on") == 2 and "Others used" in figures
+
+
+def test_the_api_begins_with_the_three_names_that_users_need(tab: Any) -> None:
+    tab.goto("api.html")
+    names = tab.locator("dl.py.class > dt").evaluate_all("all => all.map(dt => dt.querySelector('.descname').textContent)")
+    assert names == ["LLM", "SamplingParams", "RequestOutput"]
 
 
 def test_the_map_leads_to_the_chapters(tab: Any) -> None:
