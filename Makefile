@@ -16,11 +16,14 @@ PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 
 $(TORCH_STAMP):
+	@echo "Installing $(TORCH), transformers and Numba into $(VENV)/. This happens once and takes some minutes." >&2
+	@echo "  1 of 2: $(TORCH)" >&2
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	touch $@
 
 $(VENV)/run: $(TORCH_STAMP) pyproject.toml
+	@echo "  2 of 2: atom_mini and what it needs (pyproject.toml)" >&2
 	$(PIP) --editable ".[cpu]"
 	touch $@
 
@@ -37,7 +40,11 @@ $(VENV)/lab: $(VENV)/dev
 	touch $@
 
 run: $(VENV)/run
-	$(PY) -m atom_mini --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)")
+	@$(PY) -m atom_mini generate --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)") < /dev/null
+	@printf '%s\n' "" "chat with it:  $(PY) -m atom_mini chat --model $(MODEL)" \
+		"see it run:    $(PY) -m atom_mini trace --model $(MODEL)    (writes trace.html)" \
+		"read it:       make lab    (or nbs/00_one_request.ipynb on GitHub)" \
+		"serve it:      make serve MODEL=$(MODEL)" >&2
 
 $(VENV)/server: $(VENV)/run
 	$(PIP) --editable ".[server]"

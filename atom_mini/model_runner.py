@@ -164,15 +164,23 @@ class ModelRunner:
         ours = int(total * self.config.gpu_memory_utilization)
         return ours - others - torch.cuda.max_memory_allocated(self.device)
 
+    def _useful_blocks(self) -> int:
+        """The most blocks that a pool takes by itself, however much memory is free."""
+        config = self.config
+        size = config.kv_cache_block_size
+        longest = -(-(config.max_model_len or 0) // size)
+        most = config.max_num_seqs * longest
+        if self.device.type != "cpu":
+            return most
+        return min(most, max(8 * longest, config.max_num_batched_tokens // size))
+
     def _decide_num_blocks(self) -> int:
         config = self.config
         count = config.pick("bytes_beside", lambda *_: (0, 0))  # of what is beside
         in_all, each = count(config, self.dtype)
         needed = self.block_bytes + each
         free = self._free_bytes() - in_all
-        longest = -(-(config.max_model_len or 0) // config.kv_cache_block_size)
-        most = min(free // needed, config.max_num_seqs * longest)
-        blocks = config.num_kvcache_blocks or most
+        blocks = config.num_kvcache_blocks or min(free // needed, self._useful_blocks())
         limit = max(free, free_host_bytes()) if self.device.type == "cpu" else free
         require(
             1 <= blocks <= limit // needed,

@@ -136,12 +136,13 @@ def build() -> None:
     """Stage, then run Sphinx with warnings as errors; from nothing, so that no warning hides behind an old page."""
     if not MATHJAX.exists():  # fetched once; the site serves this one file of it itself
         subprocess.run(["npm", "install", "--silent", "--prefix", ROOT / "build", "mathjax@3.2.2"], check=True)
+    print("writing the sources of the pages; then Sphinx reads and writes about 150 of them, for some minutes", flush=True)
     for folder in (STAGE, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     for name, content in stage().items():
         (STAGE / name).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / name).write_text(content)
-    options = ["-EWq", "--keep-going", "-c", ".", "-d", STAGE / "_doctrees"]
+    options = ["-EW", "--keep-going", "-c", ".", "-d", STAGE / "_doctrees"]
     if subprocess.run([sys.executable, "-m", "sphinx", *options, STAGE, SITE], cwd=ROOT / "docs").returncode:
         raise SystemExit("the site has warnings")
     shutil.copy(STAGE / "llms.txt", SITE)

@@ -280,7 +280,14 @@ def test_without_numba() -> None:
     code = """
 import sys
 sys.modules["numba"] = None
+from contextlib import redirect_stderr
+from io import StringIO
 from atom_mini import LLM, SamplingParams
+with redirect_stderr(StringIO()) as hint:
+    for options in ({"compiled": False}, {"dtype": "float16"}, {}, {}):
+        LLM("tiny", device="cpu", num_kvcache_blocks=50, **options).close()
+        print(hint.getvalue().count("several times slower: run pip install"), end=" ")
+print()
 with LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
     print(type(llm.engine_core.runner).__name__, llm.config.compiled)
     print(llm.generate("12 + 7 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].text)
@@ -289,7 +296,8 @@ try:
 except ValueError as error:
     print(error)
 """
-    kind, text, said = python(code).splitlines()
+    counts, kind, text, said = python(code).splitlines()
+    assert counts.split() == ["0", "0", "1", "1"]  # once, where Numba would help
     assert kind == "ModelRunner False" and text == " 19"
     assert 'pip install -e ".[cpu]"' in said and "compiled=True" in said
 

@@ -391,6 +391,16 @@ def test_pool_by_itself(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_blocks(single) == 50
 
 
+def test_pool_is_no_larger_than_it_is_useful() -> None:
+    """On a CPU a few full contexts, or the tokens of a step if these are more: for the built-in model 1,024 blocks."""
+    tiny = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
+    assert num_blocks(tiny) == 8 * 2048 // 16 == 1024
+    assert num_blocks(tiny, max_num_batched_tokens=2048) == 1024  # eight contexts
+    assert num_blocks(tiny, max_model_len=64) == 1024  # a step's 16,384 tokens
+    assert num_blocks(tiny, max_model_len=64, max_num_seqs=3) == 3 * 4
+    assert num_blocks(tiny, num_kvcache_blocks=3000) == 3000
+
+
 def num_blocks(folder: Path, **options: Any) -> int | None:
     with LLM(str(folder), device="cpu", **options) as llm:
         return llm.config.num_kvcache_blocks

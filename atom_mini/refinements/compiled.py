@@ -5,7 +5,9 @@
 # %% ../../nbs/21d_compiled.ipynb #5791d697
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 from ..checkpoint import install, require
@@ -13,14 +15,12 @@ from ..config import Config, is_bool
 from .parts import Variant
 
 # %% auto #0
-__all__ = ['why_not', 'Compiled']
+__all__ = ['unfit', 'why_not', 'say_slower', 'is_on_cpu', 'Compiled']
 
 # %% ../../nbs/21d_compiled.ipynb #bbbcac3a
-def why_not(config: Config) -> str | None:
-    """Why the decode cannot be compiled; None if it can."""
+def unfit(config: Config) -> str | None:
+    """Why the decode cannot be compiled, with Numba or without; None if it can."""
     spec = config.spec
-    if find_spec("numba") is None:
-        return f"Numba is not installed: {install('cpu')}"
     if (config.device or "cpu") != "cpu" or config.attention == "triton":
         return "it is for torch on a CPU: set device='cpu' and attention='torch'"
     if config.dtype == "float16":
@@ -31,6 +31,26 @@ def why_not(config: Config) -> str | None:
     if any(size % 16 for size in sizes):
         return f"hidden, intermediate and head sizes {sizes} must be multiples of 16"
     return None
+
+
+def why_not(config: Config) -> str | None:
+    """Why the decode cannot be compiled here; None if it can."""
+    if find_spec("numba") is None:
+        return f"Numba is not installed: {install('cpu')}"
+    return unfit(config)
+
+# %% ../../nbs/21d_compiled.ipynb #fc8dcf10
+@cache
+def say_slower() -> None:
+    """Print, once, what would make the decode faster."""
+    hint = f"{install('cpu')} to compile it"
+    print(f"decode runs in torch, several times slower: {hint}", file=sys.stderr)
+
+
+def is_on_cpu(config: Config) -> bool:
+    from atom_mini.model_runner import choose_device  # torch loads here
+
+    return choose_device(config.device).type == "cpu"
 
 # %% ../../nbs/21d_compiled.ipynb #3bfd79f7
 @dataclass
@@ -52,6 +72,10 @@ class Compiled(Variant):
         if config.spec is None or config.compiled is False:
             return
         reason = why_not(config)
+        is_near = reason and not unfit(config)
+        is_here = not vars(config).get("engine_process")
+        if config.compiled is None and is_near and is_here and is_on_cpu(config):
+            say_slower()
         wrong = f"compiled=True does not apply: {reason}; or leave it out"
         require(reason is None or not config.compiled, wrong)
         vars(config)["compiled"] = reason is None
