@@ -182,7 +182,7 @@ class GraphRunner(ModelRunner):
     def launch(
         self, batch: ScheduledBatch, fill_in: FillIn | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As ever: (logits [R, vocabulary], token ids [R]). A decode comes from its graph."""
+        """As ever (logits [R, vocabulary], token ids [R]). A decode is replayed."""
         count = batch.total_seqs_num
         size = min((n for n in self.graphs if n >= count), default=None)
         if size is None or batch.type is not SequenceType.DECODE:
