@@ -133,8 +133,8 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def _decode(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """What a graph records: (hidden states [size, hidden], token ids [size]). The logits
-        [size, vocabulary] are the first rows of `self.logits`."""
+        """What a graph records: (hidden states [size, hidden], token ids [size]). The
+        logits [size, vocabulary] are the first rows of `self.logits`."""
         ids, positions, slots, temperature, u, data = inputs
         nothing = torch.empty(0)  # the kernel reads the plan alone
         plan = replace(self._largest_plan(len(ids)), data=data)

@@ -41,12 +41,7 @@ SMALL: dict[str, Any] = checkpoints.SMALL | {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
-}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 FIRST = {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3_5_text", {}),
@@ -56,18 +51,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 ROOMY: dict[str, Any] = {"num_kvcache_blocks": 200, "max_num_seqs": 40}
-SEVENS: dict[str, Any] = {
-    "kv_cache_block_size": 4,
-    "num_kvcache_blocks": 31,
-    "max_num_batched_tokens": 7,
-    "max_num_seqs": 6,
-}
-TIGHT: dict[str, Any] = {
-    "kv_cache_block_size": 4,
-    "num_kvcache_blocks": 31,
-    "max_num_batched_tokens": 22,
-    "max_num_seqs": 5,
-}
+SEVENS: dict[str, Any] = {"kv_cache_block_size": 4, "num_kvcache_blocks": 31, "max_num_batched_tokens": 7, "max_num_seqs": 6}
+TIGHT: dict[str, Any] = {"kv_cache_block_size": 4, "num_kvcache_blocks": 31, "max_num_batched_tokens": 22, "max_num_seqs": 5}
 
 
 def spread_weights(model: Any) -> Any:
@@ -170,9 +155,7 @@ def loop(s: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) ->
     out = []
     for t in range(q.shape[1]):
         s = g[:, t, :, None].exp() * s
-        s = s + beta[:, t, :, None] * torch.einsum(
-            "hk,hv->hkv", k[:, t], v[:, t] - torch.einsum("hkv,hk->hv", s, k[:, t])
-        )
+        s = s + beta[:, t, :, None] * torch.einsum("hk,hv->hkv", k[:, t], v[:, t] - torch.einsum("hkv,hk->hv", s, k[:, t]))
         out.append(torch.einsum("hkv,hk->hv", s, q[:, t]))
     return torch.stack(out, 1), s
 
@@ -197,13 +180,8 @@ def test_chunks_equal_the_loop(size: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_decay_that_leaves_nothing() -> None:
     """e^-100 in each of 200 tokens: sums of -20000, whose differences would overflow the wrong way round."""
     torch.manual_seed(0)
-    inputs = [torch.randn(2, 200, d) for d in (4, 4, 3)] + [
-        torch.full((2, 200, 1), -100.0),
-        torch.full((2, 200, 1), 0.5),
-    ]
-    for ours, right in zip(
-        state.delta_rule(torch.ones(2, 4, 3), *inputs), loop(torch.ones(2, 4, 3), *inputs), strict=True
-    ):
+    inputs = [torch.randn(2, 200, d) for d in (4, 4, 3)] + [torch.full((2, 200, 1), -100.0), torch.full((2, 200, 1), 0.5)]
+    for ours, right in zip(state.delta_rule(torch.ones(2, 4, 3), *inputs), loop(torch.ones(2, 4, 3), *inputs), strict=True):
         torch.testing.assert_close(ours.double(), right, atol=1e-5, rtol=1e-5)
 
 
@@ -478,9 +456,7 @@ def test_the_pool_is_what_was_counted(tmp_path: Path) -> None:
         runner: Any = llm.engine_core.runner
         each = state.state_bytes(llm.config.spec, torch.float32)
         assert runner.pool.state.nbytes + runner.pool.past.nbytes == (TIGHT["max_num_seqs"] + 1) * each
-        assert (
-            runner.kv_cache.shape[0] == 1 and runner.kv_cache.nbytes == runner.block_bytes * TIGHT["num_kvcache_blocks"]
-        )
+        assert runner.kv_cache.shape[0] == 1 and runner.kv_cache.nbytes == runner.block_bytes * TIGHT["num_kvcache_blocks"]
 
 
 def test_a_batch_of_nobody_touches_no_sequences_state(tmp_path: Path) -> None:
@@ -541,12 +517,7 @@ def test_it_cannot_draft(tmp_path: Path) -> None:
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="cannot draft: its layers keep a state"):
-        LLM(
-            "tiny",
-            device="cpu",
-            max_model_len=200,
-            speculative_config={"method": "draft_model", "model": str(tmp_path)},
-        )
+        LLM("tiny", device="cpu", max_model_len=200, speculative_config={"method": "draft_model", "model": str(tmp_path)})
 
 
 def test_defaults_that_fit(tmp_path: Path) -> None:
@@ -597,9 +568,7 @@ def wrap(kind: str, folder: Path, **more: Any) -> Any:
         text |= EXPERTS
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     vision |= {"num_position_embeddings": 16}
-    config = transformers.AutoConfig.for_model(
-        kind, text_config=text | more, vision_config=vision, tie_word_embeddings=True
-    )
+    config = transformers.AutoConfig.for_model(kind, text_config=text | more, vision_config=vision, tie_word_embeddings=True)
     model = spread_weights(transformers.AutoModelForImageTextToText.from_config(config).eval())
     model.save_pretrained(folder)
     return model
