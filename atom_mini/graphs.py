@@ -133,8 +133,8 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def _decode(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """What a graph records: (hidden states [size, hidden], token ids [size]). The logits
-        [size, vocabulary] are the first rows of `self.logits`."""
+        """What a graph records: (hidden states [size, hidden], token ids [size]). The
+        logits [size, vocabulary] are the first rows of `self.logits`."""
         ids, positions, slots, temperature, u, data = inputs
         nothing = torch.empty(0)  # the kernel reads the plan alone
         plan = replace(self._largest_plan(len(ids)), data=data)
@@ -182,7 +182,7 @@ class GraphRunner(ModelRunner):
     def launch(
         self, batch: ScheduledBatch, fill_in: FillIn | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As ever: (logits [R, vocabulary], token ids [R]). A decode comes from its graph."""
+        """As ever (logits [R, vocabulary], token ids [R]). A decode is replayed."""
         count = batch.total_seqs_num
         size = min((n for n in self.graphs if n >= count), default=None)
         if size is None or batch.type is not SequenceType.DECODE:

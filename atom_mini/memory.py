@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 import torch
 
 from .checkpoint import ModelSpec
 
 # %% auto #0
-__all__ = ['CPU_KVCACHE_BYTES', 'kvcache_block_bytes', 'free_host_bytes']
+__all__ = ['CGROUP', 'CGROUP_FILES', 'CPU_KVCACHE_BYTES', 'kvcache_block_bytes', 'group_free_bytes', 'cgroup_free_bytes',
+           'free_host_bytes']
 
 # %% ../nbs/08a_memory.ipynb #2e19e297
 def kvcache_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -22,13 +24,51 @@ def kvcache_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) ->
     return numbers * block_size * dtype.itemsize
 
 # %% ../nbs/08a_memory.ipynb #bfcdea34
+CGROUP = Path("/sys/fs/cgroup")
+# limit, usage, and the cache in that usage which would be given back; versions 2 and 1
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def group_free_bytes(folder: Path) -> int | None:
+    """What one control group leaves free; None if it sets no limit."""
+    for limit, usage, cache in CGROUP_FILES:
+        if not (folder / limit).exists() or (folder / limit).read_text() == "max\n":
+            continue
+        stat = folder / "memory.stat"
+        lines = stat.read_text().splitlines() if stat.exists() else []
+        spare = sum(int(x.split()[1]) for x in lines if x.split()[0] == cache)
+        used = int((folder / usage).read_text()) - spare
+        return max(0, int((folder / limit).read_text()) - used)
+    return None
+
+# %% ../nbs/08a_memory.ipynb #bd63e78d
+def cgroup_free_bytes(
+    root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """The least that this process's control groups leave free; None without a limit."""
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    folders = {root, root / "memory"}
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        if kinds in ("", "memory"):  # version 2, version 1
+            top = root / kinds
+            inside = top / path.lstrip("/")
+            folders |= {inside, *(p for p in inside.parents if p.is_relative_to(top))}
+    found = [free for f in folders if (free := group_free_bytes(f)) is not None]
+    return min(found, default=None)
+
+# %% ../nbs/08a_memory.ipynb #d2923a3e
 CPU_KVCACHE_BYTES = 4 * 2**30
 
 
 def free_host_bytes() -> int:
-    """Memory that this machine could give away now."""
+    """Memory that this machine could give away now, within the limit of a container."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     if os.path.exists("/proc/meminfo"):  # Linux: with what the page cache would return
         with open("/proc/meminfo") as lines:
             found = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(found.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        free = int(found.split()[1]) * 1024
+    limited = cgroup_free_bytes()
+    return free if limited is None else min(free, limited)

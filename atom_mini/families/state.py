@@ -230,14 +230,14 @@ class StatePool:
 # %% ../../nbs/66_state.ipynb #b44b542f
 class StateRunner(ModelRunner):
     """A `ModelRunner` whose sequences have states, in slots that are their rows in the
-    matrix of block tables."""
+    matrix of block tables. Behind these is a spare slot, for batches of no sequence."""
 
     def prepare_model(self, batch: ScheduledBatch) -> Inputs:
         """As ever, and in the metadata a slot for each sequence; those that begin with
         this step have an empty one."""
         ids, positions, meta, last = super().prepare_model(batch)
-        rows = batch.rows or range(batch.total_seqs_num)  # a step to measure has none
-        slots = np.array(rows, np.int64) % self.config.max_num_seqs
+        spare = [self.config.max_num_seqs]  # a step to measure and a dummy have no rows
+        slots = np.array(batch.rows or spare * batch.total_seqs_num, np.int64)
         begins = batch.context_lens == batch.num_scheduled_tokens
         all_slots, empty = self.upload_slots([slots, slots[begins]])
         self.pool.clear(empty)
@@ -251,16 +251,17 @@ class StateRunner(ModelRunner):
         """
         count = self.config.max_num_seqs
         each = state_bytes(self.config.spec, self.dtype)
+        taken = (count + 1) * each  # with the spare slot
         on_host = self.device.type == "cpu"
         room = free_host_bytes() if on_host else torch.cuda.mem_get_info(self.device)[0]
         wrong = f"max_num_seqs={count} states of {each} bytes, and {room} bytes are free"
-        require(count * each < room, f"{wrong}: lower it, {room // each} would fill them")
+        require(taken < room, f"{wrong}: lower it, {room // each - 1} would fill them")
         layers = [m for m in self.model.modules() if isinstance(m, GatedDeltaNet)]
-        self.pool = StatePool(layers, count, self.dtype, self.device)
+        self.pool = StatePool(layers, count + 1, self.dtype, self.device)
         self.upload_slots = choose_upload(self.device)
         what = "%d states of %d bytes; torch's attention, no graphs, no prefix cache"
         _log.info(what, count, each)
-        return min(super()._free_bytes(), room - count * each)
+        return min(super()._free_bytes(), room - taken)
 
 # %% ../../nbs/66_state.ipynb #9bceda28
 _log = logging.getLogger("atom_mini")
