@@ -251,7 +251,10 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation, up to where the answer begins, unless
-        `add_generation_prompt` is off. `chat_template_kwargs`: what else the template reads."""
+        `add_generation_prompt` is off.
+
+        `chat_template_kwargs`: what else the template reads.
+        """
         self._require_mine()
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, f"{self.config.model} has no chat template: use generate")
@@ -269,8 +272,8 @@ class LLM:
         use_tqdm: bool | None = None, *, add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, in the checkpoint's chat template. The last two
-        options are those of `format_chat`."""
+        """Answer one conversation or several, in the checkpoint's chat template. For the
+        last two options see `format_chat`."""
         good = isinstance(messages, list | tuple) and len(messages) > 0
         require(good, "no messages: a conversation is a list of at least 1")
         many: Any = messages if isinstance(messages[0], list) else [messages]
@@ -342,7 +345,7 @@ Chat = list[dict[str, Any]]  # {"role", "content"}
 
 # %% ../nbs/09c_llm.ipynb #7eaf8f9e
 def check_template_options(options: dict[str, Any]) -> None:
-    """ValueError for what a template must not be told: another template, for instance."""
+    """ValueError for what a template must not be told, such as another template."""
     ours = {"chat_template", "conversation", "return_dict", "tokenize"}
     bad = sorted(ours & options.keys())
     wrong = f"chat_template_kwargs={options} must not have {bad}"

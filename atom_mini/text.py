@@ -256,7 +256,9 @@ class InputOutputProcessor:
             params = replace(params, seed=self.random.getrandbits(63))
         return params
 
-    def reader(self, params: SamplingParams) -> IncrementalDetokenizer:
+    def reader(
+        self, params: SamplingParams
+    ) -> IncrementalDetokenizer:
         """What makes text of the tokens of a request with `params`."""
         reader = self.make(self.tokenizer, tuple(params.stop))
         reader.min_tokens = params.min_tokens

@@ -1,11 +1,10 @@
 # %% 1
-def presence(logits, tokens, penalty):
-    lower = logits.clone()
-    for token in tokens:
-        lower[token] -= penalty
-    return lower
+def biased(logits, bias):
+    for token, number in bias.items():
+        logits[token] += number
+    return logits
 # %% 2
-def frequency(logits, tokens, penalty):
-    lower = logits.clone()
-    lower[tokens] -= penalty
-    return lower
+def no_second_pair(logits, tokens):
+    changed = logits.clone()
+    changed[tokens] = float("-inf")
+    return changed
