@@ -120,9 +120,9 @@ bench: $(VENV)/dev
 
 # README's figures and chapter 82's: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit,
 # and written into the pages.
-figures: $(VENV)/dev
+figures: $(VENV)/dev real
 	mkdir -p build/figures
-	for name in cpu speculation families host_step full_size busy; do \
+	for name in cpu speculation families host_step full_size busy real; do \
 		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
 	$(PY) tests/bench/figures.py build/figures
 	$(PY) nbs/book.py readme

@@ -60,7 +60,7 @@ def assert_same_figures(page: str, recorded: dict[str, Any]) -> None:
         lines = [line for line in table.splitlines() if not re.fullmatch(r"[|\- ]+", line)]
         cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         assert {name: values for name, *values in cells} == rows
-    assert all(recorded[name] in section for name in ("stamp", "drafts", "busy")) and recorded["commit"]
+    assert all(recorded[name] in section for name in ("stamp", "drafts", "busy", "real")) and recorded["commit"]
     assert recorded["machine"] in recorded["stamp"] and recorded["date"] in recorded["stamp"]
 
 

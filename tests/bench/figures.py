@@ -1,8 +1,9 @@
 """README's figures, from the files that the benchmarks write: `make figures` runs them and then this.
 
-`python tests/bench/figures.py FOLDER` reads cpu.json, host_step.json, full_size.json, speculation.json, families.json
-and busy.json there. It writes results/readme.json, with machine, date and commit, and the same numbers into the tables
-of index.ipynb. tests/test_examples.py compares the two. The sentences around the tables are for a person to read again.
+`python tests/bench/figures.py FOLDER` reads cpu.json, host_step.json, full_size.json, speculation.json, families.json,
+busy.json and real.json there, or the last one alone. It writes results/readme.json, with machine, date and commit, and the
+same numbers into the tables of index.ipynb. tests/test_examples.py compares the two. The sentences around the tables are
+for a person to read again.
 """
 
 from __future__ import annotations
@@ -139,6 +140,21 @@ def mixture(families: dict[str, Any]) -> Table:
     return engines(works) | {"different experts in a layer's step, counted (by formula)": cells}
 
 
+def real_model(real: dict[str, Any]) -> Table:
+    """Of each engine on the real model, by batch: tokens per second and the ratio to `generate`; alone, of the bandwidth."""
+    works = [real[name] for name in real if name.endswith(("request", "requests"))]
+    table: Table = {}
+    for name in works[0]["engines"]:
+        cells = []
+        for number, work in enumerate(works):
+            found = work["engines"].get(name)
+            cells += [rate(found["tokens_per_second"]), ratio(found["ratio_to_generate"])] if found else ["", ""]
+            share = found and found["share_of_bandwidth"]
+            cells += [] if number else [f"{100 * share:.0f} %" if share else ""]
+        table[NAMES.get(name, name)] = cells
+    return table
+
+
 def stamp(machine: dict[str, Any]) -> dict[str, str]:
     """Where and when: in parts, and as the page says it."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -162,13 +178,24 @@ def collect(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
         small(found["host_step"], found["full_size"]) | {"`from atom_mini import LLM`": [f"{import_seconds():.1f} s"]},
         drafts(found["speculation"]["results"]),
         mixture(found["families"]),
+        {},
     ]
-    for before, after in zip(old["tables"], new, strict=True):
+    said = {"drafts": drafts_sentence(found["speculation"]["results"]), "busy": busy_sentence(found["busy"])}
+    return {**old, **stamp(found["cpu"]), **said, "tables": updated(old["tables"], new)}
+
+
+def collect_real(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
+    """The same of real.json alone: the real model's table has a stamp of its own."""
+    real = json.loads((folder / "real.json").read_text())
+    return {**old, "real": stamp(real["machine"])["stamp"], "tables": updated(old["tables"], [{}, {}, {}, {}, real_model(real)])}
+
+
+def updated(old: list[Table], new: list[Table]) -> list[Table]:
+    """The tables with their new rows. ValueError for a row that they do not have."""
+    for before, after in zip(old, new, strict=True):
         if extra := after.keys() - before.keys():
             raise ValueError(f"README has no row {sorted(extra)}: write it into index.ipynb and readme.json first")
-    tables = [before | after for before, after in zip(old["tables"], new, strict=True)]
-    said = {"drafts": drafts_sentence(found["speculation"]["results"]), "busy": busy_sentence(found["busy"])}
-    return {**stamp(found["cpu"]), **said, "tables": tables}
+    return [before | after for before, after in zip(old, new, strict=True)]
 
 
 def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -187,14 +214,17 @@ def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
         return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
     section = re.sub(r"(?m)(?:^\|.*\n)+", table, section)
-    for name in ("stamp", "drafts", "busy"):
+    for name in ("stamp", "drafts", "busy", "real"):
         section = section.replace(old[name], new[name])
     return before + "## Figures" + section + "".join(rest)
 
 
 def main(folder: str) -> None:
-    old = json.loads(RECORDED.read_text())
-    new = collect(Path(folder), old)
+    old = new = json.loads(RECORDED.read_text())
+    if (Path(folder) / "cpu.json").exists():
+        new = collect(Path(folder), new)
+    if (Path(folder) / "real.json").exists():
+        new = collect_real(Path(folder), new)
     page = json.loads(INDEX.read_text())
     for cell in page["cells"]:
         text = "".join(cell["source"])

@@ -48,7 +48,7 @@ def workload(num: int) -> Workload:
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     ids = tokenizer.encode(f"{HANDBOOK} {' '.join(STREETS)}", add_special_tokens=False)
     prompts = [ids[16 * i : 16 * i + INPUT] for i in range(num)]
-    return Workload(f"{num} requests", prompts, [OUTPUT] * num)
+    return Workload(f"{num} request{'s' * (num > 1)}", prompts, [OUTPUT] * num)
 
 
 class Llama:
