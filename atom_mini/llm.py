@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -335,10 +335,9 @@ PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
 # %% ../nbs/09c_llm.ipynb #a38b744a
 def as_outputs(outs: list[RequestOutput]) -> list[RequestOutput]:
     """One result of each prompt, whose answers stand side by side in `outs`."""
-    first = [i for i, out in enumerate(outs) if out.index == 0]
-    ends = [*first[1:], len(outs)]
+    bounds = [*(i for i, out in enumerate(outs) if out.index == 0), len(outs)]
     return [replace(outs[i], others=outs[i + 1 : end]) if end > i + 1 else outs[i]
-            for i, end in zip(first, ends, strict=True)]
+            for i, end in pairwise(bounds)]
 
 # %% ../nbs/09c_llm.ipynb #7a31c5d7
 Chat = list[dict[str, Any]]  # {"role", "content"}

@@ -133,7 +133,7 @@ def run(path: Path) -> None:
         if shell.exc:
             raise SystemExit(f"{path.name}: the cell failed\n{cell.source}\n{shell.prettytb(path)}")
     nb.metadata = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
-    clean_nb(nb)
+    clean_nb(nb, allowed_cell_metadata_keys=["tags"])  # Jupyter's own, which settings.ini allows, too
     write_nb(nb, path)
     print(f"{path.name}: {time.perf_counter() - started:.1f} s")
 

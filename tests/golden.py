@@ -27,7 +27,7 @@ import test_state
 import test_windows
 import torch
 import transformers
-from checkpoints import CONFIGS, SMALL
+from checkpoints import SMALL
 from real_prompts import prompts
 from real_weights import FOLDER, is_whole
 from safetensors.torch import load_file
@@ -67,7 +67,7 @@ def save(name: str, folder: Path) -> None:
     """The small model `name` as a checkpoint."""
     kind, options = FAMILIES[name]
     options = {key: value for key, value in options.items() if key != "max_shard_size"}
-    shape = test_state.SMALL if name.startswith("state") else SMALL | ({} if kind in CONFIGS else {"num_hidden_layers": 4})
+    shape = test_state.SMALL if name.startswith("state") else SMALL | ({} if name.startswith("dense") else {"num_hidden_layers": 4})
     config = transformers.AutoConfig.for_model(kind, **shape | options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     fill(model)

@@ -255,7 +255,7 @@ def chat(*lines: str, arguments: tuple[str, ...] = ()) -> None:
 def test_chat(capsys: Capture, monkeypatch: Patch, llm: LLM) -> None:
     """Questions, commands, the end of the input; each turn sends all before it, until /reset."""
     real, seen = LLM.format_chat, []
-    monkeypatch.setattr(LLM, "format_chat", lambda self, messages: seen.append(messages) or real(self, messages))
+    monkeypatch.setattr(LLM, "format_chat", lambda self, messages, *rest: seen.append(messages) or real(self, messages, *rest))
     ask = [{"role": "user", "content": text} for text in ("What is 20 + 21?", "And 1 + 2?")]
     (first,) = llm.chat(ask[:1], GREEDY)
     (second,) = llm.chat([ask[0], {"role": "assistant", "content": first.text}, ask[1]], GREEDY)
@@ -481,8 +481,8 @@ def test_an_unknown_command_is_no_prompt(arguments: list[str], words: str, capsy
 
 
 def test_options_are_not_abbreviated(capsys: Capture) -> None:
-    """`--n` once meant thirteen options; what is nearly right is suggested."""
-    for words, said in ((["--n", "2"], "unrecognized arguments: --n"), (["--temprature", "1"], "(did you mean --temperature?)")):
+    """`--num` could mean several options; what is nearly right is suggested."""
+    for words, said in ((["--num", "2"], "unrecognized arguments: --num"), (["--temprature", "1"], "(did you mean --temperature?)")):
         with pytest.raises(SystemExit, match="2"):
             main(["Hi", *words])
         assert said in capsys.readouterr().err
