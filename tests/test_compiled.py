@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import is_empty, save_checkpoint
@@ -130,6 +131,26 @@ def test_a_draft_model_and_a_head() -> None:
     head = {"method": "eagle3", "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="compiled=True does not go with EAGLE or MTP"):
         Config("tiny", compiled=True, speculative_config=head, device="cpu")
+
+
+def test_bfloat16_is_stored_as_torch_stores_it() -> None:
+    """Over bit patterns of all signs and exponents, at both ends of the fraction and around a tie; NaN stays NaN."""
+    from numba import njit
+
+    from atom_mini.refinements.compiled_step import LANES, load, store
+
+    @njit
+    def shorten(x, bits):  # type: ignore[no-untyped-def]
+        for i in range(0, x.shape[1], LANES):
+            store(bits, 0, i, load(x, 0, i))
+
+    ends = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x17FFF, 0x18000, 0x3FFFFF, 0x400000, 0x7F7FFF, 0x7F8000, 0x7FFFFF]
+    words = np.arange(512, dtype=np.uint32)[:, None] << 23 | np.array(ends, np.uint32)  # all signs and exponents
+    x = np.resize(words, -(-words.size // LANES) * LANES)[None].view(np.float32)
+    shorten(x, bits := np.empty(x.shape, np.uint16))
+    found, wanted = (torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), torch.from_numpy(x).bfloat16())
+    assert found.isnan().equal(wanted.isnan()) and int(wanted.isnan().sum()) >= 2 * (len(ends) - 1)
+    assert found.view(torch.int16)[~wanted.isnan()].equal(wanted.view(torch.int16)[~wanted.isnan()])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # short weights are widened in one way for one row, in another for 30

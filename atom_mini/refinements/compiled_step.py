@@ -34,11 +34,11 @@ from ..sequence import NO_TOKEN
 
 # %% auto #0
 __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'VECTOR', 'WORDS', 'give_way', 'PIECE', 'ROWS', 'tile', 'tile_of_one',
-           'UsersFolder', 'UsersCache', 'kernel', 'Vector', 'VectorModel', 'locate', 'load', 'store', 'call', 'fma', 'spread',
-           'add_up', 'exp2', 'add', 'pieces', 'Threads', 'add_four', 'put_four', 'fetch', 'make_tile', 'multiply_four', 'widen',
-           'linear', 'add_norm', 'silu_and_mul', 'turn', 'rotate_and_store', 'score', 'blend', 'soften', 'attend_head', 'attend',
-           'as_numpy', 'decode_step', 'stack', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps', 'OneThreadSampler',
-           'CompiledRunner', 'make_runner']
+           'UsersFolder', 'UsersCache', 'kernel', 'Vector', 'VectorModel', 'locate', 'load', 'rounded', 'store', 'call', 'fma',
+           'spread', 'add_up', 'exp2', 'add', 'pieces', 'Threads', 'add_four', 'put_four', 'fetch', 'make_tile', 'multiply_four',
+           'widen', 'linear', 'add_norm', 'silu_and_mul', 'turn', 'rotate_and_store', 'score', 'blend', 'soften', 'attend_head',
+           'attend', 'as_numpy', 'decode_step', 'stack', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
+           'OneThreadSampler', 'CompiledRunner', 'make_runner']
 
 # %% ../../nbs/21b_compiled_loops.ipynb #06f1e1d1
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # a NaN stays one
@@ -115,6 +115,16 @@ def load(typing, array, row, i):
     return VECTOR(array, types.intp, types.intp), generate
 
 # %% ../../nbs/21b_compiled_loops.ipynb #dfcc3fb8
+def rounded(b: Any, value: Any) -> Any:
+    """bfloat16, in the upper half of each word; NaN stays NaN."""
+    bits = b.bitcast(value, WORDS)
+    is_odd = b.and_(b.lshr(bits, WORDS([16] * LANES)), WORDS([1] * LANES))
+    near = b.add(b.add(bits, WORDS([0x7FFF] * LANES)), is_odd)
+    size = b.and_(bits, WORDS([0x7FFFFFFF] * LANES))  # without the sign
+    is_nan = b.icmp_unsigned(">", size, WORDS([0x7F800000] * LANES))
+    return b.select(is_nan, b.or_(bits, WORDS([0x400000] * LANES)), near)
+
+
 @intrinsic
 def store(typing, array, row, i, x):
     """array[row, i : i + LANES] = x, rounded if it is bfloat16."""
@@ -123,10 +133,8 @@ def store(typing, array, row, i, x):
         place, is_short = locate(context, b, sig, args)
         value = args[3]
         if is_short:
-            bits = b.bitcast(value, WORDS)
-            is_odd = b.and_(b.lshr(bits, WORDS([16] * LANES)), WORDS([1] * LANES))
-            bits = b.add(b.add(bits, WORDS([0x7FFF] * LANES)), is_odd)
-            value = b.trunc(b.lshr(bits, WORDS([16] * LANES)), place.type.pointee)
+            high = b.lshr(rounded(b, value), WORDS([16] * LANES))
+            value = b.trunc(high, place.type.pointee)
         b.store(value, place, align=2 if is_short else 4)
         return context.get_dummy_value()
 
