@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
+from .checkpoint import require
 from .config import Config
 from atom_mini.scheduler import (
     BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler,
@@ -17,7 +18,7 @@ from atom_mini.scheduler import (
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['Runner', 'StepOutput', 'EngineCore']
+__all__ = ['CLOSED', 'Runner', 'StepOutput', 'EngineCore']
 
 # %% ../nbs/09a_engine_core.ipynb #f5fe1313
 class Runner(Protocol):
@@ -47,6 +48,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = scheduler or config.pick("make_scheduler", Scheduler)(config)
         self.is_torn = False  # something has begun and is not done
+        self.is_closed = False
 
     def is_finished(self) -> bool:
         return self.scheduler.is_finished()
@@ -60,7 +62,9 @@ class EngineCore:
         """What is done in here is done to its end, or rolled back, whatever ends it.
 
         If even that was interrupted, `is_torn` says so, and the next one begins with it.
+        ValueError if the core is closed.
         """
+        require(not self.is_closed, CLOSED)
         if self.is_torn:
             self.rollback()
         self.is_torn = True
@@ -79,7 +83,9 @@ class EngineCore:
             self.scheduler.add(seq)
 
     def abort(self, request_id: int, why: str = "abort") -> Sequence | None:
-        """Take a request back; None if it is not in the engine."""
+        """Take a request back; None if it is not in the engine, or the engine is closed."""
+        if self.is_closed:
+            return None
         with self.transaction():
             return self.scheduler.abort(request_id, why)
 
@@ -99,6 +105,13 @@ class EngineCore:
             return StepOutput(batch, seqs, output, finished, seconds)
 
     def close(self) -> None:
-        """End what the runner has started, if anything; let go of it and of its memory."""
-        getattr(self.runner, "close", lambda: None)()
-        del self.runner
+        """Abort the requests that are left; end what the runner has started, if anything;
+        let go of it and of its memory. Twice is once."""
+        for request_id in list(self.scheduler.seqs):
+            self.abort(request_id)
+        self.is_closed = True
+        runner = vars(self).pop("runner", None)
+        getattr(runner, "close", lambda: None)()
+
+# %% ../nbs/09a_engine_core.ipynb #f67e2696
+CLOSED = "this engine is closed: make a new one"

@@ -303,11 +303,8 @@ class LLM:
         if self._is_fork():
             return
         with self._lock:
-            if not self._closed:
-                for request_id in list(self.engine_core.scheduler.seqs):
-                    self.engine_core.abort(request_id)
-                self._closed = True
-                self.engine_core.close()
+            self._closed = True
+            self.engine_core.close()
 
     def __enter__(self) -> LLM:
         return self

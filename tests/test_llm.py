@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -17,7 +18,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -32,6 +34,7 @@ from checkpoints import edit_json, is_empty, plain_search, recorded, reference_l
 from show import told
 
 from atom_mini import LLM, Config, RequestOutput, SamplingParams
+from atom_mini.sequence import Sequence
 from atom_mini.text import TextPiece
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
@@ -1163,6 +1166,108 @@ def test_close_from_another_thread(num_steps: int, overlap: bool) -> None:
                 assert out.token_ids == whole.token_ids[: len(out.token_ids)]
                 assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
                 assert out.finish_reason == ("abort" if len(out.token_ids) < len(whole.token_ids) else "length")
+
+
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+CORES: dict[str, dict[str, Any]] = {
+    "plain": {}, "drafts": NGRAM, "radix": NGRAM | {"prefix_cache": "radix"}, "overlap": {"overlap": True},
+    "process": {"engine_process": True},
+}  # fmt: skip
+
+
+class Held(deque[int]):
+    """Whoever puts requests to be taken back into it waits until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.go = threading.Event(), threading.Event()
+
+    def extend(self, ids: Iterable[int]) -> None:
+        super().extend(ids)
+        self.here.set()
+        assert self.go.wait(60)
+
+
+def ends_by_an_error(llm: LLM) -> None:
+    """A `generate` whose second step fails."""
+    step, count = llm.engine_core.step, itertools.count()
+
+    def failing() -> Any:
+        if next(count):
+            raise RuntimeError("no more steps")
+        return step()
+
+    llm.engine_core.step = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no more steps"):
+        llm.generate([PROMPT, "12 + 7 ="], replace(GREEDY, max_tokens=60))
+
+
+def is_dropped(llm: LLM) -> None:
+    """A stream that is dropped after its first piece."""
+    pieces: Any = llm.stream([PROMPT, "12 + 7 ="], replace(GREEDY, max_tokens=60))
+    next(pieces)
+    pieces.close()
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("end", [is_dropped, ends_by_an_error])
+def test_closed_before_it_takes_back(end: Callable[[LLM], None], name: str) -> None:
+    """One thread has given up its requests and not yet taken them back, when another closes."""
+    with LLM("tiny", **OPTIONS, **CORES[name]) as llm:
+        llm._dropped = held = Held()
+
+        def close() -> None:
+            assert held.here.wait(60)
+            llm.close()
+            held.go.set()
+
+        in_threads([partial(end, llm), close])
+        assert not llm.engine_core.scheduler.seqs and not llm._dropped
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize("name", CORES)
+def test_a_closed_engine_refuses(name: str) -> None:
+    """Also where nobody asks the LLM: the engine core itself knows that it is closed."""
+    with LLM("tiny", **OPTIONS, **CORES[name]) as llm:
+        core = llm.engine_core
+        core.add(seq := llm._prepare([PROMPT], GREEDY)[0].seq)
+        core.step()
+    core.close()
+    assert seq.leave_reason == "abort" and core.abort(seq.id) is None and core.is_finished()
+    assert llm.abort(seq.id) is False
+    for call in (core.step, lambda: core.add(Sequence([5, 6], 16))):
+        with pytest.raises(ValueError, match="this engine is closed: make a new one"):
+            call()
+
+
+@pytest.mark.usefixtures("eager_switches")
+@pytest.mark.parametrize("name", CORES)
+def test_requests_of_threads_end_when_another_closes(name: str) -> None:
+    """Dropped streams and whole ones, and generates, while it closes: no thread fails in another way."""
+    with LLM("tiny", **OPTIONS, **CORES[name]) as llm:
+        ended: list[str | None] = []
+
+        def work(seed: int) -> None:
+            rng = random.Random(seed)
+            wish = replace(GREEDY, max_tokens=30)
+            with pytest.raises(ValueError, match="this LLM is closed"):
+                while True:
+                    if rng.random() < 0.5:
+                        ended.append(llm.generate(PROMPT, wish)[0].finish_reason)
+                    else:
+                        pieces: Any = llm.stream([PROMPT, "12 + 7 ="], wish)
+                        [*itertools.islice(pieces, rng.randrange(9))]
+                        pieces.close()
+
+        def close() -> None:
+            while len(ended) < 4:
+                time.sleep(0.0005)
+            llm.close()
+
+        in_threads([*(partial(work, seed) for seed in range(4)), close])
+        assert {*ended} <= {"length", "abort"} and not llm.engine_core.scheduler.seqs
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -23,8 +23,9 @@ from typing import Any
 
 import zmq
 
+from ..checkpoint import require
 from ..config import Config
-from ..engine_core import StepOutput
+from ..engine_core import CLOSED, StepOutput
 from atom_mini.processes.engine_process import (
     AHEAD, LOAD, Abort, Add, Answer, Dead, FromEngine, Output, Ready, Row, Shutdown,
     Utility, decode, encode, open_sockets, wishes,
@@ -278,12 +279,12 @@ class EngineCoreClient(BaseScheduler):
         self.bell = SimpleQueue[None]()
         self.engines: list[Any] = []
         self.scheduler: Any = weakref.proxy(self)  # has `seqs` and `check_prompt`
-        self.close = weakref.finalize(self, close_all, self.engines)
+        self.end = weakref.finalize(self, close_all, self.engines)
         with meeting_place() as meeting:
             try:
                 self._start(recipes or [config.recipe], meeting)
             except BaseException:
-                self.close()
+                self.end()
                 raise
         least = min((e.ready for e in self.engines), key=lambda ready: ready.max_len)
         config.num_kvcache_blocks = least.num_kvcache_blocks
@@ -293,6 +294,10 @@ class EngineCoreClient(BaseScheduler):
         """EngineDead, or ValueError if what was asked for cannot be."""
         for engine in self.engines:
             engine.check_alive()
+
+    def check_open(self) -> None:
+        """ValueError if it is closed: then its process has not failed, it was told to end."""
+        require(self.end.alive, CLOSED)
 
     def wait(self) -> None:
         """Until the bell rings; a second at most."""
@@ -318,6 +323,7 @@ class EngineCoreClient(BaseScheduler):
 
     def metrics(self) -> dict[str, int | float]:
         """What is in the engines now: requests, free blocks, steps."""
+        self.check_open()
         self.check_alive()
         found = [engine.ask() for engine in self.engines]
         return {name: sum(values[name] for values in found) for name in found[0]}
@@ -329,6 +335,7 @@ class EngineCoreClient(BaseScheduler):
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; ValueError if it can never run."""
         self.check(seq)
+        self.check_open()
         self.check_alive()
         told = wishes(seq.sampling_params)
         frame = encode(Add(seq.id, seq.token_ids, told))  # or an error now
@@ -387,6 +394,7 @@ class EngineCoreClient(BaseScheduler):
 
     def step(self) -> StepOutput | None:
         """Wait for a step's results; None if there is nothing to wait for."""
+        self.check_open()
         while self.seqs or any(engine.messages for engine in self.engines):
             self.check_alive()
             engine = max(self.engines, key=lambda engine: len(engine.messages))
@@ -396,3 +404,9 @@ class EngineCoreClient(BaseScheduler):
             elif done := self.use_next(engine):
                 return done
         return None
+
+    def close(self) -> None:
+        """Abort the requests that are left, and end the processes. Twice is once."""
+        for request_id in [*self.seqs]:
+            self.abort(request_id)
+        self.end()

@@ -15,7 +15,9 @@ from ..prefix_index import PrefixIndex
 from ..checkpoint import find, require
 from ..config import Config
 from ..engine_core import EngineCore, StepOutput
-from .core_client import CoreManager, EngineCoreClient, EngineDead
+from atom_mini.processes.core_client import (
+    CoreManager, EngineCoreClient, EngineDead, close_all,
+)  # fmt: skip
 from .engine_process import EngineCoreProc, Output, Wave
 from ..sequence import Sequence
 
@@ -143,7 +145,7 @@ class Replicas(EngineCoreClient):
         if dead and (self.config.lockstep or len(dead) == len(self.engines)):
             for engine in self.engines:
                 engine.end(grace=0.5)
-            self.close()  # then each has said why
+            close_all(self.engines)  # then each has said why
             whys = [*self.causes, *(str(engine.dead) for engine in self.engines)]
             raise EngineDead("\n".join(whys))
         for engine in dead:
