@@ -122,6 +122,11 @@ class Config:
         self.eos_token_ids = ends
         self.max_model_len = asked
 
+    def _note_fields(self) -> None:
+        """The options beside those of `Config` are fields of this object, not of its class."""
+        own = {f.name: f for f in self.offers.knobs()}
+        vars(self).update(__dataclass_fields__=Config.__dataclass_fields__ | own)
+
     def __init__(
         self, model: str | Path | None = None, **options: Any
     ) -> None:
@@ -130,8 +135,7 @@ class Config:
         model = str(model) if isinstance(model, Path) else model
         defaults = {f.name: f.default for f in known}
         vars(self).update(defaults | options, model=model, sampling_defaults={})
-        own = Config.__dataclass_fields__ | {f.name: f for f in known}
-        vars(self).update(__dataclass_fields__=own)  # of this object, not of the class
+        self._note_fields()
         check_rules(self, RULES)
         if model is not None:
             self._read_checkpoint(model)
@@ -148,6 +152,14 @@ class Config:
     def __repr__(self) -> str:
         shown = [f.name for f in fields(self) if f.repr]
         return f"Config({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what Python cannot pickle, which is noted anew."""
+        return {n: v for n, v in vars(self).items() if n != "__dataclass_fields__"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._note_fields()
 
     def __getattr__(self, name: str) -> Any:
         """Only for names that it lacks; says to a type checker that variants add some."""

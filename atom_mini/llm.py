@@ -258,7 +258,7 @@ class LLM:
         self._require_mine()
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, f"{self.config.model} has no chat template: use generate")
-        own = chat_template_kwargs or {}
+        own = {} if chat_template_kwargs is None else chat_template_kwargs
         check_template_options(own)
         options = {"add_generation_prompt": add_generation_prompt} | own
         read = self.config.pick("read_messages", list)
@@ -340,9 +340,12 @@ def as_outputs(outs: list[RequestOutput]) -> list[RequestOutput]:
 Chat = list[dict[str, Any]]  # {"role", "content"}
 
 # %% ../nbs/09c_llm.ipynb #7eaf8f9e
-def check_template_options(options: dict[str, Any]) -> None:
+def check_template_options(options: Any) -> None:
     """ValueError for what a template must not be told, such as another template."""
-    ours = {"chat_template", "conversation", "return_dict", "tokenize"}
+    good = isinstance(options, dict) and all(isinstance(n, str) for n in options)
+    wrong = f"chat_template_kwargs={options!r} must "
+    require(good, f"{wrong}be a dict of names and values: {{'enable_thinking': False}}")
+    ours = {"chat_template", "conversation", "messages", "return_dict", "return_tensors",
+            "self", "tokenize", "tokenizer_kwargs"}
     bad = sorted(ours & options.keys())
-    wrong = f"chat_template_kwargs={options} must not have {bad}"
-    require(not bad, f"{wrong}: leave it out")
+    require(not bad, f"{wrong}not have {bad}: leave it out")

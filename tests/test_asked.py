@@ -181,3 +181,6 @@ def test_a_template_gets_its_options(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert llm.tokenizer.decode(out.prompt_token_ids) == "Hi no"
     with pytest.raises(ValueError, match=r"must not have .'tokenize'.: leave it out"):
         llm.format_chat(chat, True, {"tokenize": True})
+    for bad in ("x", [1], 5, {1: 2}):
+        with pytest.raises(ValueError, match="must be a dict of names and values"):
+            llm.format_chat(chat, True, bad)  # type: ignore[arg-type]

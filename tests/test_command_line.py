@@ -482,9 +482,10 @@ def test_an_unknown_command_is_no_prompt(arguments: list[str], words: str, capsy
 
 def test_options_are_not_abbreviated(capsys: Capture) -> None:
     """`--num` could mean several options; what is nearly right is suggested."""
-    for words, said in ((["--num", "2"], "unrecognized arguments: --num"), (["--temprature", "1"], "(did you mean --temperature?)")):
+    cases = {"--num": "unrecognized arguments: --num", "--temprature": "(did you mean --temperature?)"}
+    for option, said in cases.items():
         with pytest.raises(SystemExit, match="2"):
-            main(["Hi", *words])
+            main(["Hi", option, "2"])
         assert said in capsys.readouterr().err
 
 

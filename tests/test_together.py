@@ -3,6 +3,8 @@ scheduler of the reader's own is never dropped in silence."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -58,6 +60,13 @@ def settled(options: dict[str, Any]) -> Any:
         assert any(name in str(error) for name in names), f"{options}: {error}"
         return "refused"
     return {n: v for n, v in known.items() if n not in ("spec", "engine_order", "rank_order")}
+
+
+def test_a_config_is_pickled_and_copied_whole() -> None:
+    """With the options of later parts, which are its own fields."""
+    config = Config("tiny", overlap=True, device="cpu")
+    for same in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
+        assert same == config and repr(same) == repr(config) and asdict(same) == asdict(config)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -117,8 +117,8 @@ class AtomMini:
     """This project."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        room = {"max_num_seqs": 32, "num_kvcache_blocks": 1024, "enable_prefix_caching": False}
-        self.llm = LLM(str(folder), device="cpu", dtype="float32", **room | options)
+        room = {"dtype": "float32", "max_num_seqs": 32, "num_kvcache_blocks": 1024, "enable_prefix_caching": False}
+        self.llm = LLM(str(folder), device="cpu", **room | options)
 
     def run(self, work: Workload) -> Result:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.outputs]
