@@ -27,7 +27,7 @@ pytestmark = [
 ]
 MAX_TOKENS = 32
 TIE = 1e-3  # of two logits
-BF16_BOUND = 0.6  # of a log probability: bfloat16 has 8 bits, and there are 30 layers
+BF16_BOUND = 0.4  # of a log probability: bfloat16 has 8 bits, and there are 30 layers
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -105,16 +105,16 @@ def check_greedy(llm: LLM, reference: Reference, prompt: list[int], answer: list
     places = behind.nonzero()[:, 0].tolist()
     for place in places:
         assert behind[place] < TIE, f"token {place} is {behind[place]:.4f} behind the likeliest: {answer}"
-        check_logprobs(llm, prompt + answer[:place], logits[place], 1e-3)
+        check_logprobs(llm, [(prompt + answer[:place], logits[place])], 1e-3)
     return len(places)
 
 
-def check_logprobs(llm: LLM, prompt: list[int], logits: torch.Tensor, atol: float) -> float:
-    """Assert that the log probabilities of the next token are those of `logits` [vocabulary]; the largest error."""
-    out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=20), use_tqdm=False)[0]
-    assert out.logprobs
-    wanted = logits.log_softmax(-1)
-    error = max(abs(value - wanted[token].item()) for token, value in out.logprobs[0].items())
+def check_logprobs(llm: LLM, logits: list[tuple[list[int], torch.Tensor]], atol: float) -> float:
+    """Assert that behind each prompt the log probabilities are those of its logits [vocabulary]; the largest error."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    outs = llm.generate([prompt for prompt, _ in logits], params, use_tqdm=False)
+    pairs = [(out.logprobs or [{}], row.log_softmax(-1)) for out, (_, row) in zip(outs, logits, strict=True)]
+    error = max(abs(value - wanted[token].item()) for found, wanted in pairs for token, value in found[0].items())
     assert error <= atol
     return error
 
@@ -156,24 +156,22 @@ def test_the_reference_is_generate(default: LLM, reference: Reference) -> None:
 
 def test_log_probabilities_are_those_of_transformers(default: LLM, reference: Reference) -> None:
     """Of the 20 likeliest first tokens of each prompt."""
-    for prompt in reference.prompts.values():
-        check_logprobs(default, prompt, reference.logits(prompt, [0])[0], 1e-3)
+    check_logprobs(default, [(prompt, reference.logits(prompt, [0])[0]) for prompt in reference.prompts.values()], 1e-3)
 
 
 def test_bfloat16(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     """How many tokens are the same is printed; the log probabilities stay within a bound of those in float32."""
-    asked = list(reference.prompts.values())
+    asked = [prompt for prompt in reference.prompts.values() if len(prompt) < 400]  # longer ones take minutes on some CPUs
     with LLM(str(FOLDER), dtype="bfloat16") as llm:
         outs = llm.generate(asked, GREEDY, use_tqdm=False)
-        errors = [check_logprobs(llm, prompt, reference.logits(prompt, [0])[0], BF16_BOUND) for prompt in asked]
+        worst = check_logprobs(llm, [(prompt, reference.logits(prompt, [0])[0]) for prompt in asked], BF16_BOUND)
     same = total = 0
     for out in outs:
         likeliest = reference.logits(out.prompt_token_ids, out.token_ids).argmax(-1).tolist()
         same += sum(a == b for a, b in zip(likeliest, out.token_ids, strict=True))
         total += len(out.token_ids)
     with capsys.disabled():
-        share, worst = same / total, max(errors)
-        print(f"\nbfloat16: {share:.1%} of {total} tokens are float32's choice; log probabilities within {worst:.2f}")
+        print(f"\nbfloat16: {same / total:.1%} of {total} tokens are float32's choice; log probabilities within {worst:.2f}")
     assert same / total > 0.9
 
 
