@@ -123,7 +123,7 @@ class Config:
         self.max_model_len = asked
 
     def _note_fields(self) -> None:
-        """The options beside those of `Config` are fields of this object, not of its class."""
+        """Options beside those of `Config` are fields of this object, not of the class."""
         own = {f.name: f for f in self.offers.knobs()}
         vars(self).update(__dataclass_fields__=Config.__dataclass_fields__ | own)
 

@@ -345,7 +345,7 @@ def check_template_options(options: Any) -> None:
     good = isinstance(options, dict) and all(isinstance(n, str) for n in options)
     wrong = f"chat_template_kwargs={options!r} must "
     require(good, f"{wrong}be a dict of names and values: {{'enable_thinking': False}}")
-    ours = {"chat_template", "conversation", "messages", "return_dict", "return_tensors",
-            "self", "tokenize", "tokenizer_kwargs"}
+    ours = {"chat_template", "conversation", "messages", "return_dict", "self"}
+    ours |= {"return_tensors", "tokenize", "tokenizer_kwargs"}
     bad = sorted(ours & options.keys())
     require(not bad, f"{wrong}not have {bad}: leave it out")

@@ -296,7 +296,7 @@ class EngineCoreClient(BaseScheduler):
             engine.check_alive()
 
     def check_open(self) -> None:
-        """ValueError if it is closed: then its process has not failed, it was told to end."""
+        """ValueError if it is closed: its process was told to end, it has not failed."""
         require(self.end.alive, CLOSED)
 
     def wait(self) -> None:
