@@ -26,18 +26,19 @@ __all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_e
 def choose_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler) for this device; ValueError where they cannot run."""
     from atom_mini.model_runner import plain_ops
-    from atom_mini.sampler import Sampler, sample
+    from atom_mini.sampler import Sampler
 
     on_gpu = device.type == "cuda"
     if (config.attention or ("triton" if on_gpu else "torch")) == "torch":
         return plain_ops(config, device, dtype)
     check_triton(on_gpu)
+    from atom_mini.sampling_kernels import sample
     from atom_mini.triton_ops import TritonOps
 
     spec = config.spec
     heads = spec.num_attention_heads
     ops = TritonOps(device, heads, spec.num_key_value_heads, spec.head_dim, dtype)
-    return ops, Sampler(config.pick("sample", sample))
+    return ops, Sampler(sample)
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
 def check_triton(on_gpu: bool) -> None:

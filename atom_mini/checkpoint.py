@@ -14,7 +14,7 @@ from typing import Any
 
 # %% auto #0
 __all__ = ['WANTED', 'COPIED', 'NAMES', 'FAMILIES', 'SAMPLING', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec',
-           'find', 'read_rope', 'read_spec', 'check_supported', 'read_dense', 'find_family', 'check_rope', 'read_model',
+           'find', 'read_rope', 'read_spec', 'check_supported', 'read_dense', 'find_family', 'read_model',
            'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
@@ -185,20 +185,11 @@ def find_family(
     require(names[0] in families, f"{folder} holds {names[0]}: supported are {known}")
     return families[names[0]]
 
-# %% ../nbs/01a_checkpoint.ipynb #4249cade
-def check_rope(spec: ModelSpec) -> ModelSpec:
-    """`spec` itself; ValueError if anything changes its rotation's frequencies."""
-    kind = spec.rope["rope_type"]
-    require(kind == "default", f"rope type {kind!r} is not supported: default is")
-    return spec
-
 # %% ../nbs/01a_checkpoint.ipynb #6eac53bc
-def read_model(
-    folder: Path, choose: Any = find_family, scale: Any = check_rope
-) -> ModelSpec:
+def read_model(folder: Path, choose: Any = find_family) -> ModelSpec:
     """The spec of the checkpoint in `folder`; ValueError if it is none, or unknown.
 
-    `choose` finds its reader, `scale` sets or refuses what changes its rotation.
+    `choose` finds its reader.
     """
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
@@ -211,7 +202,7 @@ def read_model(
     except Exception as error:  # contradicts itself; transformers has many names for it
         why = " ".join(str(error).split())
         raise ValueError(f"{file} is refused by transformers: {why}") from None
-    return scale(read(cfg, raw))
+    return read(cfg, raw)
 
 # %% ../nbs/01a_checkpoint.ipynb #38bf8d2c
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}

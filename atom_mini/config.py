@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
-    check_rope, find, find_family, read_defaults, read_model, require, resolve_model,
+    find, find_family, read_defaults, read_model, require, resolve_model,
 )  # fmt: skip
+from .rope_scaling import scale_rope
 
 # %% auto #0
 __all__ = ['SamplingParams', 'Config', 'Offers', 'NOT_HERE', 'Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST',
@@ -108,12 +109,13 @@ class Config:
         return find(self.offers.pick(self, role), default)
 
     def _read_checkpoint(self, model: str) -> None:
+        from atom_mini.file_checks import check_files  # which imports this module
+
         self.folder = resolve_model(model)
-        if check := self.pick("check_files", None):
-            check(self.folder)
+        check_files(self.folder)
         self.dtype = None if self.dtype == "auto" else self.dtype
         choose = self.pick("find_family", find_family)
-        self.spec = read_model(self.folder, choose, self.pick("scale_rope", check_rope))
+        self.spec = scale_rope(read_model(self.folder, choose))
         ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
         longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest

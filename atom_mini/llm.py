@@ -26,7 +26,8 @@ from .text import RequestOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'as_list', 'as_outputs', 'check_template_options']
+__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'as_list', 'as_outputs', 'check_template_options',
+           'unwrap', 'read_prompts', 'part_text', 'content_text', 'read_messages']
 
 # %% ../nbs/09c_llm.ipynb #80c4fab6
 def plain_engine(config: Config) -> EngineCore:
@@ -114,7 +115,7 @@ class LLM:
     def _prepare(self, prompts: Prompts, params: Params) -> list[Request]:
         """Check everything, queue nothing."""
         self._require_open()
-        many = self.config.pick("read_prompts", as_list)(prompts)
+        many = read_prompts(prompts)
         wishes: Any = params
         if not isinstance(params, list | tuple):
             wishes = [SamplingParams() if params is None else params] * len(many)
@@ -261,10 +262,9 @@ class LLM:
         own = {} if chat_template_kwargs is None else chat_template_kwargs
         check_template_options(own)
         options = {"add_generation_prompt": add_generation_prompt} | own
-        read = self.config.pick("read_messages", list)
         with self._lock:
             apply = self.tokenizer.apply_chat_template
-            text = apply(read(messages), tokenize=False, **options)
+            text = apply(read_messages(messages), tokenize=False, **options)
             return self.processor.encode(text, add_special_tokens=False)
 
     def chat(
@@ -349,3 +349,50 @@ def check_template_options(options: Any) -> None:
     ours |= {"return_tensors", "tokenize", "tokenizer_kwargs"}
     bad = sorted(ours & options.keys())
     require(not bad, f"{wrong}not have {bad}: leave it out")
+
+# %% ../nbs/28_prompts.ipynb #d550139b
+def unwrap(prompt: Any) -> Any:
+    """A prompt without its wrapping: what an array (NumPy, torch) or a dict holds."""
+    if isinstance(prompt, dict):
+        known = [*prompt] in (["prompt"], ["prompt_token_ids"])
+        names = "'prompt' or 'prompt_token_ids'"
+        require(known, f"a prompt with {[*prompt]}: it has {names}, and nothing else")
+        (prompt,) = prompt.values()
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+
+# %% ../nbs/28_prompts.ipynb #30d5625a
+def read_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, wrapped or not: a list of texts and of lists of ids."""
+    inner = unwrap(prompts)
+    are_many = isinstance(inner, list | tuple)
+    return as_list([*map(unwrap, inner)] if are_many else inner)
+
+# %% ../nbs/28_prompts.ipynb #af23daa3
+def part_text(part: Any) -> str:
+    """The text of one part of a message. ValueError for any other kind of part, and for
+    a part whose text is not a string."""
+    kind = part.get("type") if isinstance(part, dict) else part
+    good, what = kind == "text", "a part of a chat message"
+    require(good, f"{what} must be a dict of type 'text', not {kind!r}")
+    text = part.get("text")
+    require(isinstance(text, str), f"text={text!r} in {what} must be a string")
+    return text
+
+# %% ../nbs/28_prompts.ipynb #83fb3a68
+def content_text(message: dict[str, Any]) -> str:
+    """What a message says: its string, or the texts of its parts joined. ValueError for
+    anything else."""
+    kind = type(message).__name__
+    require(isinstance(message, dict), f"a chat message is a dict, not {kind}")
+    content: Any = message.get("content")
+    if isinstance(content, str):
+        return content
+    what = f"content={content!r} of a chat message must be a text or a list of parts"
+    require(isinstance(content, list | tuple), what)
+    return "".join(map(part_text, content))
+
+# %% ../nbs/28_prompts.ipynb #5e1fab78
+def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a conversation, each with a text for its content."""
+    texts = [*map(content_text, messages)]
+    return [m | {"content": text} for m, text in zip(messages, texts, strict=True)]

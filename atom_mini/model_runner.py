@@ -17,6 +17,7 @@ from torch import Tensor
 from .attention import Attention, AttentionMetaData, set_forward_context
 from .checkpoint import require
 from .config import Config, SamplingParams
+from .extras import Extras
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, free_host_bytes, kvcache_block_bytes
 from .models import TorchOps
@@ -50,7 +51,6 @@ class ModelRunner:
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
-    extras: Any = None  # changes logits and reports on tokens, where somebody asks
 
     def _choose_dtype(self) -> torch.dtype:
         stored = None if self.device.type == "cpu" else self.config.spec.dtype
@@ -107,8 +107,7 @@ class ModelRunner:
         self, batch: ScheduledBatch, logits: Tensor
     ) -> Tensor:
         """A token for each row of `logits` [R, vocabulary]: [R] int64, on the device."""
-        if self.extras:
-            logits = self.extras.adjust(batch, logits, self.upload)
+        logits = self.extras.adjust(batch, logits, self.upload)
         params = [*compress(batch.sampling_params, batch.is_sampled)]
         lens = batch.context_lens[batch.is_sampled]
         meta = SamplingMetaData.pack(params, lens, logits.shape[-1], self.upload)
@@ -133,7 +132,7 @@ class ModelRunner:
         """For the scheduler: `token_ids` [R], sampled from `logits` [R, vocabulary]."""
         ids = compress(batch.req_ids, batch.is_sampled)
         tokens: dict[int, tuple[int, ...]] = dict(zip(ids, zip(token_ids), strict=True))
-        told = self.extras.report(batch, logits, token_ids) if self.extras else {}
+        told = self.extras.report(batch, logits, token_ids)
         return ScheduledBatchOutput(tokens, told)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -195,8 +194,7 @@ class ModelRunner:
         self.device = choose_device(config.device)
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
-        make = config.pick("make_extras", None)
-        self.extras = make and make(config.eos_token_ids)
+        self.extras = Extras(config.eos_token_ids)
         spec = config.spec
         folder = config.folder
         longest = config.max_model_len

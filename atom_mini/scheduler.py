@@ -136,10 +136,6 @@ class BaseScheduler:
     def check(self, seq: Sequence) -> None:
         """ValueError if `seq` cannot be added."""
         self.check_prompt(seq.num_prompt_tokens)
-        wish = seq.sampling_params
-        asks = wish.is_penalised or wish.logprobs is not None
-        missing = "penalties, min_tokens and logprobs need atom_mini.refinements.extras"
-        require(not asks or self.config.pick("make_extras", None) is not None, missing)
         require(seq.id not in self.seqs, f"id {seq.id} is in the engine: take another")
 
     def add(self, seq: Sequence) -> None:

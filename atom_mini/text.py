@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from io import StringIO
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .sequence import Sequence
 
 # %% auto #0
 __all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'RequestOutput', 'TextPiece', 'load_tokenizer',
-           'InputOutputProcessor', 'Request']
+           'InputOutputProcessor', 'Request', 'byte_tokens', 'ByteDetokenizer', 'make_detokenizer']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
 def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
@@ -222,7 +223,6 @@ class InputOutputProcessor:
         self.config = config
         self.tokenizer = tokenizer
         self.random = random.Random(seed)  # seeds of requests that bring none
-        self.make = config.pick("make_detokenizer", IncrementalDetokenizer)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a prompt; ValueError if it is no Unicode text."""
@@ -260,7 +260,7 @@ class InputOutputProcessor:
         self, params: SamplingParams
     ) -> IncrementalDetokenizer:
         """What makes text of the tokens of a request with `params`."""
-        reader = self.make(self.tokenizer, tuple(params.stop))
+        reader = make_detokenizer(self.tokenizer, tuple(params.stop))
         reader.min_tokens = params.min_tokens
         return reader
 
@@ -343,3 +343,45 @@ def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
     if reason.startswith("error: "):
         return "error", reason
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason
+
+# %% ../nbs/25_byte_tokens.ipynb #b7698ec1
+@lru_cache(maxsize=8)
+def byte_tokens(tokenizer: Any) -> frozenset[int]:
+    """The ids of `<0x00>` to `<0xFF>`, if it has bytes for letters that it lacks."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids: Any = getattr(tokenizer, "convert_tokens_to_ids", lambda names: [None])(names)
+    known = None not in ids and tokenizer.convert_ids_to_tokens(ids) == names
+    return frozenset(ids if known and decode(tokenizer, ids[-1:]) == "\ufffd" else [])
+
+# %% ../nbs/25_byte_tokens.ipynb #9bbc5a0b
+class ByteDetokenizer(IncrementalDetokenizer):
+    """For a tokenizer with byte tokens. Runs of them are shown when they have ended."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+        super().__init__(tokenizer, stop)
+        self.bytes = byte_tokens(tokenizer)
+
+    def _is_open(self, window: tuple[int, ...]) -> bool:
+        """Whether one broken byte more would change what `window` says."""
+        broken = self.tokenizer.convert_tokens_to_ids("<0xFF>")
+        said = decode(self.tokenizer, window)
+        return decode(self.tokenizer, (*window, broken)) != said + "\ufffd"
+
+    def _moved(self, progress: Progress, news: str) -> Progress:
+        """As ever, but an open run stays held."""
+        window = progress.context + progress.held
+        if not self.bytes.isdisjoint(progress.held) and self._is_open(window):
+            return progress
+        return super()._moved(progress, news)
+
+    def _news(self, progress: Progress) -> str:
+        """As ever, but nothing within a run that no stop string can end."""
+        if progress.held[-1] in self.bytes and not self.stop:
+            return ""
+        return super()._news(progress)
+
+# %% ../nbs/25_byte_tokens.ipynb #42994b2b
+def make_detokenizer(tokenizer: Any, stop: tuple[str, ...]) -> IncrementalDetokenizer:
+    """The detokenizer that this tokenizer needs."""
+    kind = ByteDetokenizer if byte_tokens(tokenizer) else IncrementalDetokenizer
+    return kind(tokenizer, stop)

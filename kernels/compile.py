@@ -37,11 +37,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from atom_mini import sampling_kernels
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families import grouped, window_kernel
 from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.instruments import launches as table
-from atom_mini.refinements import sampling_kernels
 from atom_mini.triton_attention import AttentionPlan
 from atom_mini.triton_ops import TritonOps
 

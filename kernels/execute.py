@@ -37,7 +37,7 @@ import pytest  # noqa: E402
 import test_kernels as kernels  # noqa: E402
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES  # noqa: E402
 from atom_mini.instruments import launches as table  # noqa: E402
-from atom_mini.refinements import sampling_kernels  # noqa: E402
+from atom_mini import sampling_kernels  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}  # twice what was seen

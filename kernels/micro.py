@@ -22,7 +22,7 @@ from atom_mini.families.grouped import Stack, grouped_experts
 from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.instruments import launches
 from atom_mini.models import TorchOps
-from atom_mini.refinements.sampling_kernels import sample
+from atom_mini.sampling_kernels import sample
 from atom_mini.triton_attention import PagedAttention
 from atom_mini.triton_ops import TritonOps
 

@@ -52,17 +52,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with Part I's modules and chapters, and nothing else of the project."""
+    """A folder with the engine's modules and Part I's chapters, without the package's folders of later parts."""
     import book  # not above: it needs notebook tools, which a machine with a GPU may lack
 
     root, home = Path(__file__).resolve().parent.parent, tmp_path_factory.mktemp("alone")
     shutil.copytree(root / "atom_mini" / "tiny", home / "atom_mini" / "tiny")
-    shutil.copy(root / "atom_mini" / "__init__.py", home / "atom_mini")
+    for module in (root / "atom_mini").glob("*.py"):
+        shutil.copy(module, home / "atom_mini")
     shutil.copytree(root / "nbs", home / "nbs", ignore=shutil.ignore_patterns("*.ipynb", "__pycache__"))
     for path in filter(book.is_part_one, book.notebooks([])):
         shutil.copy(path, home / "nbs")
-        if module := book.module_of(path):
-            shutil.copy(root / "atom_mini" / f"{module}.py", home / "atom_mini")
     for name in ("settings.ini", "pyproject.toml"):
         shutil.copy(root / name, home)
     return home

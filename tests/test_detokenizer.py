@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 import atom_mini
 from atom_mini import LLM, SamplingParams
-from atom_mini.refinements.byte_tokens import byte_tokens, make_detokenizer
 from atom_mini.serving.protocol import named, token_bytes
-from atom_mini.text import IncrementalDetokenizer
+from atom_mini.text import IncrementalDetokenizer, byte_tokens, make_detokenizer
 
 TINY = Path(atom_mini.__file__).parent / "tiny"
 LETTERS = "aé€𝄞 \n.漢"  # characters of 1 to 4 bytes
@@ -335,12 +334,12 @@ def said(detokenizer: IncrementalDetokenizer) -> tuple[Any, ...]:
 
 
 def interrupted(action: Any, line: int) -> bool:
-    """Run `action`, with a KeyboardInterrupt before its `line`-th line in the text's rooms; whether it came so far."""
+    """Run `action`, with a KeyboardInterrupt before its `line`-th line in the text's module; whether it came so far."""
     lines = itertools.count()
-    files = {sys.modules[f"atom_mini.{name}"].__file__ for name in ("text", "refinements.byte_tokens")}
+    file = sys.modules["atom_mini.text"].__file__
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in files:
+        if frame.f_code.co_filename != file:
             return None
         if event == "line" and next(lines) == line:
             raise KeyboardInterrupt

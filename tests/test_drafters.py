@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.block_manager import BlockManager
+from atom_mini.extras import Extras
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
-from atom_mini.refinements.extras import Extras
 from atom_mini.sampler import on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType

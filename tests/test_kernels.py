@@ -19,10 +19,9 @@ pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py h
 
 from show import reference_attention
 
-from atom_mini import sampler, triton_attention
+from atom_mini import sampler, sampling_kernels, triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.models import TorchOps
-from atom_mini.refinements import sampling_kernels
 from atom_mini.sampler import draw
 from atom_mini.triton_attention import FEW_TOKENS, MAX_ITEMS, AttentionPlan, plan_attention
 from atom_mini.triton_ops import TritonOps

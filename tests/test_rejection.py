@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from atom_mini.config import SamplingParams
-from atom_mini.refinements.extras import penalise
+from atom_mini.extras import penalise
 from atom_mini.sampler import NEUTRAL, Sampler, SamplingMetaData, draw, soften
 from atom_mini.speculation import rejection
 from atom_mini.speculation.rejection import RejectionSampler, draft_tokens, final_probs, numbers

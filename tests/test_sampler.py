@@ -17,12 +17,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from atom_mini.config import Config, SamplingParams
-from atom_mini.refinements import parts
-from atom_mini.refinements.extras import Extras, gather_logprobs, penalise
+from atom_mini.config import SamplingParams
+from atom_mini.extras import Extras, gather_logprobs, penalise
 from atom_mini.sampler import Sampler, SamplingMetaData, draw, keep_mask, on_cpu, uniforms
-from atom_mini.scheduler import ScheduledBatch, Scheduler
-from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import SequenceType
 
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 LAST = 1 - 2**-24  # the largest number that `uniforms` gives
@@ -377,15 +376,3 @@ def test_places_are_counted_among_the_rows_that_sample_and_the_newest_is_filled_
     ((token, value),) = Extras().report(batch, logits, [1])[8][0].items()
     assert token == 1 and abs(value - logits.log_softmax(-1)[0, 1].item()) < 1e-6  # the model's own
     assert [*Extras().report(batch, logits, [1])] == [8]
-
-
-@pytest.mark.parametrize("wish", [{"repetition_penalty": 1.1}, {"logprobs": 0}], ids=str)
-def test_without_the_part_such_requests_are_refused(wish: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = Scheduler(Config(num_kvcache_blocks=8))
-    seq = Sequence([5], 16, SamplingParams(**wish))
-    scheduler.check(seq)
-    monkeypatch.setattr(parts.Refinements, "make_extras", None)
-    with pytest.raises(ValueError, match="penalties, min_tokens and logprobs need"):
-        scheduler.add(seq)
-    assert not scheduler.waiting and not scheduler.seqs
-    scheduler.add(Sequence([5], 16, SamplingParams(repetition_penalty=1.0)))  # it asks for nothing

@@ -40,21 +40,14 @@ class Variant:
     make_runner: Role = None  # config -> runner
     make_ops: Role = None  # config, device, dtype -> operations, sampler
     make_torch_ops: Role = None  # -> operations
-    sample: Role = None  # logits, temperature, u -> tokens, with Triton's operations
     make_scheduler: Role = None  # config -> scheduler
     make_index: Role = None  # blocks, block size -> prefix index
-    make_detokenizer: Role = None  # tokenizer, stop strings -> detokenizer
-    read_prompts: Role = None  # one prompt or several -> a list of them
-    read_messages: Role = None  # a conversation -> messages whose contents are texts
     watch: Role = None  # an LLM that is new: what measures it
-    make_extras: Role = None  # -> what a request may ask for beside a token
     make_upload: Role = None  # device -> what brings arrays there
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per token
     make_loop: Role = None  # core, sockets -> what runs in another process
     find_family: Role = None  # folder, its config.json -> what reads the spec
-    check_files: Role = None  # folder: refuse files that say the impossible
-    scale_rope: Role = None  # spec -> spec with what changes the rotation
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -151,16 +144,9 @@ PARTS = {
 # %% ../../nbs/20_parts.ipynb #c1fbcec4
 @dataclass
 class Refinements(Variant):
-    """Those that are always there, each imported when a room asks for it."""
+    """What is always there, imported when a runner asks for it."""
 
-    check_files = "refinements.file_checks:check_files"
-    make_detokenizer = "refinements.byte_tokens:make_detokenizer"
-    make_extras = "refinements.extras:Extras"
     make_torch_ops = "refinements.cpu_decode:CpuOps"
-    read_messages = "refinements.prompts:read_messages"
-    read_prompts = "refinements.prompts:read_prompts"
-    sample = "refinements.sampling_kernels:sample"
-    scale_rope = "refinements.rope_scaling:scale_rope"
 
 # %% ../../nbs/20_parts.ipynb #3862dd42
 def check_roles(config: Config, offers: Variants) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec, check_rope, find, read_dense
+from ..checkpoint import ModelSpec, find, read_dense
 from ..checkpoint import read_json, read_spec, require, resolve_model
 from ..config import Config, SamplingParams
 from ..loading import Readers, checkpoint_files, load_model, read_tensor
@@ -23,6 +23,7 @@ from ..loading import weight_targets
 from ..model_runner import ModelRunner
 from ..models import CausalLM, DecoderLayer, Linear, RMSNorm
 from ..models import RotaryEmbedding, TorchOps
+from ..rope_scaling import scale_rope
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from .drafters import ModelDrafter, extend
@@ -152,7 +153,7 @@ def read_head_json(folder: Path) -> dict[str, Any]:
 
 # %% ../../nbs/53_eagle.ipynb #3b269e83
 def read_head_spec(
-    folder: Path, target: ModelSpec, scale: Any = check_rope
+    folder: Path, target: ModelSpec
 ) -> HeadSpec:
     """The spec of a head; ValueError unless it fits the model of the spec `target`."""
     from transformers import AutoConfig
@@ -167,7 +168,7 @@ def read_head_spec(
         "taps": tuple(find_taps(raw, target.num_hidden_layers)),
         "has_embedding": "embed_tokens.weight" in checkpoint_files(folder),
     }
-    spec = scale(read_spec(cfg, HeadSpec, **own))
+    spec = scale_rope(read_spec(cfg, HeadSpec, **own))
     fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
     for name, right in fits.items():
         what = f"{folder}: {name} of the head is {getattr(spec, name)}, it must be "
@@ -312,8 +313,7 @@ class EagleDrafter(HeadDrafter):
     def source(cls, config: Config) -> tuple[Path, Any]:
         wanted, beside = config.speculative_config.model, config.folder
         folder = resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
-        scale = config.pick("scale_rope", check_rope)
-        return folder, read_head_spec(folder, config.spec, scale)
+        return folder, read_head_spec(folder, config.spec)
 
     def load(self, config: Config, target: Any) -> Eagle3Head:
         embed, longest = target.model.embed_tokens, config.max_model_len or 0
