@@ -56,8 +56,8 @@ class LLM:
         self, model: str | Path, *, seed: int | None = None, **options: Any
     ) -> None:
         require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
-        good = seed is None or is_whole(seed)
-        require(good, f"seed={seed!r} must be None or a whole number")
+        good = seed is None or (is_whole(seed) and seed >= 0)
+        require(good, f"seed={seed!r} must be None or a whole number from 0")
         self.config = Config(model, **options)
         self.tokenizer = load_tokenizer(self.config)
         make = self.config.pick("make_engine", plain_engine)

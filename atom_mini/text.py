@@ -235,6 +235,17 @@ class InputOutputProcessor:
         limit = f"the vocabulary of {size} tokens"
         require(not bad, f"token id {bad} in {name} is outside {limit}")
 
+    def _check_least(self, params: SamplingParams) -> None:
+        """ValueError if no request can have `min_tokens` tokens."""
+        least, longest = params.min_tokens, self.config.max_model_len
+        wrong = f"min_tokens={least} is over max_model_len={longest}: lower it"
+        require(least <= (longest or least), wrong)
+        ends = {*params.stop_token_ids}
+        ends |= set() if params.ignore_eos else {*self.config.eos_token_ids}
+        may_go_on = least == 0 or not ends.issuperset(range(self.config.spec.vocab_size))
+        wrong = f"min_tokens={least} with all {len(ends)} tokens as ends leaves none to "
+        require(may_go_on, f"{wrong}generate: leave some out of stop_token_ids")
+
     def _check(self, prompt: Any, params: Any) -> None:
         """ValueError unless this is a prompt, with parameters that it can have."""
         kind = type(params).__name__
@@ -247,6 +258,7 @@ class InputOutputProcessor:
         for stop in params.stop:
             stop.encode()  # as in a prompt
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_least(params)
 
     def _settle(self, params: SamplingParams) -> SamplingParams:
         """`params` with nothing left open."""
