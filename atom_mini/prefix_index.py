@@ -92,7 +92,7 @@ class PrefixIndex:
     def publish(self) -> None:
         """The step has run: what it computed may be found."""
         for hash, block_id in self.pending.items():
-            if hash in self.hash_to_block_id:  # something else, to which nothing leads
+            if hash in self.hash_to_block_id:  # an orphan (below) or a collision
                 self.forget(self.blocks[self.hash_to_block_id[hash]])
             self.blocks[block_id].hash = hash
         self.hash_to_block_id.update(self.pending)
