@@ -196,7 +196,7 @@ class Offers:
 Config.offers = Offers()
 
 # %% ../nbs/06g_refused.ipynb #bcca9563
-NOT_HERE = {  # options and sampling parameters of vLLM's: why not, or what instead
+NOT_HERE = {  # names that vLLM's users try: the reason, or what to use
     "allowed_token_ids": "every token may be sampled; check the answer yourself",
     "async_scheduling": "it is called overlap here",
     "bad_words": "every token may be sampled; penalties make repeated ones rarer",
@@ -244,8 +244,8 @@ NOT_HERE = {  # options and sampling parameters of vLLM's: why not, or what inst
 
 # %% ../nbs/06g_refused.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
-    """Refuse an option that `kind` does not have: say why, if it is one of vLLM's, or
-    name the nearest that it has."""
+    """Refuse an option that `kind` does not have, with the reason in `NOT_HERE`, or
+    else the nearest name."""
     for name in [n for n in options if n not in known]:
         longer = [k for k in known if k.endswith(f"_{name}")]
         near = longer or difflib.get_close_matches(name, known, n=1)

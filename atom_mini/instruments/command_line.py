@@ -270,8 +270,8 @@ EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 
 
 
 def prompts_of(typed: list[str]) -> list[str]:
-    """The prompts that were typed. For "-", or if there are none and standard input is
-    no terminal, its lines. If these are none, too, examples."""
+    """The prompts that were typed; for "-", the lines of standard input. If none were
+    typed, the lines of a pipe, or else `EXAMPLES`."""
     if typed not in ([], ["-"]):
         return typed
     lines: list[str] = []
@@ -382,8 +382,8 @@ def answer(
     llm: LLM, messages: Chat, params: SamplingParams,
     outs: list[RequestOutput] | None = None,
 ) -> dict[str, str]:
-    """The next message, printed as it comes, and in `outs` what it took. Ctrl-C ends
-    it, and what came is kept."""
+    """The next message, printed as it comes. Ctrl-C ends it, and the text so far is
+    kept. The output of a finished answer is appended to `outs`."""
     pieces, text = llm.stream(llm.format_chat(messages), params), ""
     try:
         for piece in pieces:
