@@ -198,15 +198,25 @@ class Offers:
 Config.offers = Offers()
 
 # %% ../nbs/06g_refused.ipynb #bcca9563
-NOT_HERE = {  # options and sampling parameters of vLLM's: why not, or what instead
+NOT_HERE = {  # names that vLLM's users try: the reason, or what to use
     "allowed_token_ids": "every token may be sampled; check the answer yourself",
+    "async_scheduling": "it is called overlap here",
     "bad_words": "every token may be sampled; penalties make repeated ones rarer",
     "best_of": "answers are not ranked; set n, ask for logprobs, and choose yourself",
+    "compilation_config": "torch compiles nothing here; enforce_eager=True: no graphs",
     "cpu_offload_gb": "weights stay on the device; take a smaller model",
     "detokenize": "text is always made; out.token_ids has the tokens",
+    "disable_log_stats": "no statistics are logged; llm.metrics has them",
+    "distributed_executor_backend": "ranks are processes; set tensor_parallel_size",
     "download_dir": "the hub's cache is used; set HF_HOME",
     "enable_lora": "adapters are not applied; merge them into the checkpoint first",
+    "generation_config": "the checkpoint's always holds; SamplingParams override it",
+    "guided_choice": "no grammar guides the tokens; ask in the prompt, then check",
     "guided_decoding": "no grammar guides the tokens; ask in the prompt, then check",
+    "guided_grammar": "no grammar guides the tokens; ask in the prompt, then check",
+    "guided_json": "no grammar guides the tokens; ask in the prompt, then check",
+    "guided_regex": "no grammar guides the tokens; ask in the prompt, then check",
+    "hf_overrides": "config.json holds as it is; change it in a copy of the folder",
     "include_stop_str_in_output": "a text ends before its stop string; append it",
     "kv_cache_dtype": "the cache has the model's type; set dtype, which sets both",
     "length_penalty": "it belongs to beam search, which is not here; set n",
@@ -217,14 +227,18 @@ NOT_HERE = {  # options and sampling parameters of vLLM's: why not, or what inst
     "max_loras": "adapters are not applied; merge them into the checkpoint first",
     "max_new_tokens": "it is called max_tokens here",
     "num_gpu_blocks_override": "it is called num_kvcache_blocks here",
+    "num_scheduler_steps": "each step is planned anew; overlap hides the planning",
     "pipeline_parallel_size": "no model is cut between two layers; use one device",
     "prompt_logprobs": "a prompt's logits are not computed; logprobs has the answer's",
     "quantization": "the checkpoint's own config says how its weights are stored",
     "revision": "the newest is fetched; download another one, and give its folder",
     "skip_special_tokens": "a text never has them; out.token_ids has",
+    "skip_tokenizer_init": "the tokenizer is always loaded; prompts may be token ids",
+    "spaces_between_special_tokens": "a text never has them; out.token_ids has",
     "structured_outputs": "no grammar guides the tokens; ask in the prompt, then check",
     "swap_space": "blocks are never swapped; what is preempted is computed again",
     "tokenizer": "the checkpoint's own is used; put another into its folder",
+    "tokenizer_mode": "AutoTokenizer chooses the kind; leave it out",
     "truncate_prompt_tokens": "prompts stay whole; cut the token ids yourself",
     "trust_remote_code": "code of a checkpoint is never run; leave it out",
     "use_beam_search": "it is not here; set n, ask for logprobs, and choose",
@@ -232,8 +246,8 @@ NOT_HERE = {  # options and sampling parameters of vLLM's: why not, or what inst
 
 # %% ../nbs/06g_refused.ipynb #dd6226ff
 def check_options(kind: str, options: dict[str, Any], known: list[str]) -> None:
-    """Refuse an option that `kind` does not have: say why, if it is one of vLLM's, or
-    name the nearest that it has."""
+    """Refuse an option that `kind` does not have, with the reason in `NOT_HERE`, or
+    else the nearest name."""
     for name in [n for n in options if n not in known]:
         longer = [k for k in known if k.endswith(f"_{name}")]
         near = longer or difflib.get_close_matches(name, known, n=1)
@@ -307,7 +321,8 @@ WISHES: list[Rule] = [
     ("repetition_penalty", lambda v: is_number(v) and v >= LEAST, FROM_LEAST),
     ("max_tokens", lambda v: v is None or is_count(v), "None or a whole number from 1"),
     ("logprobs", lambda v: is_whole(v) and 0 <= v <= 20, "a whole number from 0 to 20"),
-    ("seed", lambda v: isinstance(v, int) and not is_bool(v), "a whole number"),
+    ("seed", lambda v: isinstance(v, int) and not is_bool(v) and v >= 0,
+     "a whole number from 0"),
     ("ignore_eos", is_bool, "True or False"),
     ("presence_penalty frequency_penalty",
      lambda v: is_number(v) and -2 <= v <= 2, "a number from -2 to 2"),

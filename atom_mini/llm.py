@@ -47,7 +47,7 @@ class LLM:
     Threads may share it. One at a time is in the engine or the tokenizer, and the
     requests of all are computed in one batch: every step, whoever runs it, serves all.
     `close` by one thread ends the others' requests with "abort". A stream is for one
-    thread at a time. Other processes, forks of this one too, make an LLM of their own.
+    thread at a time. Another process, even a fork, must make its own LLM.
     """
 
     metrics: Any = None  # what records each step
@@ -57,8 +57,8 @@ class LLM:
         self, model: str | Path, *, seed: int | None = None, **options: Any
     ) -> None:
         require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
-        good = seed is None or is_whole(seed)
-        require(good, f"seed={seed!r} must be None or a whole number")
+        good = seed is None or (is_whole(seed) and seed >= 0)
+        require(good, f"seed={seed!r} must be None or a whole number from 0")
         self.config = Config(model, **options)
         self.tokenizer = load_tokenizer(self.config)
         make = self.config.pick("make_engine", plain_engine)
@@ -190,8 +190,8 @@ class LLM:
         self, prompts: Prompts, sampling_params: Params = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts (text or token ids), in their order. With `n` above 1 the
-        first answer to a prompt has the others in `outputs`.
+        """Complete all prompts (text or token ids), in their order. With `n` above 1,
+        each result is a prompt's first answer, and its `outputs` are all of them.
 
         `use_tqdm=None`: a bar if this is a terminal.
         """
@@ -331,7 +331,7 @@ PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
 
 # %% ../nbs/09c_llm.ipynb #a38b744a
 def as_outputs(outs: list[RequestOutput]) -> list[RequestOutput]:
-    """One result of each prompt, whose answers stand side by side in `outs`."""
+    """One result per prompt; in `outs` the answers to a prompt follow each other."""
     bounds = [*(i for i, out in enumerate(outs) if out.index == 0), len(outs)]
     return [replace(outs[i], others=outs[i + 1 : end]) if end > i + 1 else outs[i]
             for i, end in pairwise(bounds)]
@@ -341,7 +341,7 @@ Chat = list[dict[str, Any]]  # {"role", "content"}
 
 # %% ../nbs/09c_llm.ipynb #7eaf8f9e
 def check_template_options(options: Any) -> None:
-    """ValueError for what a template must not be told, such as another template."""
+    """Raise ValueError for options that are not for the template to read."""
     good = isinstance(options, dict) and all(isinstance(n, str) for n in options)
     wrong = f"chat_template_kwargs={options!r} must "
     require(good, f"{wrong}be a dict of names and values: {{'enable_thinking': False}}")

@@ -25,7 +25,7 @@ def kvcache_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) ->
 
 # %% ../nbs/08a_memory.ipynb #bfcdea34
 CGROUP = Path("/sys/fs/cgroup")
-# limit, usage, and the cache in that usage which would be given back; versions 2 and 1
+# Versions 2 and 1: the files of limit and usage, and the reclaimable cache's statistic
 CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -33,7 +33,7 @@ CGROUP_FILES = (
 
 
 def group_free_bytes(folder: Path) -> int | None:
-    """What one control group leaves free; None if it sets no limit."""
+    """Bytes that one control group leaves free; None if it sets no limit."""
     for limit, usage, cache in CGROUP_FILES:
         if not (folder / limit).exists() or (folder / limit).read_text() == "max\n":
             continue
@@ -48,7 +48,7 @@ def group_free_bytes(folder: Path) -> int | None:
 def cgroup_free_bytes(
     root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """The least that this process's control groups leave free; None without a limit."""
+    """Bytes that this process's control groups leave free; None without a limit."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     folders = {root, root / "memory"}
     for _, kinds, path in (line.split(":", 2) for line in lines):
@@ -64,7 +64,7 @@ CPU_KVCACHE_BYTES = 4 * 2**30
 
 
 def free_host_bytes() -> int:
-    """Memory that this machine could give away now, within the limit of a container."""
+    """Bytes that this process could still allocate, within its container's limit."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     if os.path.exists("/proc/meminfo"):  # Linux: with what the page cache would return
         with open("/proc/meminfo") as lines:

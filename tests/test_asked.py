@@ -41,6 +41,13 @@ def test_names_of_vllm_are_refused_with_a_reason(name: str) -> None:
         assert "did you mean" not in str(caught.value) and NOT_HERE[name] in str(caught.value)
 
 
+def test_common_names_of_vllm_are_in_the_table() -> None:
+    engine = "generation_config compilation_config num_scheduler_steps tokenizer_mode distributed_executor_backend"
+    engine += " disable_log_stats hf_overrides async_scheduling skip_tokenizer_init"
+    request = "guided_json guided_regex guided_choice guided_grammar spaces_between_special_tokens"
+    assert {*engine.split(), *request.split()} <= {*NOT_HERE} and [*NOT_HERE] == sorted(NOT_HERE)
+
+
 @cache
 def reference() -> Any:
     from transformers import AutoModelForCausalLM
@@ -115,6 +122,23 @@ def test_a_least_length_over_the_longest_is_refused() -> None:
     with pytest.raises(ValueError, match="min_tokens=9 is over max_tokens=8: lower it"):
         SamplingParams(max_tokens=8, min_tokens=9)
     assert SamplingParams(max_tokens=None, min_tokens=9).min_tokens == 9
+    with LLM("tiny", **OPTIONS, max_model_len=100) as llm:
+        with pytest.raises(ValueError, match="min_tokens=101 is over max_model_len=100: lower it"):
+            llm.generate([5], SamplingParams(max_tokens=None, min_tokens=101))
+        with pytest.raises(ValueError, match="min_tokens=101 is over max_model_len=100: lower it"):
+            llm.generate([5], SamplingParams(max_tokens=200, min_tokens=101))
+        assert not llm.engine_core.scheduler.seqs
+
+
+def test_a_least_length_that_leaves_no_token_is_refused(llm: LLM) -> None:
+    """Before it ends, none of the tokens that end an answer may come; if these are all, it is no fault of the weights."""
+    others = [i for i in range(llm.config.spec.vocab_size) if i not in llm.config.eos_token_ids]
+    wish = replace(GREEDY, min_tokens=2, max_tokens=3, stop_token_ids=others, ignore_eos=False)
+    with pytest.raises(ValueError, match="min_tokens=2 with all 958 tokens as ends leaves none to generate: leave some out"):
+        llm.generate(PROMPT, wish)
+    assert not llm.engine_core.scheduler.seqs
+    for allowed in (replace(wish, ignore_eos=True), replace(wish, min_tokens=0), replace(wish, stop_token_ids=others[1:])):
+        assert llm.generate(PROMPT, allowed, use_tqdm=False)[0].finish_reason != "error"
 
 
 WILD = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -158,8 +182,11 @@ def test_an_engine_with_a_seed_repeats_itself() -> None:
     first, again, other, free = texts(seed=0), texts(seed=0), texts(seed=1), texts()
     assert first == again and len({*first[:2], *other[:2], *free[:2]}) == 6
     assert first[2] == other[2] == free[2]
-    with pytest.raises(ValueError, match="seed='a' must be None or a whole number"):
-        LLM("tiny", seed="a", device="cpu")  # type: ignore[arg-type]
+    for bad in ("a", -3, 1.0, True):  # random.Random(-3) would draw what 3 draws
+        with pytest.raises(ValueError, match=f"seed={bad!r} must be None or a whole number from 0"):
+            LLM("tiny", seed=bad, device="cpu")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"seed={bad!r} must be a whole number from 0"):
+            SamplingParams(seed=bad)  # type: ignore[arg-type]
 
 
 def test_small_conveniences(llm: LLM) -> None:

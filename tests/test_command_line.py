@@ -30,6 +30,7 @@ from atom_mini.instruments.command_line import (
     HELP,
     SPINS,
     answer,
+    figures,
     given,
     help_of,
     knobs,
@@ -131,8 +132,10 @@ def test_prompts_from_stdin(capsys: Capture, monkeypatch: Patch) -> None:
     assert [out["prompt"] for out in run_json(capsys, "--max-tokens", "2", *CPU)] == ["Once upon"]
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon\n"))
     assert [out["prompt"] for out in run_json(capsys, "Hi", "--max-tokens", "2", *CPU)] == ["Hi"]
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert len(run_json(capsys, "--max-tokens", "2", *CPU)) == len(EXAMPLES)
+    for nothing in (io.StringIO(""), None):  # None: a process that was started without one (`<&-`)
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert len(run_json(capsys, "--max-tokens", "2", *CPU)) == len(EXAMPLES)
+        assert run_json(capsys, "-", *CPU) == []
 
 
 def test_examples(capsys: Capture) -> None:
@@ -140,11 +143,16 @@ def test_examples(capsys: Capture) -> None:
     assert "Once upon a time" in capsys.readouterr().out
 
 
+def options_of(command: str) -> dict[str, Any]:
+    """The fields that are options of a command; of two of one name the last."""
+    return {f.name: f for kind in COMMANDS[command].options for f in knobs(find(kind))}
+
+
 def test_options_are_the_dataclasses() -> None:
     """Each field is an option, of its type; what is not typed is left to the dataclass."""
     for command in COMMANDS:
         parser, files = make_parser(command), ["a", "b"] if command == "batch" else []
-        for f in [f for kind in COMMANDS[command].options for f in knobs(find(kind))]:
+        for f in options_of(command).values():
             if f.name != "model":
                 flag, kind = f.name.replace("_", "-"), str(f.type)
                 words = [f"--no-{flag}"] if "bool" in kind else [f"--{flag}", "3"]
@@ -155,6 +163,19 @@ def test_options_are_the_dataclasses() -> None:
     assert given(parse(["generate"]), SamplingParams) == {} and parse(["info"]).params == SamplingParams()
     assert given(parse(["bench"]), Config) == {"model": "tiny", "trace": False}
     assert parse(["chat"]).params == SamplingParams(max_tokens=512)  # an answer may be longer than a completion
+
+
+def test_all_answers_are_counted(capsys: Capture, llm: LLM) -> None:
+    """With several answers to a prompt, each has its line, and the means are those of all."""
+    params = SamplingParams(n=3, max_tokens=4, ignore_eos=True)
+    (out,) = llm.generate("Once upon", params, use_tqdm=False)
+    mean = 1e3 * sum(one.ttft for one in out.outputs) / 3
+    assert figures(llm, [out])["mean_ttft_ms"] == pytest.approx(mean)
+    assert main(["Once upon", "12 + 7 =", "--n", "2", "--max-tokens", "3", *CPU]) == 0
+    *_, one, two, three, four, means = capsys.readouterr().err.splitlines()
+    assert [line[:2] for line in (one, two, three, four)] == ["1:", "2:", "3:", "4:"] and means.startswith("prefill")
+    report = run_json(capsys, "bench", "--num-requests", "3", "--input-len", "8", "--max-tokens", "5", "--n", "2", *CPU)
+    assert report["requests"] == 6 and report["num_decode_tokens"] == 6 * 4
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.json"])
@@ -397,6 +418,10 @@ def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> 
         (["--max-num-seqs", "0"], False, "max_num_seqs=0"),
         (["--scheduler", "fifo"], False, "scheduler='fifo'"),
         (["--seed", "x"], True, "--seed: invalid int value: 'x'"),
+        (["--seed", "-3"], False, "seed=-3 must be a whole number from 0"),
+        (["chat", "--n", "2"], False, "n=2 with chat"),
+        (["--model", "tiny", "info"], False, "put the command first: atom-mini info --model tiny"),
+        (["--no-trace", "info", "tiny"], False, "put the command first: atom-mini info --no-trace tiny"),
         (["--temprature", "1"], True, "--temprature"),
         (["chat", "--json"], True, "--json"),
         (["bench", "--input-len", "a"], True, "--input-len"),
@@ -447,7 +472,7 @@ def test_help(command: str, capsys: Capture, monkeypatch: Patch) -> None:
     assert all(len(line) <= 80 for line in shown.splitlines()) and "SUPPRESS" not in shown
     text = " ".join(shown.split())
     for kind in map(find, COMMANDS[command].options if command else ()):
-        for f in knobs(kind):
+        for f in [f for f in knobs(kind) if f is options_of(command)[f.name]]:
             group, line = help_of(kind, f.name)
             assert line and len(line) <= 60 and f"{group}:" in shown and line in text, f"{f.name} has no line in HELP"
     if command:
@@ -456,6 +481,16 @@ def test_help(command: str, capsys: Capture, monkeypatch: Patch) -> None:
             assert f"generated at most (default: {512 if command == 'chat' else 64})" in text
     else:
         assert all(name in shown for name in [*COMMANDS, "--version"])
+
+
+def test_an_option_that_another_replaces_is_gone_whole(capsys: Capture) -> None:
+    """`--trace` of `capacity` is the load's; nothing is left of the engine's switch."""
+    for words in (["capacity", "--help"], ["capacity", "--no-trace"]):
+        with pytest.raises(SystemExit):
+            main(words)
+    shown = capsys.readouterr()
+    assert "--trace STR" in shown.out and "--no-trace" not in shown.out
+    assert "unrecognized arguments: --no-trace" in shown.err
 
 
 def test_help_is_about_options_that_exist() -> None:
@@ -483,6 +518,8 @@ def test_an_unknown_command_is_no_prompt(arguments: list[str], words: str, capsy
 def test_options_are_not_abbreviated(capsys: Capture) -> None:
     """`--num` could mean several options; what is nearly right is suggested."""
     cases = {"--num": "unrecognized arguments: --num", "--temprature": "(did you mean --temperature?)"}
+    cases |= {"--jsn": "(did you mean --json?)", "--chta": "(did you mean --chat?)", "--debgu": "(did you mean --debug?)"}
+    cases |= {"--no-ignore-oes": "(did you mean --no-ignore-eos?)"}
     for option, said in cases.items():
         with pytest.raises(SystemExit, match="2"):
             main(["Hi", option, "2"])

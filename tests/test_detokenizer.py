@@ -546,6 +546,18 @@ def test_bytes_in_log_probabilities() -> None:
     assert rows[1][2]["bytes"] == [0xC3] and rows[1][2]["token"] == "\ufffd"
 
 
+def test_bytes_of_added_tokens() -> None:
+    """In a byte-level vocabulary their names are text, not letters for bytes; elsewhere the decoder reads them."""
+    level, llama = fast("byte level"), fast("llama, added tokens")
+    for tokenizer in (level, llama):
+        tokenizer.add_tokens(["<｜begin▁of▁sentence｜>", "café", "▁▁"])
+        wanted = ["<｜begin▁of▁sentence｜>", "café", "▁▁"]
+        wanted = wanted if tokenizer is level else [name.replace("▁", " ") for name in wanted]
+        names = tokenizer.convert_tokens_to_ids(["<｜begin▁of▁sentence｜>", "café", "▁▁"])
+        assert [token_bytes(tokenizer, i).decode() for i in names] == wanted
+    assert llama.decode(names) == "".join(wanted)
+
+
 def test_bytes_of_tokens_that_are_no_text() -> None:
     llama = fast("llama, added tokens")
     wanted = {"<0xE2>": b"\xe2", "▁the": b" the", "é": "é".encode(), "</s>": b"</s>", "<think>": b"<think>"}

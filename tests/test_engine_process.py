@@ -177,7 +177,7 @@ def finish(core: EngineCoreClient, *seqs: Sequence) -> None:
 WISHES = [
     SamplingParams(max_tokens=24),
     SamplingParams(max_tokens=20, temperature=0.9, seed=5, top_p=0.9),
-    SamplingParams(max_tokens=20, temperature=1.1, seed=-(2**70), logprobs=3, repetition_penalty=1.2),
+    SamplingParams(max_tokens=20, temperature=1.1, seed=2**70 + 3, logprobs=3, repetition_penalty=1.2),
     SamplingParams(max_tokens=30, stop=["the", "."], logprobs=2),
     SamplingParams(max_tokens=16, ignore_eos=True, min_p=0.1, temperature=0.7, seed=2),
     SamplingParams(max_tokens=12, stop_token_ids=[19, 27]),

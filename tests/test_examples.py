@@ -120,6 +120,34 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
         figures.collect(tmp_path, RECORDED)
 
 
+def test_the_real_models_figures_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small record by hand: the rows that it has change, with the stamp of their own table, and nothing else does."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    figures = importlib.import_module("figures")
+
+    def work(**engines: tuple[float, float, float | None]) -> dict[str, Any]:
+        keys = "tokens_per_second", "ratio_to_generate", "share_of_bandwidth"
+        return {"engines": {name.replace("_", " "): dict(zip(keys, found, strict=True)) for name, found in engines.items()}}
+
+    one = work(transformers_generate=(9.96, 1.0, 0.304), ours=(31.4, 3.15, 0.66), peer=(52.5, 5.27, None))
+    eight = work(transformers_generate=(44.0, 1.0, 0.2), ours=(41.2, 0.936, 0.1))
+    machine = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 1, "instructions": "beads", "python": "3.14.1",
+               "torch": "9.9", "transformers": "8.8"}  # fmt: skip
+    record = {"machine": machine, "1 request": one, "8 requests": eight, "other_load": 0.5}
+    (tmp_path / "real.json").write_text(json.dumps(record))
+    rows = {
+        "transformers `generate`": ["10.0", "1.0", "30 %", "44", "1.0"],
+        "ours": ["31", "3.1", "66 %", "41", "0.94"],
+        "peer": ["52", "5.3", "", "", ""],
+    }
+    tables = [{"other": ["1"]}, {}, {}, {}, {name: ["?"] for name in rows} | {"kept": ["5"]}]
+    found = figures.collect_real(tmp_path, {"stamp": "before", "real": "before", "tables": tables})
+    assert found["tables"] == [*tables[:4], rows | {"kept": ["5"]}] and found["stamp"] == "before"
+    assert found["real"].startswith("Measured on 2031-05-06 on 1 core of an Abacus (beads), Python 3.14, torch 9.9")
+    with pytest.raises(ValueError, match=r"README has no row .'peer'.: write it into index.ipynb"):
+        figures.collect_real(tmp_path, {"tables": [{}, {}, {}, {}, {name: [""] for name in rows if name != "peer"}]})
+
+
 @pytest.fixture
 def scorecard(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What makes README's table and figure of the recorded scores."""

@@ -100,6 +100,12 @@ def test_lines_fit_the_page(path: Path) -> None:
     assert [line for source in cells for line in source.split("\n") if len(line) > 88] == []
 
 
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
+def test_exported_cells_fit_on_a_screen(path: Path) -> None:
+    cells = [cell.source for cell in nbformat.read(path, 4).cells if "#| export" in cell.source]
+    assert max((source.count("\n") + 1 for source in cells), default=0) <= 55
+
+
 def test_one_palette() -> None:
     """The player and the figures paint the same thing in the same colour."""
     assert show.COLOURS.items() >= (COLOURS | VERDICTS).items()

@@ -181,7 +181,7 @@ def test_no_id_to_read(frame: bytes) -> None:
         decode(frame, ToEngine)
 
 
-@given(st.integers() | st.none(), st.integers(1, 10**6), st.none() | st.integers(0, 20))
+@given(st.integers(0) | st.none(), st.integers(1, 10**6), st.none() | st.integers(0, 20))
 def test_wishes_arrive(seed: int | None, max_tokens: int, logprobs: int | None) -> None:
     """All of them but the stop strings; of a seed the 64 bits that count."""
     asked = SamplingParams(seed=seed, max_tokens=max_tokens, logprobs=logprobs, stop=["x"], stop_token_ids=[1, 2], min_p=0.5)

@@ -203,7 +203,7 @@ WISHES = [
     replace(LONG, temperature=1.0, seed=4, min_p=0.02, repetition_penalty=1.3),
     replace(LONG, temperature=0.9, seed=2**70 + 5, top_k=30, top_p=0.9, min_p=0.01),
     replace(LONG, repetition_penalty=1.2),
-    replace(LONG, temperature=1.0, seed=-1),
+    replace(LONG, temperature=1.0, seed=2**64 - 1),
 ]
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": ROOMY,

@@ -30,10 +30,9 @@ TIE = 1e-3  # of two logits
 BF16_BOUND = 0.4  # of a log probability: bfloat16 has 8 bits, and there are 30 layers
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ENGINES: dict[str, dict[str, Any]] = {
-    "default": {},
+    "default": {},  # with the hash index
     "compiled=False": {"compiled": False},
     "no prefix cache": {"prefix_cache": "none"},
-    "hash": {"prefix_cache": "hash"},
     "radix": {"prefix_cache": "radix"},
     "chunks of 64": {"max_num_batched_tokens": 64},
     "a pool that preempts": {"num_kvcache_blocks": 640, "kv_cache_block_size": 2},

@@ -295,7 +295,7 @@ def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> Non
     ("path", "body", "param"),
     [
         (TEXT, X | {"tempreature": 1}, "tempreature"), (TEXT, X | {"tempreature": None}, "tempreature"), (TEXT, X | {"n": 0}, "n"),
-        (TEXT, X | {"temperature": -1}, "temperature"), (TEXT, X | {"seed": 0.5}, "seed"),
+        (TEXT, X | {"temperature": -1}, "temperature"), (TEXT, X | {"seed": 0.5}, "seed"), (TEXT, X | {"seed": -3}, "seed"),
         (TEXT, X | {"max_tokens": 0}, "max_tokens"), (TEXT, X | {"top_p": 2}, "top_p"),
         (TEXT, X | {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
@@ -360,6 +360,15 @@ def test_what_users_of_vllm_ask_for(served: Served) -> None:
 @pytest.mark.parametrize("name", ["guided_decoding", "logit_bias", "best_of", "skip_special_tokens"])
 def test_names_of_vllm_are_refused_with_the_engines_reason(served: Served, name: str) -> None:
     assert NOT_HERE[name] in complain(served.post(TEXT, X | {name: 5}), 400, name)
+
+
+def test_nothing_asked_for_by_vllms_names_is_served(served: Served) -> None:
+    """Clients send each field with null or with vLLM's default."""
+    nothing = dict.fromkeys(NOT_HERE) | {"guided_json": None, "skip_special_tokens": True, "include_stop_str_in_output": False}
+    nothing |= {"spaces_between_special_tokens": True, "detokenize": True, "length_penalty": 1.0, "bad_words": []}
+    assert served.post(TEXT, X | nothing | {"max_tokens": 1}).status_code == 200
+    for name in ("skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
+        assert NOT_HERE[name] in complain(served.post(TEXT, X | {name: False}), 400, name)
 
 
 def test_paths_methods_models_and_types(served: Served) -> None:

@@ -187,7 +187,7 @@ def test_with_the_rest(options: dict[str, Any], tmp_path: Path) -> None:
     """Drafts, another cache, another policy; sampled with filters and penalties; log probabilities."""
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=2, vocab_size=301)
     wish = [FEW, SamplingParams(max_tokens=9, temperature=0.9, seed=4, top_p=0.9, ignore_eos=True, logprobs=2),
-            SamplingParams(max_tokens=9, temperature=0.7, seed=-5, repetition_penalty=1.3, ignore_eos=True)]  # fmt: skip
+            SamplingParams(max_tokens=9, temperature=0.7, seed=2**64 - 5, repetition_penalty=1.3, ignore_eos=True)]  # fmt: skip
     assert_alike(likely(tmp_path, wish=wish, tensor_parallel_size=2, **options), likely(tmp_path, wish=wish, **options))
 
 
@@ -355,7 +355,7 @@ def test_a_tensor_of_another_size_is_refused(axis: str, by: int, tmp_path: Path)
 
 def test_a_step_crosses_whole() -> None:
     """Every field, with drafts and without; a frame that is none is a ValueError."""
-    wishes = [SamplingParams(temperature=0.5, seed=-3, top_k=4), SamplingParams(repetition_penalty=1.5, logprobs=2)]
+    wishes = [SamplingParams(temperature=0.5, seed=2**64 - 3, top_k=4), SamplingParams(repetition_penalty=1.5, logprobs=2)]
     batch = ScheduledBatch(
         SequenceType.DECODE, [7, 9], np.array([1, 5, 6, 2]), np.array([3, 1], np.int32), np.array([8, 30], np.int32),
         np.arange(16, dtype=np.int32).reshape(2, 8), np.array([True, True]), wishes, {1: [4, 2]}, [0, 3],

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shlex
 import sys
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -30,9 +31,10 @@ from ..text import RequestOutput
 
 # %% auto #0
 __all__ = ['HELP', 'SUMMARY', 'EXAMPLES', 'CHAT_HELP', 'SPINS', 'HERE', 'COMMANDS', 'ARGUMENTS', 'knobs', 'help_of', 'reading',
-           'add_fields', 'given', 'figures', 'took', 'print_report', 'save_trace', 'show_texts', 'prompts_of', 'run_generate',
-           'measure', 'run_bench', 'needs', 'describe', 'run_info', 'answer', 'respond', 'greeting', 'run_chat', 'spin_less',
-           'Command', 'make_parser', 'command_of', 'parse', 'function_of', 'main', 'are_hosts', 'Serve', 'Fleet', 'Batch']
+           'add_fields', 'given', 'answers_in', 'figures', 'took', 'print_report', 'save_trace', 'show_texts', 'prompts_of',
+           'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info', 'answer', 'respond', 'greeting', 'run_chat',
+           'spin_less', 'Command', 'make_parser', 'command_of', 'check_order', 'flags_of', 'parse', 'function_of', 'main',
+           'are_hosts', 'Serve', 'Fleet', 'Batch']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
 def knobs(cls: Any) -> list[Field[Any]]:
@@ -41,103 +43,118 @@ def knobs(cls: Any) -> list[Field[Any]]:
     return [f for f in [*fields(cls), *more] if f.init]
 
 # %% ../../nbs/31_command_line.ipynb #e83ae9fe
-HELP = {
-    "Sampling": {
-        "temperature": "0 takes the likeliest token; higher is more random",
-        "top_p": "sample from the likeliest tokens of this total probability",
-        "top_k": "sample from the K likeliest tokens; 0 or -1: from all",
-        "min_p": "drop tokens below this share of the likeliest one",
-        "repetition_penalty": "above 1: tokens that occurred become less likely",
-        "presence_penalty": "above 0: tokens of the answer become less likely",
-        "frequency_penalty": "the same, as often as they occurred",
-        "seed": "fixes the random numbers of each request",
-        "max_tokens": "tokens that are generated at most",
-        "min_tokens": "tokens before which nothing ends an answer",
-        "n": "answers to each prompt",
-        "stop": "end before this text; may be given several times",
-        "stop_token_ids": "end with this token; may be given several times",
-        "ignore_eos": "go on behind the model's end of a text",
-        "logprobs": "log probabilities of the K likeliest tokens (--json)",
-    },
-    "Model and memory": {
-        "model": "'tiny' (built in), a folder, or a hub id",
-        "device": "cuda, cuda:1, cpu; without it a GPU if there is one",
-        "dtype": "float32, bfloat16 or float16; float32 on a CPU",
-        "kv_cache_block_size": "tokens of a block of the KV cache",
-        "num_kvcache_blocks": "blocks in the pool; without it by the free memory",
-        "gpu_memory_utilization": "share of a GPU's memory that may be used",
-        "max_model_len": "tokens of a request, prompt and answer together",
-        "enable_prefix_caching": "keep blocks for prompts that begin alike",
-        "prefix_cache": "hash, radix or none: how such blocks are found",
-    },
-    "Steps": {
-        "max_num_seqs": "requests that are computed at once",
-        "max_num_batched_tokens": "tokens of a step",
-        "enable_chunked_prefill": "split prompts that do not fit in a step",
-        "interleave_decode": "alternate prefill and decode steps",
-        "scheduler_delay_factor": "let prompts wait for this share of a step",
-        "scheduler": "atom or spyre",
-        "chunk_size": "tokens of a prefill step (spyre)",
-        "max_batch_tkv_limit": "sequences x longest context (spyre)",
-        "interleave": "a decode between two chunks of a prompt (spyre)",
-        "speculative_config": "JSON: how tokens are drafted",
-        "trace": "record every step for a timeline",
-    },
-    "Speed": {
-        "attention": "triton or torch; triton on a GPU",
-        "enforce_eager": "no CUDA graphs",
-        "compiled": "decode on a CPU as one compiled function (Numba)",
-        "overlap": "plan a step while the one before it runs",
-    },
-    "Processes and devices": {
-        "engine_process": "run the engine in a process of its own",
-        "tensor_parallel_size": "devices that share each matrix",
-        "data_parallel_size": "engines that share the requests",
-        "routing": "load or prefix: how a request finds its engine",
-        "lockstep": "all engines take the same steps",
-        "enable_expert_parallel": "deal a model's experts out to the devices",
-        "ready_timeout": "seconds that a process has to load",
-        "ping_timeout": "seconds without a word until it counts as dead",
-        "collective_timeout": "seconds that ranks wait for each other",
-    },
-    "Server": {
-        "host": "address to listen at; 0.0.0.0: of every network",
-        "allowed_host": "name by which clients may call; may be given several times",
-        "port": "port to listen at; 0: any that is free",
-        "api_key": "key that clients must send",
-        "served_model_name": "name of the model for clients",
-        "max_body": "bytes of a request",
-        "max_prompts": "prompts of a request",
-        "max_choices": "answers to a prompt",
-        "max_queue": "answers under way; further ones are refused (429)",
-        "health_timeout": "seconds that the longest step may take",
-        "grace": "seconds that answers under way get at the end",
-    },
-    "Engines on Ray": {
-        "replicas": "engines, each with all its GPUs",
-        "max_replicas": "engines under load",
-        "max_ongoing": "answers under way in an engine; further ones wait",
-        "route": "prefix, session (x-session-id) or load",
-        "batch_size": "requests that an engine is given at once",
-        "cpus": "cores of an engine",
-        "address": "of a Ray that runs; without it one is started",
-    },
-    "Capacity": {
-        "gpu": "a device whose data sheet says what a step costs",
-        "recorded": "a trace as .json, which says what a step costs",
-        "Capacity.trace": "a published trace of traffic, or a CSV file",
-        "rate": "requests a second; 0: the file's own",
-        "ttft": "seconds to the first token that are allowed",
-        "tpot": "seconds per token that are allowed",
-        "Capacity.replicas": "engines; 0: find out",
-        "seconds": "length of the simulation",
-        "draws": "simulations, with other random numbers",
-        "sticky": "a session stays with its engine",
-        "price": "of an engine and hour",
-    },
+HELP: dict[str, dict[str, str]] = {}  # group -> option -> a line about it
+
+# %% ../../nbs/31_command_line.ipynb #657b8f81
+HELP["Sampling"] = {
+    "temperature": "0 takes the likeliest token; higher is more random",
+    "top_p": "sample from the likeliest tokens of this total probability",
+    "top_k": "sample from the K likeliest tokens; 0 or -1: from all",
+    "min_p": "drop tokens below this share of the likeliest one",
+    "repetition_penalty": "above 1: tokens that occurred become less likely",
+    "presence_penalty": "above 0: tokens of the answer become less likely",
+    "frequency_penalty": "the same, times how often each occurred",
+    "seed": "fixes the random numbers of each request",
+    "max_tokens": "tokens that are generated at most",
+    "min_tokens": "tokens that an answer has at least",
+    "n": "answers to each prompt",
+    "stop": "end before this text; may be given several times",
+    "stop_token_ids": "end with this token; may be given several times",
+    "ignore_eos": "do not stop at the end-of-text token",
+    "logprobs": "log probabilities of the K likeliest tokens (--json)",
 }
 
+# %% ../../nbs/31_command_line.ipynb #b3b6c1e9
+HELP["Model and memory"] = {
+    "model": "'tiny' (built in), a folder, or a hub id",
+    "device": "cuda, cuda:1, cpu; without it a GPU if there is one",
+    "dtype": "float32, bfloat16 or float16; float32 on a CPU",
+    "kv_cache_block_size": "tokens of a block of the KV cache",
+    "num_kvcache_blocks": "blocks in the pool; without it by the free memory",
+    "gpu_memory_utilization": "share of a GPU's memory that may be used",
+    "max_model_len": "tokens of a request, prompt and answer together",
+    "enable_prefix_caching": "keep blocks for prompts that begin alike",
+    "prefix_cache": "hash, radix or none: how such blocks are found",
+}
 
+# %% ../../nbs/31_command_line.ipynb #51cb99ea
+HELP["Steps"] = {
+    "max_num_seqs": "requests that are computed at once",
+    "max_num_batched_tokens": "tokens of a step",
+    "enable_chunked_prefill": "split prompts that do not fit in a step",
+    "interleave_decode": "alternate prefill and decode steps",
+    "scheduler_delay_factor": "let prompts wait for this share of a step",
+    "scheduler": "atom or spyre",
+    "chunk_size": "tokens of a prefill step (spyre)",
+    "max_batch_tkv_limit": "sequences x longest context (spyre)",
+    "interleave": "a decode between two chunks of a prompt (spyre)",
+    "speculative_config": "JSON: how tokens are drafted",
+    "trace": "record every step for a timeline",
+}
+
+# %% ../../nbs/31_command_line.ipynb #a85d0d3e
+HELP["Speed"] = {
+    "attention": "triton or torch; triton on a GPU",
+    "enforce_eager": "no CUDA graphs",
+    "compiled": "decode on a CPU as one compiled function (Numba)",
+    "overlap": "plan a step while the one before it runs",
+}
+
+# %% ../../nbs/31_command_line.ipynb #370cd28c
+HELP["Processes and devices"] = {
+    "engine_process": "run the engine in a process of its own",
+    "tensor_parallel_size": "devices that share each matrix",
+    "data_parallel_size": "engines that share the requests",
+    "routing": "load or prefix: how a request finds its engine",
+    "lockstep": "all engines take the same steps",
+    "enable_expert_parallel": "deal a model's experts out to the devices",
+    "ready_timeout": "seconds that a process has to load",
+    "ping_timeout": "seconds without a word until it counts as dead",
+    "collective_timeout": "seconds that ranks wait for each other",
+}
+
+# %% ../../nbs/31_command_line.ipynb #4630e3b3
+HELP["Server"] = {
+    "host": 'address to listen at; "0.0.0.0": every interface',
+    "allowed_host": "further host name that clients may use; may be repeated",
+    "port": "port to listen at; 0: any that is free",
+    "api_key": "key that clients must send",
+    "served_model_name": "name of the model for clients",
+    "max_body": "bytes of a request",
+    "max_prompts": "prompts of a request",
+    "max_choices": "answers to a prompt",
+    "max_queue": "answers under way; further ones are refused (429)",
+    "health_timeout": "seconds that the longest step may take",
+    "grace": "seconds that answers under way get at the end",
+}
+
+# %% ../../nbs/31_command_line.ipynb #5bbf4a77
+HELP["Engines on Ray"] = {
+    "replicas": "engines, each with all its GPUs",
+    "max_replicas": "engines under load",
+    "max_ongoing": "answers under way in an engine; further ones wait",
+    "route": "prefix, session (x-session-id) or load",
+    "batch_size": "requests that an engine is given at once",
+    "cpus": "cores of an engine",
+    "address": "of a Ray that runs; without it one is started",
+}
+
+# %% ../../nbs/31_command_line.ipynb #0af611f0
+HELP["Capacity"] = {
+    "gpu": "a device whose data sheet says what a step costs",
+    "recorded": "a trace as .json, which says what a step costs",
+    "Capacity.trace": "a published trace of traffic, or a CSV file",
+    "rate": "requests a second; 0: the file's own",
+    "ttft": "seconds to the first token that are allowed",
+    "tpot": "seconds per token that are allowed",
+    "Capacity.replicas": "engines; 0: find out",
+    "seconds": "length of the simulation",
+    "draws": "simulations, with other random numbers",
+    "sticky": "a session stays with its engine",
+    "price": "of one engine for an hour",
+}
+
+# %% ../../nbs/31_command_line.ipynb #2ab6bbc2
 def help_of(cls: Any, name: str) -> tuple[str, str]:
     """(group, line) of the option `name` of the dataclass `cls`."""
     for key in (f"{cls.__name__}.{name}", name):
@@ -156,10 +173,12 @@ def reading(f: Field[Any]) -> dict[str, Any]:
     return {"type": kind, "action": action, "metavar": kind.__name__.upper()}
 
 
-def add_fields(parser: argparse.ArgumentParser, cls: Any) -> None:
-    """An option for each knob of the dataclass `cls`, in groups."""
+def add_fields(
+    parser: argparse.ArgumentParser, cls: Any, others: set[str] | None = None
+) -> None:
+    """An option for each knob of the dataclass `cls` but the `others`, in groups."""
     groups: dict[str, Any] = {}
-    for f in knobs(cls):
+    for f in [f for f in knobs(cls) if f.name not in (others or ())]:
         title, line = help_of(cls, f.name)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -178,15 +197,21 @@ def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 # %% ../../nbs/31_command_line.ipynb #5d1e7a90
+def answers_in(outs: list[RequestOutput]) -> list[RequestOutput]:
+    """All answers in the results `outs`: with `n` above 1 a result has several."""
+    return [answer for out in outs for answer in out.outputs]
+
+
 def figures(llm: LLM, outs: list[RequestOutput]) -> dict[str, Any]:
     """What an engine has done, and how fast: counts, seconds, tokens per second; of
-    finished requests `outs` the mean TTFT and TPOT in milliseconds; of drafts the
-    tokens per step and sequence, the share that was kept in each place, and how many
+    all answers in `outs` the mean TTFT and TPOT in milliseconds; of drafts the tokens
+    per step and sequence, the share that was kept in each place, and how many
     steps kept 0, 1, 2 ... of them."""
     rates = ("prefill_tokens_per_second", "decode_tokens_per_second")
     report = asdict(llm.metrics) | {name: getattr(llm.metrics, name) for name in rates}
-    for name in ("ttft", "tpot") if outs else ():
-        report[f"mean_{name}_ms"] = 1e3 * fmean(out[name] for out in outs)
+    answers = answers_in(outs)
+    for name in ("ttft", "tpot") if answers else ():
+        report[f"mean_{name}_ms"] = 1e3 * fmean(out[name] for out in answers)
     if stats := getattr(llm.engine_core.scheduler, "spec_stats", None):
         kept = range(max(stats.histogram, default=-1) + 1)
         report["tokens_per_step"] = stats.tokens_per_step
@@ -201,7 +226,7 @@ SUMMARY += "TPOT {mean_tpot_ms:,.1f} ms"
 
 
 def took(number: int, out: RequestOutput) -> str:
-    """What one request took, as a line."""
+    """What one answer took, as a line."""
     count, cached = len(out.prompt_token_ids), out.num_cached_tokens
     prompt = f"{count} prompt tokens ({cached} cached)"
     times = f"TTFT {1e3 * out.ttft:,.1f} ms, TPOT {1e3 * out.tpot:,.1f} ms"
@@ -231,8 +256,7 @@ def show_texts(
     """Complete and print: one prompt piece by piece as it comes, several at the end."""
     if len(prompts) != 1 or params.n > 1:
         outs = llm.generate(prompts, params)
-        texts = (f"{out.prompt or ''}{one.text}" for out in outs for one in out.outputs)
-        print("\n\n".join(texts))
+        print("\n\n".join(f"{out.prompt or ''}{out.text}" for out in answers_in(outs)))
         return outs
     pieces = llm.stream(prompts, params)  # refuses a bad prompt before it is printed
     if isinstance(prompts[0], str):  # a question in a chat is ids, and only answered
@@ -246,12 +270,12 @@ EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 
 
 
 def prompts_of(typed: list[str]) -> list[str]:
-    """The prompts that were typed. For "-", or if there are none and standard input is
-    no terminal, its lines. If these are none, too, examples."""
+    """The prompts that were typed; for "-", the lines of standard input. If none were
+    typed, the lines of a pipe, or else `EXAMPLES`."""
     if typed not in ([], ["-"]):
         return typed
     lines: list[str] = []
-    if typed or not sys.stdin.isatty():
+    if sys.stdin and (typed or not sys.stdin.isatty()):  # None: there is none at all
         with suppress(OSError):  # closed, or not for us
             lines = [*filter(None, sys.stdin.read().splitlines())]
     return lines if typed else lines or EXAMPLES
@@ -270,7 +294,8 @@ def run_generate(args: argparse.Namespace) -> None:
         outs = complete(llm, prompts, args.params)
         if args.json:
             print(json.dumps([asdict(out) for out in outs]))
-        for number, out in enumerate(outs, 1) if len(outs) > 1 else ():
+        answers = answers_in(outs)
+        for number, out in enumerate(answers, 1) if len(answers) > 1 else ():
             print(took(number, out), file=sys.stderr)
         if outs:
             print(SUMMARY.format(**figures(llm, outs)), file=sys.stderr)
@@ -286,7 +311,8 @@ def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, A
     if hasattr(scheduler, "spec_stats"):
         scheduler.spec_stats = type(scheduler.spec_stats)()
     outs = llm.generate(prompts, params)
-    report = {"requests": len(outs), "seconds": max(out.latency for out in outs)}
+    answers = answers_in(outs)  # each is a request of the engine's
+    report = {"requests": len(answers), "seconds": max(a.latency for a in answers)}
     return report | figures(llm, outs)
 
 # %% ../../nbs/31_command_line.ipynb #2ce2a206
@@ -356,8 +382,8 @@ def answer(
     llm: LLM, messages: Chat, params: SamplingParams,
     outs: list[RequestOutput] | None = None,
 ) -> dict[str, str]:
-    """The next message, printed as it comes, and in `outs` what it took. Ctrl-C ends
-    it, and what came is kept."""
+    """The next message, printed as it comes. Ctrl-C ends it, and the text so far is
+    kept. The output of a finished answer is appended to `outs`."""
     pieces, text = llm.stream(llm.format_chat(messages), params), ""
     try:
         for piece in pieces:
@@ -411,6 +437,8 @@ def greeting(config: Config) -> str:
 
 def run_chat(args: argparse.Namespace, read: Any = input) -> None:
     """Talk to a model; /help lists what can be typed."""
+    n = args.params.n
+    require(n == 1, f"n={n} with chat: it goes on with one answer; leave out --n")
     messages: Chat = []
     outs: list[RequestOutput] = []
     with suppress(ImportError):  # Windows has none
@@ -488,15 +516,16 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name, help=about, description=about, allow_abbrev=False,
             usage=f"atom-mini {name} {words} [options]".replace("  ", " "),
-            conflict_handler="resolve",  # the last of two options of one name
         )  # fmt: skip
         sub.set_defaults(name=name, model="tiny", trace=name == "trace")
         if name == "chat":  # its answers may be longer
             sub.set_defaults(max_tokens=512)
         for argument in own:
             sub.add_argument(argument, **ARGUMENTS[argument])
-        for kind in command.options if name == chosen else ():
-            add_fields(sub, find(kind))
+        kinds = [*map(find, command.options)] if name == chosen else []
+        for i, kind in enumerate(kinds):  # of two options of one name, the last counts
+            later = {f.name for other in kinds[i + 1 :] for f in knobs(other)}
+            add_fields(sub, kind, later)
     return parser
 
 # %% ../../nbs/31_command_line.ipynb #61054cff
@@ -512,7 +541,27 @@ def command_of(arguments: list[str]) -> str:
     require(re.fullmatch("[a-z][a-z_-]*", first) is None, wrong + first)
     return "generate"
 
+# %% ../../nbs/31_command_line.ipynb #1a06670e
+def check_order(arguments: list[str], prompts: list[str]) -> None:
+    """ValueError if options stand before a command, which is now among the prompts."""
+    late = [word for word in prompts if word in COMMANDS and arguments[0][:1] == "-"]
+    if late:
+        rest = [word for word in arguments if word != late[0]]
+        first = shlex.join(["atom-mini", late[0], *rest])
+        as_prompt = shlex.join(["atom-mini", "generate", *arguments])
+        wrong = f"options before {late[0]!r}: put the command first: {first}"
+        raise ValueError(f"{wrong} (as a prompt: {as_prompt})")
 
+
+def flags_of(name: str) -> list[str]:
+    """All options of the command `name`, as they are typed."""
+    flags = [word for word in COMMANDS[name].own.split() if word[0] == "-"]
+    for f in [f for kind in COMMANDS[name].options for f in knobs(find(kind))]:
+        starts = ("--", "--no-") if "bool" in str(f.type) else ("--",)
+        flags += [start + f.name.replace("_", "-") for start in starts]
+    return [*flags, "--debug", "--help"]
+
+# %% ../../nbs/31_command_line.ipynb #42444ba0
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command line says; no command means `generate`. ValueError for an
     unknown command, and as `SamplingParams` raises it."""
@@ -520,10 +569,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     words = arguments if name in arguments[:1] else [name, *arguments]
     parser = make_parser(name)
     args, unknown = parser.parse_known_args(words)
+    if words is not arguments:
+        check_order(arguments, args.prompts)
     if unknown:
-        kinds = map(find, COMMANDS[name].options)
-        known = [f"--{f.name.replace('_', '-')}" for kind in kinds for f in knobs(kind)]
-        found = get_close_matches(unknown[0], known, n=1)
+        found = get_close_matches(unknown[0], flags_of(name), n=1)
         hint = f" (did you mean {found[0]}?)" if found else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     args.params = SamplingParams(**given(args, SamplingParams))

@@ -23,7 +23,7 @@ from ..text import Request
 
 # %% auto #0
 __all__ = ['T', 'Texts', 'SILENT', 'ApiError', 'as_refusal', 'StreamOptions', 'Asked', 'CompletionRequest', 'Message',
-           'ChatCompletionRequest', 'read_request', 'byte_letters', 'token_bytes', 'named']
+           'ChatCompletionRequest', 'read_request', 'added_texts', 'byte_letters', 'token_bytes', 'named']
 
 # %% ../../nbs/81_protocol.ipynb #93d542f1
 @dataclass(eq=False)
@@ -205,12 +205,17 @@ SILENT: dict[str, list[Any]] = {  # field -> the values of it that ask for nothi
     "best_of": [1], "suffix": [""], "echo": [False], "store": [False], "metadata": [{}],
     "service_tier": ["auto"],
 }  # fmt: skip
+SILENT |= {  # vLLM's defaults, which its clients send
+    "bad_words": [[]], "detokenize": [True], "include_stop_str_in_output": [False],
+    "length_penalty": [1], "logits_processors": [[]], "skip_special_tokens": [True],
+    "spaces_between_special_tokens": [True], "use_beam_search": [False],
+}
 
 # %% ../../nbs/81_protocol.ipynb #2c1534a5
 def read_request(body: bytes, kind: type[T]) -> T:
     """The request in `body`; ValueError or RecursionError if it is none."""
     raw = msgspec.json.decode(body, type=dict[str, Any])
-    known = {*kind.__struct_fields__, *SILENT}
+    known = {*kind.__struct_fields__, *SILENT, *NOT_HERE}
     said = {n: v for n, v in raw.items() if v is not None or n not in known}
     for name in [n for n in said if n in SILENT or n in NOT_HERE]:
         value = said.pop(name)
@@ -220,6 +225,13 @@ def read_request(body: bytes, kind: type[T]) -> T:
     return msgspec.convert(said, kind)
 
 # %% ../../nbs/81_protocol.ipynb #d638ff63
+@lru_cache(maxsize=8)
+def added_texts(tokenizer: Any) -> dict[int, str]:
+    """The tokens that were added to a vocabulary, by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {id: token.content for id, token in added.items()}
+
+
 @lru_cache(maxsize=8)
 def byte_letters(tokenizer: Any) -> dict[str, int]:
     """The byte behind each letter of a byte-level vocabulary; empty for other kinds."""
@@ -235,6 +247,8 @@ def token_bytes(tokenizer: Any, id: int) -> bytes:
     """The bytes that token `id` stands for, which need not be whole characters."""
     token = tokenizer.convert_ids_to_tokens(id) or ""
     letters = byte_letters(tokenizer)
+    if letters and id in added_texts(tokenizer):
+        return token.encode()
     if letters.keys() >= set(token):
         return bytes(map(letters.__getitem__, token))
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):

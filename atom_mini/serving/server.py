@@ -496,7 +496,8 @@ def run_serve(args: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     print(f"{app.model} is served at http://{host}:{port}", flush=True)
     if host in ("0.0.0.0", "::") and not settings.allowed_host:
-        print("others need --allowed-host NAME, or \"*\" for any name", flush=True)
+        hint = 'for clients elsewhere, add --allowed-host NAME (or "*" for any name)'
+        print(hint, flush=True)
     try:
         Front(app).run([listener])
     finally:
