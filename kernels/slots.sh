@@ -22,7 +22,7 @@ log=$out/slot$slot.log summary=$out/slot$slot.txt failed=0
 : >"$log" && : >"$summary"
 export HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-# step SECONDS NAME COMMAND...: run it, at most so long (a tenth of that in a dry run is enough, but an interpreter is slow).
+# step SECONDS NAME COMMAND...: run it for at most SECONDS; add its output to the log and one line to the summary.
 step() {
     local limit=$1 name=$2 start=$SECONDS code=0
     shift 2

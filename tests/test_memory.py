@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from atom_mini.config import Config, SamplingParams
