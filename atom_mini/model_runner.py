@@ -147,14 +147,34 @@ class ModelRunner:
         table = np.arange(-(-n // self.config.kv_cache_block_size), dtype=np.int32)
         return made_up_batch(SequenceType.PREFILL, n, np.tile(table, (tokens // n, 1)))
 
+    def _sample_most(self) -> None:
+        """Sample as many rows as a step may have, each with every filter."""
+        rows = self.config.pick("max_rows", lambda config: config.max_num_seqs)(self.config)
+        batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
+        wish = SamplingParams(temperature=1, top_p=0.5, min_p=0.1)
+        shape = rows, self.config.spec.vocab_size
+        logits = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.sample(replace(batch, sampling_params=[wish] * rows), logits)
+
+    def _run_largest_steps(self) -> None:
+        """Run what needs most memory, to be measured: a prefill, then sampling."""
+        config = self.config
+        ops: Any = self.ops
+        ids, positions, meta, last = self.prepare_model(self._largest_batch())
+        if hasattr(meta.plan, "num_partials"):
+            sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+            meta.plan = replace(meta.plan, num_partials=ops.most_partials(*sizes))
+        self.run_model(ids, positions, meta, last)
+        self._sample_most()
+
     def _free_bytes(self) -> int:
-        """What the pool may take, measured on a GPU by the largest step."""
+        """What the pool may take, measured on a GPU by the largest steps."""
         if self.device.type == "cpu":
             return min(CPU_KVCACHE_BYTES, free_host_bytes() // 2)
         batch = self._largest_batch()
         self._set_kv_cache(int(batch.block_tables.max()) + 1)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.run_model(*self.prepare_model(batch))
+        self._run_largest_steps()
         torch.cuda.synchronize(self.device)
         self._set_kv_cache(0)
         torch.cuda.empty_cache()
@@ -184,8 +204,8 @@ class ModelRunner:
         require(
             1 <= blocks <= limit // needed,
             f"{free} bytes are free for the KV cache and {max(blocks, 1)} block(s) need "
-            f"{max(blocks, 1) * needed}: lower num_kvcache_blocks or kv_cache_block_size, "
-            "or raise gpu_memory_utilization",
+            f"{max(blocks, 1) * needed}: lower num_kvcache_blocks, kv_cache_block_size, "
+            "max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization",
         )
         return blocks
 

@@ -21,9 +21,9 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by NumPy, on the CPU
 
 # %% auto #0
-__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'MAX_ITEMS', 'FEW_TOKENS', 'ANYWHERE', 'cut_queries', 'part_size',
-           'most_parts', 'cut_keys', 'AttentionPlan', 'plan_attention', 'paged_attention_kernel', 'merge_kernel',
-           'Launch', 'launches', 'product_type', 'PagedAttention']
+__all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'MAX_ITEMS', 'MAX_PARTIALS', 'FEW_TOKENS', 'ANYWHERE', 'cut_queries',
+           'part_size', 'most_parts', 'cut_keys', 'AttentionPlan', 'plan_attention', 'paged_attention_kernel',
+           'merge_kernel', 'Launch', 'launches', 'product_type', 'PagedAttention']
 
 # %% ../nbs/10_triton_attention.ipynb #62e25316
 def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,19 +55,24 @@ def part_size(lens: np.ndarray, most: np.ndarray | int) -> np.ndarray:
 
 # %% ../nbs/10_triton_attention.ipynb #10a00002
 MAX_ITEMS = 64  # of a sequence, unless it has more tiles of queries
+MAX_PARTIALS = 512  # rows of partial results of a sequence
 
 
-def most_parts(num_tiles: np.ndarray) -> np.ndarray:
-    """Into how many parts the keys of sequences with `num_tiles` [B] tiles are cut, at
-    most: [B]."""
-    return np.clip(MAX_ITEMS // num_tiles, 1, MAX_SPLITS)
+def most_parts(
+    query_lens: np.ndarray, context_lens: np.ndarray, num_tiles: np.ndarray
+) -> np.ndarray:
+    """Into how many parts the keys of each sequence are cut, at most: [B]. Its
+    `query_lens` [B] new tokens, of `context_lens` [B], make `num_tiles` [B] tiles."""
+    rows = np.minimum(MAX_PARTIALS, context_lens) // query_lens  # for each new token
+    return np.clip(np.minimum(MAX_ITEMS // num_tiles, rows), 1, MAX_SPLITS)
 
 # %% ../nbs/10_triton_attention.ipynb #94cc93c0
-def cut_keys(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Items [n, 8] of `tiles`, the longest first, and merges [m, 4]: see below."""
+def cut_keys(tiles: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Items [n, 8] of `tiles`, the longest first, and merges [m, 4]: see below. `most`
+    [B]: into how many parts the keys of a sequence are cut at most."""
     row, tokens, position, seq = tiles.T
     end = position + tokens
-    size = part_size(end, most_parts(np.bincount(seq)[seq]))
+    size = part_size(end, most[seq])
     parts = -(-end // size)
     partials = np.where(parts > 1, parts * tokens, 0)
     partial = partials.cumsum() - partials  # the first one of each tile
@@ -115,7 +120,9 @@ def plan_attention(
     `tile_tokens` tokens in a small tile, in a large one."""
     is_large = query_lens > FEW_TOKENS
     sizes = np.where(is_large, tile_tokens[1], tile_tokens[0])
-    items, merges = cut_keys(cut_queries(query_lens, context_lens, sizes))
+    tiles = cut_queries(query_lens, context_lens, sizes)
+    most = most_parts(query_lens, context_lens, np.bincount(tiles[:, 3]))
+    items, merges = cut_keys(tiles, most)
     large = is_large[items[:, 3]]
     items = items[np.argsort(large, kind="stable")]
     num_large = int(large.sum())
@@ -376,6 +383,14 @@ class PagedAttention:
         cut = num_seqs if splits > 1 else 0
         size = 8 + 4 * cut + 8 * items + num_seqs * -(-longest // block_size)
         return AttentionPlan(np.zeros(size, np.int32), items, 0, cut, cut * splits)
+
+    def most_partials(
+        self, num_tokens: int, num_seqs: int, longest: int
+    ) -> int:
+        """The most rows of partial results that a step of up to `num_tokens` new tokens of
+        `num_seqs` sequences can write, whose contexts have up to `longest` tokens."""
+        parts = min(MAX_SPLITS, -(-longest // SPLIT_KEYS))
+        return min(MAX_PARTIALS * num_seqs, parts * num_tokens) if parts > 1 else 0
 
     def merge(
         self, plan: AttentionPlan, partial: Tensor, lse: Tensor, out: Tensor

@@ -7,8 +7,7 @@ are random, made on the device. Planned for under 6 minutes on an H200. `--dry-r
 CPU, in Triton's interpreter: its figures mean nothing.
 
 Run: `python kernels/bench.py [--only PART ...] [--nano-vllm CHECKOUT] [--sweep [--limit SECONDS]]`. A run of all parts is
-recorded in
-`kernels/results/`, under the device's name.
+recorded in `kernels/results/`, under the device's name.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ def main() -> int:
     gc.freeze()  # what was imported stays: each collection between two figures need not look through it
     run_parts(bench, parts, save)
     words = {None: "not measured", True: "reached", False: "MISSED"}
-    rows = [[name, a["value"], a["aim"], words[a["reached"]]] for name, a in bench.aims.items()]
-    show("Aims", ["", "figure", "aim", ""], rows)
+    rows = [[name, a["value"], a["aim"], a["moonshot"], words[a["reached"]]] for name, a in bench.aims.items()]
+    show("Aims", ["", "figure", "aim", "moonshot", ""], rows)
     print(f"\n{len(bench.failures)} failure(s){': ' * bool(bench.failures)}{'; '.join(bench.failures)}")
     return 1 if bench.failures else 0
 

@@ -47,9 +47,12 @@ MIXTURES = {"Qwen3-30B-A3B": ("qwen3_moe", QWEN3_30B_A3B)}
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TOY_MIXTURES = {"toy mixture": ("qwen3_moe", TOY["toy"][1] | EIGHT)}
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-# what Qwen3-0.6B at batch 1 and the others must reach; the rest of the table has no aim
-SINGLE_STREAM_AIM, ROOFLINE_AIM, PREFILL_AIM, HIDDEN_AIM, COMMON_AIM = 1000.0, 0.70, 0.55, 0.95, 23000.0
-MIXTURE_AIM = 0.55  # of the roofline
+# the least on an H200, and a moonshot; the rest of the table has no aim
+SINGLE_STREAM_AIM = 800.0, 1400.0  # tokens/s of Qwen3-0.6B at batch 1
+COMMON_AIM = 23000.0, 27000.0  # tokens/s of Qwen3-0.6B, beside nano-vLLM's 20,806
+PREFILL_AIM = 0.45, 0.55  # of the matrix rate
+HIDDEN_AIM = 0.95, 0.98  # of a step of 256 the device is busy
+ROOFLINE_AIM, MIXTURE_AIM = 0.70, 0.55  # of the roofline, without a moonshot
 
 
 def write_config(folder: Path, kind: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
@@ -293,9 +296,9 @@ def aims_of(bench: Bench, name: str, batch: int, is_main: bool, row: dict[str, A
         return ""
     if batch == 256:
         share = row.get("host_share")
-        return bench.aim(f"{name} batch 256, device busy", None if share is None else 1 - share, HIDDEN_AIM)
+        return bench.aim(f"{name} batch 256, device busy", None if share is None else 1 - share, *HIDDEN_AIM)
     if batch == 1 and name == "Qwen3-0.6B":
-        return bench.aim(f"{name} batch 1, tokens/s", row.get("tokens_per_second"), SINGLE_STREAM_AIM)
+        return bench.aim(f"{name} batch 1, tokens/s", row.get("tokens_per_second"), *SINGLE_STREAM_AIM)
     if batch == 1 and name in ("Llama-3.1-8B", "toy"):
         return bench.aim(f"{name} batch 1, of roofline", row.get("of_roofline"), ROOFLINE_AIM)
     return ""
@@ -320,7 +323,7 @@ def prefill_steps(
                 "TFLOP_per_second": rate / 1e12,
                 "of_matrix_rate": ratio(rate, bench.matrix_rate),
             }
-        note = bench.aim(f"{name} {label}, of matrix rate", row.get("of_matrix_rate"), PREFILL_AIM)
+        note = bench.aim(f"{name} {label}, of matrix rate", row.get("of_matrix_rate"), *PREFILL_AIM)
         rows.append([f"{name} {label}", row.get("ms"), row.get("TFLOP_per_second"), row.get("of_matrix_rate"), note])
 
 
@@ -392,7 +395,7 @@ def common(bench: Bench, results: dict[str, Any], overlap: bool = False) -> None
         "prefill_seconds": prefill, "decode_seconds": decode, "steps": num_steps,
     }  # fmt: skip
     label = f"common benchmark on an H200, overlap={overlap}, tokens/s"
-    note = bench.aim(label, results["tokens_per_second"], COMMON_AIM)
+    note = bench.aim(label, results["tokens_per_second"], *COMMON_AIM)
     kinds = ("tokens_per_second", "ideal_tokens_per_second", "of_ideal", "seconds", "prefill_seconds", "decode_seconds")
     head = ["", "tokens/s", "ideal", "of ideal", "s", "prefill s", "decode s", ""]
     title = f"Common benchmark: {len(trace.prompts)} requests, {trace.num_inputs} + {trace.num_outputs} tokens"
@@ -427,6 +430,6 @@ def overlap(bench: Bench, results: dict[str, Any]) -> None:
             if (busy := busy_seconds(bench, llm.step)) is not None:
                 row |= {"busy_ms": 1e3 * busy, "device_busy": 1e3 * busy / row["ms"]}
         label, share = f"{name}, {count} decodes, overlap={is_ahead}", row.get("device_busy")
-        note = bench.aim(f"{label}, device busy", share, HIDDEN_AIM) if is_ahead else ""
+        note = bench.aim(f"{label}, device busy", share, *HIDDEN_AIM) if is_ahead else ""
         rows.append([label, row.get("ms"), row.get("busy_ms"), share, note])
     show("Overlap: a whole step of the engine, scheduler and all", ["", "ms", "device busy ms", "share", ""], rows)

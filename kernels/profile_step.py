@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -53,8 +54,6 @@ def kernels_of(bench: Any, step: Callable[[], Any], number: int = 5) -> tuple[di
 
 def replay_seconds(bench: Any, step: Callable[[], Any], number: int = 20) -> float:
     """Seconds of a step on the device's own clock, the steps launched one behind another without a wait: the median."""
-    import statistics
-
     import torch
 
     if bench.dry:

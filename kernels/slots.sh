@@ -22,7 +22,7 @@ log=$out/slot$slot.log summary=$out/slot$slot.txt failed=0
 : >"$log" && : >"$summary"
 export HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-# step SECONDS NAME COMMAND...: run it, at most so long (a tenth of that in a dry run is enough, but an interpreter is slow).
+# step SECONDS NAME COMMAND...: run it for at most SECONDS; add its output to the log and one line to the summary.
 step() {
     local limit=$1 name=$2 start=$SECONDS code=0
     shift 2
@@ -54,7 +54,7 @@ case $slot in
     bench 60 limits --only limits
     step 120 profile "$python" kernels/profile_step.py $dry "$out"
     tests 150 "kernels and graphs" tests/test_kernels.py tests/test_grouped.py tests/test_latent_kernel.py tests/test_graphs.py
-    tests 200 "engine on a GPU" -m gpu -rs tests/test_gpu.py tests/test_parity.py tests/test_spyre.py tests/test_tensor_parallel.py
+    tests 230 "engine on a GPU" -m gpu -rs tests/test_gpu.py tests/test_gpu_right.py tests/test_parity.py tests/test_spyre.py tests/test_tensor_parallel.py
     ;;
 2)
     bench 180 common --only common overlap

@@ -36,6 +36,7 @@ class Bench:
     device: torch.device
     dry: bool
     bandwidth: float | None = None  # bytes per second, read and written, of a copy
+    read_bandwidth: float | None = None  # bytes per second of a pass that only reads
     matrix_rate: float | None = None  # FLOP per second of a large matrix product
     failures: list[str] = field(default_factory=list)
     aims: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -49,11 +50,12 @@ class Bench:
         """Normal numbers on the device, in the dtype under test."""
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_()
 
-    def aim(self, name: str, value: float | None, least: float) -> str:
-        """Note a figure that has an aim; the aim and whether it is reached, in words for a table."""
+    def aim(self, name: str, value: float | None, least: float, moonshot: float | None = None) -> str:
+        """Note a figure that has an aim; the aim and whether it is reached, in words for a table. A moonshot is told only."""
         reached = None if value is None or self.dry else value >= least
-        self.aims[name] = {"value": value, "aim": least, "reached": reached}
-        return f"aim {least:g}: " + {None: "not measured", True: "reached", False: "MISSED"}[reached]
+        self.aims[name] = {"value": value, "aim": least, "moonshot": moonshot, "reached": reached}
+        more = "" if moonshot is None else f" (moonshot {moonshot:g})"
+        return f"aim {least:g}{more}: " + {None: "not measured", True: "reached", False: "MISSED"}[reached]
 
     def fits(self, nbytes: float) -> bool:
         """Whether so many bytes can be allocated now, with some air."""

@@ -236,6 +236,7 @@ def test_an_error_becomes_a_line_and_the_aims_are_judged(engines: Any, monkeypat
     assert results == {"error": "RuntimeError: two lines"} and bench.failures == ["part"]
     assert [bench.aim("x", value, 0.5) for value in (0.5, 0.4, None)] == [
         "aim 0.5: reached", "aim 0.5: MISSED", "aim 0.5: not measured"]  # fmt: skip
+    assert bench.aim("y", 0.6, 0.5, 0.7) == "aim 0.5 (moonshot 0.7): reached" and bench.aims["y"]["moonshot"] == 0.7
 
 
 def test_overlapping_kernels_count_once(engines: Any) -> None:

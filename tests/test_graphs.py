@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from show import check_blocks
 
+from atom_mini import triton_attention
 from atom_mini.assemble import make_runner
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
@@ -31,10 +33,11 @@ from atom_mini.graphs import (
     graph_sizes,
     no_garbage_collection,
 )
-from atom_mini.model_runner import ModelRunner
+from atom_mini.model_runner import ModelRunner, made_up_batch
 from atom_mini.refinements.launcher import Launcher
 from atom_mini.refinements.overlap import OverlapCore
-from atom_mini.sequence import Sequence
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import SpecCore, Verifier
 
 ON_GPU = torch.cuda.is_available()
@@ -124,6 +127,58 @@ def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
     eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), wishes, max_tokens=9)
     assert replayed == eager
     assert all(counts[n] > 0 for n in (1, 2, 3)) and core.scheduler.num_preemptions > 0
+
+
+def ragged_decode(runner: ModelRunner, lens: list[int]) -> ScheduledBatch:
+    """One new token of each of `len(lens)` sequences, whose blocks lie scattered in the pool; greedy and random."""
+    rng, size = np.random.default_rng(len(lens)), runner.config.kv_cache_block_size
+    width = -(-max(lens) // size)
+    tables = rng.permutation(runner.config.num_kvcache_blocks or 0)[: len(lens) * width].reshape(len(lens), width)
+    batch = made_up_batch(SequenceType.DECODE, 1, tables.astype(np.int32))
+    params = [SamplingParams(temperature=i % 2, seed=i) for i in range(len(lens))]
+    ids = rng.integers(0, 90, len(lens))
+    return replace(batch, context_lens=np.array(lens, np.int32), scheduled_tokens=ids, sampling_params=params)
+
+
+def fill_pools(runners: list[ModelRunner], batch: ScheduledBatch) -> None:
+    """The same keys and values where `batch` has tokens, but the new one's; NaN everywhere else, in the spare block, too."""
+    size, shape = runners[0].config.kv_cache_block_size, runners[0].kv_cache.shape
+    values = torch.randn(shape[0], 2, shape[3], size, shape[5], generator=torch.Generator().manual_seed(0))
+    for runner in runners:
+        runner.kv_cache.fill_(torch.nan)
+        for table, length in zip(batch.block_tables, batch.context_lens.tolist(), strict=True):
+            for i, block in enumerate(table[: -(-length // size)].tolist()):
+                known = min(size, length - 1 - i * size)
+                runner.kv_cache[:, :, block, :, :known] = values[:, :, :, :known].to(DEVICE) * (1 + block % 7)
+
+
+def poison(runner: GraphRunner) -> None:
+    """NaN in all that a replay should write before it is read: logits, outputs, partial results."""
+    runner.logits.fill_(torch.nan)
+    for graph in runner.graphs.values():
+        hidden, tokens = graph.outputs
+        hidden.fill_(torch.nan)
+        tokens.fill_(-7)
+        for launch in getattr(graph, "launches", []):  # the recorder's; nobody can name those of a real graph
+            kernel, *arguments = launch.args
+            if getattr(getattr(kernel, "fn", None), "__name__", "") == "merge_kernel":
+                arguments[0].fill_(torch.nan)
+                arguments[1].fill_(torch.nan)
+
+
+def test_every_rung_equals_eager_on_ragged_contexts(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part and several, whole rungs and padded ones, over a pool of NaN, with NaN in all that a replay writes."""
+    monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 16)
+    runner, plain = GraphRunner(make_config(folder), record), plain_runner(folder)
+    for i, lens in enumerate(([33], [17, 16], [64, 1, 31], [48, 2])):
+        if i == 3:
+            del runner.graphs[2]  # now a padded rung
+        batch = ragged_decode(runner, lens)
+        fill_pools([runner, plain], batch)
+        with torch.inference_mode():
+            poison(runner)
+        (logits, tokens), (wanted, wanted_tokens) = (r.launch(batch) for r in (runner, plain))
+        assert torch.allclose(logits, wanted, atol=1e-4) and tokens.tolist() == wanted_tokens.tolist(), lens
 
 
 def test_replays_a_step_ahead(folder: Path, record: Any) -> None:

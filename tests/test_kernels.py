@@ -23,7 +23,7 @@ from atom_mini import sampler, sampling_kernels, triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.models import TorchOps
 from atom_mini.sampler import draw
-from atom_mini.triton_attention import FEW_TOKENS, MAX_ITEMS, AttentionPlan, plan_attention
+from atom_mini.triton_attention import FEW_TOKENS, MAX_ITEMS, MAX_PARTIALS, AttentionPlan, plan_attention
 from atom_mini.triton_ops import TritonOps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,7 +182,8 @@ def check_plan(
     plan: AttentionPlan, lens: Lens, tables: np.ndarray, tile_tokens: tuple[int, int], max_splits: int
 ) -> None:
     """Every query token meets every key of its tile exactly once, and every part is merged exactly once. Small items
-    are of sequences with few new tokens, large ones of the others. A sequence has `MAX_ITEMS`, or a tile an item."""
+    are of sequences with few new tokens, large ones of the others. A sequence has `MAX_ITEMS`, or a tile an item, and at
+    most `MAX_PARTIALS` rows of partial results; none where its new tokens are most of its context."""
     num_small, num_merges, items_at, num_rows, num_large, _, large_at, _ = plan.data[:8].tolist()
     assert large_at == items_at + 8 * num_small and num_rows == sum(n for n, _ in lens)
     items, merges = plan.data[items_at:][: 8 * plan.num_items].reshape(-1, 8), plan.data[8:items_at].reshape(-1, 4)
@@ -212,6 +213,10 @@ def check_plan(
     assert {row: [first + i * stride for i in range(count)] for row, first, stride, count in merges.tolist()} == wanted
     assert sorted(itertools.chain(*wanted.values())) == list(range(plan.num_partials))
     assert all(by_sequence[b] <= max(MAX_ITEMS, count) for b, count in enumerate(tiles_of))
+    rows_of = Counter[int]()
+    for row, partials in wanted.items():
+        rows_of[owner[row][0]] += len(partials)
+    assert all(rows_of[b] <= (MAX_PARTIALS if length >= 2 * n else 0) for b, (n, length) in enumerate(lens))
 
 
 @settings(max_examples=100, deadline=None)
@@ -245,13 +250,45 @@ def keys_of(plan: AttentionPlan) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("tokens", [1, 2, 4, 15, 16, 17, 18, 33, 64, 128, 129, 500, 1000, 2048, 4096])
 @pytest.mark.parametrize("tile_tokens", [(4, 32), (4, 16), (2, 8), (8, 128)])
 def test_new_tokens_after_a_long_prefix_fill_a_gpu(tokens: int, tile_tokens: tuple[int, int]) -> None:
-    """Programs of a model with 8 K/V heads: 17 tokens have no fewer than a lone decode has, whatever a tile holds."""
+    """Few have as many items as a lone decode, and those of more hold nearly `MAX_PARTIALS` tokens, whatever a tile holds:
+    with 32 heads, and tiles of 128 rows, these are 96 programs or more."""
     counts, table = np.array([tokens]), np.zeros((1, 800), np.int32)
     plan = plan_attention(counts, counts + 8192, table, tile_tokens)
     decode = plan_attention(np.array([1]), np.array([8193]), table, tile_tokens)
-    tiles = -(-tokens // tile_tokens[tokens > FEW_TOKENS])
-    assert plan.num_items >= decode.num_items / 2 and 8 * plan.num_items >= 132  # multiprocessors of an H200
-    assert plan.num_items <= max(MAX_ITEMS, tiles)
+    size = tile_tokens[tokens > FEW_TOKENS]
+    if tokens > FEW_TOKENS + 1:
+        assert plan.num_items * size >= 0.75 * MAX_PARTIALS
+    else:
+        assert plan.num_items >= decode.num_items and 8 * plan.num_items >= 132  # multiprocessors of an H200
+    assert plan.num_items <= max(MAX_ITEMS, -(-tokens // size))
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(16, 1024), (32, 512), (50, 300), (1, 16384)])
+def test_prompts_have_nothing_to_merge(count: int, tokens: int) -> None:
+    """A prompt has as many tiles as its keys are worth. Cut along the keys, sixteen of them wrote 302 MB in each layer."""
+    lens = np.full(count, tokens)
+    plan = plan_attention(lens, lens, np.zeros((count, 1), np.int32), (8, 64))
+    assert plan.num_merges == plan.num_partials == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40) | st.integers(1, 600), st.integers(0, 40000)), min_size=1, max_size=8),
+    st.integers(1, 12), st.integers(0, 3), st.integers(0, 500),
+)  # fmt: skip
+def test_no_step_has_more_partial_results_than_the_bound(before: Lens, group: int, more: int, longer: int) -> None:
+    """The memory plan reserves `most_partials` rows: of so many tokens, in so many sequences, of up to such a length."""
+    ops, (counts, prefixes) = make_ops(1, group, 64, torch.float16), np.array(before).T
+    lens = counts + prefixes
+    plan = ops.plan(counts, lens, np.zeros((len(lens), 1), np.int32))
+    assert plan.num_partials <= ops.most_partials(int(counts.sum()) + more, len(lens) + more, int(lens.max()) + longer)
+
+
+def test_the_bound_of_partial_results_is_reached() -> None:
+    """512 requests with 32 tokens of their own behind a long prompt that all of them share."""
+    ops, counts = make_ops(8, 2, 128, torch.float16), np.full(512, 32)
+    plan = ops.plan(counts, np.full(512, 40960), np.zeros((512, 1), np.int32))
+    assert plan.num_partials == ops.most_partials(512 * 32, 512, 40960) == 512 * MAX_PARTIALS
 
 
 @settings(max_examples=100, deadline=None)
@@ -488,7 +525,8 @@ def is_drawn(tokens: Tensor, logits: Tensor, temperature: Tensor, u: Tensor) -> 
 
 @pytest.mark.parametrize(
     ("vocab", "rows", "dtype"),
-    [(300, 36, torch.float32), (5000, 24, torch.float32), (5000, 18, torch.bfloat16), (151936, 4, torch.float32)],
+    [(300, 36, torch.float32), (5000, 24, torch.float32), (5000, 18, torch.bfloat16), (151936, 4, torch.float32),
+     (151936, 2, torch.bfloat16)],
     ids=str,
 )
 def test_sample(vocab: int, rows: int, dtype: torch.dtype) -> None:

@@ -34,6 +34,16 @@ def test_all_targets_are_recorded() -> None:
     assert len({found["triton"] for facts in known.values() for found in facts.values()}) == 1
 
 
+def test_chapters_say_first_what_has_run_where() -> None:
+    """As long as no GPU's figures are recorded; then their first cells and this test must change."""
+    assert [path.name for path in machines.RESULTS.parent.glob("*.json")] == ["targets.json"]
+    for name in ("10_triton_attention", "11_small_kernels", "11b_one_copy", "12a_graphs", "12b_assemble"):
+        first = "".join(json.loads((ROOT / "nbs" / f"{name}.ipynb").read_text())["cells"][0]["source"])
+        assert "No GPU has " in first, name
+        assert ("eight AMD targets and for NVIDIA's sm_90" in first) == (name in ("10_triton_attention", "11_small_kernels"))
+    assert len(TARGETS) == 8
+
+
 def test_records_are_of_these_kernels() -> None:
     """If not, run `make kernels` and `make execute`, then `python nbs/book.py run nbs/index.ipynb` and `... readme`."""
     stale = [f"{target}, {what}" for target, facts in machines.load().items() for what, found in facts.items()

@@ -1,12 +1,24 @@
-"""What a host could give away: the machine's memory, or less of it where a cgroup limits this process."""
+"""What a host could give away: the machine's memory, or less of it where a cgroup limits this process; and what a GPU's
+memory plan measures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
+from atom_mini.config import Config, SamplingParams
 from atom_mini.memory import cgroup_free_bytes
+from atom_mini.model_runner import ModelRunner, made_up_batch
+from atom_mini.sequence import SequenceType
 
 GIB = 2**30
 
@@ -42,3 +54,62 @@ def test_a_container_sees_its_own_group_as_the_root(membership: str | None, tmp_
 
 def test_without_a_limit_there_is_none(tmp_path: Path) -> None:
     assert cgroup_free_bytes(tmp_path, tmp_path / "membership") is None
+
+
+# ---- the steps behind a GPU's memory plan, run on a CPU ----
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that torch holds at once beyond what it held before, temporary buffers of an operation included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_measured_steps_hold_what_any_sampling_needs(dtype: str) -> None:
+    """The largest prefill is small here, so that all of it is sampling: at least the worst of all wishes, not much more."""
+    rows = 100
+    limits = {"max_num_seqs": rows, "max_num_batched_tokens": 64, "max_model_len": 64}
+    runner = ModelRunner(Config("tiny", device="cpu", dtype=dtype, num_kvcache_blocks=8, **limits))
+    batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
+    filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    wishes = [{}, *({name: value} for name, value in filters.items()), filters, {"temperature": 0.0}]
+
+    def sample(wish: dict[str, Any]) -> None:
+        params = SamplingParams(**{"temperature": 1.0} | wish)
+        logits = torch.zeros(rows, runner.config.spec.vocab_size, dtype=runner.dtype)
+        runner.sample(replace(batch, sampling_params=[params] * rows), logits)
+
+    worst = max(peak_bytes(partial(sample, wish)) for wish in wishes)
+    assert worst > 20 * rows * runner.config.spec.vocab_size
+    assert worst <= peak_bytes(runner._run_largest_steps) <= 1.1 * worst
+
+
+def test_the_measured_step_holds_all_partial_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as any step may write, which the kernel allocates, whatever the prefill itself needs."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "max_model_len": 700}
+    runner = ModelRunner(Config("tiny", device="cpu", attention="triton", num_kvcache_blocks=8, **limits))
+    found = list[Any]()
+    monkeypatch.setattr(runner, "run_model", lambda ids, positions, meta, last: found.append(meta.plan))
+    runner._run_largest_steps()
+    assert [plan.num_partials for plan in found] == [runner.ops.most_partials(20, 4, 700)] == [60]  # type: ignore[attr-defined]
+
+
+def test_a_gpus_pool_gets_what_the_measured_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is made up: of 1,000 GiB 900 are ours, others hold 7, and the steps had a peak of 50."""
+    runner = ModelRunner(Config("tiny", device="cpu", num_kvcache_blocks=8))
+    runner.device = torch.device("cuda")
+    peak = [0]
+    fakes: dict[str, Any] = {
+        "reset_peak_memory_stats": lambda _: peak.__setitem__(0, 0), "max_memory_allocated": lambda _: peak[0],
+        "memory_reserved": lambda _: 3 * GIB, "mem_get_info": lambda _: (990 * GIB, 1000 * GIB),
+        "synchronize": lambda _: None, "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(runner, "_set_kv_cache", lambda count: None)
+    monkeypatch.setattr(runner, "_run_largest_steps", lambda: peak.__setitem__(0, 50 * GIB))
+    assert runner._free_bytes() == (900 - 7 - 50) * GIB

@@ -271,6 +271,39 @@ def test_the_models_tokens_are_the_same(options: dict[str, Any]) -> None:
             assert a == pytest.approx(b, abs=1e-3)
 
 
+def arrivals(llm: LLM, kept: dict[int, list[int]]) -> int:
+    """Sixteen requests, one every third step, of which every fourth is aborted on the way; `kept`: the others' tokens by
+    their number. Returns how many sequences have lost their blocks so far."""
+    rng, ids, steps = random.Random(1), list[int](), 0
+    while len(ids) < 16 or not llm.engine_core.is_finished():
+        if steps % 3 == 0 and (number := len(ids)) < 16:
+            params = SamplingParams(max_tokens=rng.randrange(5, 20), temperature=number % 2, seed=number, ignore_eos=True)
+            ids.append(llm.add_request([rng.randrange(5, 300) for _ in range(rng.randrange(2, 30))], params))
+        if steps % 12 == 11 and steps < 48:
+            llm.abort(ids[-1])
+        step = llm.step()
+        kept |= {ids.index(seq.id): seq.completion_token_ids for seq in (step.finished if step else [])}
+        steps += 1
+    return llm.engine_core.scheduler.num_preemptions
+
+
+def test_arrivals_aborts_and_preemptions_change_no_token_and_leave_nothing() -> None:
+    """A step ahead or not. The same arrivals again and again leave no more objects behind than before."""
+    room: dict[str, Any] = {"num_kvcache_blocks": 30, "kv_cache_block_size": 4, "max_num_seqs": 6}
+    with LLM("tiny", device="cpu", **room) as plain, LLM("tiny", device="cpu", overlap=True, **room) as ahead:
+        wanted, found = dict[int, list[int]](), dict[int, list[int]]()
+        assert arrivals(plain, wanted) > 0 and arrivals(ahead, found) > 0
+        assert found == wanted and len(wanted) == 12
+        counts = []
+        for _ in range(3):
+            arrivals(ahead, {})
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+        assert counts[2] - counts[1] < 50, counts
+        manager = ahead.engine_core.scheduler.block_manager
+        assert manager.num_free_blocks == len(manager.pool.blocks)
+
+
 def test_streams_and_dropped_streams() -> None:
     """A stream shows whole tokens only; dropping one while a step is under way leaves nothing behind."""
     params = SamplingParams(max_tokens=12, temperature=0)
