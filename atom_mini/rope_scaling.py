@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checkpoint import ModelSpec, require
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'scale_rope']
+__all__ = ['TYPES', 'Spec', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'scale_rope']
 
 # %% ../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -63,7 +63,10 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
 TYPES = {"default": None, "linear": linear, "llama3": llama3, "yarn": yarn}
 
 
-def scale_rope(spec: ModelSpec) -> ModelSpec:
+Spec = TypeVar("Spec", bound=ModelSpec)  # a draft head's spec has more fields
+
+
+def scale_rope(spec: Spec) -> Spec:
     """`spec` with what changes its rotation's frequencies; ValueError for a type that
     is not among `TYPES`."""
     kind = spec.rope["rope_type"]
