@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -51,6 +52,11 @@ class ModelRunner:
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
     extras: Any = None  # changes logits and reports on tokens, where somebody asks
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """What makes the runner's GPU the calling thread's current one, for a while."""
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.device(self.device) if is_gpu else nullcontext()
 
     def _choose_dtype(self) -> torch.dtype:
         stored = None if self.device.type == "cpu" else self.config.spec.dtype
@@ -190,14 +196,9 @@ class ModelRunner:
         )
         return blocks
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.device = choose_device(config.device)
-        self.dtype = self._choose_dtype()
-        self.ops, self.sampler = self._choose_ops()
-        make = config.pick("make_extras", None)
-        self.extras = make and make(config.eos_token_ids)
-        spec = config.spec
+    def _load(self) -> None:
+        """Load the weights and allocate the pool."""
+        config, spec = self.config, self.config.spec
         folder = config.folder
         longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
@@ -206,6 +207,18 @@ class ModelRunner:
         self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
         self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.device = choose_device(config.device)
+        if self.device == torch.device("cuda"):  # from now on the caller's
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.dtype = self._choose_dtype()
+        self.ops, self.sampler = self._choose_ops()
+        make = config.pick("make_extras", None)
+        self.extras = make and make(config.eos_token_ids)
+        with self.on_device():
+            self._load()
 
 # %% ../nbs/08b_model_runner.ipynb #affdb2c8
 def choose_device(name: str | None) -> torch.device:
