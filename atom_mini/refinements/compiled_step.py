@@ -21,11 +21,10 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 from torch import Tensor, nn
 
-from ..assemble import choose_runner
 from ..attention import AttentionMetaData
 from ..config import Config
 from ..graphs import first_decodes
-from ..model_runner import ModelRunner, choose_device
+from ..model_runner import ModelRunner
 from ..models import TorchOps
 from .cpu_decode import CpuOps
 from .cpu_products import prepare
@@ -38,7 +37,7 @@ __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'VECTOR', 'WORDS', 'g
            'spread', 'add_up', 'exp2', 'add', 'pieces', 'Threads', 'add_four', 'put_four', 'fetch', 'make_tile', 'multiply_four',
            'widen', 'linear', 'add_norm', 'silu_and_mul', 'turn', 'rotate_and_store', 'score', 'blend', 'soften', 'attend_head',
            'attend', 'as_numpy', 'decode_step', 'stack', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
-           'OneThreadSampler', 'CompiledRunner', 'make_runner']
+           'OneThreadSampler', 'CompiledRunner']
 
 # %% ../../nbs/21b_compiled_loops.ipynb #06f1e1d1
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # a NaN stays one
@@ -635,9 +634,3 @@ class CompiledRunner(ModelRunner):
     def close(self) -> None:
         """End its threads."""
         self.threads.pool.shutdown()
-
-# %% ../../nbs/21c_compiled_step.ipynb #f5475e81
-def make_runner(config: Config) -> ModelRunner:
-    """A `CompiledRunner` on a CPU; on a GPU what an engine has without it."""
-    on_cpu = choose_device(config.device).type == "cpu"
-    return (CompiledRunner if on_cpu else choose_runner(config))(config)
