@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
 from .checkpoint import require
@@ -69,7 +69,8 @@ class EngineCore:
             self.rollback()
         self.is_torn = True
         try:
-            yield
+            with getattr(self.runner, "on_device", nullcontext)():
+                yield
         except BaseException:  # KeyboardInterrupt too
             self.rollback()
             self.is_torn = False

@@ -26,16 +26,18 @@ from .uploads import InputBuffer
 
 # %% auto #0
 __all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_simple', 'HowSampled',
-           'GraphRunner', 'left_bytes']
+           'GraphRunner', 'left_bytes', 'capture_place']
 
 # %% ../nbs/12a_graphs.ipynb #caab1f1a
 class DeviceGraph:
     """A recorded step: `replay()` runs it again, on what lies in its inputs now, into
     the same `outputs`. A CUDA graph, which is a HIP graph on ROCm."""
 
-    def __init__(self, step: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> None:
+    def __init__(
+        self, step: Callable[[], tuple[Tensor, Tensor]], pool: Any, stream: Any = None
+    ) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             self.outputs = step()
         self.replay = graph.replay
 
@@ -143,11 +145,12 @@ class GraphRunner(ModelRunner):
         logits = self.logits[: len(ids)].copy_(self.model.compute_logits(hidden))
         return hidden, self.sampler.unfiltered(logits, temperature, u)
 
-    def _capture_one(self, size: int, pool: Any) -> Any:
-        """A recording of `size` sequences; AssertionError if its replay differs."""
+    def _capture_one(self, size: int, *place: Any) -> Any:
+        """A recording of `size` sequences; AssertionError if its replay differs. `place`:
+        its memory pool and its stream."""
         step = partial(self._decode, self._upload(first_decodes(size), size))
         eager = step()[0].double()  # not recorded yet: libraries allocate and choose first
-        recording = self.record(step, pool)
+        recording = self.record(step, *place)
         recording.replay()
         error = (recording.outputs[0].double() - eager).norm() / eager.norm().clamp(min=1)
         assert error < 1e-2, f"the graph of {size} differs from the eager step: {error:.1e}"
@@ -157,12 +160,12 @@ class GraphRunner(ModelRunner):
         """Record `sizes`, the largest first; the bytes left before and after each."""
         num_bytes = 32 * sizes[-1] + self._largest_plan(sizes[-1]).data.nbytes + 6 * 16
         self.static = InputBuffer(self.device, num_bytes, grows=False)
-        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         left = [left_bytes(self.device)]
         self._make_logits(sizes[-1])
-        with no_garbage_collection():
+        with self.on_device(), no_garbage_collection():
+            place = capture_place(self.device)
             for n in reversed(sizes):
-                self.graphs[n] = self._capture_one(n, pool)
+                self.graphs[n] = self._capture_one(n, *place)
                 left.append(left_bytes(self.device))
         return left
 
@@ -202,3 +205,10 @@ class GraphRunner(ModelRunner):
 def left_bytes(device: torch.device) -> int:
     """What nobody uses of a GPU's memory; of a CPU's, 0: its graphs are not counted."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+# %% ../nbs/12a_graphs.ipynb #5b423cb4
+def capture_place(device: torch.device) -> tuple[Any, Any]:
+    """A memory pool and a stream on a GPU, for graphs of one runner; of a CPU, none."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)

@@ -9,13 +9,24 @@ from typing import Any
 CHAPTER = Path(__file__).resolve().parent.parent / "nbs" / "12a_graphs.ipynb"
 
 
-def load_recorded_graph() -> Any:
-    """The class `RecordedGraph`: stands in for `atom_mini.graphs.DeviceGraph`, the same arguments, the same face."""
+def load(*names: str) -> list[Any]:
+    """These definitions of the chapter's page."""
     cells = json.loads(CHAPTER.read_text())["cells"]  # a machine with a GPU may have no notebook tools
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     namespace: dict[str, Any] = {}
     exec("from contextlib import contextmanager\nfrom functools import partial\nimport torch\nfrom torch import Tensor", namespace)
-    names = "class Notes(", "def again(", "class Recorder(", "class StrictRecorder(", "def recorded_kernels(", "class RecordedGraph"
-    for name in names:
+    needed = ["class Notes(", "def again(", "class Recorder(", "class StrictRecorder(", "def recorded_kernels("]
+    needed += ["class RecordedGraph"]
+    for name in needed:
         exec(next(s for s in sources if name in s), namespace)
-    return namespace["RecordedGraph"]
+    return [namespace[name] for name in names]
+
+
+def load_recorded_graph() -> Any:
+    """The class `RecordedGraph`: stands in for `atom_mini.graphs.DeviceGraph`, the same arguments, the same face."""
+    return load("RecordedGraph")[0]
+
+
+def load_recorder() -> list[Any]:
+    """What `RecordedGraph` is made of: a recorder of operations, and what makes it hear of the interpreter's kernels."""
+    return load("StrictRecorder", "recorded_kernels")

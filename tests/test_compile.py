@@ -120,6 +120,21 @@ def test_too_much_lds_is_found() -> None:
     assert any("bytes of LDS" in fault for fault in faults)
 
 
+@pytest.mark.slow
+def test_kernels_fit_a_small_blackwell() -> None:
+    """The row that `architecture` gives a card of 12.0, which has 99 KB of shared memory for a program."""
+    result = run("""
+small = tool.TARGETS["sm_90"]._replace(target=tool.GPUTarget("cuda", 120, 32), program_lds=99 * 2**10)
+tool.TARGETS["sm_120"] = small
+tool.table.LAUNCHES["sm_120"] = tool.table.LAUNCHES["sm_80"]
+for other in (tool.grouped.TILES, sys.modules["atom_mini.families.latent_kernel"].LATENT_LAUNCHES):
+    other["sm_120"] = other["sm_80"]
+rows, wrong = tool.check("sm_120", quick=True)
+result = {"rows": len(rows), "wrong": [fault for fault in wrong if "spills" not in fault]}
+""")
+    assert result["rows"] >= 20 and not result["wrong"]
+
+
 @pytest.mark.parametrize("target", ["gfx942", "gfx1100", "sm_90"])
 def test_narrow_loads_are_found(target: str) -> None:
     """A tensor that does not begin at a multiple of 16 bytes cannot be loaded 16 bytes at a time."""

@@ -353,6 +353,32 @@ with atom_mini.LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
     assert python(code).split() == ["True", "False", "False", "CompiledRunner"]
 
 
+def test_numba_is_not_imported_beside_a_gpu() -> None:
+    """It may be there and broken: whether a decode is compiled is known once torch has said what device there is."""
+    code = """
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
+class Broken(SourceFileLoader):
+    def exec_module(self, module):
+        raise ImportError("Numba needs another NumPy")
+class Finder:
+    def find_spec(name, *_):
+        return ModuleSpec(name, Broken(name, "")) if name == "numba" else None
+sys.meta_path.insert(0, Finder)
+import torch
+import atom_mini.assemble as assemble
+from atom_mini.config import Config
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+assemble.choose_runner = lambda config: lambda config: "what a GPU has"
+for options in ({}, {"device": "cuda"}, {"device": "cuda:0"}, {"device": "cpu"}):
+    try:
+        print(assemble.make_runner(Config("tiny", **options)))
+    except ImportError as error:
+        print(error)
+"""
+    assert python(code).splitlines() == ["what a GPU has"] * 3 + ["Numba needs another NumPy"]
+
+
 REFUSED: list[dict[str, Any]] = [
     {"compiled": 1}, {"compiled": True, "dtype": "float16"}, {"compiled": True, "attention": "triton"},
     {"compiled": True, "tensor_parallel_size": 2}, {"compiled": True, "scheduler": "spyre", "kv_cache_block_size": 64},

@@ -6,15 +6,19 @@ import json
 import sys
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
 
 import machines  # noqa: E402
 from amd.machine import TARGETS  # noqa: E402
+
+from atom_mini.instruments import launches  # noqa: E402
 
 KERNEL = {"variants": 3, "waves": 4.0, "registers": 100, "spills": 0, "lds": 2048}
 
@@ -116,3 +120,15 @@ def test_the_digest_is_of_kernels_and_launches(tmp_path: Path, monkeypatch: pyte
     assert after("# as in `LAUNCHES`", "# as there") == before
     assert after('"""Work items, in', '"""Pieces, in') == before
     assert after("class PagedAttention:", "class PagedAttention(object):") == before
+
+CARDS = {(7, 5): "sm_80", (8, 0): "sm_80", (8, 6): "sm_80", (8, 9): "sm_80", (9, 0): "sm_90", (10, 0): "sm_90",
+         (10, 3): "sm_90", (11, 0): "sm_90", (12, 0): "sm_80", (12, 1): "sm_80"}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", CARDS, ids=str)
+def test_a_card_takes_the_row_whose_tiles_fit_it(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards of 12.x have 99 KB of shared memory for a program, and the prefill of `sm_90` takes 128 KB."""
+    major, minor = capability
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major, minor=minor))
+    assert launches.architecture(torch.device("cuda", 1)) == CARDS[capability]

@@ -52,7 +52,7 @@ def architecture(device: torch.device) -> str:
         return "sm_80"  # the interpreter does not care
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is None:
-        return "sm_90" if properties.major >= 9 else "sm_80"
+        return "sm_90" if 9 <= properties.major < 12 else "sm_80"
     return nearest(properties.gcnArchName.split(":")[0])
 
 

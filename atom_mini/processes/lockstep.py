@@ -113,7 +113,8 @@ class LockstepProc(EngineCoreProc):
     def idle(self) -> None:
         """A turn without a batch: a dummy step, if others have work."""
         if self._agree():
-            self.runner.launch(self.dummy)  # what it returns is nobody's
+            with self.on_device():  # this is no transaction of the core
+                self.runner.launch(self.dummy)  # what it returns is nobody's
             self.num_dummies += 1
 
     def pause(self) -> int | None:

@@ -9,13 +9,14 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
-from ..checkpoint import install, require
+from ..checkpoint import find, install, require
 from ..config import Config, is_bool
 from .parts import Variant
 
 # %% auto #0
-__all__ = ['unfit', 'why_not', 'say_slower', 'is_on_cpu', 'Compiled']
+__all__ = ['unfit', 'why_not', 'say_slower', 'is_on_cpu', 'make_runner', 'Compiled']
 
 # %% ../../nbs/21d_compiled.ipynb #bbbcac3a
 def unfit(config: Config) -> str | None:
@@ -52,6 +53,15 @@ def is_on_cpu(config: Config) -> bool:
 
     return choose_device(config.device).type == "cpu"
 
+# %% ../../nbs/21d_compiled.ipynb #bb48c507
+def make_runner(config: Config) -> Any:
+    """A `CompiledRunner` on a CPU; on a GPU what an engine has without it."""
+    from atom_mini.assemble import choose_runner
+
+    offer = "refinements.compiled_step:CompiledRunner"
+    kind = find(offer) if is_on_cpu(config) else choose_runner(config)
+    return kind(config)
+
 # %% ../../nbs/21d_compiled.ipynb #3bfd79f7
 @dataclass
 class Compiled(Variant):
@@ -59,7 +69,7 @@ class Compiled(Variant):
 
     compiled: bool | None = None  # None: where it applies
 
-    make_runner = "refinements.compiled_step:make_runner"
+    make_runner = "refinements.compiled:make_runner"
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -134,6 +135,10 @@ class Launcher:
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """One step, waited for."""
         return self.launch(batch)()
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Its runner's: a core enters it for each step."""
+        return self.runner.on_device()
 
     def close(self) -> None:
         """Wait for what is under way: its memory is about to be given back."""
