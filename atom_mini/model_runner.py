@@ -18,6 +18,7 @@ from torch import Tensor
 from .attention import Attention, AttentionMetaData, set_forward_context
 from .checkpoint import require
 from .config import Config, SamplingParams
+from .extras import Extras
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, free_host_bytes, kvcache_block_bytes
 from .models import TorchOps
@@ -51,7 +52,6 @@ class ModelRunner:
     """
 
     num_spare_blocks = 0  # beyond those that the block manager hands out
-    extras: Any = None  # changes logits and reports on tokens, where somebody asks
 
     def on_device(self) -> AbstractContextManager[Any]:
         """What makes the runner's GPU the calling thread's current one, for a while."""
@@ -113,8 +113,7 @@ class ModelRunner:
         self, batch: ScheduledBatch, logits: Tensor
     ) -> Tensor:
         """A token for each row of `logits` [R, vocabulary]: [R] int64, on the device."""
-        if self.extras:
-            logits = self.extras.adjust(batch, logits, self.upload)
+        logits = self.extras.adjust(batch, logits, self.upload)
         params = [*compress(batch.sampling_params, batch.is_sampled)]
         lens = batch.context_lens[batch.is_sampled]
         meta = SamplingMetaData.pack(params, lens, logits.shape[-1], self.upload)
@@ -139,7 +138,7 @@ class ModelRunner:
         """For the scheduler: `token_ids` [R], sampled from `logits` [R, vocabulary]."""
         ids = compress(batch.req_ids, batch.is_sampled)
         tokens: dict[int, tuple[int, ...]] = dict(zip(ids, zip(token_ids), strict=True))
-        told = self.extras.report(batch, logits, token_ids) if self.extras else {}
+        told = self.extras.report(batch, logits, token_ids)
         return ScheduledBatchOutput(tokens, told)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -154,14 +153,34 @@ class ModelRunner:
         table = np.arange(-(-n // self.config.kv_cache_block_size), dtype=np.int32)
         return made_up_batch(SequenceType.PREFILL, n, np.tile(table, (tokens // n, 1)))
 
+    def _sample_most(self) -> None:
+        """Sample as many rows as a step may have, each with every filter."""
+        rows = self.config.pick("max_rows", lambda config: config.max_num_seqs)(self.config)
+        batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
+        wish = SamplingParams(temperature=1, top_p=0.5, min_p=0.1)
+        shape = rows, self.config.spec.vocab_size
+        logits = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.sample(replace(batch, sampling_params=[wish] * rows), logits)
+
+    def _run_largest_steps(self) -> None:
+        """Run what needs most memory, to be measured: a prefill, then sampling."""
+        config = self.config
+        ops: Any = self.ops
+        ids, positions, meta, last = self.prepare_model(self._largest_batch())
+        if hasattr(meta.plan, "num_partials"):
+            sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+            meta.plan = replace(meta.plan, num_partials=ops.most_partials(*sizes))
+        self.run_model(ids, positions, meta, last)
+        self._sample_most()
+
     def _free_bytes(self) -> int:
-        """What the pool may take, measured on a GPU by the largest step."""
+        """What the pool may take, measured on a GPU by the largest steps."""
         if self.device.type == "cpu":
             return min(CPU_KVCACHE_BYTES, free_host_bytes() // 2)
         batch = self._largest_batch()
         self._set_kv_cache(int(batch.block_tables.max()) + 1)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.run_model(*self.prepare_model(batch))
+        self._run_largest_steps()
         torch.cuda.synchronize(self.device)
         self._set_kv_cache(0)
         torch.cuda.empty_cache()
@@ -191,8 +210,8 @@ class ModelRunner:
         require(
             1 <= blocks <= limit // needed,
             f"{free} bytes are free for the KV cache and {max(blocks, 1)} block(s) need "
-            f"{max(blocks, 1) * needed}: lower num_kvcache_blocks or kv_cache_block_size, "
-            "or raise gpu_memory_utilization",
+            f"{max(blocks, 1) * needed}: lower num_kvcache_blocks, kv_cache_block_size, "
+            "max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization",
         )
         return blocks
 
@@ -215,8 +234,7 @@ class ModelRunner:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()
-        make = config.pick("make_extras", None)
-        self.extras = make and make(config.eos_token_ids)
+        self.extras = Extras(config.eos_token_ids)
         with self.on_device():
             self._load()
 

@@ -16,7 +16,7 @@ from atom_mini.processes.ranks import Known, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import make_rank, open_group
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
-LIMIT = 20.0  # seconds
+LIMIT = 120.0  # seconds, after which a rank hangs; the interpreter is slow
 
 
 class SideBySide:

@@ -466,15 +466,17 @@ def test_lookup_finds_what_a_search_finds() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
-def test_replayed_passes_guess_the_same() -> None:
+def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
     """Guesses that stay on the device reach the inputs of a recording, and logits are logits there, too."""
     from recording import load_recorded_graph
 
-    wanted = {"method": "draft_model", "model": "tiny", "draft_sampling": True}
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=1, **shape)
+    wanted = {"method": "draft_model", "model": str(tmp_path), "draft_sampling": True}
     room = {"num_kvcache_blocks": 8, "max_num_seqs": 2, "max_model_len": 64, "attention": "triton"}
     found = []
     for graphs in (False, True):
-        config = Config("tiny", device="cpu", speculative_config=wanted, **room)
+        config = Config(str(tmp_path), device="cpu", speculative_config=wanted, **room)
         drafter, manager = DraftModel(config, None), BlockManager(8, 16)
         if graphs:
             drafter.runner = GraphRunner(read_draft_config(config), load_recorded_graph())
@@ -488,7 +490,7 @@ def test_replayed_passes_guess_the_same() -> None:
             manager.may_append(seq, 4)
         drafts, num_probs = drafter.propose(seqs, [1, 3]), len(drafter.probs[1])
         kind: Any = GraphRunner if graphs else ModelRunner
-        target = kind(Config("tiny", device="cpu", **room), *[load_recorded_graph()] * graphs)
+        target = kind(Config(str(tmp_path), device="cpu", **room), *[load_recorded_graph()] * graphs)
         for seq in seqs:
             seq.num_computed_tokens = 0
             target.forward(ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager))

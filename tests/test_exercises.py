@@ -22,7 +22,7 @@ from IPython.core.interactiveshell import InteractiveShell
 ROOT = Path(__file__).resolve().parent.parent
 WRONG = ROOT / "tests" / "wrong_answers"
 CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
-AS_EVER, PROCESSES = [pytest.mark.share(120)], [pytest.mark.share(20), pytest.mark.alone]
+AS_EVER, PROCESSES = [pytest.mark.share(60)], [pytest.mark.share(10), pytest.mark.alone]
 CASES = [pytest.param(p, id=p.stem, marks=PROCESSES if p.stem[0] in "78" else AS_EVER) for p in CHAPTERS]
 START = """
 import sys

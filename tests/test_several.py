@@ -68,7 +68,7 @@ def run(llm: LLM, asked: list[tuple[list[int], SamplingParams]], rng: random.Ran
             id = llm.add_request(prompt, wish)
             alive[place] = llm.engine_core.scheduler.seqs[id]
         del waiting[:12]
-        if rng is not None and alive and rng.random() < 0.2:
+        if rng is not None and alive and rng.random() < 0.4:
             llm.abort(alive[rng.choice([*alive])].id)
         for _ in range(rng.randint(1, 9) if rng else 9):
             llm.step()
@@ -94,7 +94,7 @@ def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
     if "MTP" in name or "dealt" in name:
         model = str(mixture)
     small = SMALL | {"num_kvcache_blocks": 24} | ({"dtype": "float32"} if model != "tiny" else {})
-    asked = requests(300 if model == "tiny" else 150, 290)
+    asked = requests(120 if model == "tiny" else 80, 290)
     with LLM(model, **small | {"num_kvcache_blocks": 400}) as plain:
         expected = run(plain, asked, None)
     with LLM(model, **small, **options) as llm:
