@@ -48,7 +48,8 @@ EIGHT = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32
 TOY_MIXTURES = {"toy mixture": ("qwen3_moe", TOY["toy"][1] | EIGHT)}
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 # the least on an H200, and a moonshot; the rest of the table has no aim
-SINGLE_STREAM_AIM = 800.0, 1400.0  # tokens/s of Qwen3-0.6B at batch 1
+SINGLE_STREAM_AIM = 800.0, 1400.0  # tokens/s of one request to Qwen3-0.6B, 128 tokens in and 512 out
+FILTERS_AIM = 1 / 1.1, 1 / 1.03  # of a step with Qwen3's own top_k and top_p, what a greedy one takes
 COMMON_AIM = 23000.0, 27000.0  # tokens/s of Qwen3-0.6B, beside nano-vLLM's 20,806
 PREFILL_AIM = 0.45, 0.55  # of the matrix rate
 HIDDEN_AIM = 0.95, 0.98  # of a step of 256 the device is busy
@@ -141,14 +142,14 @@ class Model:
         return 2 * self.layer_params * sum(lens) + 2 * self.head_params * len(lens) + attention
 
 
-def make_batch(runner: Any, query_lens: list[int], context: int) -> ScheduledBatch | None:
+def make_batch(runner: Any, query_lens: list[int], context: int, **sampling: Any) -> ScheduledBatch | None:
     """A step of sequences with `context` tokens each, their blocks scattered; None if the pool is too small."""
     size, blocks, num = runner.config.kv_cache_block_size, runner.config.num_kvcache_blocks, len(query_lens)
     width = -(-context // size)
     if num * width > blocks:
         return None
     rng = np.random.default_rng(0)
-    params = {"temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    params = {"temperature": 0.6, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0} | sampling
     return ScheduledBatch(
         type=SequenceType.DECODE if max(query_lens) == 1 else SequenceType.PREFILL,
         req_ids=list(range(num)),
@@ -268,6 +269,8 @@ def model_steps(
             note = row.get("skipped") or aims_of(bench, name, batch, context == contexts[1], row)
             kinds = ("ms", "roofline_ms", "of_roofline", "tokens_per_second", "host_ms", "host_share")
             decode_rows.append([f"{name} batch {batch} context {context}", *[row.get(k) for k in kinds], note])
+    if name in ("Qwen3-0.6B", "toy"):
+        filtered_steps(bench, name, runner, results)
     if name in ("Llama-3.1-8B", "toy"):
         prefill_steps(bench, name, runner, model, results, prefill_rows)
 
@@ -290,6 +293,23 @@ def decode_step(
         row |= {"host_ms": (seconds - busy) * 1e3, "host_share": 1 - busy / seconds}
 
 
+def filtered_steps(bench: Bench, name: str, runner: Any, results: dict[str, Any]) -> None:
+    """A decode step that samples with the filters that Qwen3's checkpoints recommend, beside a greedy one."""
+    batch, context = (2, 16) if bench.dry else (256, 1024)
+    found = results[f"sampling, batch {batch} context {context}"] = dict[str, Any]()
+    with bench.guarded(f"{name} filtered steps", found):
+        for label, sampling in {"greedy": {"temperature": 0.0}, "filtered": {"top_k": 20, "top_p": 0.95}}.items():
+            scheduled = make_batch(runner, [1] * batch, context, **sampling)
+            if scheduled is None:
+                found["skipped"] = "K/V does not fit"
+                return
+            found[f"{label}_ms"] = 1e3 * wall_seconds(bench, partial(runner.forward, scheduled), 3 if bench.dry else 20)
+        found["greedy_of_filtered"] = found["greedy_ms"] / found["filtered_ms"]
+    note = bench.aim(f"{name} batch {batch}, greedy / filtered", found.get("greedy_of_filtered"), *FILTERS_AIM)
+    values = [found.get(k) for k in ("greedy_ms", "filtered_ms", "greedy_of_filtered")]
+    show("A step with top_k=20, top_p=0.95", ["", "greedy ms", "filtered ms", "greedy / filtered", ""], [[name, *values, note]])
+
+
 def aims_of(bench: Bench, name: str, batch: int, is_main: bool, row: dict[str, Any]) -> str:
     """The aims of one line of the table, noted and in words."""
     if not is_main:
@@ -297,8 +317,6 @@ def aims_of(bench: Bench, name: str, batch: int, is_main: bool, row: dict[str, A
     if batch == 256:
         share = row.get("host_share")
         return bench.aim(f"{name} batch 256, device busy", None if share is None else 1 - share, *HIDDEN_AIM)
-    if batch == 1 and name == "Qwen3-0.6B":
-        return bench.aim(f"{name} batch 1, tokens/s", row.get("tokens_per_second"), *SINGLE_STREAM_AIM)
     if batch == 1 and name in ("Llama-3.1-8B", "toy"):
         return bench.aim(f"{name} batch 1, of roofline", row.get("of_roofline"), ROOFLINE_AIM)
     return ""
@@ -400,6 +418,29 @@ def common(bench: Bench, results: dict[str, Any], overlap: bool = False) -> None
     head = ["", "tokens/s", "ideal", "of ideal", "s", "prefill s", "decode s", ""]
     title = f"Common benchmark: {len(trace.prompts)} requests, {trace.num_inputs} + {trace.num_outputs} tokens"
     show(title, head, [[f"atom_mini, {name}, overlap={overlap}", *[results[k] for k in kinds], note]])
+
+
+def single(bench: Bench, results: dict[str, Any]) -> None:
+    """One request through `LLM.generate`: the time to its first token, and its tokens per second."""
+    name, (kind, shape) = next(iter((TOY if bench.dry else MODELS).items()))
+    length, count = (8, 6) if bench.dry else (128, 512)
+    options: dict[str, Any] = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
+    options |= {"max_model_len": 2 * (length + count), "max_num_seqs": 4}
+    params, rows = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count), []
+    for is_ahead in (False, True):
+        row = results[f"overlap={is_ahead}"] = dict[str, Any]()
+        with (
+            bench.guarded(f"one request with overlap={is_ahead}", row),
+            random_checkpoint(bench, kind, shape) as folder,
+            LLM(folder, **options, overlap=is_ahead) as llm,
+        ):
+            for first in (1, 2):  # the first one warms up; they share no prefix
+                out = llm.generate([[first] * length], params, use_tqdm=False)[0]
+            row |= {"ttft_ms": 1e3 * out.ttft, "tokens_per_second": len(out.token_ids) / out.latency}
+        label, rate = f"{name}, one request, overlap={is_ahead}", row.get("tokens_per_second")
+        note = bench.aim(f"{label}, tokens/s", rate, *SINGLE_STREAM_AIM) if is_ahead else ""
+        rows.append([label, row.get("ttft_ms"), rate, note])
+    show(f"One request: {length} tokens in, {count} out", ["", "first token ms", "tokens/s", ""], rows)
 
 
 def overlap(bench: Bench, results: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ case $slot in
     tests 230 "engine on a GPU" -m gpu -rs tests/test_gpu.py tests/test_gpu_right.py tests/test_parity.py tests/test_spyre.py tests/test_tensor_parallel.py
     ;;
 2)
-    bench 180 common --only common overlap
+    bench 180 common --only common single overlap
     bench 200 kernels --only kernels
     bench 200 steps --only steps
     ;;

@@ -95,7 +95,7 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     )
     assert figures["machine"]["dry"] is True
     parts = figures["parts"]
-    assert list(parts) == ["limits", "kernels", "steps", "mixtures", "common", "overlap", "transformers", "nano_vllm"]
+    assert list(parts) == ["limits", "kernels", "steps", "mixtures", "common", "single", "overlap", "transformers", "nano_vllm"]
     assert no_errors(parts) and figures["failures"] == []
     assert all(part["elapsed_seconds"] > 0 for part in parts.values())
     assert {"bandwidth", "matrix_rate", "launch_seconds"} <= set(parts["limits"])
@@ -111,12 +111,16 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     )
     assert steps["decode batch 2 context 8192"] == {"skipped": "K/V does not fit"}
     assert {"ms", "TFLOP_per_second", "of_matrix_rate"} <= set(steps["prefill 2 x 20"])
+    sampling = steps["sampling, batch 2 context 16"]
+    assert sampling["greedy_of_filtered"] == pytest.approx(sampling["greedy_ms"] / sampling["filtered_ms"])
+    assert all(row["ttft_ms"] > 0 < row["tokens_per_second"] for row in parts["single"].values() if isinstance(row, dict))
+    assert {"overlap=False", "overlap=True"} <= set(parts["single"])
     for engine in ("common", "transformers", "nano_vllm"):
         assert parts[engine]["output_tokens"] == parts["common"]["output_tokens"]
         assert parts[engine]["tokens_per_second"] > 0
     assert parts["overlap"]["common"]["output_tokens"] == parts["common"]["output_tokens"]
     assert all(parts["overlap"][f"overlap={ahead}"]["ms"] > 0 for ahead in (False, True))
-    assert len(figures["aims"]) == 8 and all(aim["reached"] is None for aim in figures["aims"].values())
+    assert len(figures["aims"]) == 10 and all(aim["reached"] is None for aim in figures["aims"].values())
 
 
 def test_sweep_tries_other_launches_and_restores_them(tmp_path: Path) -> None:
