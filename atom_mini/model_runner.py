@@ -163,7 +163,8 @@ class ModelRunner:
         self.sample(replace(batch, sampling_params=[wish] * rows), logits)
 
     def _run_largest_steps(self) -> None:
-        """Run what needs most memory, to be measured: a prefill, then sampling."""
+        """Run the largest prefill, then the largest sampling, so that the caller can
+        measure their peak memory."""
         config = self.config
         ops: Any = self.ops
         ids, positions, meta, last = self.prepare_model(self._largest_batch())
@@ -201,7 +202,7 @@ class ModelRunner:
 
     def _decide_num_blocks(self) -> int:
         config = self.config
-        count = config.pick("bytes_beside", lambda *_: (0, 0))  # of what is beside
+        count = config.pick("bytes_beside", lambda *_: (0, 0))  # in all, per block
         in_all, each = count(config, self.dtype)
         needed = self.block_bytes + each
         free = self._free_bytes() - in_all
@@ -230,7 +231,7 @@ class ModelRunner:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.device = choose_device(config.device)
-        if self.device == torch.device("cuda"):  # from now on the caller's
+        if self.device == torch.device("cuda"):  # fix the one that is current now
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = self._choose_dtype()
         self.ops, self.sampler = self._choose_ops()

@@ -50,19 +50,23 @@ MAX_SPLITS = 32  # parts of a context
 
 # %% ../nbs/10_triton_attention.ipynb #7a010e39
 def part_size(lens: np.ndarray, most: np.ndarray | int) -> np.ndarray:
-    """Keys in each of at most `most` parts of `lens` [B]: [B], whole `SPLIT_KEYS`."""
+    """Keys per part [B], a multiple of `SPLIT_KEYS`, for at most `most` parts of
+    `lens` [B] keys."""
     return -(-lens // (most * SPLIT_KEYS)) * SPLIT_KEYS
 
 # %% ../nbs/10_triton_attention.ipynb #10a00002
-MAX_ITEMS = 64  # of a sequence, unless it has more tiles of queries
-MAX_PARTIALS = 512  # rows of partial results of a sequence
+MAX_ITEMS = 64  # tiles x parts of a sequence; one part if it has more tiles
+MAX_PARTIALS = 512  # new tokens x parts of a sequence, if it is cut
 
 
 def most_parts(
     query_lens: np.ndarray, context_lens: np.ndarray, num_tiles: np.ndarray
 ) -> np.ndarray:
-    """Into how many parts the keys of each sequence are cut, at most: [B]. Its
-    `query_lens` [B] new tokens, of `context_lens` [B], make `num_tiles` [B] tiles."""
+    """The most parts that the keys of each sequence may be cut into: [B].
+
+    Each has `query_lens` [B] new tokens in a context of `context_lens` [B], and
+    `num_tiles` [B] tiles of queries.
+    """
     rows = np.minimum(MAX_PARTIALS, context_lens) // query_lens  # for each new token
     return np.clip(np.minimum(MAX_ITEMS // num_tiles, rows), 1, MAX_SPLITS)
 
@@ -377,7 +381,7 @@ class PagedAttention:
         self, num_seqs: int, longest: int, block_size: int
     ) -> AttentionPlan:
         """As large as the plan of `num_seqs` decodes of up to `longest` tokens can get, or
-        of as many rows in fewer sequences; its `data` say nothing."""
+        of as many rows in fewer sequences; its `data` is zeros."""
         splits = min(MAX_SPLITS, -(-longest // SPLIT_KEYS))
         items = num_seqs * splits
         cut = num_seqs if splits > 1 else 0

@@ -83,7 +83,7 @@ HELP["Steps"] = {
     "max_num_batched_tokens": "tokens of a step",
     "enable_chunked_prefill": "split prompts that do not fit in a step",
     "interleave_decode": "alternate prefill and decode steps",
-    "scheduler_delay_factor": "let prompts wait for this share of a step",
+    "scheduler_delay_factor": "let prompts wait this many times the last prefill",
     "scheduler": "atom or spyre",
     "chunk_size": "tokens of a prefill step (spyre)",
     "max_batch_tkv_limit": "sequences x longest context (spyre)",
@@ -109,7 +109,7 @@ HELP["Processes and devices"] = {
     "lockstep": "all engines take the same steps",
     "enable_expert_parallel": "deal a model's experts out to the devices",
     "ready_timeout": "seconds that a process has to load",
-    "ping_timeout": "seconds without a word until it counts as dead",
+    "ping_timeout": "seconds of silence until a process counts as dead",
     "collective_timeout": "seconds that ranks wait for each other",
 }
 
@@ -491,9 +491,10 @@ COMMANDS = {
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": [], "help": "- reads lines from stdin"},
     "--chat": {"action": "store_true", "help": "ask each prompt as a user's message"},
-    "--output": {"type": Path, "default": "trace.html", "help": "or .json"},
-    "--num-requests": {"type": int, "default": 32, "help": "default: 32"},
-    "--input-len": {"type": int, "default": 128, "help": "default: 128"},
+    "--output": {"type": Path, "default": "trace.html",
+                 "help": "the timeline's file: a page, or .json"},
+    "--num-requests": {"type": int, "default": 32, "help": "requests (default: 32)"},
+    "--input-len": {"type": int, "default": 128, "help": "most tokens (default: 128)"},
     "--json": {"action": "store_true", "help": "one JSON document on stdout, no more"},
     "--debug": {"action": "store_true", "help": "show an error's traceback"},
     "model": {"nargs": "?", "default": argparse.SUPPRESS, "help": "as --model"},

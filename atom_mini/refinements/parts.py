@@ -45,7 +45,7 @@ class Variant:
     watch: Role = None  # an LLM that is new: what measures it
     make_upload: Role = None  # device -> what brings arrays there
     max_rows: Role = None  # config -> rows of the largest decode
-    bytes_beside: Role = None  # config, dtype -> bytes in all, per token
+    bytes_beside: Role = None  # config, dtype -> bytes in all, per block
     make_loop: Role = None  # core, sockets -> what runs in another process
     find_family: Role = None  # folder, its config.json -> what reads the spec
 
