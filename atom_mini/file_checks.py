@@ -13,7 +13,7 @@ from .checkpoint import read_json, require
 from .config import is_count, is_number, is_whole
 
 # %% auto #0
-__all__ = ['COUNTED', 'FIELDS', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_end', 'check_files']
+__all__ = ['COUNTED', 'FIELDS', 'ABOVE', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_end', 'check_files']
 
 # %% ../nbs/27_file_checks.ipynb #b61df781
 def is_end(value: Any) -> bool:
@@ -35,19 +35,20 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "architectures": (are_names, "a list of texts"),
 }
 FIELDS |= dict.fromkeys(COUNTED, (is_count, "a whole number from 1"))
-FIELDS |= dict.fromkeys(
-    ["rope_theta", "rms_norm_eps"], (lambda v: is_number(v) and v > 0, "above 0")
-)
+ABOVE = ["rope_theta", "rms_norm_eps", "factor", "original_max_position_embeddings"]
+ABOVE += ["low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"]
+FIELDS |= dict.fromkeys(ABOVE, (lambda v: is_number(v) and v > 0, "a number above 0"))
+FIELDS["rope_type"] = (lambda v: isinstance(v, str), "a text")
 
 
 def check_fields(file: Path, raw: dict[str, Any]) -> None:
     """ValueError with file, field and value for a field that breaks its rule."""
     for name, value in raw.items():
-        if isinstance(value, dict):
-            check_fields(file, value)
-        elif name in FIELDS and value is not None:
+        if name in FIELDS and value is not None:
             holds, words = FIELDS[name]
             require(holds(value), f"{file}: {name}={value!r} must be {words}")
+        elif isinstance(value, dict):
+            check_fields(file, value)
 
 # %% ../nbs/27_file_checks.ipynb #5e16ec73
 def check_index(file: Path, raw: dict[str, Any]) -> None:

@@ -19,7 +19,6 @@ from checkpoints import is_empty, save_checkpoint
 from test_interrupt import Tripwire
 
 from atom_mini import LLM, Config, SamplingParams
-from atom_mini.model_runner import ModelRunner
 from atom_mini.refinements.compiled import Compiled
 
 pytest.importorskip("numba")
@@ -399,23 +398,3 @@ def test_a_shape_that_it_does_not_cover(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path, num_hidden_layers=1, intermediate_size=100)
     with pytest.raises(ValueError, match=r"compiled=True does not apply: .*100.* multiples of 16"):
         Config(str(tmp_path), device="cpu", compiled=True)
-
-
-def test_a_short_prompt_wakes_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-
-    def watched(runner: ModelRunner, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        threads.append((len(ids), torch.get_num_threads()))
-        return plain(runner, ids, *rest)
-
-    plain = ModelRunner.run_model
-    torch.set_num_threads(2)
-    try:
-        llm = LLM("tiny", compiled=True, num_kvcache_blocks=64, device="cpu")
-        monkeypatch.setattr(ModelRunner, "run_model", watched)
-        for length in (4, 200):
-            llm.generate([[*range(5, 5 + length)]], GREEDY, use_tqdm=False)
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-    assert threads == [(4, 1), (200, 2)]

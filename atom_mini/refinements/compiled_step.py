@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'VECTOR', 'WORDS', 'g
            'UsersFolder', 'UsersCache', 'kernel', 'Vector', 'VectorModel', 'locate', 'load', 'rounded', 'store', 'call', 'fma',
            'spread', 'add_up', 'exp2', 'add', 'pieces', 'Threads', 'add_four', 'put_four', 'fetch', 'make_tile', 'multiply_four',
            'widen', 'linear', 'add_norm', 'silu_and_mul', 'turn', 'rotate_and_store', 'score', 'blend', 'soften', 'attend_head',
-           'attend', 'as_numpy', 'decode_step', 'stack', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps', 'one_thread',
+           'attend', 'as_numpy', 'decode_step', 'stack', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
            'OneThreadSampler', 'CompiledRunner']
 
 # %% ../../nbs/21b_compiled_loops.ipynb #06f1e1d1
@@ -566,17 +566,6 @@ class PlainOps(CpuOps):
         prepare(model, keeps_order=True)
 
 # %% ../../nbs/21c_compiled_step.ipynb #5a2171ef
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """While it is open, torch computes in this thread alone."""
-    count = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(count)
-
-
 class OneThreadSampler(Sampler):
     """A `Sampler` that wakes none of torch's threads."""
 
@@ -587,8 +576,12 @@ class OneThreadSampler(Sampler):
             tokens = rows.argmax(-1)  # where there is a NaN, that
             largest = np.take_along_axis(rows, tokens[:, None], -1)[:, 0]
             return torch.from_numpy(np.where(np.isfinite(largest), tokens, NO_TOKEN))
-        with one_thread():
+        count = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
             return super().__call__(logits, meta)
+        finally:
+            torch.set_num_threads(count)
 
 # %% ../../nbs/21c_compiled_step.ipynb #1d6a1a6e
 class CompiledRunner(ModelRunner):
@@ -596,16 +589,13 @@ class CompiledRunner(ModelRunner):
 
     Steps of more than `most_rows` sequences go through torch: with so many, a product
     that cuts all three dimensions is faster. Logits are overwritten by the next step.
-    Prompts with fewer than `few_products` multiplications take one thread.
     """
 
     most_rows = 64
-    few_products = 2e8
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.weights = collect(self.model)
-        self.num_weights = sum(w.numel() for w in self.model.parameters())
         self.eps = np.float32(config.spec.rms_norm_eps)
         self.threads = Threads(torch.get_num_threads())
         qkv, o, gate_up, down = self.weights[4]
@@ -639,9 +629,7 @@ class CompiledRunner(ModelRunner):
         self.threads.settle()
         if len(ids) == len(meta.lens) == len(last) <= self.most_rows:
             return self.decode(ids, meta)
-        is_small = len(ids) * self.num_weights < self.few_products
-        with one_thread() if is_small else nullcontext():
-            return super().run_model(ids, positions, meta, last)
+        return super().run_model(ids, positions, meta, last)
 
     def close(self) -> None:
         """End its threads."""
