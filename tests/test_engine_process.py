@@ -136,7 +136,7 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
         def is_chosen(cls, config):
             return True
 
-    spec = ModelSpec("fake", 958, 1, 1, 1, 1, 1, 1, 2048, 1e-6, {{}})
+    spec = ModelSpec("fake", 958, 1, 1, 1, 1, 1, 1, 2048, 1e-6, {{"rope_type": "default"}})
     atom_mini.config.read_model = lambda *args: spec
     atom_mini.config.read_defaults = lambda *args: ((), {{}})  # without transformers it starts in a moment
     import atom_mini
