@@ -69,7 +69,7 @@ $(VENV)/ray: $(VENV)/dev
 serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
-# A quarter of an hour: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
+# A quarter of an hour or more: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
 # other processes. `make test-all` has the rest, too; nothing runs twice.
 test: $(VENV)/dev
 	rm -f build/covered.json

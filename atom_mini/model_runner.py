@@ -168,7 +168,7 @@ class ModelRunner:
         config = self.config
         ops: Any = self.ops
         ids, positions, meta, last = self.prepare_model(self._largest_batch())
-        if hasattr(meta.plan, "num_partials"):
+        if meta.plan is not None:
             sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
             meta.plan = replace(meta.plan, num_partials=ops.most_partials(*sizes))
         self.run_model(ids, positions, meta, last)

@@ -246,3 +246,10 @@ def plain_search(text: str, stops: list[str]) -> tuple[str, str] | None:
             longest = max(reached, key=len)
             return text[: end - len(longest)], longest
     return None
+
+
+def save_one_layer(folder: Path) -> Path:
+    """A Qwen3 of one layer, 3 query heads for one K/V head of 16; the folder."""
+    shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
+    save_checkpoint("qwen3", folder, num_hidden_layers=1, max_position_embeddings=320, **shape)
+    return folder

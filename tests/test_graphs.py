@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import save_one_layer
 from test_speculation import FromABook
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -47,11 +47,7 @@ PLAIN = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One layer, 3 query heads for one K/V head of 16."""
-    path = tmp_path_factory.mktemp("small")
-    shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
-    save_checkpoint("qwen3", path, num_hidden_layers=1, max_position_embeddings=320, **shape)
-    return path
+    return save_one_layer(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
