@@ -102,6 +102,13 @@ class ModelSpec:
         """How many layers keep that."""
         return self.num_hidden_layers
 
+    def make_triton_ops(self, device: Any, dtype: Any) -> Any:
+        """Triton's operations for a model of these sizes."""
+        from atom_mini.triton_ops import TritonOps  # torch and Triton load here
+
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        return TritonOps(device, heads, kv_heads, self.head_dim, dtype)
+
 # %% ../nbs/01a_checkpoint.ipynb #feaa373f
 def find(offer: Any, ours: Any = None) -> Any:
     """What is offered: an object, or a "module:name" in this package; `ours` if it is

@@ -15,7 +15,7 @@ from atom_mini.checkpoint import ModelSpec
 from atom_mini.refinements.compiled import Compiled
 
 KINDS = ["qwen3", "qwen2", "llama"]
-OTHERS = {"atom_mini.refinements.cpu_decode"}  # the CPU's decode attention, chapter 21
+OTHERS = {"atom_mini.cpu_decode"}  # the CPU's decode attention, chapter 21
 COMPILED = "atom_mini.refinements.compiled_step"  # where Numba is installed: chapters 21b to 21d
 
 

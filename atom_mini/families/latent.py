@@ -12,17 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
-from ..checkpoint import find
-from ..config import Config
 from .mixture import sort_rows
 from .records import LatentSpec
 from ..loading import Readers
 from ..models import Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
-__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'choose_latent_ops']
+__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents']
 
 # %% ../../nbs/65a_latent_attention.ipynb #87e764b3
 def halves_first(size: int, dim: int) -> Tensor:
@@ -98,13 +95,3 @@ def sort_latents(readers: Readers, spec: LatentSpec, model: Any) -> Readers:
     row = halves_first(spec.kv_lora_rank + rope, rope)
     names = {"q_proj": key, "q_b_proj": key, "kv_a_proj_with_mqa": row}
     return sort_rows(readers, names)
-
-# %% ../../nbs/65a_latent_attention.ipynb #dd3e89eb
-def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
-    """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
-    ops, sampler = choose_ops(config, device, dtype)
-    if ops.is_triton:
-        spec = config.spec
-        sizes = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
-        ops = find("families.latent_kernel:LatentOps")(device, *sizes, dtype)
-    return ops, sampler

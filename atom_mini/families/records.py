@@ -13,15 +13,14 @@ from typing import Any, ClassVar
 from atom_mini.checkpoint import (
     FAMILIES, ModelSpec, check_supported, find_family, read_rope, read_spec, require,
 )  # fmt: skip
-from ..config import Config, is_count
-from ..refinements.parts import Variant
+from ..file_checks import is_count
 
 # %% auto #0
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
            'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
            'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
            'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_layers', 'check_family',
-           'read_row', 'decoder_of', 'read_family', 'find_any_family', 'FamilyNames', 'Latents', 'Slots']
+           'read_row', 'decoder_of', 'read_family', 'find_any_family']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -163,6 +162,13 @@ class LatentSpec(FamilySpec):
     def kv_shape(self) -> tuple[int, int, int]:
         """One row of latent and rotated part: keys, and in them the values."""
         return 1, 1, self.kv_lora_rank + self.qk_rope_head_dim
+
+    def make_triton_ops(self, device: Any, dtype: Any) -> Any:
+        """The operations of any model, with a kernel for latents."""
+        from atom_mini.families.latent_kernel import LatentOps
+
+        sizes = self.num_attention_heads, self.kv_lora_rank, self.qk_rope_head_dim
+        return LatentOps(device, *sizes, dtype)
 
 # %% ../../nbs/60_experts.ipynb #8ad1a2a7
 @dataclass(frozen=True)
@@ -376,32 +382,3 @@ def find_any_family(folder: Path, raw: dict[str, Any]) -> Any:
         wrong = f"{folder} holds {name} (it needs {needs}): supported are {known}"
         require(not name.startswith(start), wrong)
     return find_family(folder, raw, ARCHITECTURES)
-
-# %% ../../nbs/60_experts.ipynb #2a7e5e91
-@dataclass
-class FamilyNames(Variant):
-    """Has no knobs: the checkpoint's config says which family it is."""
-
-    find_family = find_any_family
-
-# %% ../../nbs/60_experts.ipynb #3f169961
-@dataclass
-class Latents(Variant):
-    """Has no knobs: the checkpoint's config says whether it keeps latents."""
-
-    make_ops = "families.latent:choose_latent_ops"
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return isinstance(config.spec, LatentSpec)
-
-
-@dataclass
-class Slots(Variant):
-    """Has no knobs: a model with states runs on `StateRunner`."""
-
-    make_runner = "families.state:StateRunner"
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return isinstance(config.spec, StateSpec)
