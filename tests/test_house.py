@@ -17,7 +17,7 @@ import nbformat
 import pytest
 import show
 
-from atom_mini import Config
+from atom_mini import EngineArgs
 from atom_mini.instruments.trace import COLOURS, VERDICTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ import atom_mini
 from atom_mini import LLM, Config, SamplingParams
 assert not [m for m in sys.modules if m.startswith("atom_mini.") and m.count(".") > 1], sys.modules
 try:
-    Config(overlap=True)
+    EngineArgs(overlap=True)
 except ValueError as error:
     assert "no option 'overlap'" in str(error), error
 else:
@@ -113,4 +113,4 @@ def test_one_palette() -> None:
 
 def test_config_refuses_a_name_that_no_part_knows() -> None:
     with pytest.raises(ValueError, match="no option 'chunk_sise': did you mean 'chunk_size'"):
-        Config(chunk_sise=4)
+        EngineArgs(chunk_sise=4)

@@ -295,22 +295,26 @@ def end_with_front(folder: str) -> None:
 def from_recipe(recipe: dict[str, Any]) -> EngineArgs:
     """The config that `recipe` describes; ValueError as for anybody's."""
     config = EngineArgs(recipe["model"], **recipe["options"])
-    vars(config).update(recipe.get("inner", {}), recipe=recipe)
+    vars(config).update(recipe.get("inner", {}))
+    config.recipe = recipe
     return config
 
 # %% ../../nbs/70_engine_process.ipynb #75aed581
 def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
     """Load and say READY; returns what runs until it is told to end."""
     config = from_recipe(recipe)
-    if config.data_parallel_size == 1:
-        core = make_core(config)
-        loop = EngineCoreProc(core, inbox, outbox)
-    else:
+    if config.lockstep:
         from atom_mini.processes.lockstep import make_member  # chapter 73b
-        from atom_mini.processes.replicas import make_loop  # and 73a
 
         core = make_member(config)
+    else:
+        core = make_core(config)
+    if config.data_parallel_size > 1:
+        from atom_mini.processes.replicas import make_loop  # chapter 73a
+
         loop = make_loop(core, inbox, outbox)
+    else:
+        loop = EngineCoreProc(core, inbox, outbox)
     ready = Ready(0, config.num_kvcache_blocks or 0, core.scheduler.max_len)
     outbox.send(encode(ready))  # it hears from now on
     return loop.run

@@ -140,8 +140,6 @@ def meet(config: EngineArgs) -> Agreement:
 def make_member(config: EngineArgs) -> EngineCore:
     """The engine core of one of several, in its process; ValueError if they recorded
     different graphs."""
-    if not config.lockstep:
-        return make_core(config)
     ranks = vars(config)["ranks"] = meet(config)
     if config.enable_expert_parallel:
         config.spec = find("families.dealt:deal")(config.spec, ranks)

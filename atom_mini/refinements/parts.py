@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, field
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -65,10 +65,6 @@ class EngineArgs(Config):
     routing: Literal["load", "prefix"] = "load"
     lockstep: bool = False
 
-    recipe: dict[str, Any] = field(  # what another process is told
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
     @model_validator(mode="wrap")
     @classmethod
     def _check_all(cls, data: Any, check: Callable[[Any], EngineArgs]) -> EngineArgs:
@@ -80,6 +76,15 @@ class EngineArgs(Config):
         import atom_mini.families.records  # noqa: F401 - registers its architectures
 
         super()._read_checkpoint(model)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What another process is told (chapter 73c); no option."""
+        return vars(self).get("_recipe", {})
+
+    @recipe.setter
+    def recipe(self, recipe: dict[str, Any]) -> None:
+        vars(self)["_recipe"] = recipe
 
     def base_scheduler(self) -> type[BaseScheduler]:
         """The class of the scheduler that the options ask for."""
