@@ -13,7 +13,6 @@ from atom_mini.instruments.command_line import spin_less
 spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
 
 import torch  # noqa: E402
-
 from pydantic.dataclasses import rebuild_dataclass  # noqa: E402
 
 from atom_mini import EngineArgs  # noqa: E402
