@@ -95,6 +95,7 @@ class Config:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    enable_mixed_steps: bool = False  # decodes and chunks of prompts in one step
     attention: str | None = None  # "triton" or "torch"; None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
 
@@ -342,7 +343,7 @@ RULES: list[Rule] = [
     ("num_kvcache_blocks max_model_len", is_count, COUNT),
     ("gpu_memory_utilization", lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
     ("enable_prefix_caching enable_chunked_prefill", is_bool, "True or False"),
-    ("enforce_eager", is_bool, "True or False"),
+    ("enforce_eager enable_mixed_steps", is_bool, "True or False"),
     one_of("attention", None, "triton", "torch"),
     one_of("dtype", None, "auto", "float32", "float16", "bfloat16"),
 ]

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from .checkpoint import require
 from .config import Config
 from atom_mini.scheduler import (
-    BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler,
+    BaseScheduler, MixedScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler,
 )
 from .sequence import Sequence
 
@@ -46,7 +46,8 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.runner = runner
-        self.scheduler = scheduler or config.pick("make_scheduler", Scheduler)(config)
+        kind = MixedScheduler if config.enable_mixed_steps else Scheduler
+        self.scheduler = scheduler or config.pick("make_scheduler", kind)(config)
         self.is_torn = False  # something has begun and is not done
         self.is_closed = False
 

@@ -150,10 +150,15 @@ class Refinements(Variant):
 
 # %% ../../nbs/20_parts.ipynb #3862dd42
 def check_roles(config: Config, offers: Variants) -> None:
-    """ValueError if a role is taken twice."""
+    """ValueError if a role is taken twice, or mixed steps are asked of a scheduler that
+    has none."""
     for role, kind in inspect.get_annotations(Variant).items():
         if kind == "Role":
             offers.taker(config, role)
+    other: Any = offers.taker(config, "make_scheduler")
+    if other and config.enable_mixed_steps:
+        own = f"{', '.join(f.name for f in fields(other))} brings another scheduler"
+        raise ValueError(f"enable_mixed_steps=True has no effect, {own}: leave one out")
 
 # %% ../../nbs/20_parts.ipynb #639d042b
 class Need(NamedTuple):
@@ -197,6 +202,13 @@ KNOWN = "a step is planned before the last one has ended"
 TOGETHER: list[Need] = [
     Need("overlap=True", has("overlap", True),
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
+    Need("enable_mixed_steps=True", has("enable_mixed_steps", True),
+        {"enable_chunked_prefill": (True,)}, "prompts get what decodes leave"),
+    Need("enable_mixed_steps=True", has("enable_mixed_steps", True),
+        {"scheduler": ("atom",), "overlap": (False,), "speculative_config": (None,),
+         "interleave_decode": (False,), "scheduler_delay_factor": (0.0,),
+         "lockstep": (False,)},
+        "a step has one plan"),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
     Need("EAGLE or MTP", drafts_by("eagle3", "mtp"), {"compiled": (False,)},
