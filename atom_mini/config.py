@@ -157,6 +157,7 @@ class Config:
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    enable_mixed_steps: bool = False  # decodes and pieces of prompts in one step
     attention: Literal["triton", "torch"] | None = None  # None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
     scheduler_cls: ImportString[Any] | None = None  # None: `Scheduler`
@@ -197,14 +198,19 @@ class Config:
         what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
         wrong = f"without chunked prefill {what}enable_chunked_prefill=True"
         require(self.enable_chunked_prefill or fits, wrong)
+        wrong = "enable_chunked_prefill=False does not go with enable_mixed_steps=True: set "
+        wrong += "it to True (prompts get what decodes leave)"
+        require(self.enable_chunked_prefill or not self.enable_mixed_steps, wrong)
 
     def get_scheduler_cls(self) -> type[BaseScheduler]:
         """The class of the scheduler; ValueError if `scheduler_cls` is not one."""
-        from atom_mini.scheduler import BaseScheduler, Scheduler
+        from atom_mini.scheduler import BaseScheduler, MixedScheduler, Scheduler
 
-        own = self.scheduler_cls or Scheduler
-        good = isinstance(own, type) and issubclass(own, BaseScheduler)
-        what = f"scheduler_cls={own!r} must be a subclass of BaseScheduler"
+        base: Any = MixedScheduler if self.enable_mixed_steps else Scheduler
+        own = self.scheduler_cls or base
+        least = base if self.enable_mixed_steps else BaseScheduler
+        good = isinstance(own, type) and issubclass(own, least)
+        what = f"scheduler_cls={own!r} must be a subclass of {least.__name__}"
         require(good, f"{what}, or 'module:Class'")
         return own
 

@@ -93,6 +93,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "drafts": {"speculative_config": NGRAM},
     "turns": {"interleave_decode": True, "max_num_batched_tokens": 8},
+    "mixed": {"enable_mixed_steps": True, "max_num_batched_tokens": 8},
     "chunks": {"max_num_batched_tokens": 16, "prefix_cache": "radix"},
     "no cache": {"enable_prefix_caching": False},
 }

@@ -123,6 +123,13 @@ def test_same_answers(both: LLM, here: Any) -> None:
 
 
 @alone
+def test_same_answers_in_mixed_steps(here: Any) -> None:
+    with LLM("tiny", enable_mixed_steps=True, max_num_batched_tokens=24, **PAIR) as llm:
+        assert answers(llm) == here
+        expect_empty(replicas_of(llm))
+
+
+@alone
 def test_many_threads(both: LLM) -> None:
     """Eight threads, in calls and streams, some dropped; everyone gets the answers that it gets alone."""
     jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(20)]

@@ -469,7 +469,7 @@ class RectangularSymbols(SymbolicRunner):
 
     def _check_batch(self, batch: ScheduledBatch, positions: list[int], slots: list[int], tokens: list[int]) -> None:
         redirected = self.redirected
-        read = {slot + self.size for seq, computed in self.readers for slot in self._slots(seq.block_table)[:computed]}
+        read = {slot + self.size for seq, computed, _ in self.readers for slot in self._slots(seq.block_table)[:computed]}
         if batch.type is SequenceType.PREFILL:
             assert not read & set(slots[redirected:]), "a block that somebody reads is written"
             assert set(slots[:redirected]) <= {0}

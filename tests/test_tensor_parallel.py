@@ -180,6 +180,7 @@ def test_quantised_files(tmp_path: Path) -> None:
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         {"prefix_cache": "radix", "interleave_decode": True},
+        {"enable_mixed_steps": True, "max_num_batched_tokens": 12},
         {"max_num_seqs": 2},
     ],
     ids=lambda options: next(iter(options)),

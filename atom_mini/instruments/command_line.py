@@ -84,6 +84,7 @@ HELP["Steps"] = {
     "max_num_seqs": "requests that are computed at once",
     "max_num_batched_tokens": "tokens of a step",
     "enable_chunked_prefill": "split prompts that do not fit in a step",
+    "enable_mixed_steps": "put decodes and chunks of prompts into one step",
     "interleave_decode": "alternate prefill and decode steps",
     "scheduler_delay_factor": "let prompts wait this many times the last prefill",
     "scheduler": "atom or spyre",
