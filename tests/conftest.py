@@ -16,6 +16,7 @@ import torch  # noqa: E402
 from pydantic.dataclasses import rebuild_dataclass  # noqa: E402
 
 from atom_mini import EngineArgs  # noqa: E402
+from atom_mini.config import explained  # noqa: E402
 
 pytest_plugins = ["quick"]
 
@@ -38,7 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not config.option.users_defaults:
         EngineArgs.__dataclass_fields__["compiled"].default = False  # type: ignore[attr-defined]
-        rebuild_dataclass(EngineArgs, force=True)
+        rebuild_dataclass(EngineArgs, force=True)  # which writes its constructor anew
+        explained(EngineArgs)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from show import Told, check_blocks, told
 
 import atom_mini.scheduler as scheduler_module
-from atom_mini import EngineArgs
+from atom_mini import Config, EngineArgs
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore, StepOutput
 from atom_mini.scheduler import MixedScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk

@@ -728,7 +728,7 @@ def test_llm_with_spyres_scheduler() -> None:
     ({"max_num_batched_tokens": 256}, "chunk_size=512 is over max_num_batched_tokens=256"),
     ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 is over max_num_batched_tokens=512"),
     ({"scheduler": "atom", "chunk_size": 32}, "chunk_size has no effect with scheduler='atom': change that"),
-    ({"scheduler": "spire"}, "scheduler='spire' must be one of 'atom', 'spyre'"),
+    ({"scheduler": "spire"}, "scheduler='spire' must be 'atom' or 'spyre'"),
     ({"max_model_len": None}, "needs max_model_len"),
 ])  # fmt: skip
 def test_bad_settings_are_refused_with_numbers(options: dict[str, Any], message: str) -> None:

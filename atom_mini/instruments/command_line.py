@@ -88,6 +88,7 @@ HELP["Steps"] = {
     "interleave_decode": "alternate prefill and decode steps",
     "scheduler_delay_factor": "let prompts wait this many times the last prefill",
     "scheduler": "atom or spyre",
+    "scheduler_cls": "module:Class, a scheduler of your own",
     "chunk_size": "tokens of a prefill step (spyre)",
     "max_batch_tkv_limit": "sequences x longest context (spyre)",
     "interleave": "a decode between two chunks of a prompt (spyre)",
