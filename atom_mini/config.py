@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
-    find, find_family, read_defaults, read_model, require, resolve_model,
+    find, read_defaults, read_model, require, resolve_model,
 )  # fmt: skip
-from .rope_scaling import scale_rope
 
 # %% auto #0
 __all__ = ['SamplingParams', 'Config', 'Offers', 'NOT_HERE', 'Rule', 'LEAST', 'FROM_LEAST', 'TO_ONE', 'WISHES', 'COUNT', 'MOST',
@@ -114,8 +113,7 @@ class Config:
         self.folder = resolve_model(model)
         check_files(self.folder)
         self.dtype = None if self.dtype == "auto" else self.dtype
-        choose = self.pick("find_family", find_family)
-        self.spec = scale_rope(read_model(self.folder, choose))
+        self.spec = read_model(self.folder)
         ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
         longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest

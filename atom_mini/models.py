@@ -17,6 +17,7 @@ from atom_mini.attention import (
     Attention, AttentionMetaData, get_forward_context, paged_attention, store_kv_cache,
 )  # fmt: skip
 from .checkpoint import ModelSpec, find
+from .rope_scaling import scale_frequencies
 
 # %% auto #0
 __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'RMSNorm', 'SelfAttention', 'MLP',
@@ -26,9 +27,7 @@ __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linea
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
     """(radians per token of each pair [dim / 2], factor on cos and sin)."""
     freqs = spec.rope["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
-    if spec.rope_scale is None:
-        return freqs, 1.0
-    return spec.rope_scale(freqs, spec.rope, dim)
+    return scale_frequencies(freqs, spec.rope, dim)
 
 # %% ../nbs/06a_models.ipynb #b9bf14ea
 class RotaryEmbedding(nn.Module):

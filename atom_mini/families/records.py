@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
-    FAMILIES, ModelSpec, check_supported, find_family, read_rope, read_spec, require,
+    ModelRegistry, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
 from ..config import Config, is_count
 from ..refinements.parts import Variant
 
 # %% auto #0
-__all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
-           'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
+__all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES',
+           'ARCHITECTURES', 'LACKING', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
            'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
            'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_layers', 'check_family',
-           'read_row', 'decoder_of', 'read_family', 'find_any_family', 'FamilyNames', 'Latents', 'Slots']
+           'read_row', 'decoder_of', 'read_family', 'Latents', 'Slots']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -349,10 +348,11 @@ def read_family(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     return replace(spec, storage=storage, adapters=adapters, **more)
 
 # %% ../../nbs/60_experts.ipynb #aa4fa1da
-NAMES = ["Mistral", "SmolLM3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe"]
-NAMES += ["GptOss", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Qwen3_5", "Qwen3_5Moe"]
-ADDED = [f"{name}ForCausalLM" for name in NAMES]
-ADDED += [f"{name}ForConditionalGeneration" for name in NAMES[-2:]]  # with images
+NAMES = ["Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Mixtral", "Qwen2Moe"]
+NAMES += ["Qwen3Moe", "Olmoe", "Glm4Moe", "GptOss", "DeepseekV2", "DeepseekV3"]
+NAMES += ["Glm4MoeLite", "Qwen3_5", "Qwen3_5Moe"]
+ARCHITECTURES = [f"{name}ForCausalLM" for name in NAMES]
+ARCHITECTURES += [f"{name}ForConditionalGeneration" for name in NAMES[-2:]]  # images
 LACKING = {  # how their names begin
     "DeepseekV32": "sparse attention, whose indexer chooses the keys",
     "DeepseekV4": "compressed attention and its indexer",
@@ -364,25 +364,9 @@ LACKING = {  # how their names begin
     "MiniMax": "lightning attention, which keeps a state",
     "Qwen3Next": "rows of in_proj_qkvz taken apart by heads",
 }
-ARCHITECTURES = dict.fromkeys([*FAMILIES, *ADDED], read_family)
-
-
-def find_any_family(folder: Path, raw: dict[str, Any]) -> Any:
-    """What reads the spec of this `config.json`; ValueError for an architecture that is
-    unknown, or lacks something."""
-    name = (raw.get("architectures") or [""])[0]
-    known = ", ".join(ARCHITECTURES)
-    for start, needs in LACKING.items():
-        wrong = f"{folder} holds {name} (it needs {needs}): supported are {known}"
-        require(not name.startswith(start), wrong)
-    return find_family(folder, raw, ARCHITECTURES)
-
-# %% ../../nbs/60_experts.ipynb #2a7e5e91
-@dataclass
-class FamilyNames(Variant):
-    """Has no knobs: the checkpoint's config says which family it is."""
-
-    find_family = find_any_family
+for architecture in ARCHITECTURES:
+    ModelRegistry.register_model(architecture, read_family)
+ModelRegistry.hints.update(LACKING)
 
 # %% ../../nbs/60_experts.ipynb #3f169961
 @dataclass

@@ -47,7 +47,6 @@ class Variant:
     max_rows: Role = None  # config -> rows of the largest decode
     bytes_beside: Role = None  # config, dtype -> bytes in all, per block
     make_loop: Role = None  # core, sockets -> what runs in another process
-    find_family: Role = None  # folder, its config.json -> what reads the spec
 
     @classmethod
     def is_chosen(cls, config: Config) -> bool:
@@ -137,7 +136,7 @@ PARTS = {
     "systems.radix_cache": "RadixKnobs",
     "systems.spyre": "SpyreKnobs",
     "speculation.knobs": "Speculation",
-    "families.records": "FamilyNames Latents Slots",
+    "families.records": "Latents Slots",
     "processes.knobs": "DataParallel Dealt ProcessKnobs TensorParallel",
 }
 

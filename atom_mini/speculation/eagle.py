@@ -23,7 +23,7 @@ from ..loading import weight_targets
 from ..model_runner import ModelRunner
 from ..models import CausalLM, DecoderLayer, Linear, RMSNorm
 from ..models import RotaryEmbedding, TorchOps
-from ..rope_scaling import scale_rope
+from ..rope_scaling import check_rope
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from .drafters import ModelDrafter, extend
@@ -168,7 +168,8 @@ def read_head_spec(
         "taps": tuple(find_taps(raw, target.num_hidden_layers)),
         "has_embedding": "embed_tokens.weight" in checkpoint_files(folder),
     }
-    spec = scale_rope(read_spec(cfg, HeadSpec, **own))
+    spec = read_spec(cfg, HeadSpec, **own)
+    check_rope(spec.rope)
     fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
     for name, right in fits.items():
         what = f"{folder}: {name} of the head is {getattr(spec, name)}, it must be "
