@@ -63,8 +63,7 @@ def resolve_model(model: str) -> Path:
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a decoder is made of, by the names of transformers' configs. Builders are
-    functions, or "module:name" in this package; None: chapter 06a's."""
+    """What a decoder is made of, by the names of transformers' configs."""
 
     model_type: str
     vocab_size: int
@@ -84,12 +83,12 @@ class ModelSpec:
     has_qk_norm: bool = False  # each head of q and k
     dtype: str | None = None  # of the checkpoint's weights
     eos_token_id: Any = None
-    model: Any = None  # builds it
-    attention: Any = None  # builds a layer's first half
-    mlp: Any = None  # and its second
-    rotary: Any = None
-    adapters: tuple[Any, ...] = ()  # what changes readers of weights, one after another
-    storage: Any = None  # how weights are stored, if not as they are used
+
+    def model_class(self) -> Any:
+        """The class of the model, a `CausalLM`. Torch is loaded with it."""
+        from atom_mini.models import CausalLM
+
+        return CausalLM
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
-from ..checkpoint import find
 from ..config import Config
 from .mixture import sort_rows
+from .quantised import FamilyModel
 from .records import LatentSpec
 from ..loading import Readers
 from ..models import Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
-__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'choose_latent_ops']
+__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'LatentModel',
+           'choose_latent_ops']
 
 # %% ../../nbs/65a_latent_attention.ipynb #87e764b3
 def halves_first(size: int, dim: int) -> Tensor:
@@ -51,7 +52,7 @@ def attend_latent(ops: Any, size: int, q: Tensor, cache: Tensor, *rest: Any) -> 
 class LatentAttention(nn.Module):
     """x [T, hidden] -> [T, hidden], one row per token through the paged cache."""
 
-    def __init__(self, spec: LatentSpec, ops: TorchOps, layer: int = 0) -> None:
+    def __init__(self, spec: LatentSpec, ops: TorchOps) -> None:
         super().__init__()
         hidden, rank, bias = spec.hidden_size, spec.q_lora_rank, spec.qkv_bias
         latent, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
@@ -89,7 +90,7 @@ class LatentAttention(nn.Module):
         return self.o(torch.einsum("thl,hvl->thv", sums, values).flatten(1))
 
 # %% ../../nbs/65a_latent_attention.ipynb #f081cef3
-def sort_latents(readers: Readers, spec: LatentSpec, model: Any) -> Readers:
+def sort_latents(readers: Readers, spec: LatentSpec) -> Readers:
     """Rows that are rotated, sorted as `rotate` wants them."""
     if not spec.rope_interleave:
         return readers
@@ -99,6 +100,18 @@ def sort_latents(readers: Readers, spec: LatentSpec, model: Any) -> Readers:
     names = {"q_proj": key, "q_b_proj": key, "kv_a_proj_with_mqa": row}
     return sort_rows(readers, names)
 
+# %% ../../nbs/65a_latent_attention.ipynb #bb1ed1e9
+class LatentModel(FamilyModel):
+    """The model of a `LatentSpec`."""
+
+    spec: LatentSpec
+
+    def make_attention(self, layer: int) -> nn.Module:
+        return LatentAttention(self.spec, self.ops)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        return sort_latents(super().weight_readers(readers), self.spec)
+
 # %% ../../nbs/65a_latent_attention.ipynb #dd3e89eb
 def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
     """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
@@ -106,5 +119,7 @@ def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) 
     if ops.is_triton:
         spec = config.spec
         sizes = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
-        ops = find("families.latent_kernel:LatentOps")(device, *sizes, dtype)
+        from atom_mini.families.latent_kernel import LatentOps  # needs Triton
+
+        ops = LatentOps(device, *sizes, dtype)
     return ops, sampler

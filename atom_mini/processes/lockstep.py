@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..assemble import make_engine_core
-from ..checkpoint import find, require
+from ..checkpoint import require
 from ..config import Config
 from ..engine_core import EngineCore
+from ..families.dealt import deal
 from ..graphs import first_decodes
 from .engine_process import EngineCoreProc
 from .shards import Group, open_group
@@ -145,7 +146,7 @@ def make_member(config: Config) -> EngineCore:
         return make_engine_core(config)
     ranks = vars(config)["ranks"] = meet(config)
     if config.enable_expert_parallel:
-        config.spec = find("families.dealt:deal")(config.spec, ranks)
+        config.spec = deal(config.spec, ranks)
     core = make_engine_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))
