@@ -2,8 +2,16 @@
 
 __version__ = "0.1.0"
 
-import atom_mini.assemble  # noqa: F401 - first: it lets the later parts in
-from atom_mini.config import Config, SamplingParams
-from atom_mini.llm import LLM, RequestOutput
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-__all__ = ["LLM", "RequestOutput", "Config", "SamplingParams", "__version__"]
+from atom_mini.config import Config, SamplingParams
+from atom_mini.llm import RequestOutput
+
+if TYPE_CHECKING or find_spec("atom_mini.refinements"):
+    from atom_mini.refinements.parts import LLM, EngineArgs
+else:  # the first part alone
+    from atom_mini.config import Config as EngineArgs
+    from atom_mini.llm import LLM
+
+__all__ = ["LLM", "RequestOutput", "Config", "EngineArgs", "SamplingParams", "__version__"]

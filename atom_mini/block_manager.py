@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .checkpoint import find
 from .sequence import Sequence
 
+if TYPE_CHECKING:
+    from atom_mini.prefix_index import PrefixIndex
+
 # %% auto #0
-__all__ = ['NO_HASH', 'PREFIX_INDEX', 'Block', 'BlockPool', 'BlockManager']
+__all__ = ['NO_HASH', 'Block', 'BlockPool', 'BlockManager']
 
 # %% ../nbs/03_block_manager.ipynb #f013ff40
 NO_HASH = -1
@@ -64,31 +66,32 @@ class BlockPool:
             self.free_block_ids.move_to_end(block_id, last=block.hash != NO_HASH)
 
 # %% ../nbs/03_block_manager.ipynb #2199be1d
-PREFIX_INDEX = "prefix_index:PrefixIndex"  # in chapter 06e
-
-
 @dataclass(eq=False)
 class BlockManager:
     """Hands out the KV cache block by block. Knows ids only: no tensor, no device.
 
     `num_blocks` blocks of `block_size` tokens, for at most `max_num_seqs` sequences at
-    once. `index_type` makes what finds prefixes. Source: PagedAttention (Kwon et al.
-    2023); ATOM's `block_manager.py` and `block_pool.py`.
+    once. `index_type` is the class that finds cached blocks; None: `PrefixIndex`.
+    Source: PagedAttention (Kwon et al. 2023); ATOM's `block_manager.py` and
+    `block_pool.py`.
     """
 
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool = True
     max_num_seqs: int = 512
-    index_type: Any = PREFIX_INDEX
+    index_type: type[PrefixIndex] | None = None
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Begin anew: all blocks are free, and nothing can be found."""
+        from atom_mini.prefix_index import PrefixIndex  # which imports this module
+
         self.pool = BlockPool(self.num_blocks)
-        self.index = find(self.index_type)(self.pool.blocks, self.block_size)
+        kind = self.index_type or PrefixIndex
+        self.index = kind(self.pool.blocks, self.block_size)
         self.block_tables = np.zeros((self.max_num_seqs, 16), np.int32)  # grows in width
         self._free_rows = list(range(self.max_num_seqs))
 

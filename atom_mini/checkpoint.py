@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
 # %% auto #0
-__all__ = ['WANTED', 'COPIED', 'Reader', 'SAMPLING', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec', 'find',
-           'read_rope', 'read_spec', 'check_supported', 'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
+__all__ = ['WANTED', 'COPIED', 'Reader', 'SAMPLING', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec', 'read_rope',
+           'read_spec', 'check_supported', 'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def require(condition: bool, message: str) -> None:
@@ -100,14 +99,12 @@ class ModelSpec:
         """How many layers keep that."""
         return self.num_hidden_layers
 
-# %% ../nbs/01a_checkpoint.ipynb #feaa373f
-def find(offer: Any, ours: Any = None) -> Any:
-    """What is offered: an object, or a "module:name" in this package; `ours` if it is
-    None."""
-    if not isinstance(offer, str):
-        return offer or ours
-    module, name = offer.split(":")
-    return getattr(import_module(f"atom_mini.{module}"), name)
+    def make_triton_ops(self, device: Any, dtype: Any) -> Any:
+        """Triton's operations for a model of these sizes."""
+        from atom_mini.triton_ops import TritonOps  # torch and Triton load here
+
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        return TritonOps(device, heads, kv_heads, self.head_dim, dtype)
 
 # %% ../nbs/01a_checkpoint.ipynb #2dbe4bde
 def read_rope(cfg: Any) -> dict[str, Any]:

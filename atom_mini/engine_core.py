@@ -12,9 +12,7 @@ from typing import NamedTuple, Protocol
 
 from .checkpoint import require
 from .config import Config
-from atom_mini.scheduler import (
-    BaseScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler,
-)
+from .scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
 from .sequence import Sequence
 
 # %% auto #0
@@ -46,7 +44,7 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.runner = runner
-        self.scheduler = scheduler or config.pick("make_scheduler", Scheduler)(config)
+        self.scheduler = scheduler or config.get_scheduler_cls()(config)
         self.is_torn = False  # something has begun and is not done
         self.is_closed = False
 

@@ -10,16 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import read_json, require
-from .config import is_count, is_number, is_whole
 
 # %% auto #0
-__all__ = ['COUNTED', 'FIELDS', 'ABOVE', 'is_end', 'are_names', 'check_fields', 'check_index', 'check_end', 'check_files']
+__all__ = ['COUNTED', 'FIELDS', 'ABOVE', 'is_number', 'is_count', 'is_end', 'are_names', 'check_fields', 'check_index',
+           'check_end', 'check_files']
 
 # %% ../nbs/27_file_checks.ipynb #b61df781
+def is_number(value: Any, kinds: Any = (int, float)) -> bool:
+    """Whether it is a number that float32 holds: no bool, not infinite, not `nan`."""
+    is_kind = isinstance(value, kinds) and type(value) is not bool
+    return is_kind and -3e38 < value < 3e38
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number from 1."""
+    return is_number(value, int) and value >= 1
+
+
 def is_end(value: Any) -> bool:
     """Whether it is a token id, or a list of them."""
     many = value if type(value) is list else [value]
-    return all(is_whole(i) and i >= 0 for i in many)
+    return all(is_number(i, int) and i >= 0 for i in many)
 
 
 def are_names(value: Any) -> bool:

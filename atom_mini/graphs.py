@@ -102,8 +102,7 @@ class GraphRunner(ModelRunner):
         self.record = record
         self.graphs = dict[int, Any]()
         self.sampled = HowSampled([])
-        rows = config.pick("max_rows", None)
-        self.max_rows = rows(config) if rows else config.max_num_seqs
+        self.max_rows = config.max_decode_rows
         super().__init__(config)
         most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
         self._capture(graph_sizes(most))

@@ -15,28 +15,29 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
+from typing_extensions import Self
+
 from .checkpoint import require
-from .config import Config, SamplingParams, is_whole
+from .config import Config, SamplingParams
 from .engine_core import EngineCore, StepOutput
 from .sequence import Sequence
 from .text import RequestOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'plain_engine', 'LLM', 'as_list', 'as_outputs', 'check_template_options',
-           'unwrap', 'read_prompts', 'part_text', 'content_text', 'read_messages']
-
-# %% ../nbs/09c_llm.ipynb #80c4fab6
-def plain_engine(config: Config) -> EngineCore:
-    """An engine core on the plain runner."""
-    from atom_mini.model_runner import ModelRunner  # torch and transformers load here
-
-    return EngineCore(config, ModelRunner(config))
+__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'Listener', 'LLM', 'as_list', 'as_outputs', 'check_template_options', 'unwrap',
+           'read_prompts', 'part_text', 'content_text', 'read_messages']
 
 # %% ../nbs/09c_llm.ipynb #b2c07960
+class Listener(Protocol):
+    """An object that is told what each step did."""
+
+    def record(self, step: StepOutput) -> None: ...
+
+
 class LLM:
     """A checkpoint, loaded, and an engine around it.
 
@@ -50,22 +51,19 @@ class LLM:
     thread at a time. Another process, even a fork, must make its own LLM.
     """
 
-    metrics: Any = None  # what records each step
-    trace: Any = None
+    config_cls: ClassVar[type[Config]] = Config
 
     def __init__(
         self, model: str | Path, *, seed: int | None = None, **options: Any
     ) -> None:
         require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
-        good = seed is None or (is_whole(seed) and seed >= 0)
+        good = seed is None or (type(seed) is int and seed >= 0)
         require(good, f"seed={seed!r} must be None or a whole number from 0")
-        self.config = Config(model, **options)
+        self.config = self.config_cls(model, **options)
         self.tokenizer = load_tokenizer(self.config)
-        make = self.config.pick("make_engine", plain_engine)
-        self.engine_core: EngineCore = make(self.config)
+        self.engine_core = self.make_engine_core()
         self.processor = InputOutputProcessor(self.config, self.tokenizer, seed)
-        if watch := self.config.pick("watch", None):
-            watch(self)
+        self.listeners: list[Listener] = []
         # what reads the text of a request that has stop strings, as long as there is one
         self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
         self._readers = WeakKeyDictionary()
@@ -74,6 +72,12 @@ class LLM:
         self._lock = RLock()  # around whatever reads or changes the engine or its queue
         self._line: set[object] = set()  # who has or wants the lock for a call
         self._dropped: deque[int] = deque()  # requests that nobody waits for any more
+
+    def make_engine_core(self) -> EngineCore:
+        """The engine that `config` asks for. The checkpoint is loaded here."""
+        from atom_mini.assemble import make_engine_core  # torch loads here
+
+        return make_engine_core(self.config)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.config.num_kvcache_blocks} blocks"
@@ -150,8 +154,8 @@ class LLM:
             step = self.engine_core.step()
             if step:
                 self._end_stopped(step)
-                if self.metrics:
-                    self.metrics.record(step)
+                for listener in self.listeners:
+                    listener.record(step)
             return step
 
     def _add(self, requests: list[Request]) -> None:
@@ -306,7 +310,7 @@ class LLM:
             self._closed = True
             self.engine_core.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

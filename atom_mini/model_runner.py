@@ -22,12 +22,13 @@ from .extras import Extras
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, free_host_bytes, kvcache_block_bytes
 from .models import TorchOps
-from .sampler import Sampler, SamplingMetaData, uploads_to
+from .sampler import Sampler, SamplingMetaData
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
+from .uploads import choose_upload
 
 # %% auto #0
-__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'plain_ops', 'made_up_batch']
+__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'made_up_batch']
 
 # %% ../nbs/08b_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -63,8 +64,9 @@ class ModelRunner:
         return getattr(torch, self.config.dtype or stored or "float32")
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        make = self.config.pick("make_ops", plain_ops)
-        return make(self.config, self.device, self.dtype)
+        from atom_mini.assemble import choose_ops  # which imports this module
+
+        return choose_ops(self.config, self.device, self.dtype)
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool, [layers, 2, N, K, S, D], and give each layer its part."""
@@ -155,7 +157,7 @@ class ModelRunner:
 
     def _sample_most(self) -> None:
         """Sample as many rows as a step may have, each with every filter."""
-        rows = self.config.pick("max_rows", lambda config: config.max_num_seqs)(self.config)
+        rows = self.config.max_decode_rows
         batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
         wish = SamplingParams(temperature=1, top_p=0.5, min_p=0.1)
         shape = rows, self.config.spec.vocab_size
@@ -202,8 +204,7 @@ class ModelRunner:
 
     def _decide_num_blocks(self) -> int:
         config = self.config
-        count = config.pick("bytes_beside", lambda *_: (0, 0))  # in all, per block
-        in_all, each = count(config, self.dtype)
+        in_all, each = config.bytes_beside(self.dtype)
         needed = self.block_bytes + each
         free = self._free_bytes() - in_all
         blocks = config.num_kvcache_blocks or min(free // needed, self._useful_blocks())
@@ -223,7 +224,7 @@ class ModelRunner:
         longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
         self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
-        self.upload = config.pick("make_upload", uploads_to)(self.device)
+        self.upload = choose_upload(self.device)
         self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
         self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
@@ -247,11 +248,6 @@ def choose_device(name: str | None) -> torch.device:
     right = f"set device to one of {', '.join(known)}"
     require(name in (None, *known), f"device={name!r} is not here: {right}")
     return torch.device(name or known[0])
-
-# %% ../nbs/08b_model_runner.ipynb #c58d102c
-def plain_ops(config: Config, *_: Any) -> tuple[TorchOps, Sampler]:
-    """A layer's operations and the sampler, in torch."""
-    return config.pick("make_torch_ops", TorchOps)(), Sampler()
 
 # %% ../nbs/08b_model_runner.ipynb #71abe8f4
 Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]

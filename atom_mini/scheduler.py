@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .block_manager import PREFIX_INDEX, BlockManager
+from .block_manager import BlockManager
 from .checkpoint import require
 from .config import Config, SamplingParams
 from .sequence import NO_TOKEN, Sequence
@@ -105,7 +105,7 @@ class BaseScheduler:
         self.block_manager = BlockManager(
             config.num_kvcache_blocks, config.kv_cache_block_size,
             config.enable_prefix_caching, config.max_num_seqs,
-            config.pick("make_index", PREFIX_INDEX),
+            config.get_prefix_index_cls(),
         )
         self.seqs: dict[int, Sequence] = {}  # the unfinished, in order of arrival
         self.waiting: deque[Sequence] = deque()

@@ -22,10 +22,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import atom_mini.loading
-from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import make_runner
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.models import Linear
+from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 
@@ -218,7 +217,7 @@ def random_runner(bench: Bench, kind: str, shape: dict[str, Any], **room: Any) -
     """The runner that an engine would have, its pool full of random numbers."""
     options = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
     with random_checkpoint(bench, kind, shape) as folder:
-        runner = make_runner(Config(folder, **options, **room))
+        runner = make_runner(EngineArgs(folder, **options, **room))
     for layer in runner.kv_cache:
         layer.normal_()  # what was in the memory before may be no number, and zeros take less power
     return runner

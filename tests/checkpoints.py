@@ -139,9 +139,9 @@ def measure_loading(folder: Path, dtype: str = "float32") -> dict[str, float]:
 import json, re, sys, time
 from pathlib import Path
 import torch, transformers
-from atom_mini.config import Config
+
 from atom_mini.loading import load_model
-config = Config(sys.argv[1], max_model_len=512)
+config = EngineArgs(sys.argv[1], max_model_len=512)
 def peak():  # not getrusage's: that one remembers the parent's
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 before, start = peak(), time.perf_counter()

@@ -14,7 +14,9 @@ spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the
 
 import torch  # noqa: E402
 
-from atom_mini.refinements.compiled import Compiled  # noqa: E402
+from pydantic.dataclasses import rebuild_dataclass  # noqa: E402
+
+from atom_mini import EngineArgs  # noqa: E402
 
 pytest_plugins = ["quick"]
 
@@ -36,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     users have them anyway.
     """
     if not config.option.users_defaults:
-        Compiled.__dataclass_fields__["compiled"].default = False
+        EngineArgs.__dataclass_fields__["compiled"].default = False  # type: ignore[attr-defined]
+        rebuild_dataclass(EngineArgs, force=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

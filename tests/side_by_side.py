@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from atom_mini.assemble import make_engine_core
 from atom_mini.config import Config
+from atom_mini.processes import ranks, replicas
 from atom_mini.processes.engine_process import decode
-from atom_mini.processes.knobs import ProcessKnobs, TensorParallel
 from atom_mini.processes.ranks import Known, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import make_rank, open_group
+from atom_mini.refinements import parts
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 LIMIT = 120.0  # seconds, after which a rank hangs; the interpreter is slow
@@ -60,8 +60,8 @@ class SideBySide:
 
 def in_this_process(patch: Any, make: Callable[..., Any] = SideBySide) -> None:
     """From now on an engine on several ranks has them all in this process."""
-    patch.setattr(TensorParallel, "make_runner", staticmethod(make))
-    patch.setattr(ProcessKnobs, "make_engine", staticmethod(make_engine_core))
+    patch.setattr(ranks, "Leader", make)
+    patch.setattr(replicas, "make_front", parts.make_core)
 
 
 class Face:

@@ -26,6 +26,7 @@ from show import check_blocks, told
 import atom_mini.model_runner as model_runner
 import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
+from atom_mini import EngineArgs
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
@@ -276,7 +277,7 @@ def make_trial(seed: int) -> Trial:
     if not chunked:
         max_model_len = min(max_model_len or pool + 2, rng.randint(2, pool + 2))
         budget = max(budget, max_model_len)
-    config = Config(
+    config = EngineArgs(
         kv_cache_block_size=size,
         num_kvcache_blocks=blocks,
         max_num_seqs=rng.randint(1, 6),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.instruments.command_line import main
 from atom_mini.serving.capacity import Arrival, Cost, Costs, Engine, fit, fit_cost, serve
 from atom_mini.serving.replicas_needed import (
@@ -33,7 +33,7 @@ FLAT = Costs(0.0, Cost((1,), (0.5,)), Cost((1,), (0.5,)))
 NOISE = (0.8, 0.9, 1.0, 1.1, 1.7)
 COSTS = Costs(3e-4, Cost((0, 100), (2e-3, 4e-3), 1e-8, NOISE), Cost((1, 4, 32), (4e-3, 4.1e-3, 6e-3), 1e-7, NOISE))
 TIGHT: dict[str, Any] = {"num_kvcache_blocks": 24, "kv_cache_block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 40}
-ONE = Config(num_kvcache_blocks=8, max_num_seqs=1, max_model_len=16)
+ONE = EngineArgs(num_kvcache_blocks=8, max_num_seqs=1, max_model_len=16)
 SHAPE = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936,
@@ -79,7 +79,7 @@ def test_the_steps_are_those_of_a_real_engine(options: dict[str, Any]) -> None:
         llm.generate([[job.session] * job.num_prompt_tokens for job in jobs], wishes, use_tqdm=False)
         real = [(step.kind, sorted(step.tokens.values())) for step in llm.trace.steps]
         steps_of_run = llm.trace.steps
-    engine, steps = Engine(Config(max_model_len=2048, **TIGHT, **options), COSTS, may_leap=False), []
+    engine, steps = Engine(EngineArgs(max_model_len=2048, **TIGHT, **options), COSTS, may_leap=False), []
     plain = engine.scheduler.schedule
 
     def schedule() -> Any:
@@ -108,7 +108,7 @@ def everything(engine: Engine) -> tuple[Any, ...]:
                                      {"num_kvcache_blocks": 60}, {"kv_cache_block_size": 1}], ids=str)  # fmt: skip
 def test_a_leap_is_what_would_have_happened(options: dict[str, Any], seed: int) -> None:
     """To the last bit: times, gaps, steps, preemptions, what can be found."""
-    config = Config(**{"num_kvcache_blocks": 200, "kv_cache_block_size": 4, "max_model_len": 300} | options)
+    config = EngineArgs(**{"num_kvcache_blocks": 200, "kv_cache_block_size": 4, "max_model_len": 300} | options)
     jobs = poisson(12.0, 80, seed, longest=120, answer=90)
     exact, leaping = (Engine(config, COSTS, may_leap=leap, seed=seed) for leap in (False, True))
     leaps, plain = [], leaping._visit
@@ -124,7 +124,7 @@ SPYRE = {"scheduler": "spyre", "chunk_size": 16, "max_batch_tkv_limit": 256}
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"interleave_decode": True}, SPYRE], ids=lambda o: next(iter(o), ""))
 def test_the_hosts_clock_does_not_leak_in(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    config, jobs = Config(**{"max_model_len": 64} | TIGHT | options), poisson(30.0, 100)
+    config, jobs = EngineArgs(**{"max_model_len": 64} | TIGHT | options), poisson(30.0, 100)
     plain = [engine.served for engine in serve_all(config, COSTS, jobs, 2)]
     for name in ("perf_counter", "time", "monotonic"):
         monkeypatch.setattr(time, name, lambda: random.random() * 1e6)
@@ -136,20 +136,20 @@ def test_the_hosts_clock_does_not_leak_in(options: dict[str, Any], monkeypatch: 
                                               ({"num_kvcache_blocks": None}, "num_kvcache_blocks=None")], ids=str)  # fmt: skip
 def test_what_cannot_be_simulated_is_refused(option: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Engine(Config(**{"max_model_len": 64} | TIGHT | option), COSTS)
+        Engine(EngineArgs(**{"max_model_len": 64} | TIGHT | option), COSTS)
 
 
 def test_overlap_hides_the_host() -> None:
     """Of two that decode alone, the host's seconds are seen in one."""
     costs = Costs(1e-3, Cost((1,), (5e-3,)), Cost((1,), (5e-3,)))
-    took = [serve(Engine(Config(max_model_len=64, overlap=overlap, **TIGHT), costs), [Arrival(0.0, 4, 20, 0)])[0].latency
+    took = [serve(Engine(EngineArgs(max_model_len=64, overlap=overlap, **TIGHT), costs), [Arrival(0.0, 4, 20, 0)])[0].latency
             for overlap in (False, True)]  # fmt: skip
     assert took == pytest.approx([20 * 6e-3, 1e-3 + 20 * 5e-3])
 
 
 def test_everybody_is_served_and_times_are_in_order() -> None:
     jobs = poisson(80.0, 300, seed=1)
-    engines = serve_all(Config(max_model_len=64, **TIGHT), COSTS, jobs, 3)
+    engines = serve_all(EngineArgs(max_model_len=64, **TIGHT), COSTS, jobs, 3)
     outs = [out for engine in engines for out in engine.served]
     assert sorted(out.job for out in outs) == jobs
     assert all(0 < out.ttft <= out.latency and out.stall <= out.latency - out.ttft + 1e-9 for out in outs)
@@ -205,7 +205,7 @@ def test_traffic_is_as_published(name: str) -> None:
 def test_a_session_finds_the_share_that_is_published() -> None:
     """In a pool that holds all, of sessions that were there from their beginning."""
     jobs = draw(TRAFFIC["copilot-agents"], 0.1, 1500.0, seed=1)
-    config = Config(num_kvcache_blocks=20_000, kv_cache_block_size=256, max_model_len=200_000)
+    config = EngineArgs(num_kvcache_blocks=20_000, kv_cache_block_size=256, max_model_len=200_000)
     assert figures(serve_all(config, COSTS, jobs, 1))["hit_rate"] == pytest.approx(0.857, abs=0.06)
 
 
@@ -247,13 +247,13 @@ def test_files_as_they_are_found(text: str, tmp_path: Path) -> None:
 def test_a_data_sheet(folder: Path) -> None:
     from atom_mini.serving.replicas_needed import DEVICES
 
-    costs, blocks = read_sheet(Config(folder, dtype="bfloat16"), DEVICES["MI300X"])
+    costs, blocks = read_sheet(EngineArgs(folder, dtype="bfloat16"), DEVICES["MI300X"])
     weights = 2 * 8.19e9  # bytes
     assert costs.decode.of(1, 0) == pytest.approx(weights / 0.7 / 5.3e12, rel=0.01)
     assert costs.prefill.of(4096, 0) == pytest.approx(4096 * weights / 0.5 / 1307e12, rel=0.02)
     assert blocks == pytest.approx((0.9 * 192e9 - weights) / (16 * 2 * 2 * 36 * 8 * 128), rel=0.01)
     with pytest.raises(ValueError, match="GB of weights do not fit 10 GB"):
-        read_sheet(Config(folder, dtype="bfloat16"), DEVICES["H100"]._replace(memory=10e9))
+        read_sheet(EngineArgs(folder, dtype="bfloat16"), DEVICES["H100"]._replace(memory=10e9))
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -21,9 +21,7 @@ from execnb.nbio import read_nb
 from safetensors import safe_open
 
 import atom_mini
-from atom_mini import LLM, SamplingParams
-from atom_mini.checkpoint import find
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.instruments.command_line import (
     COMMANDS,
     EXAMPLES,
@@ -33,12 +31,13 @@ from atom_mini.instruments.command_line import (
     figures,
     given,
     help_of,
-    knobs,
+    kinds_in,
     main,
     make_parser,
     parse,
     run_chat,
 )
+from atom_mini.instruments.command_line import options_of as fields_of
 
 TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
 CPU = ["--device", "cpu", "--num-kvcache-blocks", "200"]
@@ -145,7 +144,13 @@ def test_examples(capsys: Capture) -> None:
 
 def options_of(command: str) -> dict[str, Any]:
     """The fields that are options of a command; of two of one name the last."""
-    return {f.name: f for kind in COMMANDS[command].options for f in knobs(find(kind))}
+    return {f.name: f for kind in COMMANDS[command].options() for f in fields_of(kind)}
+
+
+def hints_of(command: str, name: str) -> set[Any]:
+    """The plain types of an option."""
+    owner = [kind for kind in COMMANDS[command].options() if any(f.name == name for f in fields_of(kind))][-1]
+    return kinds_in(get_type_hints(owner)[name])
 
 
 def test_options_are_the_dataclasses() -> None:
@@ -154,14 +159,14 @@ def test_options_are_the_dataclasses() -> None:
         parser, files = make_parser(command), ["a", "b"] if command == "batch" else []
         for f in options_of(command).values():
             if f.name != "model":
-                flag, kind = f.name.replace("_", "-"), str(f.type)
-                words = [f"--no-{flag}"] if "bool" in kind else [f"--{flag}", "3"]
-                want: Any = next(v for t, v in {"bool": False, "int": 3, "float": 3.0, "str": "3"}.items() if t in kind)
+                flag, kinds = f.name.replace("_", "-"), hints_of(command, f.name)
+                words = [f"--no-{flag}"] if bool in kinds else [f"--{flag}", "3"]
+                want: Any = next((v for t, v in {bool: False, int: 3, float: 3.0}.items() if t in kinds), "3")
                 got = getattr(parser.parse_args([command, *files, *words]), f.name)
                 assert got == ([want] if f.default == () else want), (command, f.name)
                 assert isinstance(got, type(want) if f.default != () else list)
     assert given(parse(["generate"]), SamplingParams) == {} and parse(["info"]).params == SamplingParams()
-    assert given(parse(["bench"]), Config) == {"model": "tiny", "trace": False}
+    assert given(parse(["bench"]), EngineArgs) == {"model": "tiny", "trace": False}
     assert parse(["chat"]).params == SamplingParams(max_tokens=512)  # an answer may be longer than a completion
 
 
@@ -471,13 +476,13 @@ def test_help(command: str, capsys: Capture, monkeypatch: Patch) -> None:
     shown = capsys.readouterr().out
     assert all(len(line) <= 80 for line in shown.splitlines()) and "SUPPRESS" not in shown
     text = " ".join(shown.split())
-    for kind in map(find, COMMANDS[command].options if command else ()):
-        for f in [f for f in knobs(kind) if f is options_of(command)[f.name]]:
+    for kind in COMMANDS[command].options() if command else ():
+        for f in [f for f in fields_of(kind) if f is options_of(command)[f.name]]:
             group, line = help_of(kind, f.name)
             assert line and len(line) <= 60 and f"{group}:" in shown and line in text, f"{f.name} has no line in HELP"
     if command:
         assert "(default: 512)" in text and "--max-num-seqs INT" in text
-        if SamplingParams in COMMANDS[command].options:
+        if SamplingParams in COMMANDS[command].options():
             assert f"generated at most (default: {512 if command == 'chat' else 64})" in text
     else:
         assert all(name in shown for name in [*COMMANDS, "--version"])
@@ -494,7 +499,7 @@ def test_an_option_that_another_replaces_is_gone_whole(capsys: Capture) -> None:
 
 
 def test_help_is_about_options_that_exist() -> None:
-    names = {f.name for command in COMMANDS.values() for kind in command.options for f in knobs(find(kind))}
+    names = {f.name for command in COMMANDS.values() for kind in command.options() for f in fields_of(kind)}
     assert {name.split(".")[-1] for lines in HELP.values() for name in lines} <= names
 
 

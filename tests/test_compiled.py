@@ -18,7 +18,7 @@ import torch
 from checkpoints import is_empty, save_checkpoint
 from test_interrupt import Tripwire
 
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.refinements.compiled import Compiled
 
 pytest.importorskip("numba")
@@ -130,7 +130,7 @@ def test_a_draft_model_and_a_head() -> None:
         assert [out.token_ids for out in llm.generate(asked, GREEDY, use_tqdm=False)] == wanted
     head = {"method": "eagle3", "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match="compiled=True does not go with EAGLE or MTP"):
-        Config("tiny", compiled=True, speculative_config=head, device="cpu")
+        EngineArgs("tiny", compiled=True, speculative_config=head, device="cpu")
 
 
 def test_bfloat16_is_stored_as_torch_stores_it() -> None:
@@ -344,7 +344,7 @@ def test_it_is_chosen_by_itself_and_loaded_late() -> None:
 import sys
 from atom_mini.config import Config
 import atom_mini
-print(Config("tiny", device="cpu").compiled, Config("tiny", device="cpu", compiled=False).compiled)
+print(EngineArgs("tiny", device="cpu").compiled, EngineArgs("tiny", device="cpu", compiled=False).compiled)
 print("numba" in sys.modules)
 with atom_mini.LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
     print(type(llm.engine_core.runner).__name__)
@@ -366,12 +366,13 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 import torch
 import atom_mini.assemble as assemble
+import atom_mini.refinements.parts as parts
 from atom_mini.config import Config
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 assemble.choose_runner = lambda config: lambda config: "what a GPU has"
 for options in ({}, {"device": "cuda"}, {"device": "cuda:0"}, {"device": "cpu"}):
     try:
-        print(assemble.make_runner(Config("tiny", **options)))
+        print(parts.make_runner(EngineArgs("tiny", **options)))
     except ImportError as error:
         print(error)
 """
@@ -387,14 +388,14 @@ REFUSED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", REFUSED, ids=str)
 def test_what_it_does_not_cover_is_refused_or_falls_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="compiled="):
-        Config("tiny", device="cpu", **options)
+        EngineArgs("tiny", device="cpu", **options)
     knob = next(f for f in fields(Compiled) if f.name == "compiled")
     monkeypatch.setattr(knob, "default", None)  # as it is for users
     del options["compiled"]
-    assert Config("tiny", device="cpu", **options).compiled is not bool(options)
+    assert EngineArgs("tiny", device="cpu", **options).compiled is not bool(options)
 
 
 def test_a_shape_that_it_does_not_cover(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path, num_hidden_layers=1, intermediate_size=100)
     with pytest.raises(ValueError, match=r"compiled=True does not apply: .*100.* multiples of 16"):
-        Config(str(tmp_path), device="cpu", compiled=True)
+        EngineArgs(str(tmp_path), device="cpu", compiled=True)

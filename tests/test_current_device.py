@@ -16,11 +16,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from gpus import Gpus, OnCpu
 from test_mtp import save_module
 
-from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import make_runner
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
+from atom_mini.refinements.parts import make_runner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs are made of a CPU")
 
@@ -106,7 +105,7 @@ def test_graphs_of_one_runner_share_a_stream_and_no_others_do(folder: Path, gpus
     """Those that measure memory, which are thrown away, and those of two runners on one device."""
     room, streams = ROOM | {"max_num_seqs": 2}, list[Any]()
     for at in (1, 1):
-        runner = GraphRunner(Config(str(folder), device=f"cuda:{at}", **room))
+        runner = GraphRunner(EngineArgs(str(folder), device=f"cuda:{at}", **room))
         measured, kept = gpus.captures[:2], gpus.captures[2:]  # each of sizes 1 and 2
         gpus.captures.clear()
         assert len(kept) == len(runner.graphs) == 2
@@ -144,7 +143,7 @@ def test_a_dummy_step_goes_to_its_device(folder: Path, gpus: Gpus) -> None:
     """An engine in lockstep that has nothing to do steps along outside of a transaction."""
     from atom_mini.processes.lockstep import LockstepProc
 
-    config = Config(str(folder), device="cuda:1", **ROOM)
+    config = EngineArgs(str(folder), device="cuda:1", **ROOM)
     runner = make_runner(config)
     vars(config).update(ranks=None, routing="load")
     loop: Any = LockstepProc(EngineCore(config, runner), None, None)

@@ -41,8 +41,7 @@ from test_engine_process import (  # noqa: F401
 )
 from test_interrupt import Tripwire
 
-from atom_mini import LLM, Config, SamplingParams
-from atom_mini.assemble import make_runner
+from atom_mini import LLM, Config, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.processes import knobs
@@ -62,6 +61,7 @@ from atom_mini.processes.engine_process import (
 from atom_mini.processes.lockstep import Agreement, LockstepProc, dummy_batch, make_member, with_spare_block
 from atom_mini.processes.replicas import Replica, Replicas, chain, devices, longest_match, make_loop
 from atom_mini.processes.shards import open_group
+from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
@@ -223,7 +223,7 @@ class Counting:
 
 
 def near_config(**options: Any) -> Config:
-    config = Config(**{"data_parallel_size": 2, "routing": "prefix", **SMALL, **options})
+    config = EngineArgs(**{"data_parallel_size": 2, "routing": "prefix", **SMALL, **options})
     config.recipe = {"number": 0, "meeting": ""}
     return config
 
@@ -433,7 +433,7 @@ import json, signal, sys
 from atom_mini import Config
 from atom_mini.processes.replicas import make_front
 from atom_mini.sequence import Sequence
-core = make_front(Config("tiny", **json.loads(sys.argv[1])))
+core = make_front(EngineArgs("tiny", **json.loads(sys.argv[1])))
 core.add(Sequence([5, 6, 7], 4))
 print(*[engine.process.pid for engine in core.engines], flush=True)
 {then}
@@ -763,7 +763,7 @@ def test_it_does_not_run_ahead_nor_spin() -> None:
 
 
 def test_the_dummy_writes_to_the_spare_block_alone() -> None:
-    config = Config("tiny", **SMALL)
+    config = EngineArgs("tiny", **SMALL)
     runner = with_spare_block(make_runner(config))
     runner.kv_cache.fill_(7.0)
     runner.launch(dummy_batch(SMALL["num_kvcache_blocks"]))
@@ -780,7 +780,7 @@ def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=1, max_position_embeddings=320, **shape)
     size = {"num_kvcache_blocks": 8, "max_num_seqs": 8, "max_model_len": 32}
-    config = Config(str(tmp_path), attention="triton", device="cpu", **size)
+    config = EngineArgs(str(tmp_path), attention="triton", device="cpu", **size)
     runner = GraphRunner(config, load_recorded_graph())
     replays: list[int] = []
     for n, graph in runner.graphs.items():
@@ -858,7 +858,7 @@ def test_each_rank_has_its_own_experts(kind: str, tmp_path: Path, monkeypatch: p
 
     def run(rank: int) -> None:
         own.rank = str(rank)
-        config = Config(str(tmp_path), data_parallel_size=3, enable_expert_parallel=True, **SMALL)
+        config = EngineArgs(str(tmp_path), data_parallel_size=3, enable_expert_parallel=True, **SMALL)
         config.recipe = {"number": rank, "meeting": folder}
         config.ready_timeout = 20.0
         core = make_member(config)
@@ -871,7 +871,7 @@ def test_each_rank_has_its_own_experts(kind: str, tmp_path: Path, monkeypatch: p
     for thread in threads:
         thread.join()
     own.rank = "whole"
-    whole = make_runner(Config(str(tmp_path), **SMALL))
+    whole = make_runner(EngineArgs(str(tmp_path), **SMALL))
     for (runner, found), mine in zip(results, ids, strict=True):
         torch.testing.assert_close(found, logits(whole, mine), atol=1e-4, rtol=0)
         layers = [m for m in runner.model.modules() if hasattr(m, "gate_up") and hasattr(m, "router")]
@@ -942,12 +942,12 @@ def test_bad_knobs(options: dict[str, Any], words: str) -> None:
 
 def test_experts_must_divide(mixture: Path) -> None:
     with pytest.raises(ValueError, match="data_parallel_size=4 does not divide num_experts=6: set it to 3"):
-        Config(str(mixture), data_parallel_size=4, enable_expert_parallel=True)
-    assert Config(str(mixture), data_parallel_size=3, enable_expert_parallel=True).lockstep
+        EngineArgs(str(mixture), data_parallel_size=4, enable_expert_parallel=True)
+    assert EngineArgs(str(mixture), data_parallel_size=3, enable_expert_parallel=True).lockstep
 
 
 def test_a_gpu_for_each() -> None:
-    asks = lambda device, gpus: devices(Config(data_parallel_size=2, device=device), gpus)  # noqa: E731
+    asks = lambda device, gpus: devices(EngineArgs(data_parallel_size=2, device=device), gpus)  # noqa: E731
     assert asks(None, 8) == asks("cuda", 2) == ["cuda:0", "cuda:1"]
     assert asks(None, 0) == [None, None] and asks("cpu", 8) == ["cpu", "cpu"]
     for device, gpus, words in ((None, 1, "2 needs 2 GPUs, here are 1"), ("cuda:0", 8, "one device")):
@@ -958,11 +958,11 @@ def test_a_gpu_for_each() -> None:
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "msgspec" else object())
     with pytest.raises(ValueError, match=r'data_parallel_size=2 needs msgspec: run pip install -e "\.\[processes\]"'):
-        Config("tiny", data_parallel_size=2)
+        EngineArgs("tiny", data_parallel_size=2)
 
 
 def test_one_is_off() -> None:
-    assert not Config("tiny", data_parallel_size=1).engine_process
+    assert not EngineArgs("tiny", data_parallel_size=1).engine_process
 
 
 def test_it_has_the_cores_face() -> None:

@@ -21,7 +21,7 @@ from scipy.stats import chi2_contingency
 from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.block_manager import BlockManager
 from atom_mini.extras import Extras
 from atom_mini.graphs import GraphRunner
@@ -84,7 +84,7 @@ def test_the_lookup_is_the_definition() -> None:
     for trial in range(60):
         least = luck.randint(1, 3)
         longest = luck.randint(least, 5)
-        drafter = NgramDrafter(Config(speculative_config={"prompt_lookup_min": least, "prompt_lookup_max": longest}))
+        drafter = NgramDrafter(EngineArgs(speculative_config={"prompt_lookup_min": least, "prompt_lookup_max": longest}))
         seq = Sequence([luck.randrange(3) for _ in range(luck.randint(1, 9))], 4, id=trial)
         for _ in range(40):
             most = luck.randint(1, 6)
@@ -402,7 +402,7 @@ def test_a_step_is_judged_sequence_by_sequence() -> None:
 @pytest.mark.parametrize("method", ["ngram"])
 def test_nothing_to_draw_from_is_refused(method: str) -> None:
     with pytest.raises(ValueError, match=r"draft_sampling=True.*draft_model"):
-        Config("tiny", speculative_config={"method": method, "draft_sampling": True})
+        EngineArgs("tiny", speculative_config={"method": method, "draft_sampling": True})
 
 
 def test_closing_gives_the_drafters_memory_back(short: str) -> None:
@@ -453,7 +453,7 @@ def test_lookup_finds_what_a_search_finds() -> None:
         least, letters = rng.randint(1, 3), rng.randint(1, 4)
         longest = least + rng.randint(0, 3)
         knobs = {"prompt_lookup_min": least, "prompt_lookup_max": longest}
-        lookup, seq = NgramDrafter(Config(speculative_config=knobs)), Sequence([0], 16)
+        lookup, seq = NgramDrafter(EngineArgs(speculative_config=knobs)), Sequence([0], 16)
         for _ in range(60):
             seq.append_token(rng.randrange(letters))
             text, end = seq.token_ids, len(seq)
@@ -476,7 +476,7 @@ def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
     room = {"num_kvcache_blocks": 8, "max_num_seqs": 2, "max_model_len": 64, "attention": "triton"}
     found = []
     for graphs in (False, True):
-        config = Config(str(tmp_path), device="cpu", speculative_config=wanted, **room)
+        config = EngineArgs(str(tmp_path), device="cpu", speculative_config=wanted, **room)
         drafter, manager = DraftModel(config, None), BlockManager(8, 16)
         if graphs:
             drafter.runner = GraphRunner(read_draft_config(config), load_recorded_graph())
@@ -490,7 +490,7 @@ def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
             manager.may_append(seq, 4)
         drafts, num_probs = drafter.propose(seqs, [1, 3]), len(drafter.probs[1])
         kind: Any = GraphRunner if graphs else ModelRunner
-        target = kind(Config(str(tmp_path), device="cpu", **room), *[load_recorded_graph()] * graphs)
+        target = kind(EngineArgs(str(tmp_path), device="cpu", **room), *[load_recorded_graph()] * graphs)
         for seq in seqs:
             seq.num_computed_tokens = 0
             target.forward(ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager))
@@ -515,5 +515,5 @@ def test_a_draft_model_is_compiled_only_if_its_target_is(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Compiled.__dataclass_fields__["compiled"], "default", None)
     draft = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 2}
-    own = [read_draft_config(Config("tiny", device="cpu", compiled=c, speculative_config=draft)) for c in (None, False)]
+    own = [read_draft_config(EngineArgs("tiny", device="cpu", compiled=c, speculative_config=draft)) for c in (None, False)]
     assert [config.compiled for config in own] == [find_spec("numba") is not None, False]

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from script import load
 from torch import Tensor
 
-from atom_mini import LLM, Config, SamplingParams
-from atom_mini.assemble import make_runner
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.block_manager import BlockManager
+from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.eagle import EagleDrafter, Taps, find_taps
@@ -112,7 +112,7 @@ def make_drafter(target: Path, head: Path, **options: Any) -> tuple[Any, EagleDr
     """(the runner of `target`, a drafter for it)."""
     wanted = {"method": "eagle3", "model": str(head)}
     room = {"kv_cache_block_size": 4, "num_kvcache_blocks": 40}
-    config = Config(str(target), device="cpu", speculative_config=wanted, **room, **options)
+    config = EngineArgs(str(target), device="cpu", speculative_config=wanted, **room, **options)
     runner = make_runner(config)
     return runner, EagleDrafter(config, runner)
 
@@ -237,7 +237,7 @@ def make_prompts(kind: str, count: int) -> list[list[int]]:
     """Beginnings of documents that training has not seen."""
     from transformers import AutoTokenizer
 
-    tok = AutoTokenizer.from_pretrained(Config("tiny").folder)
+    tok = AutoTokenizer.from_pretrained(EngineArgs("tiny").folder)
     encode, rng = tiny.encoder(tok), random.Random(f"held out {kind}")
     if kind == "stories":
         return [encode(tiny.story_doc(rng, False))[0][: rng.randrange(6, 30)] for _ in range(count)]
@@ -364,7 +364,7 @@ def test_replayed_steps_feed_the_head() -> None:
     for graphs in (True, False):
         wanted = {"method": "eagle3", "num_speculative_tokens": 2}
         room = {"num_kvcache_blocks": 24, "max_num_seqs": 1, "max_model_len": 128, "attention": "triton"}
-        config = Config("tiny", device="cpu", speculative_config=wanted, **room)
+        config = EngineArgs("tiny", device="cpu", speculative_config=wanted, **room)
         runner = GraphRunner(config, load_recorded_graph()) if graphs else make_runner(config)
         core = SpecCore(config, Verifier(runner, EagleDrafter(config, runner)))
         core.add(seq := Sequence(make_prompts("stories", 1)[0], 16, SamplingParams(temperature=0, max_tokens=9)))

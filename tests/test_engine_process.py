@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from test_interrupt import Tripwire
 
 import atom_mini
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.processes import core_client, knobs
 from atom_mini.processes.core_client import EngineCoreClient, EngineDead
 from atom_mini.processes.engine_process import Abort, Add, Refused, Utility, encode
-from atom_mini.refinements.parts import VARIANTS, Variant
+from atom_mini.scheduler import Scheduler
 from atom_mini.sequence import Sequence
 
 alone = pytest.mark.alone  # it starts processes or looks at the clock
@@ -108,10 +107,9 @@ FAKE = """
 import os, sys
 if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that names it
     import time
-    from dataclasses import dataclass
     import atom_mini.config
     from atom_mini.checkpoint import ModelSpec
-    from atom_mini.refinements.parts import VARIANTS, Variant
+    from atom_mini.refinements import parts
     from atom_mini.engine_core import EngineCore
     from atom_mini.scheduler import ScheduledBatchOutput
 
@@ -123,24 +121,14 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
             rows = zip(batch.req_ids, batch.context_lens.tolist(), batch.is_sampled)
             return ScheduledBatchOutput({{i: (100 + n,) for i, n, gets in rows if gets}})
 
-    @dataclass
-    class Fake(Variant):
-        wraps = ("DataParallel", "ProcessKnobs")
-
-        @staticmethod
-        def make_engine(config):
-            {in_loading}
-            return EngineCore(config, Counting())
-
-        @classmethod
-        def is_chosen(cls, config):
-            return True
+    def make_core(config):
+        {in_loading}
+        return EngineCore(config, Counting())
 
     spec = ModelSpec("fake", 958, 1, 1, 1, 1, 1, 1, 2048, 1e-6, {{"rope_type": "default"}})
     atom_mini.config.read_model = lambda *args: spec
     atom_mini.config.read_defaults = lambda *args: ((), {{}})  # without transformers it starts in a moment
-    import atom_mini
-    VARIANTS.append(Fake)
+    parts.make_core = make_core
 """
 
 
@@ -155,7 +143,7 @@ def fake(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
         text = FAKE.format(in_forward=in_forward, in_loading=in_loading)
         (tmp_path / "sitecustomize.py").write_text(text)
         options = {"engine_process": True, **SMALL, **options}
-        return kind("tiny", **options) if kind else EngineCoreClient(Config("tiny", **options))
+        return kind("tiny", **options) if kind else EngineCoreClient(EngineArgs("tiny", **options))
 
     return make
 
@@ -560,39 +548,27 @@ def test_a_row_without_a_token_crosses(fake: Callable[..., EngineCoreClient]) ->
 
 
 NEWEST_FIRST = """
-from dataclasses import dataclass
-from atom_mini.refinements.parts import Variant
 from atom_mini.scheduler import Scheduler
 
-class NewestFirstScheduler(Scheduler):
+class NewestFirst(Scheduler):
     def add(self, seq):
         super().add(seq)
         self.waiting.appendleft(self.waiting.pop())
-
-@dataclass
-class NewestFirst(Variant):
-    {knob}
-    make_scheduler = NewestFirstScheduler
-    @classmethod
-    def is_chosen(cls, config):
-        return {chosen}
 """
 
 
 @alone
-@pytest.mark.parametrize(("knob", "chosen"), [("newest_first: bool = False", "config.newest_first"), ('"no knob"', "True")])
-def test_a_variant_of_the_readers_own_crosses(
-    knob: str, chosen: str, fake: Callable[..., EngineCoreClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_scheduler_of_the_users_own_crosses(
+    by_name: bool, fake: Callable[..., EngineCoreClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same order of ends there as here; by the name of its module."""
-    name = f"own_{knob.isascii() and knob[:6].strip(chr(34)).replace(' ', '_')}"
-    (tmp_path / f"{name}.py").write_text(NEWEST_FIRST.format(knob=knob, chosen=chosen))
+    name = f"own_{by_name}"
+    (tmp_path / f"{name}.py").write_text(NEWEST_FIRST)
     monkeypatch.syspath_prepend(tmp_path)
-    variant = importlib.import_module(name).NewestFirst
-    monkeypatch.setattr(atom_mini.refinements.parts, "VARIANTS", [*VARIANTS, variant])
-    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.refinements.parts.VARIANTS)
-    options = {"newest_first": True} if "newest" in knob else {}
-    core = fake(max_num_seqs=1, **options)
+    importlib.invalidate_caches()
+    own = f"{name}:NewestFirst" if by_name else importlib.import_module(name).NewestFirst
+    core = fake(max_num_seqs=1, scheduler_cls=own)
     first = request(core, 3, max_tokens=100)
     while first.num_completion_tokens == 0:  # it runs, so the others come while the only place is taken
         core.step()
@@ -604,16 +580,13 @@ def test_a_variant_of_the_readers_own_crosses(
     assert ends == [first.id, *(s.id for s in reversed(seqs))]
 
 
-def test_a_variant_without_a_module_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass
-    class Inner(Variant):
-        inner: bool = False
+def test_a_scheduler_without_a_module_is_refused() -> None:
+    class Inner(Scheduler):
+        """Another process cannot import it."""
 
-    monkeypatch.setattr(atom_mini.refinements.parts, "VARIANTS", [*VARIANTS, Inner])
-    monkeypatch.setattr(knobs, "VARIANTS", atom_mini.refinements.parts.VARIANTS)
     with pytest.raises(ValueError, match=r"Inner is defined in .*test_engine_process.*: move it .*engine_process=False"):
-        Config("tiny", engine_process=True, inner=True)
-    Config("tiny", engine_process=True)  # it is not asked for
+        EngineArgs("tiny", engine_process=True, scheduler_cls=Inner)
+    EngineArgs("tiny", scheduler_cls=Inner)
 
 
 @alone
@@ -705,7 +678,7 @@ import json, os, signal, sys, threading
 from atom_mini import Config, SamplingParams
 from atom_mini.processes.core_client import EngineCoreClient
 from atom_mini.sequence import Sequence
-core = EngineCoreClient(Config("tiny", engine_process=True, **json.loads(sys.argv[1])))
+core = EngineCoreClient(EngineArgs("tiny", engine_process=True, **json.loads(sys.argv[1])))
 core.add(Sequence([5, 6, 7], 4, SamplingParams(max_tokens=200, ignore_eos=True)))
 print(core.engines[0].process.pid, core.step() is not None, flush=True)
 {then}
@@ -859,7 +832,7 @@ def test_only_texts_are_places_of_modules(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_bad_knobs(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Config("tiny", **options)
+        EngineArgs("tiny", **options)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tidy: Path) -> None:
@@ -870,10 +843,10 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tidy: Path) -> None:
 
 def test_only_what_was_given_is_sent() -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    config = Config("tiny", engine_process=True, max_num_seqs=3, speculative_config=drafts, ready_timeout=9)
+    config = EngineArgs("tiny", engine_process=True, max_num_seqs=3, speculative_config=drafts, ready_timeout=9)
     order = config.recipe
     assert order["model"] == "tiny" and order["options"].keys() == {"max_num_seqs", "speculative_config"}
-    there = Config(order["model"], **json.loads(json.dumps(order["options"])))
+    there = EngineArgs(order["model"], **json.loads(json.dumps(order["options"])))
     assert there.speculative_config == config.speculative_config and not there.engine_process
 
 

@@ -18,9 +18,8 @@ from checkpoints import edit_json, measure_loading, recorded, save_family, spec_
 from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
-from atom_mini import LLM, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.checkpoint import ModelSpec
-from atom_mini.config import Config
 from atom_mini.families import mixture, records
 from atom_mini.families.records import ARCHITECTURES, LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
@@ -186,7 +185,7 @@ def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> No
 
 
 def load(folder: Path) -> Any:
-    return load_model(Config(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
+    return load_model(EngineArgs(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
 
 
 EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
@@ -302,7 +301,7 @@ def test_refused_architectures_say_what_they_need(tmp_path: Path) -> None:
     for name, needed in names.items():
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
         with pytest.raises(ValueError) as error:
-            Config(str(tmp_path))
+            EngineArgs(str(tmp_path))
         assert name in str(error.value) and needed in str(error.value)
     assert not [name for name in ARCHITECTURES if name.startswith(tuple(LACKING))]
 
@@ -332,14 +331,13 @@ def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words
 
 LOOK = """
 import importlib, sys
-from atom_mini.refinements.parts import PARTS, attach
+import atom_mini.families.records
 from atom_mini.checkpoint import ModelRegistry
+from atom_mini.refinements.parts import EngineArgs
 before = dict(ModelRegistry.readers)
 importlib.import_module("atom_mini." + sys.argv[1])
-attach(PARTS)
-from atom_mini.config import Config
 assert ModelRegistry.readers == before, "an import changed the registry"
-spec = Config("tiny").spec
+spec = EngineArgs("tiny").spec
 print(type(spec).__name__, spec.model_class().__name__, spec.model_class().__module__)
 """
 MODULES = ["mixture", "windows", "quantised", "latent", "state", "dealt"]
@@ -377,7 +375,6 @@ def test_a_graphs_padding_rows_fetch_no_expert(tmp_path: Path, monkeypatch: pyte
     """Three sequences in the graph for four: the same tokens as without graphs, and the fourth row is nobody's."""
     from recording import load_recorded_graph
 
-    from atom_mini.config import Config
     from atom_mini.engine_core import EngineCore
     from atom_mini.families import grouped
     from atom_mini.graphs import GraphRunner, first_decodes
@@ -386,10 +383,10 @@ def test_a_graphs_padding_rows_fetch_no_expert(tmp_path: Path, monkeypatch: pyte
 
     save_family("qwen3_moe", tmp_path, head_dim=32, num_experts=8, **NARROW | {"num_hidden_layers": 1})
     room = {"num_kvcache_blocks": 8, "max_num_seqs": 4, "max_model_len": 64, "attention": "triton"}
-    config = Config(str(tmp_path), device="cpu", **room)
+    config = EngineArgs(str(tmp_path), device="cpu", **room)
     runner, texts = GraphRunner(config, load_recorded_graph()), []
     assert sorted(runner.graphs) == [1, 2, 4]
-    for kind in (runner, ModelRunner(Config(str(tmp_path), device="cpu", **room))):
+    for kind in (runner, ModelRunner(EngineArgs(str(tmp_path), device="cpu", **room))):
         core = EngineCore(config, kind)
         seqs = [Sequence([5, 6, 7 + i], 16, SamplingParams(temperature=0, max_tokens=4), id=i) for i in range(3)]
         for seq in seqs:

@@ -18,10 +18,9 @@ import torch
 from checkpoints import QWEN3_06B, save_checkpoint
 from torch import Tensor
 
-from atom_mini import LLM, SamplingParams
-from atom_mini.assemble import make_runner
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.model_runner import ModelRunner, made_up_batch
+from atom_mini.refinements.parts import make_runner
 from atom_mini.sampler import Sampler, SamplingMetaData, uploads_to
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -89,7 +88,7 @@ def test_bfloat16_decodes_are_as_exact_as_transformers(qwen: Path) -> None:
     rng, num_forced = random.Random(0), 64
     texts = [[rng.randrange(20000) for _ in range(n + num_forced)] for n in BORDERS]
     room = {"max_model_len": 4096, "max_num_seqs": 8, "num_kvcache_blocks": 4000}
-    runner = make_runner(Config(str(qwen), device=DEVICE, dtype="bfloat16", **room))  # type: ignore[arg-type]
+    runner = make_runner(EngineArgs(str(qwen), device=DEVICE, dtype="bfloat16", **room))  # type: ignore[arg-type]
     ours = forced_logits(runner, texts, num_forced)
     exact, rounded = (reference(qwen, texts, num_forced, dtype) for dtype in (torch.float32, torch.bfloat16))
     error, theirs = ((logits - exact).norm(dim=-1) / exact.norm(dim=-1) for logits in (ours, rounded))
@@ -109,7 +108,7 @@ def slowly(step: Step, cycles: int = 2_000_000) -> Step:
 def test_the_same_batch_gives_the_same_bits(qwen: Path) -> None:
     """A hundred times, with contexts in several parts, some of them behind a pause of the device."""
     room = {"max_model_len": 4096, "max_num_seqs": 8, "num_kvcache_blocks": 4000}
-    runner = make_runner(Config(str(qwen), device=DEVICE, dtype="bfloat16", **room))  # type: ignore[arg-type]
+    runner = make_runner(EngineArgs(str(qwen), device=DEVICE, dtype="bfloat16", **room))  # type: ignore[arg-type]
     runner.kv_cache.normal_()
     width = 4096 // runner.config.kv_cache_block_size
     tables = np.random.default_rng(0).permutation(8 * width).reshape(8, width).astype(np.int32)
@@ -228,7 +227,7 @@ def test_an_engine_goes_on_when_another_is_closed() -> None:
 def test_how_far_company_moves_a_logit(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Attention is the same bit for bit; the library's products choose by the size of a batch. The difference is told."""
     room = {"max_model_len": 1024, "max_num_seqs": 64, "num_kvcache_blocks": 5000}
-    runner = make_runner(Config(str(qwen), device=DEVICE, dtype="bfloat16", **room))  # type: ignore[arg-type]
+    runner = make_runner(EngineArgs(str(qwen), device=DEVICE, dtype="bfloat16", **room))  # type: ignore[arg-type]
     runner.kv_cache.normal_()
     tables = np.random.default_rng(0).permutation(64 * 64).reshape(64, 64).astype(np.int32)
     together = runner.launch(batch_of(tables, [600 + i for i in range(64)], [[i] for i in range(64)]))[0][0].float().clone()

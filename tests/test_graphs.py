@@ -21,8 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from show import check_blocks
 
-from atom_mini import triton_attention
-from atom_mini.assemble import make_runner
+from atom_mini import EngineArgs, triton_attention
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import (
@@ -36,6 +35,7 @@ from atom_mini.graphs import (
 from atom_mini.model_runner import ModelRunner, made_up_batch
 from atom_mini.refinements.launcher import Launcher
 from atom_mini.refinements.overlap import OverlapCore
+from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import SpecCore, Verifier
@@ -61,7 +61,7 @@ def record() -> Any:
 
 def make_config(folder: Path, **options: Any) -> Config:
     shape = {"num_kvcache_blocks": 60, "kv_cache_block_size": 4, "max_num_seqs": 3, "max_model_len": 64}
-    return Config(str(folder), **{"device": DEVICE, "dtype": "float32", "attention": "triton"} | shape | options)
+    return EngineArgs(str(folder), **{"device": DEVICE, "dtype": "float32", "attention": "triton"} | shape | options)
 
 
 def plain_runner(folder: Path, **options: Any) -> ModelRunner:

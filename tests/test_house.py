@@ -17,7 +17,7 @@ import nbformat
 import pytest
 import show
 
-from atom_mini import Config
+from atom_mini import EngineArgs
 from atom_mini.instruments.trace import COLOURS, VERDICTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,11 +25,11 @@ CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if p.stem[0].isdig
 PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
 EXPLAINED_LATER = {"extras", "file_checks", "rope_scaling", "sampling_kernels"}  # of every engine; a first reading can wait
-KERNELS = {  # a module -> its kernel, imported where Triton computes; the next chapter or the one after it writes it
+KERNELS = {  # a module -> its kernel, which the next chapter writes, imported where Triton computes
     "families.mixture": {"families.grouped"},
     "families.windows": {"families.window_kernel"},
-    "families.latent": {"families.latent_kernel"},
 }
+NAMED_BY_A_SPEC = {"model_class", "make_triton_ops"}
 WITHOUT_EDITABLE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]  # it would find the whole house
@@ -52,7 +52,7 @@ import atom_mini
 from atom_mini import LLM, Config, SamplingParams
 assert not [m for m in sys.modules if m.startswith("atom_mini.") and m.count(".") > 1], sys.modules
 try:
-    Config(overlap=True)
+    EngineArgs(overlap=True)
 except ValueError as error:
     assert "no option 'overlap'" in str(error), error
 else:
@@ -88,14 +88,15 @@ def test_the_text_of_part_one_points_to_no_later_part(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
 def test_imports_come_from_earlier_chapters(path: Path) -> None:
-    """The order of reading is the order of imports, also of those inside functions, but for what is `EXPLAINED_LATER`
-    and for two kinds of classes and functions: the class that a `model_class` names, and the kernel of a chapter."""
+    """The order of reading is the order of imports, also of those inside functions, but for what is `EXPLAINED_LATER`,
+    for a chapter's kernel, and for what a spec names: the class and the operations of its model."""
     earlier = {m for p, m in MODULES.items() if p < path} | EXPLAINED_LATER | KERNELS.get(MODULES[path], set())
     package = ["atom_mini", *MODULES[path].split(".")[:-1]]
     nodes = [*ast.walk(ast.parse(module_path(MODULES[path]).read_text()))]
-    named = {id(n) for f in nodes if getattr(f, "name", "") == "model_class" for n in ast.walk(f)}
+    named = {id(n) for f in nodes if getattr(f, "name", "") in NAMED_BY_A_SPEC for n in ast.walk(f)}
     for node in nodes:
-        if id(node) not in named and isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("atom_mini")):
+        is_import = isinstance(node, ast.ImportFrom) and id(node) not in named
+        if is_import and (node.level or (node.module or "").startswith("atom_mini")):
             base = package[: len(package) + 1 - node.level] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])]).removeprefix("atom_mini").lstrip(".")
             names = [name] if name else [alias.name for alias in node.names]
@@ -121,4 +122,4 @@ def test_one_palette() -> None:
 
 def test_config_refuses_a_name_that_no_part_knows() -> None:
     with pytest.raises(ValueError, match="no option 'chunk_sise': did you mean 'chunk_size'"):
-        Config(chunk_sise=4)
+        EngineArgs(chunk_sise=4)

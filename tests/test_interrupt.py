@@ -13,8 +13,7 @@ from symbolic import LaunchingSymbolicRunner, Request, SymbolicRunner, Trial
 from test_spyre import RectangularSymbols
 
 import atom_mini
-from atom_mini import LLM, SamplingParams
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import record
 from atom_mini.refinements.overlap import OverlapCore
@@ -78,7 +77,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_core(options: dict[str, Any]) -> EngineCore:
-    config = Config(kv_cache_block_size=4, **{"num_kvcache_blocks": 6, "max_num_batched_tokens": 8, "max_num_seqs": 4, **options})
+    small = {"num_kvcache_blocks": 6, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    config = EngineArgs(kv_cache_block_size=4, **small | options)
     if config.overlap:
         return OverlapCore(config, LaunchingSymbolicRunner(config, 12, False, bool, lambda: True))
     kind = RectangularSymbols if config.scheduler == "spyre" else SymbolicRunner

@@ -257,8 +257,8 @@ def test_info_counts_latents(name: str, tmp_path: Path) -> None:
     cfg.dtype, cfg.architectures = torch.bfloat16, [type(cfg).__name__.replace("Config", "ForCausalLM")]
     cfg.save_pretrained(tmp_path)
     cfg.num_hidden_layers = layers
-    code = "import sys; from atom_mini.config import Config; from atom_mini.instruments import command_line as c; "
-    code += "import atom_mini; config = Config(sys.argv[1], dtype='bfloat16'); "
+    code = "import sys; from atom_mini import EngineArgs; from atom_mini.instruments import command_line as c; "
+    code += "import atom_mini; config = EngineArgs(sys.argv[1], dtype='bfloat16'); "
     code += "print(c.needs(config, 'cuda')['kvcache_bytes_per_token'])"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout.split() == [str(wanted // layers)], done.stderr

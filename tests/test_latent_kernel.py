@@ -20,7 +20,7 @@ from test_kernels import DEVICE, DTYPES, FULL, LIMITS, Lens, Step, make_lens, re
 from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 
 import atom_mini.families.latent as latent
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
 from atom_mini.graphs import GraphRunner
 from atom_mini.instruments import launches
@@ -126,7 +126,7 @@ def test_engine_on_the_kernel_equals_transformers(case: str, tmp_path: Path, mon
     kind, options = CASES[case]
     model = save_mixture(kind, tmp_path, **options | {"num_hidden_layers": 2})
     how: dict[str, Any] = {"device": DEVICE, "attention": "triton", "enforce_eager": True, **TIGHT}
-    assert type(ModelRunner(Config(str(tmp_path), dtype="float32", **how)).ops) is LatentOps
+    assert type(ModelRunner(EngineArgs(str(tmp_path), dtype="float32", **how)).ops) is LatentOps
     recorder, sequences, _ = generate(tmp_path, [make_prompts()[1][:30], [3] * 9], **how)
     assert recorder.num_chunks > 0 and recorder.num_decode_steps > 0
     assert max(recorder.errors(model, sequences).values()) <= 1e-4
@@ -176,7 +176,7 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
     assert LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16).launches == LATENT_LAUNCHES["gfx1201"]
     with pytest.raises(ValueError, match=r"float32\) on gfx1201: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.float32)
-    config = Config(str(folder), attention="torch", device="cpu", num_kvcache_blocks=9)
+    config = EngineArgs(str(folder), attention="torch", device="cpu", num_kvcache_blocks=9)
     assert not isinstance(ModelRunner(config).ops, LatentOps)
 
 

@@ -33,7 +33,7 @@ import torch
 from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
 from show import told
 
-from atom_mini import LLM, Config, RequestOutput, SamplingParams
+from atom_mini import LLM, EngineArgs, RequestOutput, SamplingParams
 from atom_mini.sequence import Sequence
 from atom_mini.text import TextPiece
 
@@ -1447,4 +1447,4 @@ def test_chat_content_in_parts(llm: LLM) -> None:
 def test_users_defaults_are_tested_when_asked_for(request: pytest.FixtureRequest) -> None:
     """`--users-defaults` leaves the compiled decode on, where Numba is installed."""
     is_asked = request.config.option.users_defaults and find_spec("numba") is not None
-    assert Config("tiny", device="cpu").compiled is is_asked
+    assert EngineArgs("tiny", device="cpu").compiled is is_asked

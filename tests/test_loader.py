@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import atom_mini
 import atom_mini.loading
 import atom_mini.models
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.checkpoint import ModelRegistry
 from atom_mini.loading import load_model
 from atom_mini.memory import kvcache_block_bytes
@@ -247,11 +247,11 @@ def test_rope_of_older_configs(single: Path) -> None:
     """`rope_scaling` and `rope_theta`, as configs before transformers 5 have them, mean the same."""
     parameters = {"rope_theta": 5e3, "rope_type": "linear", "factor": 2.0}
     edit_json(single / "config.json", rope_parameters=parameters)
-    new = Config(str(single)).spec
+    new = EngineArgs(str(single)).spec
     edit_json(
         single / "config.json", rope_parameters=None, rope_theta=5e3, rope_scaling={"type": "linear", "factor": 2.0}
     )
-    old = Config(str(single)).spec
+    old = EngineArgs(str(single)).spec
     ours = [load_model(c, single, 64, torch.device("cpu"), torch.float32).model.rotary.cos for c in (new, old)]
     assert torch.equal(*ours)
     factors = {"long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
@@ -315,7 +315,7 @@ def test_eos_ids_of_generation_config(eos: Any, single: Path) -> None:
     edit_json(single / "config.json", eos_token_id=11)
     edit_json(single / "generation_config.json", eos_token_id=eos)
     wanted = {None: (11,), 7: (7,)}.get(eos, ()) if not isinstance(eos, list) else tuple(eos)
-    assert Config(str(single)).eos_token_ids == wanted
+    assert EngineArgs(str(single)).eos_token_ids == wanted
 
 
 def test_null_in_generation_config_says_nothing(single: Path) -> None:
@@ -323,7 +323,7 @@ def test_null_in_generation_config_says_nothing(single: Path) -> None:
     edit_json(single / "config.json", eos_token_id=11)
     path = single / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": None, "do_sample": True, "temperature": None}))
-    config = Config(str(single))
+    config = EngineArgs(str(single))
     assert config.eos_token_ids == (11,) and config.sampling_defaults["temperature"] == 1
 
 
@@ -335,22 +335,22 @@ def test_unsaid_sampling_is_transformers(single: Path) -> None:
     theirs = GenerationConfig._get_default_generation_params()  # its constructor leaves them None, since transformers 5
     theirs["min_p"] = 0.0  # it has none, which is off
     (single / "generation_config.json").write_text(json.dumps({"do_sample": True}))
-    ours = Config(str(single)).sampling_defaults
+    ours = EngineArgs(str(single)).sampling_defaults
     assert ours == {name: theirs[name] for name in ours} and ours["top_k"] == 50
     for said in ({}, {"do_sample": False}, {"do_sample": None, "temperature": 0.5}):
         (single / "generation_config.json").write_text(json.dumps(said))
-        assert Config(str(single)).sampling_defaults == ours | {"temperature": 0, "top_k": 0}
+        assert EngineArgs(str(single)).sampling_defaults == ours | {"temperature": 0, "top_k": 0}
 
 
 def test_no_generation_config(single: Path) -> None:
     (single / "generation_config.json").unlink(missing_ok=True)
     edit_json(single / "config.json", eos_token_id=[3, 4])
-    config = Config(str(single))
+    config = EngineArgs(str(single))
     assert config.eos_token_ids == (3, 4) and config.sampling_defaults["temperature"] in (0.0, 1.0)
 
 
 def block_bytes(folder: Path, size: int = 16) -> int:
-    return kvcache_block_bytes(Config(str(folder)).spec, size, torch.float32)
+    return kvcache_block_bytes(EngineArgs(str(folder)).spec, size, torch.float32)
 
 
 def test_block_bytes(single: Path) -> None:
@@ -453,7 +453,7 @@ def test_each_weight_is_read_once(kind: str, saved: dict[str, Path], monkeypatch
 
 def test_every_weight_reaches_the_model(saved: dict[str, Path]) -> None:
     """Nothing is left as memory happened to be: the model's numbers are the file's, all of them."""
-    config = Config(str(saved["single"]))
+    config = EngineArgs(str(saved["single"]))
     with torch.device("cpu"):
         model = atom_mini.models.CausalLM(config.spec, 64, atom_mini.models.TorchOps())
     for weight in model.parameters():
@@ -581,7 +581,7 @@ def test_a_weight_of_whole_numbers(single: Path) -> None:
 ROWS = """
 import sys, torch
 from atom_mini.models import Linear
-from atom_mini.refinements.cpu_products import pack
+from atom_mini.cpu_products import pack
 with torch.no_grad():
     layers = [Linear(192, {"a": n}) for n in (512, 1024)]
     for layer in layers:

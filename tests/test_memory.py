@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from atom_mini.config import Config, SamplingParams
+from atom_mini import EngineArgs
+from atom_mini.config import SamplingParams
 from atom_mini.memory import cgroup_free_bytes
 from atom_mini.model_runner import ModelRunner, made_up_batch
 from atom_mini.sequence import SequenceType
@@ -72,7 +73,7 @@ def test_the_measured_steps_hold_what_any_sampling_needs(dtype: str) -> None:
     """The largest prefill is small here, so that all of it is sampling: at least the worst of all wishes, not much more."""
     rows = 100
     limits = {"max_num_seqs": rows, "max_num_batched_tokens": 64, "max_model_len": 64}
-    runner = ModelRunner(Config("tiny", device="cpu", dtype=dtype, num_kvcache_blocks=8, **limits))
+    runner = ModelRunner(EngineArgs("tiny", device="cpu", dtype=dtype, num_kvcache_blocks=8, **limits))
     batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
     filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.1}
     wishes = [{}, *({name: value} for name, value in filters.items()), filters, {"temperature": 0.0}]
@@ -91,7 +92,7 @@ def test_the_measured_step_holds_all_partial_results(monkeypatch: pytest.MonkeyP
     """As many rows as any step may write, which the kernel allocates, whatever the prefill itself needs."""
     pytest.importorskip("triton", reason="Triton is not installed")
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "max_model_len": 700}
-    runner = ModelRunner(Config("tiny", device="cpu", attention="triton", num_kvcache_blocks=8, **limits))
+    runner = ModelRunner(EngineArgs("tiny", device="cpu", attention="triton", num_kvcache_blocks=8, **limits))
     found = list[Any]()
     monkeypatch.setattr(runner, "run_model", lambda ids, positions, meta, last: found.append(meta.plan))
     runner._run_largest_steps()
@@ -100,7 +101,7 @@ def test_the_measured_step_holds_all_partial_results(monkeypatch: pytest.MonkeyP
 
 def test_a_gpus_pool_gets_what_the_measured_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that is made up: of 1,000 GiB 900 are ours, others hold 7, and the steps had a peak of 50."""
-    runner = ModelRunner(Config("tiny", device="cpu", num_kvcache_blocks=8))
+    runner = ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8))
     runner.device = torch.device("cuda")
     peak = [0]
     fakes: dict[str, Any] = {

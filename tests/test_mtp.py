@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_quantised import save_fp8_twin
 from torch import Tensor
 
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 
 torch.set_num_threads(1)
 LAYERS = 3
@@ -297,9 +297,9 @@ def test_who_has_no_module_is_refused(tmp_path: Path) -> None:
     wanted = {"method": "mtp", "num_speculative_tokens": 2}
     for model in ("tiny", str(tmp_path)):
         with pytest.raises(ValueError, match=r"announces no layer for it \(num_nextn_predict_layers\)"):
-            Config(model, speculative_config=wanted)
+            EngineArgs(model, speculative_config=wanted)
     with pytest.raises(ValueError, match=r"model='x' is for .*, not for method='mtp'"):
-        Config("tiny", speculative_config=wanted | {"model": "x"})
+        EngineArgs("tiny", speculative_config=wanted | {"model": "x"})
     state = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -310,4 +310,4 @@ def test_who_has_no_module_is_refused(tmp_path: Path) -> None:
     cfg.save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", mtp_num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"speculative_config=.*does not go with layers that keep a state"):
-        Config(str(tmp_path), speculative_config=wanted)
+        EngineArgs(str(tmp_path), speculative_config=wanted)

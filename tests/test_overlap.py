@@ -22,8 +22,7 @@ from symbolic import run_trial
 from test_fuzz import mutate
 
 import atom_mini.refinements.overlap as overlap
-from atom_mini import LLM, SamplingParams
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.sequence import Sequence
@@ -164,7 +163,7 @@ class Answering:
 
 def make_core(**options: Any) -> OverlapCore:
     knobs = {"kv_cache_block_size": 4, "num_kvcache_blocks": 16, "overlap": True}
-    return OverlapCore(Config(**knobs | options), Waiting())
+    return OverlapCore(EngineArgs(**knobs | options), Waiting())
 
 
 def tables(core: OverlapCore) -> list[list[int]]:
@@ -227,13 +226,13 @@ def test_what_cannot_run_ahead_is_refused_by_name() -> None:
     for options in ({"scheduler": "spyre"}, {"scheduler_delay_factor": 0.5}):
         (name,) = options
         with pytest.raises(ValueError, match=f"{name}=.*overlap=True"):
-            Config(overlap=True, max_model_len=512, **options)  # type: ignore[arg-type]
+            EngineArgs(overlap=True, max_model_len=512, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scheduler=None must be one of 'atom'"):  # none at all, with overlap or without
-        Config(overlap=True, scheduler=None)
+        EngineArgs(overlap=True, scheduler=None)
     with pytest.raises(ValueError, match="overlap='yes'"):
-        Config(overlap="yes")  # type: ignore[arg-type]
-    config = Config(scheduler="spyre", kv_cache_block_size=64, num_kvcache_blocks=8, max_model_len=512)
-    for scheduler in (SpyreScheduler(config), Scheduler(Config(num_kvcache_blocks=8))):
+        EngineArgs(overlap="yes")  # type: ignore[arg-type]
+    config = EngineArgs(scheduler="spyre", kv_cache_block_size=64, num_kvcache_blocks=8, max_model_len=512)
+    for scheduler in (SpyreScheduler(config), Scheduler(EngineArgs(num_kvcache_blocks=8))):
         with pytest.raises(ValueError, match=type(scheduler).__name__):
             OverlapCore(config, Waiting(), scheduler)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import atom_mini.families.quantised as quantised
 import atom_mini.loading
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families.quantised import dequantise_fp8, dequantise_mxfp4, unpack
 from atom_mini.families.records import Storage
 from atom_mini.instruments.command_line import describe
@@ -228,7 +228,7 @@ def logits(folder: Path) -> Tensor:
 def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Its logits are those of the same weights stored whole, exactly, and transformers' for those to 1e-4."""
     packed, whole, model = quantise(tmp_path, kind, **options)
-    assert Config(str(packed)).spec.storage.method == "fp8"
+    assert EngineArgs(str(packed)).spec.storage.method == "fp8"
     ours = logits(packed)
     assert ours.equal(logits(whole))
     torch.testing.assert_close(ours, reference_logits(model, IDS), atol=1e-4, rtol=0)
@@ -338,7 +338,7 @@ def test_unpacking_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture
     packed, whole, _ = quantise(tmp_path)
     with caplog.at_level(logging.INFO, logger="atom_mini"):
         for folder in (whole, packed):
-            model = load_model(Config(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
+            model = load_model(EngineArgs(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
             assert len(caplog.records) == (folder is packed)
     (record,) = caplog.records
     scales = [name for name in load_file(packed / "model.safetensors") if name.endswith("_scale_inv")]
@@ -477,7 +477,7 @@ def test_gpt_oss_stays_packed(tmp_path: Path) -> None:
     sizes = [sum(w.nbytes for w in m.model.layers[0].mlp.gate_up.parameters() if w.dim() > 1) for m in (plain, small)]
     assert sizes[1] == sizes[0] * 4.25 / 16
     for folder, model in zip(("whole", "mxfp4"), (plain, small), strict=True):  # as `info` says it
-        report = describe(Config(str(tmp_path / folder), **rooms))  # type: ignore[arg-type]
+        report = describe(EngineArgs(str(tmp_path / folder), **rooms))  # type: ignore[arg-type]
         assert report["weight_bytes"] == sum(w.nbytes for w in model.parameters())
         assert report["parameters"] == sum(w.numel() for w in plain.parameters())
     again = {n: w for n, w in small.named_parameters() if n.endswith("mlp.down.weight")}

@@ -11,8 +11,8 @@ from show import check_blocks, check_index
 from symbolic import run_trial
 from test_fuzz import mutate
 
+from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH, Block, BlockManager
-from atom_mini.config import Config
 from atom_mini.prefix_index import PrefixIndex
 from atom_mini.sequence import Sequence
 from atom_mini.systems.radix_cache import RadixCache
@@ -130,7 +130,7 @@ def test_two_knobs_that_agree() -> None:
         (True, "radix", "radix"),
         ({}, "none", "none"),
     ):
-        config = Config(prefix_cache=cache, **(on if isinstance(on, dict) else {"enable_prefix_caching": on}))
+        config = EngineArgs(prefix_cache=cache, **(on if isinstance(on, dict) else {"enable_prefix_caching": on}))
         assert (config.enable_prefix_caching, config.prefix_cache) == (filled != "none", filled)
 
 

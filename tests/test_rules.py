@@ -15,8 +15,9 @@ import pytest
 from show import check_blocks
 
 import atom_mini.prefix_index as prefix_index_module
+from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH, BlockManager
-from atom_mini.config import Config, SamplingParams
+from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.prefix_index import PrefixIndex
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -43,7 +44,7 @@ class FailingRunner:
 
 
 def engine(**options: Any) -> EngineCore:
-    return EngineCore(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), CountingRunner())
+    return EngineCore(EngineArgs(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), CountingRunner())
 
 
 def request(prompt: int | list[int], max_tokens: int = 1, size: int = 4, **params: Any) -> Sequence:

@@ -13,7 +13,8 @@ import pytest
 from show import Told, check_blocks, told
 
 import atom_mini.scheduler as scheduler_module
-from atom_mini.config import Config, SamplingParams
+from atom_mini import EngineArgs
+from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore, StepOutput
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
 from atom_mini.sequence import Sequence, SequenceStatus, SequenceType
@@ -22,8 +23,8 @@ PREFILL, DECODE = SequenceType.PREFILL, SequenceType.DECODE
 
 
 def make(**options: Any) -> Scheduler:
-    config = Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options})
-    return config.pick("make_scheduler", Scheduler)(config)
+    config = EngineArgs(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options})
+    return config.get_scheduler_cls()(config)
 
 
 def request(id: int, prompt: int | list[int], max_tokens: int = 8, size: int = 4, **params: Any) -> Sequence:
@@ -296,7 +297,7 @@ def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseExcepti
                 raise error
             return answer(batch)
 
-    core = EngineCore(Config(kv_cache_block_size=4, num_kvcache_blocks=8), Runner())
+    core = EngineCore(EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=8), Runner())
     seqs = [request(i, 5, max_tokens=5) for i in range(2)]
     for seq in seqs:
         core.add(seq)
@@ -398,7 +399,7 @@ def engine(**options: Any) -> EngineCore:
         def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
             return answer(batch, 7)
 
-    return EngineCore(Config(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), Runner())
+    return EngineCore(EngineArgs(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), Runner())
 
 
 def test_a_step_says_what_it_brought_whenever_it_is_asked() -> None:
@@ -489,7 +490,7 @@ def test_a_refusal_names_number_limit_and_knob_and_changes_nothing() -> None:
 )
 def test_config_refusals(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        Config(**options)
+        EngineArgs(**options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 

@@ -16,7 +16,7 @@ from test_mtp import save_module
 from test_tensor_parallel import LONG, until_dead
 from test_tensor_parallel import tidy as tidy
 
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.shards import make_rank
 
@@ -166,7 +166,7 @@ def test_a_drafters_bytes_are_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {}
     monkeypatch.setattr("atom_mini.model_runner.CPU_KVCACHE_BYTES", 48 * 2**20)
     for name, options in (("plain", {}), ("EAGLE", EAGLE)):
-        config = Config("tiny", device="cpu", max_num_seqs=400, tensor_parallel_size=2, **options)
+        config = EngineArgs("tiny", device="cpu", max_num_seqs=400, tensor_parallel_size=2, **options)
         runners = SideBySide(config, make_rank).runners
         sizes[name] = [runner.block_bytes for runner in runners], config.num_kvcache_blocks
     drafter: Any = __import__("atom_mini.speculation.eagle", fromlist=["EagleDrafter"]).EagleDrafter

@@ -21,7 +21,7 @@ from test_interrupt import STRIDE, Tripwire, expect_whole, serve
 
 import atom_mini.speculation.knobs as knobs
 import atom_mini.speculation.verify as verify
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.instruments.trace import record
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
@@ -186,7 +186,7 @@ def test_planted_bugs_are_found(bug: Callable[[Patch], None], monkeypatch: Patch
 def test_an_oracle_takes_as_few_steps_as_can_be(k: int) -> None:
     """ceil(n / (k + 1)) decode steps for the n tokens after the prompt's own."""
     for n in (1, 2, 9, 17, 40):
-        config = Config(kv_cache_block_size=4, num_kvcache_blocks=30, max_num_batched_tokens=16, max_num_seqs=2)
+        config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=30, max_num_batched_tokens=16, max_num_seqs=2)
         runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
         runner.max_rows = 16
         scheduler.num_drafts = k
@@ -202,7 +202,7 @@ def test_an_oracle_takes_as_few_steps_as_can_be(k: int) -> None:
 
 def test_statistics_do_not_count_what_an_end_token_cuts_off() -> None:
     """vLLM 56101: drafts behind it were accepted, and nobody got them."""
-    config = Config(kv_cache_block_size=4, num_kvcache_blocks=30, max_num_batched_tokens=16)
+    config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=30, max_num_batched_tokens=16)
     tokens = [t for t, _ in itertools.islice(continuation([1, 2, 3], None, 12), 6)]
     last = next(i for i in range(2, 6) if tokens[i] not in tokens[:i])
     runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
@@ -224,7 +224,7 @@ REQUESTS = [
 
 
 def make_core() -> SpecCore:
-    config = Config(
+    config = EngineArgs(
         kv_cache_block_size=4, num_kvcache_blocks=7, max_num_batched_tokens=10, max_num_seqs=4
     )  # fmt: skip
     scheduler = SpecScheduler(config)
@@ -383,16 +383,16 @@ def test_metrics_count_tokens_that_came() -> None:
 )
 def test_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        Config("tiny", **options)
+        EngineArgs("tiny", **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_zero_drafts_is_off() -> None:
     """And then nothing is refused that goes without drafts."""
-    config = Config("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
+    config = EngineArgs("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
     assert not knobs.Speculation.is_chosen(config) and config.speculative_config is None
     for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}):
-        Config("tiny", **options, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
+        EngineArgs("tiny", **options, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
     with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 0}) as llm:
         assert not isinstance(llm.engine_core.scheduler, SpecScheduler)
 
@@ -401,7 +401,7 @@ def test_three_ways_to_say_it() -> None:
     wanted = SpeculativeConfig(num_speculative_tokens=2)
     for given in (wanted, {"num_speculative_tokens": 2}, '{"num_speculative_tokens": 2}'):
         assert read_speculative(given) == wanted
-        assert Config(speculative_config=given).speculative_config == wanted
+        assert EngineArgs(speculative_config=given).speculative_config == wanted
 
 
 def test_statistics_of_nothing() -> None:

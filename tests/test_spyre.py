@@ -18,6 +18,7 @@ from show import check_blocks, check_trace, told
 from symbolic import Request, SymbolicRunner, Trial, play
 
 import atom_mini.model_runner as model_runner
+from atom_mini import EngineArgs
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import record
@@ -31,7 +32,7 @@ TABLES = Path(__file__).with_name("spyre_tables")
 def make_config(longest: int, limit: int, **options: Any) -> Config:
     """Blocks of 64, chunks of 128, four sequences, as in the published figures."""
     shape = {"kv_cache_block_size": 64, "chunk_size": 128, "max_num_seqs": 4, "num_kvcache_blocks": 200} | options
-    config = Config(scheduler="spyre", max_model_len=-(-longest // 64) * 64, max_batch_tkv_limit=max(limit, longest + 63),
+    config = EngineArgs(scheduler="spyre", max_model_len=-(-longest // 64) * 64, max_batch_tkv_limit=max(limit, longest + 63),
                     **shape)
     config.max_model_len, config.max_batch_tkv_limit = longest, limit  # some tables have what users may not ask for
     return config
@@ -183,7 +184,7 @@ def test_a_newcomer_must_fit_the_context_itself(max_tokens: int, start: int) -> 
 ])  # fmt: skip
 def test_the_smallest_volumes(limit: int, interleave: bool, requests: list[dict[str, Any]], start: int) -> None:
     """Everybody's end counts, at the place of its last step, as long as there is somebody else in the batch."""
-    config = Config(scheduler="spyre", kv_cache_block_size=2, chunk_size=4, max_model_len=8, max_batch_tkv_limit=limit,
+    config = EngineArgs(scheduler="spyre", kv_cache_block_size=2, chunk_size=4, max_model_len=8, max_batch_tkv_limit=limit,
                     interleave=interleave, num_kvcache_blocks=20, max_num_seqs=2)
     rows = list(replay(config, requests))
     assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, start]
@@ -239,7 +240,7 @@ def test_every_look_ahead_is_the_published_one(monkeypatch: pytest.MonkeyPatch) 
 def test_a_shared_block_is_one_block() -> None:
     """Two times 9 tokens and 4 more need three blocks each, and four together, since two are the same."""
     def rows(shared: int) -> list[Row]:
-        config = Config(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=16, num_kvcache_blocks=4,
+        config = EngineArgs(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=16, num_kvcache_blocks=4,
                         max_num_seqs=2)
         ends = [{"stream": f"own{i}", "start": 0, "len": 9 - shared} for i in range(2)]
         prompts = [[{"stream": "stem", "start": 0, "len": shared}, end] for end in ends]
@@ -267,7 +268,7 @@ class Failing(Runner):
 def test_a_failed_step_does_not_change_what_others_had_computed() -> None:
     """Requests of 12 and 20 tokens, the first 8 in common: the second has found 8, whatever it finds after a failure."""
     for failing in range(1, 10):
-        config = Config(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=32, num_kvcache_blocks=20,
+        config = EngineArgs(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=32, num_kvcache_blocks=20,
                         max_num_seqs=2)
         core = EngineCore(config, Failing(failing))
         seqs = [Sequence([*range(8), *range(100 * n, 101 * n - 8)], 4, SamplingParams(max_tokens=3), id=i)
@@ -293,7 +294,7 @@ def test_spyres_own_variable(
     monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", said)
     assert make_config(512, 1024, **options).interleave is expected
     monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", "2")
-    assert Config().scheduler == "atom"
+    assert EngineArgs().scheduler == "atom"
     with pytest.raises(ValueError, match="SENDNN_INFERENCE_CP_INTERLEAVE_STEPS='2' must be 0 or 1"):
         make_config(512, 1024)
 
@@ -489,7 +490,7 @@ def make_spyre_trial(seed: int) -> Trial:
     rng = random.Random(seed)
     size = rng.randint(1, 4)
     chunk, longest = size * rng.randint(1, 4), size * rng.randint(2, 12)
-    config = Config(
+    config = EngineArgs(
         scheduler="spyre", kv_cache_block_size=size, chunk_size=chunk, max_model_len=longest,
         max_batch_tkv_limit=rng.choice((longest, longest + rng.randint(0, 3 * longest))), interleave=rng.random() < 0.5,
         num_kvcache_blocks=rng.randint(longest // size, 6 * longest // size), max_num_seqs=rng.randint(1, 5),
@@ -689,9 +690,9 @@ def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: 
     prompts = [stem[:n] + [rng.randrange(300) for _ in range(extra)] for n, extra in shapes]
     params = SamplingParams(max_tokens=18, temperature=0, ignore_eos=True)
     shape: dict[str, Any] = {"device": device, "dtype": "float32", "kv_cache_block_size": 4, "num_kvcache_blocks": 200}
-    config = Config(str(tmp_path), **shape, attention="torch")
+    config = EngineArgs(str(tmp_path), **shape, attention="torch")
     wanted = logits_of(EngineCore(config, ModelRunner(config)), prompts, params)
-    config = Config(str(tmp_path), scheduler="spyre", max_num_seqs=4, **shape, **{"chunk_size": 12} | options)
+    config = EngineArgs(str(tmp_path), scheduler="spyre", max_num_seqs=4, **shape, **{"chunk_size": 12} | options)
     runner = RectangularRunner(config)
     runner.kv_cache.fill_(float("nan"))
     core = EngineCore(config, runner, SpyreScheduler(config))
@@ -733,4 +734,4 @@ def test_llm_with_spyres_scheduler() -> None:
 def test_bad_settings_are_refused_with_numbers(options: dict[str, Any], message: str) -> None:
     """Before anything is loaded."""
     with pytest.raises(ValueError, match=message):
-        Config(**{"scheduler": "spyre", "max_model_len": 128} | options)
+        EngineArgs(**{"scheduler": "spyre", "max_model_len": 128} | options)

@@ -21,15 +21,14 @@ from safetensors.torch import load_file, save_file
 from test_fuzz import mutate
 from torch import Tensor
 
-from atom_mini import LLM, SamplingParams
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families import mixture, state
 from atom_mini.families.records import FamilySpec, StateSpec, read_experts, read_family, read_routing
 from atom_mini.instruments.command_line import describe
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.processes.lockstep import dummy_batch, with_spare_block
-from atom_mini.refinements.parts import STATE, TOGETHER
+from atom_mini.refinements.parts import STATE, TOGETHER, make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 torch.set_num_threads(1)
@@ -477,7 +476,7 @@ def test_a_batch_of_nobody_touches_no_sequences_state(tmp_path: Path) -> None:
 def test_states_count_in_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the states take is not there for blocks; and if there is no room for them, the error says how many fit."""
     save("dense", tmp_path)
-    each = state.state_bytes(Config(str(tmp_path)).spec, torch.float32)
+    each = state.state_bytes(EngineArgs(str(tmp_path)).spec, torch.float32)
     monkeypatch.setattr(state, "free_host_bytes", lambda: 100 * each)
     with LLM(str(tmp_path), device="cpu", max_num_seqs=60) as llm:
         used = (llm.config.num_kvcache_blocks or 0) * llm.engine_core.runner.block_bytes  # type: ignore[attr-defined]
@@ -488,11 +487,11 @@ def test_states_count_in_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_info_says_both_prices(tmp_path: Path) -> None:
     save("mixture", tmp_path)
-    few, many = (describe(Config(str(tmp_path), device="cpu", max_num_seqs=n)) for n in (1, 60000))
+    few, many = (describe(EngineArgs(str(tmp_path), device="cpu", max_num_seqs=n)) for n in (1, 60000))
     assert few["kvcache_bytes_per_token"] == 2 * 2 * 32 * 4
     assert few["state_bytes_per_sequence"] == 3 * (4 * 16 * 24 * 4 + 3 * 160 * 4)
     assert many["fitting_tokens"] <= few["fitting_tokens"]
-    assert describe(Config("tiny", device="cpu"))["state_bytes_per_sequence"] == 0
+    assert describe(EngineArgs("tiny", device="cpu"))["state_bytes_per_sequence"] == 0
 
 
 # What it goes with
@@ -528,9 +527,9 @@ def test_defaults_that_fit(tmp_path: Path) -> None:
     no_drafts: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 0}}
     caches: list[dict[str, Any]] = [{"prefix_cache": "none"}, {"prefix_cache": None}, {"enable_prefix_caching": False}]
     for given in ({}, fitting | {"data_parallel_size": 2}, no_drafts, *caches):
-        config = Config(str(tmp_path), **given)
+        config = EngineArgs(str(tmp_path), **given)
         assert {name: getattr(config, name) for name in fitting} == fitting
-    assert Config("tiny").enable_prefix_caching and not isinstance(Config("tiny").spec, StateSpec)
+    assert EngineArgs("tiny").enable_prefix_caching and not isinstance(EngineArgs("tiny").spec, StateSpec)
 
 
 @pytest.mark.parametrize("knob", ["overlap", "interleave_decode", "trace", "engine_process"])
@@ -549,12 +548,13 @@ def test_the_log_says_what_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "5 states of 24192 bytes; torch's attention, no graphs, no prefix cache" in caplog.text
 
 
-def test_no_graphs_on_a_gpu(tmp_path: Path) -> None:
+def test_no_graphs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner is ours, which records nothing, whatever the device."""
     save("dense", tmp_path)
-    config = Config(str(tmp_path))
-    assert config.pick("make_runner", None) is state.StateRunner
-    assert Config("tiny").pick("make_runner", ModelRunner) is ModelRunner
+    monkeypatch.setattr(state, "StateRunner", lambda config: "ours")
+    assert make_runner(EngineArgs(str(tmp_path), device="cuda")) == "ours"
+    small = EngineArgs("tiny", device="cpu", compiled=False, num_kvcache_blocks=8)
+    assert type(make_runner(small)) is ModelRunner
 
 
 # Loading
@@ -588,7 +588,7 @@ def test_the_decoder_in_a_wrapper(kind: str, tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.update({f"mtp.{name}": torch.ones(2, 2) for name in names}))
     assert any(name.startswith("model.visual.") for name in load_file(tmp_path / "model.safetensors"))
     assert all("language_model" in n for n in load_file(tmp_path / "model.safetensors") if "linear_attn" in n)
-    config = Config(str(tmp_path))
+    config = EngineArgs(str(tmp_path))
     assert config.spec.tie_word_embeddings and config.spec.dtype == "float32"
     recorder, sequences, _ = generate(tmp_path, make_prompts()[1:3], **ROOMY)
     assert max(recorder.errors(model, sequences).values()) <= 2e-4
@@ -661,4 +661,4 @@ def test_routing_of_the_mixture() -> None:
 def test_qwen3_next_says_what_it_needs(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", architectures=["Qwen3NextForCausalLM"])
     with pytest.raises(ValueError, match="in_proj_qkvz"):
-        Config(str(tmp_path))
+        EngineArgs(str(tmp_path))

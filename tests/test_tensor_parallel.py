@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 import atom_mini.processes.knobs as knobs
 import atom_mini.processes.ranks as ranks
 import atom_mini.processes.shards as shards
-from atom_mini import LLM, Config, SamplingParams, loading
+from atom_mini import LLM, Config, EngineArgs, SamplingParams, loading
 from atom_mini.engine_core import EngineCore
 from atom_mini.families.dealt import DealtMLP
 from atom_mini.families.records import Experts, FamilySpec
@@ -60,6 +60,7 @@ from atom_mini.processes.engine_process import Ready, decode, encode
 from atom_mini.processes.knobs import TensorParallel
 from atom_mini.processes.ranks import Known, Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import Group, cut_spec
+from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import as_rows
@@ -316,7 +317,7 @@ def test_a_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         folder, found = tmp_path / kind, []
         for n in (1, 2):
             sizes.clear()
-            shard = shards.Shard(n - 1, n, Config(str(folder)).spec, is_dealt)
+            shard = shards.Shard(n - 1, n, EngineArgs(str(folder)).spec, is_dealt)
             spec = shard.spec() if n > 1 else shard.whole
             model = loading.load_model(spec, folder, 64, torch.device("cpu"), torch.float32)
             weights = sum(4 * torch.Size(shape).numel() for shape in shards.shapes_of(shards.lay_out(spec)).values())
@@ -342,7 +343,7 @@ def test_a_tensor_of_another_size_is_refused(axis: str, by: int, tmp_path: Path)
     save_file(tensors, path, {"format": "pt"})
     errors = []
     for rank in range(2):
-        spec = shards.Shard(rank, 2, Config(str(tmp_path)).spec).spec()
+        spec = shards.Shard(rank, 2, EngineArgs(str(tmp_path)).spec).spec()
         try:
             loading.load_model(spec, tmp_path, 64, torch.device("cpu"), torch.float32)
         except ValueError as error:
@@ -421,7 +422,7 @@ class Crossing:
 def test_the_ranks_tables_are_the_leaders(seed: int) -> None:
     """In every step, whatever was added, aborted, preempted, found in the cache or rolled back before it."""
     rng, runner = random.Random(seed), Crossing(4)
-    config = Config("tiny", **SMALL | {"num_kvcache_blocks": rng.choice([12, 40])}, max_num_batched_tokens=24)
+    config = EngineArgs("tiny", **SMALL | {"num_kvcache_blocks": rng.choice([12, 40])}, max_num_batched_tokens=24)
     core, texts = EngineCore(config, runner), [[rng.randint(1, 3)] * rng.randint(1, 30) for _ in range(6)]
     preempted = hits = interrupts = 0
     for _ in range(400):
@@ -444,7 +445,7 @@ def test_the_ranks_tables_are_the_leaders(seed: int) -> None:
 def test_what_has_not_changed_is_not_sent() -> None:
     """A request of 500 tokens takes a block every four steps: three of four steps say nothing of its table."""
     runner = Crossing(4)
-    core = EngineCore(Config("tiny", **SMALL | {"num_kvcache_blocks": 200}), runner)
+    core = EngineCore(EngineArgs("tiny", **SMALL | {"num_kvcache_blocks": 200}), runner)
     core.add(Sequence([1] * 500, 4, SamplingParams(max_tokens=40, ignore_eos=True)))
     while not core.is_finished():
         core.step()
@@ -749,7 +750,7 @@ def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeyp
 
 def test_a_rank_refuses_before_all_have_loaded() -> None:
     """One was ready; the other says why it cannot be, and rank 0 goes to no meeting."""
-    leader, config = Leader.__new__(Leader), Config("tiny", tensor_parallel_size=2)
+    leader, config = Leader.__new__(Leader), EngineArgs("tiny", tensor_parallel_size=2)
     leader.managers = [RankManager(rank, config.recipe, config) for rank in (1, 2)]
     leader.managers[0].ready, leader.managers[1].dead = Ready(0), ValueError("no such weight")
     with pytest.raises(ValueError, match="no such weight"):
@@ -858,7 +859,7 @@ def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_p
 )
 def test_bad_knobs(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Config("tiny", **options)
+        EngineArgs("tiny", **options)
 
 
 @pytest.mark.parametrize(
@@ -872,7 +873,7 @@ def test_bad_knobs(options: dict[str, Any], words: str) -> None:
 )
 def test_sizes_that_cannot_be_cut(changes: dict[str, Any], n: int, is_dealt: bool, words: str) -> None:
     usual = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 300}
-    spec = replace(FamilySpec(**vars(Config("tiny").spec)), **usual | changes)  # type: ignore[arg-type]
+    spec = replace(FamilySpec(**vars(EngineArgs("tiny").spec)), **usual | changes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=words):
         cut_spec(spec, n, is_dealt)
 
@@ -893,20 +894,20 @@ def test_what_is_not_computed_starts_no_rank(
     edit_json(tmp_path / "config.json", **changes)
     monkeypatch.setattr(ranks, "Leader", None)
     with pytest.raises(ValueError, match=words):
-        Config(str(tmp_path), device="cpu", tensor_parallel_size=2).pick("make_runner", None)(None)
+        make_runner(EngineArgs(str(tmp_path), device="cpu", tensor_parallel_size=2))
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="tensor_parallel_size=2, and there are 1 GPUs"):
-        ranks.Leader(Config("tiny", tensor_parallel_size=2))
+        ranks.Leader(EngineArgs("tiny", tensor_parallel_size=2))
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "zmq" else object())
     with pytest.raises(ValueError, match=r'tensor_parallel_size=2 needs zmq: run pip install -e "\.\[processes\]"'):
-        Config("tiny", tensor_parallel_size=2)
+        EngineArgs("tiny", tensor_parallel_size=2)
 
 
 # Graphs and GPUs

@@ -7,7 +7,7 @@ import copy
 import pickle
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import show
 
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, Config, EngineArgs, SamplingParams
 from atom_mini.refinements import parts
-from atom_mini.refinements.parts import VARIANTS, Variant
+from atom_mini.refinements.overlap import OverlapScheduler
+from atom_mini.refinements.turns import TurnScheduler
 from atom_mini.scheduler import Scheduler
+from atom_mini.speculation.verify import SpecScheduler
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 VALUES: dict[str, list[Any]] = {
@@ -47,14 +49,14 @@ def draw(rng: random.Random, values: dict[str, list[Any]], count: int) -> dict[s
 
 
 def test_every_option_is_drawn() -> None:
-    kinds: list[Any] = [Config, *VARIANTS]
-    assert {f.name for kind in kinds for f in fields(kind) if f.init} - {"model"} == {*VALUES, *PROCESSES}
+    drawn = {f.name for f in fields(EngineArgs) if f.init} - {"model", "scheduler_cls"}
+    assert drawn == {*VALUES, *PROCESSES}
 
 
 def settled(options: dict[str, Any]) -> Any:
     """The settings that come of `options`; a text that names one of them if they are refused."""
     try:
-        known = vars(Config("tiny", **options))
+        known = vars(EngineArgs("tiny", **options))
     except ValueError as error:
         names = {*options} | ({"num_speculative_tokens"} if "speculative_config" in options else set())
         assert any(name in str(error) for name in names), f"{options}: {error}"
@@ -64,7 +66,7 @@ def settled(options: dict[str, Any]) -> Any:
 
 def test_a_config_is_pickled_and_copied_whole() -> None:
     """With the options of later parts, which are its own fields."""
-    config = Config("tiny", overlap=True, device="cpu")
+    config = EngineArgs("tiny", overlap=True, device="cpu")
     for same in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
         assert same == config and repr(same) == repr(config) and asdict(same) == asdict(config)
 
@@ -73,7 +75,7 @@ def test_a_config_is_pickled_and_copied_whole() -> None:
 def test_what_goes_together_has_no_order(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All pairs, and triples that are drawn: the same settings however the table and the variants stand."""
+    """All pairs, and triples that are drawn: the same settings in whatever order the table stands."""
     rng = random.Random(seed)
     everything = {n: [rng.choice(v)] for n, v in (VALUES | PROCESSES).items()}
     asked = [{a: everything[a][0], b: everything[b][0]} for a, b in combinations(sorted(everything), 2)]
@@ -81,7 +83,6 @@ def test_what_goes_together_has_no_order(
     usual = [settled(options) for options in asked]
     assert 50 < usual.count("refused") < len(usual) - 50
     monkeypatch.setattr(parts, "TOGETHER", rng.sample(parts.TOGETHER, len(parts.TOGETHER)))
-    monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", rng.sample(VARIANTS, len(VARIANTS)))
     for options, before in zip(asked, usual, strict=True):
         shuffled = dict(rng.sample(list(options.items()), len(options)))
         assert settled(shuffled) == before, options
@@ -147,17 +148,6 @@ class NewestFirst(Scheduler):
         self.waiting.rotate(1)
 
 
-@dataclass
-class Manners(Variant):
-    newest_first: bool = False
-
-    make_scheduler = NewestFirst
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.newest_first
-
-
 OTHERS: list[dict[str, Any]] = [
     {"overlap": True}, {"interleave_decode": True}, {"scheduler_delay_factor": 0.5}, SPYRE,
     {"speculative_config": NGRAM}, {"trace": True}, {"prefix_cache": "radix"}, {"enable_chunked_prefill": False},
@@ -165,55 +155,64 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda o: next(iter(o)))
-def test_a_scheduler_of_the_readers_own_is_never_dropped(
-    other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", [*VARIANTS, Manners])
+def test_a_scheduler_of_the_users_own_is_never_dropped(other: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 50, "scheduler_cls": NewestFirst}
     try:
-        llm = LLM("tiny", device="cpu", num_kvcache_blocks=50, newest_first=True, **other)
+        llm = LLM("tiny", **options | other)
     except ValueError as error:
-        assert "newest_first" in str(error) and any(name in str(error) for name in other)
+        assert "scheduler_cls=NewestFirst" in str(error) and any(name in str(error) for name in other)
         assert not {"trace", "prefix_cache", "enable_chunked_prefill"} & {*other}, error
         return
     with llm:
-        assert isinstance(llm.engine_core.scheduler, NewestFirst)
+        assert type(llm.engine_core.scheduler) is NewestFirst
         assert llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].text.startswith(" 19")
 
 
+class InTurns(NewestFirst, TurnScheduler):
+    """The newest first, with a gate and with turns."""
+
+
+class Ahead(NewestFirst, OverlapScheduler):
+    """A step ahead."""
+
+
+class Drafting(NewestFirst, SpecScheduler):
+    """With drafts."""
+
+
+FITTING: list[tuple[type[Scheduler], dict[str, Any]]] = [
+    (InTurns, {"interleave_decode": True}), (InTurns, {"scheduler_delay_factor": 0.5}),
+    (Ahead, {"overlap": True}), (Drafting, {"speculative_config": NGRAM}), (InTurns, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "other"), FITTING, ids=str)
+def test_a_scheduler_derived_from_the_one_asked_for_is_used(
+    own: type[Scheduler], other: dict[str, Any], plain: list[list[int]]
+) -> None:
+    with LLM("tiny", device="cpu", num_kvcache_blocks=200, scheduler_cls=own, **other) as llm:
+        assert type(llm.engine_core.scheduler) is own
+        assert [out.token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == plain
+
+
+@pytest.mark.parametrize("wrong", [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5, lambda config: None], ids=str)
+def test_what_is_not_a_scheduler_is_refused(wrong: Any) -> None:
+    for kind in (Config, EngineArgs):
+        with pytest.raises(ValueError, match="scheduler_cls"):
+            kind(scheduler_cls=wrong)
+
+
+def test_a_scheduler_is_named_by_a_text_too() -> None:
+    with LLM("tiny", device="cpu", num_kvcache_blocks=50, scheduler_cls="atom_mini.refinements.turns:TurnScheduler") as llm:
+        assert type(llm.engine_core.scheduler) is TurnScheduler
+
+
 @pytest.mark.alone
-def test_a_scheduler_of_the_readers_own_crosses_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_of_the_users_own_crosses_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process imports it by its name; from a place that cannot be imported it is refused."""
-    monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", [*VARIANTS, Manners])
-    monkeypatch.setattr("atom_mini.processes.knobs.VARIANTS", [*VARIANTS, Manners])
-    monkeypatch.setattr(Manners, "__module__", "__main__")
-    with pytest.raises(ValueError, match="Manners"):
-        Config("tiny", engine_process=True, newest_first=True)
-
-
-def test_a_role_that_is_misspelt_is_an_error() -> None:
-    with pytest.raises(ValueError, match="did you mean 'make_scheduler'"):
-        type("Wrong", (Variant,), {"make_sheduler": NewestFirst})
-    with pytest.raises(AttributeError):
-        Config().pick("make_sheduler", NewestFirst)
-
-
-def test_a_variant_that_wraps_another_stands_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass
-    class Politer(Manners):
-        politer: bool = False
-        make_scheduler = Scheduler
-
-        @classmethod
-        def is_chosen(cls, config: Config) -> bool:
-            return config.politer
-
-    for variants in ([*VARIANTS, Manners, Politer], [Politer, Manners, *VARIANTS]):
-        monkeypatch.setattr("atom_mini.refinements.parts.VARIANTS", variants)
-        Politer.wraps = ()
-        with pytest.raises(ValueError, match="newest_first"):
-            Config(newest_first=True, politer=True)
-        Politer.wraps = ("Manners",)
-        assert Config(newest_first=True, politer=True).pick("make_scheduler", None) is Scheduler
+    monkeypatch.setattr(NewestFirst, "__module__", "__main__")
+    with pytest.raises(ValueError, match="NewestFirst is defined in __main__"):
+        EngineArgs("tiny", engine_process=True, scheduler_cls=NewestFirst)
 
 
 def test_readme_has_the_table() -> None:
@@ -235,8 +234,8 @@ def test_readme_has_the_table() -> None:
 )
 def test_a_config_is_told_apart_and_copied_with_all_options(options: dict[str, Any]) -> None:
     """Comparing, printing, `asdict` and `replace` see the options of later parts, too."""
-    config = Config(**options)
-    assert (config == Config()) is (not options) and config == Config(**options)
+    config = EngineArgs(**options)
+    assert (config == EngineArgs()) is (not options) and config == EngineArgs(**options)
     for name in options:
         assert name in asdict(config) and f"{name}=" in repr(config)
     other = replace(config, max_num_seqs=2)
@@ -248,6 +247,6 @@ def test_a_config_is_told_apart_and_copied_with_all_options(options: dict[str, A
 
 def test_a_copied_config_still_refuses() -> None:
     with pytest.raises(ValueError, match="scheduler='spyre' does not go with overlap=True"):
-        replace(Config(overlap=True, max_model_len=128), scheduler="spyre")
+        replace(EngineArgs(overlap=True, max_model_len=128), scheduler="spyre")
     with pytest.raises(ValueError, match="routing has no effect with data_parallel_size=1"):
-        replace(Config(), routing="prefix")
+        replace(EngineArgs(), routing="prefix")

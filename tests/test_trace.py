@@ -18,6 +18,7 @@ import show
 import symbolic
 from symbolic import SymbolicRunner
 
+from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
@@ -145,8 +146,8 @@ def test_a_run_a_step_ahead_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -
 
 def play(shapes: list[tuple[int, int]], scheduler: type[Scheduler] | None = None, **options: Any) -> Trace:
     """Run requests of (prompt, output) tokens to their ends, in blocks of 4; a trace that agrees."""
-    config = Config(kv_cache_block_size=4, **{"num_kvcache_blocks": 10, "trace": True, **options})  # type: ignore[arg-type]
-    make = scheduler or config.pick("make_scheduler", Scheduler)
+    config = EngineArgs(kv_cache_block_size=4, **{"num_kvcache_blocks": 10, "trace": True, **options})  # type: ignore[arg-type]
+    make = scheduler or config.get_scheduler_cls()
     core = WatchedCore(config, SymbolicRunner(config, 9), make(config))
     for i, (prompt, output) in enumerate(shapes):
         core.add(Sequence([i + 2] * prompt, 4, SamplingParams(max_tokens=output), id=i))
@@ -188,7 +189,7 @@ def test_a_scheduler_that_gives_no_reason_is_traced_all_the_same() -> None:
 
 
 def test_a_failed_step_and_an_abort_are_in_the_trace() -> None:
-    config = Config(kv_cache_block_size=4, num_kvcache_blocks=10, trace=True)
+    config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=10, trace=True)
     failing = iter([False, True, False, False, False, False, False])
     core = WatchedCore(config, SymbolicRunner(config, 9, fails=lambda: next(failing)))
     for i in (3, 4):
@@ -221,7 +222,7 @@ def test_off_means_nothing_listens_and_the_tokens_are_the_same() -> None:
         assert "".join(words[str(i)] for i in again[0].prompt_token_ids + again[0].token_ids).startswith("Once")
     assert all(step.device > 0 and step.host > 0 for step in llm.trace.steps)
     with pytest.raises(ValueError, match="trace"):
-        Config(trace=1)  # type: ignore[arg-type]
+        EngineArgs(trace=1)  # type: ignore[arg-type]
 
 
 def test_what_is_wrong_is_noticed(trace: Trace) -> None:

@@ -16,7 +16,7 @@ from atom_mini.models import MLP, CausalLM, RotaryEmbedding, SelfAttention
 from atom_mini.refinements.compiled import Compiled
 
 KINDS = ["qwen3", "qwen2", "llama"]
-OTHERS = {"atom_mini.refinements.cpu_decode"}  # the CPU's decode attention, chapter 21
+OTHERS = {"atom_mini.cpu_decode"}  # the CPU's decode attention, chapter 21
 COMPILED = "atom_mini.refinements.compiled_step"  # where Numba is installed: chapters 21b to 21d
 
 
@@ -68,12 +68,12 @@ def test_a_config_without_rope_parameters(tmp_path: Path) -> None:
     """Transformers' own default for this kind of model is read, in whatever layout; none at all is refused."""
     from types import SimpleNamespace
 
+    from atom_mini import EngineArgs
     from atom_mini.checkpoint import read_rope
-    from atom_mini.config import Config
 
     save_checkpoint("llama", tmp_path, num_hidden_layers=1)
     edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=1234.0)
-    assert Config(str(tmp_path)).spec.rope["rope_theta"] == 1234.0
+    assert EngineArgs(str(tmp_path)).spec.rope["rope_theta"] == 1234.0
     cfg = SimpleNamespace(max_position_embeddings=64)
     with pytest.raises(ValueError, match="neither rope_parameters nor rope_theta"):
         read_rope(cfg)

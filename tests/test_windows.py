@@ -18,9 +18,8 @@ from checkpoints import edit_json, recorded, save_checkpoint, save_family, spec_
 from test_parity import GREEDY, ROOMY, TIGHT, assert_parity, make_prompts
 from torch import Tensor
 
-from atom_mini import LLM
+from atom_mini import LLM, EngineArgs
 from atom_mini.attention import gather_kv
-from atom_mini.config import Config
 from atom_mini.families import mixture, windows
 from atom_mini.families.mixture import split_experts
 from atom_mini.families.records import read_experts
@@ -419,7 +418,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_a_dense_model_takes_the_plain_path(tmp_path: Path) -> None:
     """Qwen3 without a window: the operations' own way to attend."""
     save_checkpoint("qwen3", tmp_path)
-    config = Config(str(tmp_path), max_model_len=64)
+    config = EngineArgs(str(tmp_path), max_model_len=64)
     ops = TorchOps()
     model = load_model(config.spec, tmp_path, 64, torch.device("cpu"), torch.float32, ops)
     assert all(layer.self_attn.attn.attend == ops.attend for layer in model.model.layers)

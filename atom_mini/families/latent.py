@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..assemble import choose_ops
 from ..attention import Attention, get_forward_context
-from ..config import Config
 from .mixture import sort_rows
 from .quantised import FamilyModel
 from .records import LatentSpec
@@ -22,8 +20,7 @@ from ..loading import Readers
 from ..models import Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
-__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'LatentModel',
-           'choose_latent_ops']
+__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'LatentModel']
 
 # %% ../../nbs/65a_latent_attention.ipynb #87e764b3
 def halves_first(size: int, dim: int) -> Tensor:
@@ -111,15 +108,3 @@ class LatentModel(FamilyModel):
 
     def weight_readers(self, readers: Readers) -> Readers:
         return sort_latents(super().weight_readers(readers), self.spec)
-
-# %% ../../nbs/65a_latent_attention.ipynb #dd3e89eb
-def choose_latent_ops(config: Config, device: torch.device, dtype: torch.dtype) -> Any:
-    """(operations, sampler): `choose_ops`, with the kernel for latents if Triton's."""
-    ops, sampler = choose_ops(config, device, dtype)
-    if ops.is_triton:
-        spec = config.spec
-        sizes = spec.num_attention_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
-        from atom_mini.families.latent_kernel import LatentOps  # needs Triton
-
-        ops = LatentOps(device, *sizes, dtype)
-    return ops, sampler

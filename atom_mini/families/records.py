@@ -12,15 +12,13 @@ from typing import Any, ClassVar
 from atom_mini.checkpoint import (
     ModelRegistry, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
-from ..config import Config, is_count
-from ..refinements.parts import Variant
+from ..file_checks import is_count
 
 # %% auto #0
 __all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'MTP', 'PARTLY', 'PART_ONE', 'ROWS', 'CHECKS', 'ONLY', 'NAMES', 'ARCHITECTURES',
            'LACKING', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts', 'check_experts', 'is_sparse',
            'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage', 'read_windows', 'read_differences',
-           'check_latents', 'check_states', 'check_layers', 'check_family', 'read_row', 'decoder_of', 'read_family',
-           'Latents', 'Slots']
+           'check_latents', 'check_states', 'check_layers', 'check_family', 'read_row', 'decoder_of', 'read_family']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -167,6 +165,13 @@ class LatentSpec(FamilySpec):
     def kv_shape(self) -> tuple[int, int, int]:
         """One row of latent and rotated part: keys, and in them the values."""
         return 1, 1, self.kv_lora_rank + self.qk_rope_head_dim
+
+    def make_triton_ops(self, device: Any, dtype: Any) -> Any:
+        """The operations of any model, with a kernel for latents."""
+        from atom_mini.families.latent_kernel import LatentOps
+
+        sizes = self.num_attention_heads, self.kv_lora_rank, self.qk_rope_head_dim
+        return LatentOps(device, *sizes, dtype)
 
 # %% ../../nbs/60_experts.ipynb #8ad1a2a7
 @dataclass(frozen=True)
@@ -367,25 +372,3 @@ LACKING = {  # how their names begin
 for architecture in ARCHITECTURES:
     ModelRegistry.register_model(architecture, read_family)
 ModelRegistry.hints.update(LACKING)
-
-# %% ../../nbs/60_experts.ipynb #3f169961
-@dataclass
-class Latents(Variant):
-    """Has no knobs: the checkpoint's config says whether it keeps latents."""
-
-    make_ops = "families.latent:choose_latent_ops"
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return isinstance(config.spec, LatentSpec)
-
-
-@dataclass
-class Slots(Variant):
-    """Has no knobs: a model with states runs on `StateRunner`."""
-
-    make_runner = "families.state:StateRunner"
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return isinstance(config.spec, StateSpec)

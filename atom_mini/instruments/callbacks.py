@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
-from ..checkpoint import require
-from ..config import SamplingParams
+from pydantic.dataclasses import dataclass
+
+from ..config import STRICT, SamplingParams, explained
 from ..engine_core import StepOutput
 from .trace import Metrics
 from ..sequence import Sequence
@@ -22,7 +22,8 @@ from ..text import Request, TextPiece
 __all__ = ['LOG', 'LIMITS', 'StreamParams', 'Listening', 'warn_if_cut']
 
 # %% ../../nbs/33_callbacks.ipynb #33444fac
-@dataclass(frozen=True)
+@explained
+@dataclass(frozen=True, config=STRICT)
 class StreamParams(SamplingParams):
     """`SamplingParams` with a function that is called with each piece of the text.
 
@@ -32,12 +33,6 @@ class StreamParams(SamplingParams):
     """
 
     stream_callback: Callable[[TextPiece], object] | None = None
-
-    def __post_init__(self) -> None:
-        SamplingParams.__post_init__(self)
-        call = self.stream_callback
-        wrong = f"stream_callback={call!r} must be a function of a piece, or None"
-        require(call is None or callable(call), wrong)
 
 # %% ../../nbs/33_callbacks.ipynb #3369c6e6
 class Listening(Metrics):

@@ -12,35 +12,37 @@ import random
 import re
 import shlex
 import sys
-from collections.abc import MutableMapping
-from contextlib import suppress
-from dataclasses import Field, asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import Field, asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import pydantic
+from pydantic.dataclasses import dataclass
 
 import atom_mini
-from ..checkpoint import find, install, require
-from ..config import COUNT, Config, SamplingParams
-from ..config import check_rules, is_count, is_number, one_of
+from ..checkpoint import install, require
+from ..config import STRICT, Count, SamplingParams, Text, explained
 from .trace import Trace
-from ..llm import LLM, Chat
-from ..refinements.parts import keeps_state
+from ..llm import Chat
+from ..refinements.parts import LLM, EngineArgs, keeps_state
 from ..text import RequestOutput
 
 # %% auto #0
-__all__ = ['HELP', 'SUMMARY', 'EXAMPLES', 'CHAT_HELP', 'SPINS', 'HERE', 'COMMANDS', 'ARGUMENTS', 'knobs', 'help_of', 'reading',
-           'add_fields', 'given', 'answers_in', 'figures', 'took', 'print_report', 'save_trace', 'show_texts', 'prompts_of',
-           'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info', 'answer', 'respond', 'greeting', 'run_chat',
-           'spin_less', 'Command', 'make_parser', 'command_of', 'check_order', 'flags_of', 'parse', 'function_of', 'main',
-           'are_hosts', 'Serve', 'Fleet', 'Batch']
+__all__ = ['HELP', 'SUMMARY', 'EXAMPLES', 'CHAT_HELP', 'SPINS', 'COMMANDS', 'ARGUMENTS', 'options_of', 'help_of', 'kinds_in',
+           'reading', 'add_fields', 'given', 'answers_in', 'figures', 'took', 'print_report', 'save_trace', 'show_texts',
+           'prompts_of', 'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info', 'answer', 'respond', 'greeting',
+           'run_chat', 'spin_less', 'Command', 'needs_extra', 'run_serve', 'run_fleet', 'run_batch', 'run_capacity',
+           'capacity_options', 'make_parser', 'command_of', 'check_order', 'flags_of', 'parse', 'main', 'Wait', 'are_hosts',
+           'Serve', 'Cores', 'Fleet', 'Batch']
 
 # %% ../../nbs/31_command_line.ipynb #8dab500e
-def knobs(cls: Any) -> list[Field[Any]]:
-    """What a user may set in a dataclass; in `Config`, variants' knobs as well."""
-    more = cls.offers.knobs() if cls is Config else []
-    return [f for f in [*fields(cls), *more] if f.init]
+def options_of(cls: Any) -> list[Field[Any]]:
+    """The fields of a dataclass that a user may set."""
+    return [f for f in fields(cls) if f.init]
 
 # %% ../../nbs/31_command_line.ipynb #e83ae9fe
 HELP: dict[str, dict[str, str]] = {}  # group -> option -> a line about it
@@ -164,9 +166,18 @@ def help_of(cls: Any, name: str) -> tuple[str, str]:
     return "Other options", ""
 
 # %% ../../nbs/31_command_line.ipynb #b947490b
-def reading(f: Field[Any]) -> dict[str, Any]:
+def kinds_in(hint: Any) -> set[Any]:
+    """The plain types in a type hint."""
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    inner = get_args(hint)
+    return set().union(*map(kinds_in, inner)) if inner else {hint}
+
+
+def reading(cls: Any, f: Field[Any]) -> dict[str, Any]:
     """How argparse reads an option, by the type of its field."""
-    kind = next(t for t in (bool, int, float, str) if t.__name__ in str(f.type))
+    found = kinds_in(get_type_hints(cls)[f.name])
+    kind = next((t for t in (bool, int, float) if t in found), str)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     action = "append" if f.default == () else "store"
@@ -178,7 +189,7 @@ def add_fields(
 ) -> None:
     """An option for each knob of the dataclass `cls` but the `others`, in groups."""
     groups: dict[str, Any] = {}
-    for f in [f for f in knobs(cls) if f.name not in (others or ())]:
+    for f in [f for f in options_of(cls) if f.name not in (others or ())]:
         title, line = help_of(cls, f.name)
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -187,13 +198,13 @@ def add_fields(
             default = "on" if default else "off"
         is_open = default in (None, (), argparse.SUPPRESS)
         flag = "--" + f.name.replace("_", "-")
-        made = groups[title].add_argument(flag, default=argparse.SUPPRESS, **reading(f))
+        made = groups[title].add_argument(flag, default=argparse.SUPPRESS, **reading(cls, f))
         made.help = line if is_open else f"{line} (default: {default})"
 
 # %% ../../nbs/31_command_line.ipynb #a4bbebaf
 def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
     """The fields of the dataclass `cls` that the command line sets."""
-    names = {f.name for f in knobs(cls)}
+    names = {f.name for f in options_of(cls)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 # %% ../../nbs/31_command_line.ipynb #5d1e7a90
@@ -287,7 +298,7 @@ def run_generate(args: argparse.Namespace) -> None:
     if args.trace:
         args.output.open("a").close()  # an error now, not after the work
     complete = LLM.generate if args.json else show_texts
-    with LLM(**given(args, Config)) as llm:
+    with LLM(**given(args, EngineArgs)) as llm:
         if args.chat:
             asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
             prompts = [*map(llm.format_chat, asked)]
@@ -299,7 +310,7 @@ def run_generate(args: argparse.Namespace) -> None:
             print(took(number, out), file=sys.stderr)
         if outs:
             print(SUMMARY.format(**figures(llm, outs)), file=sys.stderr)
-        if args.trace:
+        if llm.trace is not None:
             save_trace(llm.trace, args.output)
 
 # %% ../../nbs/31_command_line.ipynb #1ecc33c6
@@ -320,7 +331,7 @@ def run_bench(args: argparse.Namespace) -> None:
     """Measure the engine on random prompts of 1 to --input-len tokens."""
     count, longest = args.num_requests, args.input_len
     require(count > 0 and longest > 0, "num_requests and input_len must be at least 1")
-    with LLM(**given(args, Config)) as llm:
+    with LLM(**given(args, EngineArgs)) as llm:
         rng = random.Random(args.params.seed or 0)
         ids = range(llm.config.spec.vocab_size)
         prompts = [rng.choices(ids, k=rng.randint(1, longest)) for _ in range(count)]
@@ -328,7 +339,7 @@ def run_bench(args: argparse.Namespace) -> None:
     print_report({"model": args.model} | report, args.json)
 
 # %% ../../nbs/31_command_line.ipynb #4d05287e
-def needs(config: Config, device: str) -> dict[str, Any]:
+def needs(config: EngineArgs, device: str) -> dict[str, Any]:
     """Bytes that the checkpoint of `config` needs on such a device: its weights, a
     token's K/V, a sequence's state, a draft model."""
     import torch
@@ -343,20 +354,24 @@ def needs(config: Config, device: str) -> dict[str, Any]:
     plain = blank_model(config.spec, 1, meta, dtype, ops)
     ops.is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
     model = blank_model(config.spec, 1, meta, dtype, ops)
-    draft, beside = config.pick("bytes_beside", lambda *_: (0, 0))(config, dtype)
-    state = find("families.state:state_bytes") if keeps_state(config) else lambda *_: 0
+    draft, beside = config.bytes_beside(dtype)
+    state = 0
+    if keeps_state(config):
+        from atom_mini.families.state import state_bytes
+
+        state = state_bytes(config.spec, dtype)
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "parameters": sum(weight.numel() for weight in plain.parameters()),
         "weight_bytes": sum(weight.nbytes for weight in model.parameters()),
         "kvcache_bytes_per_token": kvcache_block_bytes(config.spec, 1, dtype),
-        "state_bytes_per_sequence": state(config.spec, dtype),
+        "state_bytes_per_sequence": state,
         "draft_weight_bytes": draft,
         "draft_kvcache_bytes_per_token": beside // config.kv_cache_block_size,
     }
 
 # %% ../../nbs/31_command_line.ipynb #1fa9afdf
-def describe(config: Config) -> dict[str, Any]:
+def describe(config: EngineArgs) -> dict[str, Any]:
     """`needs` of the checkpoint of `config` here, and how many tokens fit."""
     from atom_mini.model_runner import CPU_KVCACHE_BYTES, choose_device
     from atom_mini.model_runner import free_host_bytes, torch
@@ -375,7 +390,7 @@ def describe(config: Config) -> dict[str, Any]:
 # %% ../../nbs/31_command_line.ipynb #5c7a0076
 def run_info(args: argparse.Namespace) -> None:
     """Say what a checkpoint needs and what fits here, without loading it."""
-    print_report(describe(Config(**given(args, Config))), args.json)
+    print_report(describe(EngineArgs(**given(args, EngineArgs))), args.json)
 
 # %% ../../nbs/31_command_line.ipynb #f23b2594
 def answer(
@@ -421,7 +436,8 @@ def respond(
                 print(took(number, out))
             print_report({"messages": len(messages)} | figures(llm, []))
         case ["/trace", *file]:
-            require(llm.trace is not None, "nothing is recorded: start with --trace")
+            if llm.trace is None:
+                raise ValueError("nothing is recorded: start with --trace")
             save_trace(llm.trace, Path(" ".join(file) or "trace.html"))
         case [word, *_]:
             require(word[0] != "/", f"{word} is no command: /help lists them")
@@ -429,7 +445,7 @@ def respond(
             messages += [question, answer(llm, [*messages, question], params, outs)]
 
 # %% ../../nbs/31_command_line.ipynb #e7d1514a
-def greeting(config: Config) -> str:
+def greeting(config: EngineArgs) -> str:
     """What a chat says first."""
     size = f"up to {config.max_model_len:,} tokens of conversation"
     return f"{config.model}, {size}. Ask something; /help lists the commands."
@@ -443,7 +459,7 @@ def run_chat(args: argparse.Namespace, read: Any = input) -> None:
     outs: list[RequestOutput] = []
     with suppress(ImportError):  # Windows has none
         import readline  # noqa: F401 - `input` uses it
-    with LLM(**given(args, Config)) as llm, suppress(EOFError):  # Ctrl-D
+    with LLM(**given(args, EngineArgs)) as llm, suppress(EOFError):  # Ctrl-D
         print(greeting(llm.config))
         while (line := read("> ").strip()) != "/exit":
             try:
@@ -463,31 +479,68 @@ def spin_less(environ: MutableMapping[str, str]) -> None:
 
 # %% ../../nbs/31_command_line.ipynb #64daba3c
 class Command(NamedTuple):
-    """What a word of the command line does. In other parts: "module:name"."""
+    """What a word of the command line does."""
 
-    run: Any  # function of what was typed
+    run: Callable[[argparse.Namespace], None]
     own: str = ""  # arguments beside the options, see `ARGUMENTS`
-    options: tuple[Any, ...] = (SamplingParams, Config)  # dataclasses
-    about: str = ""  # for help, if `run` is in another part
-    extra: str = ""  # of the package, which `run` needs
+    # dataclasses whose fields are options; a function, since some come at the end
+    options: Callable[[], tuple[Any, ...]] = lambda: (SamplingParams, EngineArgs)
 
 
-HERE = "instruments.command_line"  # where later chapters add the options of a command
+@contextmanager
+def needs_extra(command: str, extra: str) -> Iterator[None]:
+    """Imports of libraries that only `command` needs: ValueError if one is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{command} needs {error.name}: {install(extra)}") from None
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    """Answer OpenAI's API over HTTP."""
+    with needs_extra("serve", "server"):
+        from atom_mini.serving.server import run_serve as run
+    run(args)
+
+
+def run_fleet(args: argparse.Namespace) -> None:
+    """The same, by engines on Ray."""
+    with needs_extra("fleet", "ray"):
+        from atom_mini.serving.fleet import run_fleet as run
+    run(args)
+
+
+def run_batch(args: argparse.Namespace) -> None:
+    """Answer a file of requests, on Ray."""
+    with needs_extra("batch", "ray"):
+        from atom_mini.serving.fleet import run_batch as run
+    run(args)
+
+
+def run_capacity(args: argparse.Namespace) -> None:
+    """Say how many engines it takes."""
+    from atom_mini.serving.replicas_needed import run_capacity as run
+
+    run(args)
+
+
+def capacity_options() -> tuple[Any, ...]:
+    from atom_mini.serving.replicas_needed import Capacity
+
+    return EngineArgs, Capacity
+
+# %% ../../nbs/31_command_line.ipynb #47c0e93e
 COMMANDS = {
     "generate": Command(run_generate, "prompts --chat --output --json"),
     "chat": Command(run_chat),
     "bench": Command(run_bench, "--num-requests --input-len --json"),
     "trace": Command(run_generate, "prompts --chat --output --json"),
-    "info": Command(run_info, "model --json", (Config,)),
-    "serve": Command("serving.server:run_serve", "model", (f"{HERE}:Serve", Config),
-        "Answer OpenAI's API over HTTP.", "server"),
-    "fleet": Command("serving.fleet:run_fleet", "model", (f"{HERE}:Fleet", Config),
-        "The same, by engines on Ray.", "ray"),
-    "batch": Command("serving.fleet:run_batch", "model source target",
-        (f"{HERE}:Batch", Config), "Answer a file of requests, on Ray.", "ray"),
-    "capacity": Command("serving.replicas_needed:run_capacity", "model --json",
-        (Config, "serving.replicas_needed:Capacity"), "Say how many engines it takes."),
-}  # fmt: skip
+    "info": Command(run_info, "model --json", lambda: (EngineArgs,)),
+    "serve": Command(run_serve, "model", lambda: (Serve, EngineArgs)),
+    "fleet": Command(run_fleet, "model", lambda: (Fleet, EngineArgs)),
+    "batch": Command(run_batch, "model source target", lambda: (Batch, EngineArgs)),
+    "capacity": Command(run_capacity, "model --json", capacity_options),
+}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": [], "help": "- reads lines from stdin"},
     "--chat": {"action": "store_true", "help": "ask each prompt as a user's message"},
@@ -511,7 +564,7 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
-        about = command.about or command.run.__doc__
+        about = command.run.__doc__
         own = [*command.own.split(), "--debug"]
         words = " ".join(word for word in own if word[0] != "-")
         sub = commands.add_parser(
@@ -523,9 +576,9 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
             sub.set_defaults(max_tokens=512)
         for argument in own:
             sub.add_argument(argument, **ARGUMENTS[argument])
-        kinds = [*map(find, command.options)] if name == chosen else []
+        kinds = command.options() if name == chosen else ()
         for i, kind in enumerate(kinds):  # of two options of one name, the last counts
-            later = {f.name for other in kinds[i + 1 :] for f in knobs(other)}
+            later = {f.name for other in kinds[i + 1 :] for f in options_of(other)}
             add_fields(sub, kind, later)
     return parser
 
@@ -557,9 +610,11 @@ def check_order(arguments: list[str], prompts: list[str]) -> None:
 def flags_of(name: str) -> list[str]:
     """All options of the command `name`, as they are typed."""
     flags = [word for word in COMMANDS[name].own.split() if word[0] == "-"]
-    for f in [f for kind in COMMANDS[name].options for f in knobs(find(kind))]:
-        starts = ("--", "--no-") if "bool" in str(f.type) else ("--",)
-        flags += [start + f.name.replace("_", "-") for start in starts]
+    for kind in COMMANDS[name].options():
+        for f in options_of(kind):
+            is_switch = bool in kinds_in(get_type_hints(kind)[f.name])
+            starts = ("--", "--no-") if is_switch else ("--",)
+            flags += [start + f.name.replace("_", "-") for start in starts]
     return [*flags, "--debug", "--help"]
 
 # %% ../../nbs/31_command_line.ipynb #42444ba0
@@ -579,15 +634,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args.params = SamplingParams(**given(args, SamplingParams))
     return args
 
-
-def function_of(name: str) -> Any:
-    """What the command `name` runs; ValueError if it needs an extra that is missing."""
-    try:
-        return find(COMMANDS[name].run)
-    except ModuleNotFoundError as error:
-        hint = install(COMMANDS[name].extra)
-        raise ValueError(f"{name} needs {error.name}: {hint}") from None
-
 # %% ../../nbs/31_command_line.ipynb #eaed2eed
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 fine, 1 it failed, 2 what was asked
@@ -597,7 +643,7 @@ def main(arguments: list[str] | None = None) -> int:
         spin_less(os.environ)
     try:
         args = parse(arguments)
-        function_of(args.name)(args)
+        COMMANDS[args.name].run(args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
@@ -614,76 +660,66 @@ def main(arguments: list[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
 
 # %% ../../nbs/82_server.ipynb #558b307b
-def are_hosts(value: Any) -> bool:
+def are_hosts(value: list[str] | tuple[str, ...]) -> bool:
     """Whether these are names or addresses without ports; `*.lan` is any name there."""
     pattern = re.compile(r"\*|(\*\.)?[\w.-]+|\[[\da-fA-F:.]+\]")
-    if not isinstance(value, list | tuple):
-        return False
-    return all(isinstance(host, str) and pattern.fullmatch(host) for host in value)
+    return all(pattern.fullmatch(host) for host in value)
 
 
-@dataclass
+Wait = Annotated[float, pydantic.Field(gt=0)]  # seconds
+
+
+@explained
+@dataclass(config=STRICT)
 class Serve:
     """Answer OpenAI's API over HTTP, and show a page with a chat."""
 
     host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: every interface
-    allowed_host: tuple[str, ...] | list[str] = ()  # more names of it; "*": any
-    port: int = 8000  # 0: any that is free
-    api_key: str | None = None  # what clients must know
+    allowed_host: list[str] | tuple[str, ...] = ()  # more names of it; "*": any
+    port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 8000  # 0: any that is free
+    api_key: Text | None = None  # what clients must know
     served_model_name: str | None = None
-    max_body: int = 2**22  # bytes of a request
-    max_prompts: int = 128  # of one request
-    max_choices: int = 16  # answers to one prompt
-    max_queue: int = 4096  # answers under way
-    health_timeout: float = 10.0  # seconds: the longest step must fit
-    grace: float = 30.0  # seconds that answers under way get at the end
+    max_body: Count = 2**22  # bytes of a request
+    max_prompts: Count = 128  # of one request
+    max_choices: Count = 16  # answers to one prompt
+    max_queue: Count = 4096  # answers under way
+    health_timeout: Wait = 10.0  # the longest step must fit
+    grace: Wait = 30.0  # that answers under way get at the end
 
     def __post_init__(self) -> None:
-        counts = "max_body max_prompts max_choices max_queue"
-        check_rules(self, [
-            (counts, is_count, COUNT),
-            ("port", lambda v: is_count(v + 1, 2**16), "from 0 to 65535"),
-            ("api_key", bool, "no empty text"),
-            ("allowed_host", are_hosts, "a list of names or addresses, without ports"),
-            ("health_timeout grace", lambda v: is_number(v) and v > 0,
-             "seconds, above 0"),
-        ])  # fmt: skip
+        wrong = f"allowed_host={self.allowed_host!r} must be names or addresses"
+        require(are_hosts(self.allowed_host), f"{wrong}, without ports")
 
 # %% ../../nbs/84_fleet.ipynb #eb613df4
-@dataclass
+Cores = Annotated[float, pydantic.Field(ge=0)]
+
+
+@explained
+@dataclass(config=STRICT)
 class Fleet(Serve):
     """Answer OpenAI's API from several engines, on Ray."""
 
-    replicas: int = 1  # engines at least, each with all its GPUs
-    max_replicas: int | None = None  # under load; None: never more
-    max_ongoing: int = 256  # answers under way in an engine; further ones wait
-    route: str = "prefix"  # "session": of the header x-session-id; "load": less busy
-    cpus: float = 1.0  # cores of an engine
+    replicas: Count = 1  # engines at least, each with all its GPUs
+    max_replicas: Count | None = None  # under load; None: never more
+    max_ongoing: Count = 256  # answers under way in an engine; further ones wait
+    # "session": of the header x-session-id; "load": less busy
+    route: Literal["prefix", "session", "load"] = "prefix"
+    cpus: Cores = 1.0  # of an engine
     address: str | None = None  # of a Ray that runs; None: one of its own, here
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        least = self.replicas
-        check_rules(self, [
-            ("replicas max_ongoing", is_count, COUNT),
-            ("max_replicas", lambda v: is_count(v) and v >= least, f"at least {least}"),
-            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
-            one_of("route", "prefix", "session", "load"),
-            ("port", lambda v: v > 0, "from 1 to 65535"),
-        ])  # fmt: skip
+        Serve.__post_init__(self)
+        least, most = self.replicas, self.max_replicas or self.replicas
+        require(least <= most, f"max_replicas={most} is below replicas={least}: raise it")
+        require(self.port > 0, "port=0 must be from 1 to 65535: set Fleet(port=...)")
 
 # %% ../../nbs/84_fleet.ipynb #e059ee7f
-@dataclass
+@explained
+@dataclass(config=STRICT)
 class Batch:
     """Answer a file of requests (OpenAI's batch format), by engines on Ray."""
 
-    replicas: int = 1  # engines, each with all its GPUs
-    batch_size: int = 256  # requests that an engine is given at once
-    cpus: float = 1.0  # cores of an engine
+    replicas: Count = 1  # engines, each with all its GPUs
+    batch_size: Count = 256  # requests that an engine is given at once
+    cpus: Cores = 1.0  # of an engine
     address: str | None = None  # of a Ray that runs; None: one of its own, here
-
-    def __post_init__(self) -> None:
-        check_rules(self, [
-            ("replicas batch_size", is_count, COUNT),
-            ("cpus", lambda v: is_number(v) and v >= 0, "a number from 0"),
-        ])  # fmt: skip

@@ -20,17 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..block_manager import NO_HASH
-from ..checkpoint import find
-from ..config import Config, is_bool
-from ..refinements.parts import Variant
 from ..engine_core import EngineCore, StepOutput
 from ..scheduler import ScheduledBatch
 from ..sequence import Sequence, SequenceType
 from ..text import decode
 
 # %% auto #0
-__all__ = ['COLOURS', 'Event', 'Known', 'VERDICTS', 'Metrics', 'BlockRecord', 'StepRecord', 'Trace', 'Recorder', 'record',
-           'TraceKnobs']
+__all__ = ['COLOURS', 'Event', 'Known', 'VERDICTS', 'Metrics', 'BlockRecord', 'StepRecord', 'Trace', 'Recorder', 'record']
 
 # %% ../../nbs/30_timeline.ipynb #a4bd3cc7
 @dataclass
@@ -354,23 +350,3 @@ def record(core: EngineCore, tokenizer: Any = None) -> Trace:
 
 # %% ../../nbs/30_timeline.ipynb #cdff8fda
 VERDICTS = {"accepted": "#2f6db3", "bonus": "#8fc7f0", "rejected": "#e3a9b8"}
-
-# %% ../../nbs/30_timeline.ipynb #1a2f22ea
-@dataclass
-class TraceKnobs(Variant):
-    """Counters, as `llm.metrics`; and whether steps are recorded, as `llm.trace`."""
-
-    trace: bool = False
-
-    rules = (("trace", is_bool, "True or False"),)
-
-    @staticmethod
-    def watch(llm: Any) -> None:
-        """Count the steps of an `LLM`, and record them if that is asked for."""
-        llm.metrics = find("instruments.callbacks:Listening")(llm)
-        if llm.config.trace:
-            llm.trace = record(llm.engine_core, llm.tokenizer)
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return True

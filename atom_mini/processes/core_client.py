@@ -24,7 +24,7 @@ from typing import Any
 import zmq
 
 from ..checkpoint import require
-from ..config import Config
+from ..refinements.parts import EngineArgs
 from ..engine_core import CLOSED, StepOutput
 from atom_mini.processes.engine_process import (
     AHEAD, LOAD, Abort, Add, Answer, Dead, FromEngine, Output, Ready, Row, Shutdown,
@@ -62,7 +62,7 @@ class CoreManager(Thread):
     share = 1  # how many processes have our number of threads together
     is_group = True  # it and whatever it starts end together
 
-    def __init__(self, number: int, recipe: Any, config: Config, bell: Any) -> None:
+    def __init__(self, number: int, recipe: Any, config: EngineArgs, bell: Any) -> None:
         super().__init__(name=f"{self.kind} {number}", daemon=True)
         own = {"name": self.name, "number": number, "load": self.entry}
         self.recipe = recipe | own
@@ -271,10 +271,10 @@ class EngineCoreClient(BaseScheduler):
     when it is made, and EngineDead once a process is gone.
     """
 
-    trace = None  # is written where the scheduler is
+    config: EngineArgs
     manager_type: Any = CoreManager
 
-    def __init__(self, config: Config, recipes: list[Any] | None = None) -> None:
+    def __init__(self, config: EngineArgs, recipes: list[Any] | None = None) -> None:
         self.config = config
         self.bell = SimpleQueue[None]()
         self.engines: list[Any] = []

@@ -22,10 +22,9 @@ import msgspec
 import zmq
 
 from ..checkpoint import require
-from ..config import Config, SamplingParams
+from ..config import SamplingParams
 from ..engine_core import EngineCore, StepOutput
-from ..llm import plain_engine
-from ..refinements.parts import VARIANTS
+from ..refinements.parts import EngineArgs, make_core
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
@@ -223,9 +222,10 @@ class EngineCoreProc:
     def metrics(self) -> dict[str, int | float]:
         """Counts of what is in the engine now."""
         scheduler = self.core.scheduler
-        queues = {"waiting": len(scheduler.waiting), "running": len(scheduler.running)}
+        counts: dict[str, int | float] = {"waiting": len(scheduler.waiting)}
+        counts["running"] = len(scheduler.running)
         free, lost = scheduler.block_manager.num_free_blocks, scheduler.num_preemptions
-        return queues | {"steps": self.steps, "preemptions": lost, "free_blocks": free}
+        return counts | {"steps": self.steps, "preemptions": lost, "free_blocks": free}
 
     def _obey(self, message: Any) -> None:
         match message:
@@ -292,22 +292,29 @@ def end_with_front(folder: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 # %% ../../nbs/70_engine_process.ipynb #391372da
-def from_recipe(recipe: dict[str, Any]) -> Config:
+def from_recipe(recipe: dict[str, Any]) -> EngineArgs:
     """The config that `recipe` describes; ValueError as for anybody's."""
-    for module, name in recipe.get("variants", ()):
-        variant = getattr(import_module(module), name)
-        if variant not in VARIANTS:
-            VARIANTS.append(variant)
-    config = Config(recipe["model"], **recipe["options"])
-    vars(config).update(recipe.get("inner", {}), recipe=recipe)
+    config = EngineArgs(recipe["model"], **recipe["options"])
+    vars(config).update(recipe.get("inner", {}))
+    config.recipe = recipe
     return config
 
 # %% ../../nbs/70_engine_process.ipynb #75aed581
 def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
     """Load and say READY; returns what runs until it is told to end."""
     config = from_recipe(recipe)
-    core: EngineCore = config.pick("make_engine", plain_engine)(config)
-    loop = config.pick("make_loop", EngineCoreProc)(core, inbox, outbox)
+    if config.lockstep:
+        from atom_mini.processes.lockstep import make_member  # chapter 73b
+
+        core = make_member(config)
+    else:
+        core = make_core(config)
+    if config.data_parallel_size > 1:
+        from atom_mini.processes.replicas import make_loop  # chapter 73a
+
+        loop = make_loop(core, inbox, outbox)
+    else:
+        loop = EngineCoreProc(core, inbox, outbox)
     ready = Ready(0, config.num_kvcache_blocks or 0, core.scheduler.max_len)
     outbox.send(encode(ready))  # it hears from now on
     return loop.run

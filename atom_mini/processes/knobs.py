@@ -7,53 +7,44 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
-from ..checkpoint import find, install, require
-from ..config import Config, Rule, is_bool, is_count, is_number, one_of
-from ..refinements.parts import VARIANTS, Variant
+from ..checkpoint import install, require
+from ..refinements.parts import SWITCHES, EngineArgs
 
 # %% auto #0
-__all__ = ['COUNT', 'MOST', 'SECONDS', 'RULES', 'must_cross', 'import_path', 'as_recipe', 'require_extra', 'ProcessKnobs',
-           'TensorParallel', 'DataParallel', 'Dealt']
+__all__ = ['import_path', 'as_recipe', 'require_extra', 'note_recipe', 'check_ranks', 'check_dealt_engines', 'check_processes']
 
 # %% ../../nbs/73c_knobs.ipynb #156b7f44
-def must_cross(variant: type[Variant], config: Config, given: set[str]) -> bool:
-    """Whether another process needs a variant that it does not have by itself."""
-    is_ours = variant.__module__.startswith("atom_mini.")
-    own = {f.name for f in fields(cast(Any, variant))}
-    return not is_ours and (variant.is_chosen(config) or bool(own & given))
-
-
-def import_path(variant: type[Variant], off: str) -> list[str]:
-    """(module, name) to import it by; ValueError, with what to set, if it has none."""
-    module, name = variant.__module__, variant.__qualname__
+def import_path(kind: type, off: str) -> str:
+    """`"module:name"` to import a class by; ValueError, with what to set, if it has
+    none."""
+    module, name = kind.__module__, kind.__qualname__
     home = sys.modules.get(module)
-    is_there = module != "__main__" and getattr(home, name, None) is variant
+    is_there = module != "__main__" and getattr(home, name, None) is kind
     what = f"{name} is defined in {module}, from where another process cannot import it"
     require(is_there, f"{what}: move it to a module of its own, or set {off}")
-    return [module, name]
+    return f"{module}:{name}"
 
 # %% ../../nbs/73c_knobs.ipynb #156b7f45
 def as_recipe(
-    config: Config, given: set[str], off: str = "engine_process=False"
+    config: EngineArgs, given: set[str], off: str = "engine_process=False"
 ) -> dict[str, Any]:
     """Model and options for another process; ValueError for what is not JSON, and `off`
     is what to set then."""
     options = {}
     for name in sorted(given):
         value = getattr(config, name)
+        value = import_path(value, off) if isinstance(value, type) else value
         try:
             options[name] = json.loads(json.dumps(value, default=asdict))
         except TypeError:
             what = f"{name}={value!r} cannot be sent to another process"
             raise ValueError(f"{what}: set {off}") from None
-    variants = [import_path(v, off) for v in VARIANTS if must_cross(v, config, given)]
     inner = {"engine_process": False, "ready_timeout": config.ready_timeout}
-    found = {"model": str(config.model), "options": options, "variants": variants}
-    return found | {"inner": inner}
+    return {"model": str(config.model), "options": options, "inner": inner}
 
 # %% ../../nbs/73c_knobs.ipynb #ec2a7e7a
 def require_extra(asked: str) -> None:
@@ -61,93 +52,45 @@ def require_extra(asked: str) -> None:
     lacking = " and ".join(n for n in ("zmq", "msgspec") if find_spec(n) is None)
     require(not lacking, f"{asked} needs {lacking}: {install('processes')}")
 
-# %% ../../nbs/73c_knobs.ipynb #91ca8531
-COUNT = "a whole number from 1"
-MOST = 64  # engines of one machine
-SECONDS = (lambda v: is_number(v) and 0 < v < 1e9, "seconds, above 0 and below 1e9")
-RULES: tuple[Rule, ...] = (
-    ("engine_process enable_expert_parallel lockstep", is_bool, "True or False"),
-    ("ready_timeout ping_timeout collective_timeout", *SECONDS),
-    ("tensor_parallel_size", is_count, COUNT),
-    ("data_parallel_size", lambda v: is_count(v, MOST), f"{COUNT} to {MOST}"),
-    one_of("routing", "load", "prefix"),
-)
-
 # %% ../../nbs/73c_knobs.ipynb #60ababcd
-@dataclass
-class ProcessKnobs(Variant):
-    """Whether the engine runs in a process of its own."""
-
-    engine_process: bool = False
-    ready_timeout: float = 600.0  # seconds to load
-    ping_timeout: float = 300.0  # seconds: the longest step must fit
-
-    rules = RULES
-    switch = "engine_process"
-    wraps = ("DataParallel",)
-    make_engine = "processes.replicas:make_front"
-
-    @classmethod
-    def together(cls, config: Config, given: set[str]) -> None:
-        """What the process is told. ValueError for what cannot be sent."""
-        if config.engine_process:
-            sizes = ("tensor_parallel_size", "data_parallel_size")  # which imply it
-            knob = next((n for n in sizes if getattr(config, n, 1) > 1), None)
-            asked = f"{knob}={getattr(config, knob)}" if knob else "engine_process=True"
-            require_extra(asked)
-            off = f"{knob}=1" if knob else "engine_process=False"
-            own = {f.name for f in fields(cls)}
-            vars(config)["recipe"] = as_recipe(config, given - own, off)
+def note_recipe(config: EngineArgs, given: set[str]) -> None:
+    """Note what the process is told. ValueError for what cannot be sent."""
+    sizes = ("tensor_parallel_size", "data_parallel_size")  # which imply it
+    name = next((n for n in sizes if getattr(config, n) > 1), None)
+    require_extra(f"{name}={getattr(config, name)}" if name else "engine_process=True")
+    off = f"{name}=1" if name else "engine_process=False"
+    own = {"engine_process", *SWITCHES["engine_process"]}
+    config.recipe = as_recipe(config, given - own, off)
 
 # %% ../../nbs/73c_knobs.ipynb #49832bf9
-@dataclass
-class TensorParallel(Variant):
-    """Whether a model is spread over several devices. Names: vLLM's, ATOM's."""
+def check_ranks(config: EngineArgs) -> None:
+    """ValueError for a model that cannot be cut."""
+    n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
+    config.ping_timeout = min(config.ping_timeout, config.collective_timeout + 2)
+    if config.spec is not None:
+        from atom_mini.processes.shards import cut_spec  # torch loads here
 
-    tensor_parallel_size: int = 1  # ranks, each with a device of its own
-    collective_timeout: float = 300.0  # seconds: the longest step must fit
-
-    switch = "tensor_parallel_size"
-    make_runner = "processes.ranks:Leader"
-
-    @classmethod
-    def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError for a model that cannot be cut."""
-        n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-        if n > 1:
-            limit = min(config.ping_timeout, config.collective_timeout + 2)
-            vars(config)["ping_timeout"] = limit
-            if config.spec is not None:
-                find("processes.shards:cut_spec")(config.spec, n, is_dealt)
-
-# %% ../../nbs/73c_knobs.ipynb #015197db
-@dataclass
-class DataParallel(Variant):
-    """Several engines behind one front."""
-
-    data_parallel_size: int = 1
-    routing: str = "load"  # or "prefix"
-    lockstep: bool = False
-
-    switch = "data_parallel_size"
-    make_engine = "processes.lockstep:make_member"
-    make_loop = "processes.replicas:make_loop"
+        cut_spec(config.spec, n, is_dealt)
 
 # %% ../../nbs/73c_knobs.ipynb #015197dd
-@dataclass
-class Dealt(Variant):
-    """Whether ranks, or engines in lockstep, have whole experts."""
+def check_dealt_engines(config: EngineArgs) -> None:
+    """ValueError if there is nobody to deal to, or experts cannot be dealt."""
+    n, spec = config.data_parallel_size, config.spec
+    what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
+    require(n > 1, what)
+    if spec is not None:
+        from atom_mini.processes.shards import check_dealt  # torch loads here
 
-    enable_expert_parallel: bool = False
+        check_dealt(spec, n, "data_parallel_size")
+        what = f"data_parallel_size={n}: experts in MXFP4 stay whole: set it to 1"
+        require(getattr(spec.storage, "method", None) != "mxfp4", what)
 
-    @classmethod
-    def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError if there is nobody to deal to, or experts cannot be dealt."""
-        n, spec = config.data_parallel_size, config.spec
-        is_alone = config.enable_expert_parallel and config.tensor_parallel_size == 1
-        what = "enable_expert_parallel with one rank: raise tensor_parallel_size"
-        require(n > 1 or not is_alone, what)
-        if is_alone and spec is not None:
-            find("processes.shards:check_dealt")(spec, n, "data_parallel_size")
-            what = f"data_parallel_size={n}: experts in MXFP4 stay whole: set it to 1"
-            require(getattr(spec.storage, "method", None) != "mxfp4", what)
+
+def check_processes(config: EngineArgs, given: set[str]) -> None:
+    """Check what these options need, and note what the other processes are told."""
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
+        check_dealt_engines(config)
+    if config.engine_process:
+        note_recipe(config, given)
+    if config.tensor_parallel_size > 1:
+        check_ranks(config)

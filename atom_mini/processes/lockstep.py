@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..assemble import make_engine_core
 from ..checkpoint import require
-from ..config import Config
 from ..engine_core import EngineCore
 from ..families.dealt import deal
 from ..graphs import first_decodes
 from .engine_process import EngineCoreProc
 from .shards import Group, open_group
+from ..refinements.parts import EngineArgs, make_core
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
@@ -81,7 +80,7 @@ class LockstepProc(EngineCoreProc):
         super().__init__(core, inbox, outbox)
         place: Any = core.runner if hasattr(core.runner, "drafter") else core
         self.runner, place.runner = place.runner, self
-        self.ranks: Agreement = core.config.ranks
+        self.ranks: Agreement = vars(core.config)["ranks"]
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
         self.graphs = getattr(self.runner, "graphs", {})
         self.slept = self.num_dummies = 0  # the last wave that is over; steps
@@ -128,7 +127,7 @@ class LockstepProc(EngineCoreProc):
         return super().metrics() | both
 
 # %% ../../nbs/73b_lockstep.ipynb #98cbbc85
-def meet(config: Config) -> Agreement:
+def meet(config: EngineArgs) -> Agreement:
     """Join the other engines of one front."""
     number, folder = config.recipe["number"], config.recipe["meeting"]
     place = number, config.data_parallel_size, config.ready_timeout
@@ -139,15 +138,13 @@ def meet(config: Config) -> Agreement:
     return Agreement(open_group(folder, *place), layers)
 
 # %% ../../nbs/73b_lockstep.ipynb #f1f5949b
-def make_member(config: Config) -> EngineCore:
+def make_member(config: EngineArgs) -> EngineCore:
     """The engine core of one of several, in its process; ValueError if they recorded
     different graphs."""
-    if not config.lockstep:
-        return make_engine_core(config)
     ranks = vars(config)["ranks"] = meet(config)
     if config.enable_expert_parallel:
         config.spec = deal(config.spec, ranks)
-    core = make_engine_core(config)
+    core = make_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))
     most, fewest = ranks.agree(count, -count)

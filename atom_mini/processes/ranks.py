@@ -17,14 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checkpoint import find, require
-from ..config import Config, SamplingParams
+from ..checkpoint import require
+from ..config import SamplingParams
 from ..model_runner import FillIn, choose_device
 from .core_client import TICK, CoreManager
 from atom_mini.processes.engine_process import (
     Message, Ready, Shutdown, Size, decode, encode, from_recipe, wishes,
 )  # fmt: skip
 from .shards import Group, make_rank, open_group
+from ..refinements.launcher import Launcher
+from ..refinements.parts import EngineArgs
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
 
@@ -115,7 +117,11 @@ def unpack_batch(step: Step, known: Known) -> ScheduledBatch:
     past = step.histories, step.rows, step.prompt_lens
     facts: Any = *arrays, tables, flags, said, *past
     batch = ScheduledBatch(step.type, step.req_ids, *facts)
-    return find("speculation.verify:as_rows")(batch) if step.has_drafts else batch
+    if not step.has_drafts:
+        return batch
+    from atom_mini.speculation.verify import as_rows
+
+    return as_rows(batch)
 
 # %% ../../nbs/72c_ranks.ipynb #2f2b54fe
 class Meet(Message):
@@ -138,12 +144,11 @@ def load_rank(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], N
         hear()  # MEET
         return open_group(recipe["meeting"], rank, size, limit, device)
 
-    def make(config: Config) -> Any:
+    def make(config: EngineArgs) -> Any:
         return make_rank(config, rank, meet)
 
     known = Known(config.max_num_seqs)
-    launcher = find("refinements.launcher:Launcher") if config.overlap else None
-    runner = launcher(config, make) if launcher else make(config)
+    runner = Launcher(config, make) if config.overlap else make(config)
 
     def run() -> None:
         while not isinstance(told := hear(), Shutdown):
@@ -159,7 +164,7 @@ class RankManager(CoreManager):
     entry = "atom_mini.processes.ranks:load_rank"
     is_group = False
 
-    def __init__(self, rank: int, recipe: Any, config: Config) -> None:
+    def __init__(self, rank: int, recipe: Any, config: EngineArgs) -> None:
         super().__init__(rank, recipe, config, SimpleQueue())
         self.share, self.ping = config.tensor_parallel_size, math.inf
 
@@ -172,7 +177,7 @@ class RankManager(CoreManager):
             os._exit(1)
 
 # %% ../../nbs/72c_ranks.ipynb #5a5a5435
-def check_machine(config: Config) -> None:
+def check_machine(config: EngineArgs) -> None:
     """ValueError if there are too few devices."""
     n, count = config.tensor_parallel_size, torch.cuda.device_count()
     device = choose_device(config.device)
@@ -185,7 +190,7 @@ class Leader:
 
     runner: Any = None  # it is being made
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: EngineArgs) -> None:
         check_machine(config)
         self.config = config
         self.known = Known(config.max_num_seqs)

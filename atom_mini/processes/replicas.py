@@ -12,13 +12,13 @@ from typing import Any
 
 from ..block_manager import NO_HASH, Block
 from ..prefix_index import PrefixIndex
-from ..checkpoint import find, require
-from ..config import Config
+from ..checkpoint import require
 from ..engine_core import EngineCore, StepOutput
 from atom_mini.processes.core_client import (
     CoreManager, EngineCoreClient, EngineDead, close_all,
 )  # fmt: skip
 from .engine_process import EngineCoreProc, Output, Wave
+from ..refinements.parts import EngineArgs
 from ..sequence import Sequence
 
 # %% auto #0
@@ -83,12 +83,16 @@ class ReportingIndex(PrefixIndex):
 # %% ../../nbs/73a_replicas.ipynb #a0f6342e
 def make_loop(core: EngineCore, *sockets: Any) -> EngineCoreProc:
     """The loop of one of several engines."""
+    config: Any = core.config
     manager = core.scheduler.block_manager
-    if core.config.routing == "prefix":
+    if config.routing == "prefix":
         manager.index_type = ReportingIndex
         manager.reset()  # nothing is in it so far
-    lockstep = "processes.lockstep:LockstepProc" if core.config.lockstep else None
-    return find(lockstep, EngineCoreProc)(core, *sockets)  # chapter 73b
+    if not config.lockstep:
+        return EngineCoreProc(core, *sockets)
+    from atom_mini.processes.lockstep import LockstepProc  # chapter 73b
+
+    return LockstepProc(core, *sockets)
 
 # %% ../../nbs/73a_replicas.ipynb #664daca4
 def chain(seq: Sequence) -> list[int]:
@@ -123,6 +127,7 @@ class Replicas(EngineCoreClient):
     nobody is left, or in lockstep with the first.
     """
 
+    config: EngineArgs
     manager_type = Replica
     causes: tuple[str, ...] = ()  # of the deaths
     num_waves = 0
@@ -162,7 +167,7 @@ class Replicas(EngineCoreClient):
                 engine.tell(Wave(self.num_waves))
 
 # %% ../../nbs/73a_replicas.ipynb #85ff6594
-def devices(config: Config, num_gpus: int) -> list[str | None]:
+def devices(config: EngineArgs, num_gpus: int) -> list[str | None]:
     """For each replica its device, the first one of its ranks'. ValueError if there are
     too few."""
     asked, size = config.device, config.data_parallel_size
@@ -175,7 +180,7 @@ def devices(config: Config, num_gpus: int) -> list[str | None]:
     return [f"cuda:{i * each}" for i in range(size)]
 
 # %% ../../nbs/73a_replicas.ipynb #24e5a439
-def make_front(config: Config) -> EngineCoreClient:
+def make_front(config: EngineArgs) -> EngineCoreClient:
     """What stands before the processes that `config` asks for."""
     if config.data_parallel_size == 1:
         return EngineCoreClient(config)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..assemble import choose_runner
 from ..checkpoint import ModelSpec, require
-from ..config import Config
+from ..refinements.parts import EngineArgs
 from ..loading import Readers, read_tensor, weight_targets
 from ..model_runner import choose_device
 from ..models import CausalLM, RMSNorm, TorchOps
@@ -304,12 +304,11 @@ def join_ranks(model: Any, shard: Shard) -> None:
         module.__class__, module.shard = kind, shard
 
 # %% ../../nbs/72a_shards.ipynb #51a4b13a
-def make_rank(config: Config, rank: int, meet: Callable[[torch.device], Any]) -> Any:
+def make_rank(config: EngineArgs, rank: int, meet: Callable[[torch.device], Any]) -> Any:
     """The runner of a rank of those that `config` asks for, ready to run steps. `meet`
     opens the group, once the weights are there."""
     size, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
     shard = Shard(rank, size, config.spec, is_dealt)
-    beside = config.pick("bytes_beside", None) if rank == 0 else None
     mine, device = copy(config), choose_device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + rank)
@@ -332,7 +331,7 @@ def make_rank(config: Config, rank: int, meet: Callable[[torch.device], Any]) ->
         def _decide_num_blocks(self) -> int:
             shard.group = meet(self.device)
             join_ranks(self.model, shard)
-            self.taken, each = beside(config, self.dtype) if beside else (0, 0)
+            self.taken, each = config.bytes_beside(self.dtype) if rank == 0 else (0, 0)
             self.block_bytes += each
             blocks = torch.tensor(super()._decide_num_blocks(), device=self.device)
             return int(shard.group.all_reduce(blocks, dist.ReduceOp.MIN))

@@ -6,20 +6,17 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
-from ..checkpoint import ModelSpec, find, install, require
-from ..config import Config, is_bool
-from .parts import Variant
+from ..checkpoint import ModelSpec, install, require
+from .parts import EngineArgs, is_on_cpu
 
 # %% auto #0
-__all__ = ['unfit', 'why_not', 'say_slower', 'is_on_cpu', 'make_runner', 'Compiled']
+__all__ = ['unfit', 'why_not', 'say_slower', 'decide_compiled']
 
 # %% ../../nbs/21d_compiled.ipynb #bbbcac3a
-def unfit(config: Config) -> str | None:
+def unfit(config: EngineArgs) -> str | None:
     """Why the decode cannot be compiled, with Numba or without; None if it can."""
     spec = config.spec
     if (config.device or "cpu") != "cpu" or config.attention == "triton":
@@ -34,7 +31,7 @@ def unfit(config: Config) -> str | None:
     return None
 
 
-def why_not(config: Config) -> str | None:
+def why_not(config: EngineArgs) -> str | None:
     """Why the decode cannot be compiled here; None if it can."""
     if find_spec("numba") is None:
         return f"Numba is not installed: {install('cpu')}"
@@ -48,44 +45,16 @@ def say_slower() -> None:
     print(f"decode runs in torch, several times slower: {hint}", file=sys.stderr)
 
 
-def is_on_cpu(config: Config) -> bool:
-    from atom_mini.model_runner import choose_device  # torch loads here
-
-    return choose_device(config.device).type == "cpu"
-
-# %% ../../nbs/21d_compiled.ipynb #bb48c507
-def make_runner(config: Config) -> Any:
-    """A `CompiledRunner` on a CPU; on a GPU what an engine has without it."""
-    from atom_mini.assemble import choose_runner
-
-    offer = "refinements.compiled_step:CompiledRunner"
-    kind = find(offer) if is_on_cpu(config) else choose_runner(config)
-    return kind(config)
-
 # %% ../../nbs/21d_compiled.ipynb #3bfd79f7
-@dataclass
-class Compiled(Variant):
-    """Decodes on a CPU as one compiled function."""
-
-    compiled: bool | None = None  # None: where it applies
-
-    make_runner = "refinements.compiled:make_runner"
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return bool(config.compiled)
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        is_right = config.compiled is None or is_bool(config.compiled)
-        require(is_right, f"compiled={config.compiled!r} must be None, True or False")
-        if config.spec is None or config.compiled is False:
-            return
-        reason = why_not(config)
-        is_near = reason and not unfit(config)
-        is_here = not vars(config).get("engine_process")
-        if config.compiled is None and is_near and is_here and is_on_cpu(config):
-            say_slower()
+def decide_compiled(config: EngineArgs) -> None:
+    """Fill in `compiled`. ValueError if it is asked for and cannot be."""
+    reason = why_not(config)
+    if config.compiled:
         wrong = f"compiled=True does not apply: {reason}; or leave it out"
-        require(reason is None or not config.compiled, wrong)
-        vars(config)["compiled"] = reason is None
+        require(reason is None, wrong)
+        gpu = "compiled=True is for a CPU, and there is a GPU: set device='cpu'"
+        require(is_on_cpu(config), gpu)
+    is_near = reason is not None and unfit(config) is None
+    if is_near and not config.engine_process and is_on_cpu(config):
+        say_slower()
+    config.compiled = reason is None

@@ -22,12 +22,12 @@ from numba.extending import intrinsic, models, register_model
 from torch import Tensor, nn
 
 from ..attention import AttentionMetaData
-from ..config import Config
+from .parts import EngineArgs
 from ..graphs import first_decodes
 from ..model_runner import ModelRunner
 from ..models import TorchOps
-from .cpu_decode import CpuOps
-from .cpu_products import prepare
+from ..cpu_decode import CpuOps
+from ..cpu_products import prepare
 from ..sampler import Sampler, SamplingMetaData
 from ..sequence import NO_TOKEN
 
@@ -593,7 +593,7 @@ class CompiledRunner(ModelRunner):
 
     most_rows = 64
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: EngineArgs) -> None:
         super().__init__(config)
         self.weights = collect(self.model)
         self.eps = np.float32(config.spec.rms_norm_eps)

@@ -16,17 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..assemble import make_runner
 from ..checkpoint import require
-from ..config import Config
 from ..model_runner import ModelRunner, choose_device
-from .overlap import PLACEHOLDER, OverlapCore, Wait
+from .overlap import PLACEHOLDER, Wait
+from .parts import EngineArgs, make_runner
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..uploads import InputBuffer
 
 # %% auto #0
-__all__ = ['Launcher', 'make_core']
+__all__ = ['Launcher']
 
 # %% ../../nbs/23b_launching.ipynb #23df2266
 class Launcher:
@@ -38,7 +37,7 @@ class Launcher:
     """
 
     def __init__(
-        self, config: Config, make: Callable[[Config], ModelRunner] = make_runner
+        self, config: EngineArgs, make: Callable[[EngineArgs], ModelRunner] = make_runner
     ) -> None:
         rows = config.max_num_seqs
         self.is_gpu = choose_device(config.device).type == "cuda"
@@ -145,8 +144,3 @@ class Launcher:
         self.worker.shutdown()
         if self.is_gpu:
             self.computing.synchronize()
-
-# %% ../../nbs/23b_launching.ipynb #0e21bdd1
-def make_core(config: Config) -> OverlapCore:
-    """An overlapping core, with a runner that launches."""
-    return OverlapCore(config, Launcher(config))

@@ -8,20 +8,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..checkpoint import require
-from ..config import Config, is_bool
-from .parts import Variant
+from .parts import EngineArgs
 from ..engine_core import EngineCore, Runner, StepOutput
 from .turns import TurnScheduler
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['PLACEHOLDER', 'Wait', 'append_placeholder', 'drop_placeholders', 'OverlapScheduler', 'LaunchingRunner', 'OverlapCore',
-           'OverlapKnobs']
+__all__ = ['PLACEHOLDER', 'Wait', 'append_placeholder', 'drop_placeholders', 'OverlapScheduler', 'LaunchingRunner', 'OverlapCore']
 
 # %% ../../nbs/23a_overlap.ipynb #9b54b055
 PLACEHOLDER = -1  # stands in `token_ids` for a token that is being computed
@@ -50,7 +47,7 @@ class OverlapScheduler(TurnScheduler):
 
     supports_overlap = True  # a step may be scheduled before the last ends
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: EngineArgs) -> None:
         super().__init__(config)
         self.num_launched = 0  # steps whose tokens have not come
 
@@ -114,11 +111,10 @@ class OverlapCore(EngineCore):
     runner: LaunchingRunner
 
     def __init__(
-        self, config: Config, runner: LaunchingRunner,
+        self, config: EngineArgs, runner: LaunchingRunner,
         scheduler: BaseScheduler | None = None,
     ) -> None:  # fmt: skip
-        make = config.pick("make_scheduler", OverlapScheduler)
-        scheduler = scheduler or make(config)
+        scheduler = scheduler or config.get_scheduler_cls()(config)
         needs = f"overlap=True: {type(scheduler).__name__} needs the last step's tokens"
         knows = getattr(scheduler, "supports_overlap", False)
         require(knows, f"{needs}: set overlap=False")
@@ -158,15 +154,3 @@ class OverlapCore(EngineCore):
         """Wait for the device, and let go of it and of what it was doing."""
         super().close()
         self.in_flight.clear()
-
-# %% ../../nbs/23a_overlap.ipynb #ff9e3db3
-@dataclass
-class OverlapKnobs(Variant):
-    """Whether a step is planned while the device computes the last one."""
-
-    overlap: bool = False
-
-    wraps = ("TurnKnobs",)
-    make_scheduler = OverlapScheduler
-    make_core = "refinements.launcher:make_core"
-    rules = (("overlap", is_bool, "True or False"),)

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
 
-from ..config import Config, is_bool, is_number
-from .parts import Variant
+from .parts import EngineArgs
 from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['DelayGate', 'TurnScheduler', 'is_delay', 'TurnKnobs']
+__all__ = ['DelayGate', 'TurnScheduler']
 
 # %% ../../nbs/20_turns.ipynb #bea7902c
 class DelayGate:
@@ -50,7 +47,9 @@ class TurnScheduler(Scheduler):
     (sendnn-inference). Sarathi (Agrawal et al. 2023) puts both into one step instead.
     """
 
-    def __init__(self, config: Config) -> None:
+    config: EngineArgs
+
+    def __init__(self, config: EngineArgs) -> None:
         super().__init__(config)
         self.gate = DelayGate(config.scheduler_delay_factor)
         self.last_was_prefill = False
@@ -74,21 +73,3 @@ class TurnScheduler(Scheduler):
             super()._admit(budget, seqs)
         elif self.waiting:
             self.note("refused", self.waiting[0], why="delay: the gate is closed")
-
-# %% ../../nbs/20_turns.ipynb #ddb2eab9
-def is_delay(value: Any) -> bool:
-    return is_number(value) and value >= 0
-
-
-@dataclass
-class TurnKnobs(Variant):
-    """How prompts and decodes take turns."""
-
-    interleave_decode: bool = False  # a decode between two prefills
-    scheduler_delay_factor: float = 0.0  # prompts wait so many times the last prefill
-
-    make_scheduler = TurnScheduler
-    rules = (
-        ("interleave_decode", is_bool, "True or False"),
-        ("scheduler_delay_factor", is_delay, "a number, at least 0 and finite"),
-    )

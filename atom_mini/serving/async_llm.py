@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..checkpoint import require
-from ..llm import LLM, Params, Prompts
+from ..llm import Params, Prompts
+from ..refinements.parts import LLM
 from ..text import Request, TextPiece
 
 # %% auto #0

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import Config, SamplingParams
+from ..config import SamplingParams
+from ..refinements.parts import EngineArgs
 from ..engine_core import EngineCore
 from ..instruments.trace import StepRecord
 from ..refinements.overlap import OverlapCore, Wait
@@ -152,7 +153,7 @@ REFUSED = {  # option -> the value that can be simulated, and why no other
 }
 
 
-def check_config(config: Config) -> None:
+def check_config(config: EngineArgs) -> None:
     """ValueError for what cannot be simulated."""
     for name, (value, why) in REFUSED.items():
         given = vars(config).get(name, value)
@@ -166,7 +167,7 @@ class Engine:
     ValueError for what cannot be simulated."""
 
     def __init__(
-        self, config: Config, costs: Costs, may_leap: bool = True, seed: int = 0
+        self, config: EngineArgs, costs: Costs, may_leap: bool = True, seed: int = 0
     ) -> None:
         check_config(config)
         self.clock = Clock(costs, config.kv_cache_block_size, seed)

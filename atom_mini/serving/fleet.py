@@ -31,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from ..checkpoint import install, require
-from ..config import Config
+from ..refinements.parts import EngineArgs
 from ..instruments.command_line import Batch, Fleet, Serve, given
 from ..processes.replicas import best_match
 from .async_llm import AsyncLLM
@@ -352,7 +352,7 @@ def build(args: dict[str, Any]) -> Any:
     settings = Fleet(**{k: v for k, v in args.items() if k in names})
     rest = {k: v for k, v in args.items() if k not in names}
     options = {"engine_process": True} | rest
-    config = Config(**options)
+    config = EngineArgs(**options)
     patience = {"graceful_shutdown_timeout_s": settings.grace}
     queue = {"max_queued_requests": settings.max_queue, "health_check_period_s": 1}
     engines = serve.deployment(
@@ -384,14 +384,14 @@ def open_door(settings: Fleet) -> None:
 def run_fleet(args: argparse.Namespace) -> None:
     """Until it is told to end. ValueError says why engines cannot start."""
     settings = Fleet(**given(args, Fleet))
-    Config(**given(args, Config))  # what is wrong with it is said now
+    EngineArgs(**given(args, EngineArgs))  # what is wrong with it is said now
     if settings.address is None:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         socket.create_server((settings.host, settings.port), family=family).close()
     start_ray(settings.address)
     from ray import serve
 
-    app = build(given(args, Fleet) | given(args, Config))
+    app = build(given(args, Fleet) | given(args, EngineArgs))
     open_door(settings)
     try:
         serve.run(app, name="atom_mini", route_prefix="/")
@@ -472,7 +472,7 @@ def answers(
     done = work.map_batches(
         Engine, fn_constructor_args=(options, Serve(max_queue=2**31)), batch_size=None,
         compute=data.ActorPoolStrategy(**pool),
-        **resources(Config(**options), settings),
+        **resources(EngineArgs(**options), settings),
     )  # fmt: skip
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # the bar says enough
     for batch in done.iter_batches(batch_size=None):
@@ -484,8 +484,8 @@ def run_batch(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     settings = Batch(**given(args, Batch))
-    options = given(args, Config)
-    work = read_work(args.source, str(Config(**options).model))
+    options = given(args, EngineArgs)
+    work = read_work(args.source, str(EngineArgs(**options).model))
     answered = read_answers(args.target)
     left = [line for id, line in work.items() if id not in answered]
     count = {"total": len(work), "initial": len(work) - len(left)}

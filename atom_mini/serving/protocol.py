@@ -17,8 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from ..checkpoint import require
-from ..config import NOT_HERE, SamplingParams
+from ..config import SamplingParams
 from ..llm import check_template_options
+from ..refused import NOT_HERE
 from ..text import Request
 
 # %% auto #0

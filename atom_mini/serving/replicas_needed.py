@@ -13,22 +13,24 @@ import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from ..checkpoint import ModelSpec, require
-from ..config import COUNT, Config, check_rules, is_count, is_number
+from ..config import STRICT, Count, explained
 from ..instruments.command_line import given, needs, print_report
 from ..instruments.trace import StepRecord
+from ..refinements.parts import EngineArgs
 from .capacity import Arrival, Cost, Costs, Engine, fit, serve
 
 # %% auto #0
-__all__ = ['TRAFFIC', 'DEVICES', 'REACHED', 'HOST', 'SAMPLE', 'Load', 'MOST', 'Traffic', 'draw', 'seconds_of', 'read_csv',
-           'replay', 'Device', 'read_sheet', 'read_run', 'serve_all', 'figures', 'Plan', 'smallest', 'Capacity',
-           'read_costs', 'read_load', 'estimate', 'run_capacity']
+__all__ = ['TRAFFIC', 'DEVICES', 'REACHED', 'HOST', 'SAMPLE', 'Load', 'MOST', 'Amount', 'Seconds', 'Traffic', 'draw',
+           'seconds_of', 'read_csv', 'replay', 'Device', 'read_sheet', 'read_run', 'serve_all', 'figures', 'Plan',
+           'smallest', 'Capacity', 'read_costs', 'read_load', 'estimate', 'run_capacity']
 
 # %% ../../nbs/83b_replicas_needed.ipynb #1503241c
 class Traffic(NamedTuple):
@@ -91,7 +93,7 @@ def read_csv(path: Path) -> list[Arrival]:
             try:
                 when, prompt, answer, *more = row
                 at, sizes = seconds_of(when), (int(prompt), int(answer))
-                require(is_number(at) and min(sizes) > 0, f"{row}")
+                require(math.isfinite(at) and min(sizes) > 0, f"{row}")
                 name = more[0] if more else f"line {number}"
                 session = sessions.setdefault(name, len(sessions))
                 found.append(Arrival(at, *sizes, session))
@@ -141,7 +143,7 @@ REACHED = Device(0.5, 0.7, 1.0)  # of these; assumed
 HOST = 1e-3  # seconds a step; assumed
 
 # %% ../../nbs/83b_replicas_needed.ipynb #fa63998b
-def read_sheet(config: Config, device: Device) -> tuple[Costs, int]:
+def read_sheet(config: EngineArgs, device: Device) -> tuple[Costs, int]:
     """Costs of a dense model on a device, and how many blocks its pool has. ValueError
     for another family, or a model that does not fit."""
     spec, what = config.spec, needs(config, "cuda")
@@ -182,7 +184,7 @@ def read_run(path: Path) -> tuple[Costs, dict[str, int]]:
 
 # %% ../../nbs/83b_replicas_needed.ipynb #4b4baf64
 def serve_all(
-    config: Config, costs: Costs, jobs: list[Arrival], count: int, sticky: bool = False,
+    config: EngineArgs, costs: Costs, jobs: list[Arrival], count: int, sticky: bool = False,
     seed: int = 0,
 ) -> list[Engine]:  # fmt: skip
     """What becomes of `jobs`, in order of arrival, at `count` engines."""
@@ -233,7 +235,7 @@ class Plan:
     """A load and what is promised: 99 of 100 requests wait so many seconds at most for
     the first token, and for each one after it."""
 
-    config: Config
+    config: EngineArgs
     costs: Costs
     load: Load
     rate: float
@@ -281,41 +283,41 @@ def smallest(holds: Callable[[int], bool], start: int = 1, most: int = 10_000) -
 MOST = 2**20  # requests, or seconds x requests a second, of one simulation
 
 
-@dataclass
+Amount = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@explained
+@dataclass(config=STRICT)
 class Capacity:
     """What is asked."""
 
     gpu: str | None = None  # of DEVICES: costs from its data sheet
     recorded: str | None = None  # a recorded run's file: costs as they were
     trace: str = "azure-conv"  # of TRAFFIC, or a CSV file
-    rate: float = 0.0  # requests a second; 0: the file's own
-    ttft: float = 1.0  # seconds
-    tpot: float = 0.05
-    replicas: int = 0  # 0: find out
-    seconds: float = 60.0
-    draws: int = 3
+    rate: Amount = 0.0  # requests a second; 0: the file's own
+    ttft: Seconds = 1.0
+    tpot: Seconds = 0.05
+    replicas: Annotated[int, Field(ge=0)] = 0  # 0: find out
+    seconds: Annotated[float, Field(ge=1)] = 60.0
+    draws: Count = 3
     sticky: bool = False
-    price: float = 0.0  # of a replica and hour
+    price: Amount = 0.0  # of a replica and hour
 
     def __post_init__(self) -> None:
         one = (self.gpu is None) != (self.recorded is None)
         require(one, f"gpu={self.gpu}, recorded={self.recorded}: give either")
-        check_rules(self, [
-            ("gpu", DEVICES.__contains__, f"one of {[*DEVICES]}"),
-            ("rate replicas price", lambda v: is_number(v) and v >= 0, "from 0"),
-            ("ttft tpot", lambda v: is_number(v) and v > 0, "seconds, above 0"),
-            ("seconds", lambda v: is_number(v) and v >= 1, "a number from 1"),
-            ("draws", is_count, COUNT),
-        ])  # fmt: skip
+        known = self.gpu is None or self.gpu in DEVICES
+        require(known, f"gpu={self.gpu!r} must be one of {[*DEVICES]}")
 
 # %% ../../nbs/83b_replicas_needed.ipynb #bff80b2a
-def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[Config, Costs, str]:
+def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[EngineArgs, Costs, str]:
     """The engine, its costs, and where they are from. ValueError as the readers raise
     it."""
     if asked.recorded is not None:
         costs, pool = read_run(Path(asked.recorded))
-        return Config(**pool | options), costs, f"those of {asked.recorded}"
-    config = Config(**options)
+        return EngineArgs(**pool | options), costs, f"those of {asked.recorded}"
+    config = EngineArgs(**options)
     costs, blocks = read_sheet(config, DEVICES[asked.gpu or ""])
     config.num_kvcache_blocks = config.num_kvcache_blocks or blocks
     said = f"{asked.gpu}'s data sheet, at {REACHED.flops:.0%} of its FLOPs and "
@@ -367,7 +369,7 @@ def estimate(asked: Capacity, options: dict[str, Any]) -> dict[str, Any]:
 def run_capacity(args: argparse.Namespace) -> None:
     """Say how many replicas a load takes."""
     args.trace = args.trace or Capacity.trace  # here it is a load's, not the engine's
-    options = given(args, Config)
+    options = given(args, EngineArgs)
     del options["trace"]
     report = estimate(Capacity(**given(args, Capacity)), options)
     print_report({"model": args.model} | report, args.json)

@@ -41,7 +41,7 @@ __all__ = ['JSON', 'EVENTS', 'Parts', 'MORE', 'DONE', 'KINDS', 'ERRORS', 'ENDPOI
 
 # %% ../../nbs/82_server.ipynb #0b4143b0
 from ..checkpoint import require
-from ..config import Config
+from ..refinements.parts import EngineArgs
 from ..engine_core import StepOutput
 from ..instruments.command_line import Serve, given
 from ..instruments.trace import Metrics
@@ -486,7 +486,7 @@ def run_serve(args: argparse.Namespace) -> None:
     listener = socket.create_server(place, family=family, backlog=2048)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    engine = AsyncLLM(**{"engine_process": True} | given(args, Config))
+    engine = AsyncLLM(**{"engine_process": True} | given(args, EngineArgs))
     app = Server(engine, settings)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn hears them, and asks again
         signal.signal(number, lambda *_: None)

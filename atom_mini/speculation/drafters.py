@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..assemble import make_runner
 from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..loading import blank_model
 from ..memory import kvcache_block_bytes
 from ..models import TorchOps
+from ..refinements.parts import EngineArgs, make_runner
 from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
@@ -38,7 +38,7 @@ class NgramDrafter(Drafter):
     Source: prompt lookup (Saxena 2023); vLLM's `ngram` and its knobs.
     """
 
-    def __init__(self, config: Config, runner: Any = None) -> None:
+    def __init__(self, config: EngineArgs, runner: Any = None) -> None:
         super().__init__()
         # known: run of tokens -> the place behind its first occurrence
         wanted = config.speculative_config
@@ -103,7 +103,7 @@ class ModelDrafter(Drafter):
         return [draft[:n] for draft, n in zip(drafts, most, strict=True)]
 
     @classmethod
-    def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
+    def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
         """Its weights, and its K/V of a block. It is built without memory."""
         _, spec = cls.source(config)
         meta = torch.device("meta")  # 0 positions: angles on it would import for seconds
@@ -124,15 +124,15 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
     ))  # fmt: skip
 
 # %% ../../nbs/52_drafters.ipynb #e1e7b07f
-def read_draft_config(config: Config) -> Config:
+def read_draft_config(config: EngineArgs) -> EngineArgs:
     """The draft model's own: what was set for the target, and another model."""
     model = config.speculative_config.model
-    knobs = {f.name: f.default for f in fields(Config) if f.init}
-    same = {n: getattr(config, n) for n, v in knobs.items() if getattr(config, n) != v}
-    if vars(config).get("compiled") is False:  # chapter 21d
+    usual = {f.name: f.default for f in fields(Config) if f.init}  # Part I's options
+    same = {n: getattr(config, n) for n, v in usual.items() if getattr(config, n) != v}
+    if config.compiled is False:  # chapter 21d
         same["compiled"] = False
     try:
-        own = Config(**same | {"model": model})
+        own = EngineArgs(**same | {"model": model})
     except ValueError as error:
         raise ValueError(f"the draft model {model}: {error}") from None
     kinds = getattr(own.spec, "layer_types", ())
@@ -148,7 +148,7 @@ class DraftModel(ModelDrafter):
     Source: Leviathan et al. 2023; Chen et al. 2023.
     """
 
-    def __init__(self, config: Config, runner: Any) -> None:
+    def __init__(self, config: EngineArgs, runner: Any) -> None:
         self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))
         self.runner, self.known = make_runner(own), {}  # here: how many have K/V
@@ -158,7 +158,7 @@ class DraftModel(ModelDrafter):
         self.probs: dict[int, list[Tensor]] = defaultdict(list)  # what drafts are from
 
     @classmethod
-    def source(cls, config: Config) -> tuple[Any, Any]:
+    def source(cls, config: EngineArgs) -> tuple[Any, Any]:
         own = read_draft_config(config)
         return own.folder, own.spec
 

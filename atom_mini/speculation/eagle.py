@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..checkpoint import ModelSpec, read_dense
 from ..checkpoint import read_json, read_spec, require, resolve_model
-from ..config import Config, SamplingParams
+from ..config import SamplingParams
+from ..refinements.parts import EngineArgs
 from ..loading import Readers, blank_model, checkpoint_files, load_model
 from ..loading import load_weights, read_tensor, weight_targets
 from ..model_runner import ModelRunner
@@ -239,7 +240,7 @@ class HeadDrafter(ModelDrafter, ModelRunner):
     last: Any  # (states, drafts) of its newest pass
 
     @classmethod
-    def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
+    def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
         """Its weights, with what is read once more, and its K/V of a block."""
         (in_all, each), spec = super().memory(config, dtype), config.spec
         if vars(config).get("tensor_parallel_size", 1) > 1:
@@ -247,7 +248,7 @@ class HeadDrafter(ModelDrafter, ModelRunner):
             in_all += matrices * spec.vocab_size * spec.hidden_size * dtype.itemsize
         return in_all, each
 
-    def __init__(self, config: Config, runner: Any) -> None:
+    def __init__(self, config: EngineArgs, runner: Any) -> None:
         graphs, (_, spec) = getattr(runner, "graphs", {}), self.source(config)
         self.config, self.upload = copy(config), runner.upload
         self.config.spec, self.known = spec, {}  # here: the last state, the next draft
@@ -290,7 +291,7 @@ class HeadDrafter(ModelDrafter, ModelRunner):
         return self.last[1]
 
 # %% ../../nbs/53_eagle.ipynb #5e4d1a02
-def whole_ends(config: Config, runner: Any) -> Any:
+def whole_ends(config: EngineArgs, runner: Any) -> Any:
     """The target; where it is spread over ranks, a model of its embedding, its norm and
     its head."""
     if vars(config).get("tensor_parallel_size", 1) == 1:
@@ -311,11 +312,11 @@ class EagleDrafter(HeadDrafter):
     """With an EAGLE-3 head: `speculative_config.model`, or that beside the target."""
 
     @classmethod
-    def source(cls, config: Config) -> tuple[Path, Any]:
+    def source(cls, config: EngineArgs) -> tuple[Path, Any]:
         wanted, beside = config.speculative_config.model, config.folder
         folder = resolve_model(wanted) if wanted else Path(beside or "") / "eagle3"
         return folder, read_head_spec(folder, config.spec)
 
-    def load(self, config: Config, target: Any) -> Eagle3Head:
+    def load(self, config: EngineArgs, target: Any) -> Eagle3Head:
         embed, longest = target.model.embed_tokens, config.max_model_len or 0
         return load_head(*self.source(config), embed, longest, self.ops)

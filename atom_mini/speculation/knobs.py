@@ -6,43 +6,71 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from ..checkpoint import find, require
-from ..config import Config, check_options, check_rules
-from ..config import is_bool, is_count, is_whole, one_of
-from ..refinements.parts import Variant, drafts_by
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from ..checkpoint import require
+from ..config import STRICT, Count, Text, explained
+from ..refinements.parts import EngineArgs, drafts_by
+
+if TYPE_CHECKING:  # a drafter may need torch
+    from atom_mini.speculation.verify import Drafter
 
 # %% auto #0
-__all__ = ['LOOKUP', 'METHODS', 'RULES', 'LARGEST_GRAPH', 'find_drafter', 'SpeculativeConfig', 'read_speculative', 'count_rows',
-           'count_bytes', 'Speculation']
+__all__ = ['METHODS', 'LARGEST_GRAPH', 'Method', 'load_ngram', 'load_draft_model', 'load_eagle', 'load_mtp', 'find_drafter',
+           'SpeculativeConfig', 'read_speculative', 'count_rows', 'check_mtp', 'check_speculative']
 
 # %% ../../nbs/50b_knobs.ipynb #50b00007
-LOOKUP = ["prompt_lookup_max", "prompt_lookup_min"]
-METHODS: dict[str, tuple[Any, list[str]]] = {  # its drafter, of (config, runner); knobs
-    "ngram": ("speculation.drafters:NgramDrafter", LOOKUP),
-    "draft_model": ("speculation.drafters:DraftModel", ["model", "draft_sampling"]),
-    "eagle3": ("speculation.eagle:EagleDrafter", ["model"]),
-    "mtp": ("speculation.mtp:MtpDrafter", []),
+class Method(NamedTuple):
+    """A way to draft."""
+
+    load: Callable[[], type[Drafter]]  # imports the class
+    options: tuple[str, ...] = ()  # that only it has
+
+
+def load_ngram() -> type[Drafter]:
+    from atom_mini.speculation.drafters import NgramDrafter
+
+    return NgramDrafter
+
+
+def load_draft_model() -> type[Drafter]:
+    from atom_mini.speculation.drafters import DraftModel
+
+    return DraftModel
+
+
+def load_eagle() -> type[Drafter]:
+    from atom_mini.speculation.eagle import EagleDrafter
+
+    return EagleDrafter
+
+
+def load_mtp() -> type[Drafter]:
+    from atom_mini.speculation.mtp import MtpDrafter
+
+    return MtpDrafter
+
+
+METHODS = {
+    "ngram": Method(load_ngram, ("prompt_lookup_max", "prompt_lookup_min")),
+    "draft_model": Method(load_draft_model, ("model", "draft_sampling")),
+    "eagle3": Method(load_eagle, ("model",)),
+    "mtp": Method(load_mtp),
 }
 
 # %% ../../nbs/50b_knobs.ipynb #50b00008
-def find_drafter(config: Config) -> Any:
+def find_drafter(config: EngineArgs) -> type[Drafter]:
     """The class of the drafter that `config` asks for, imported now."""
-    drafter, _ = METHODS[config.speculative_config.method]
-    return find(drafter)
+    return METHODS[config.speculative_config.method].load()
 
 # %% ../../nbs/50b_knobs.ipynb #50b0000b
-RULES: list[Any] = [
-    ("model", lambda v: isinstance(v, str) and v != "", "a folder or a hub id"),
-    ("num_speculative_tokens", lambda v: is_whole(v) and v >= 0, "whole, from 0 (off)"),
-    ("prompt_lookup_max prompt_lookup_min", is_count, "a whole number from 1"),
-    ("draft_sampling", is_bool, "True or False"),
-]
-
-
-@dataclass(frozen=True)
+@explained
+@dataclass(frozen=True, config=STRICT)
 class SpeculativeConfig:
     """How drafts are made. Names: vLLM's `speculative_config`.
 
@@ -51,32 +79,31 @@ class SpeculativeConfig:
     """
 
     method: str = "ngram"
-    num_speculative_tokens: int = 4
-    model: str | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0)] = 4  # 0: off
+    model: Text | None = None
     draft_sampling: bool = False  # draft_model: drafts are drawn; see chapter 52
-    prompt_lookup_max: int = 4  # ngram: tokens that must match, at most
-    prompt_lookup_min: int = 2  # and at least
+    prompt_lookup_max: Count = 4  # ngram: tokens that must match, at most
+    prompt_lookup_min: Count = 2  # and at least
+
+    def __post_init__(self) -> None:
+        known = f"method={self.method!r} must be one of {', '.join(METHODS)}"
+        require(self.method in METHODS, f"{known}: take one of them")
+        no_model = self.method == "draft_model" and self.model is None
+        require(not no_model, "method='draft_model' needs a checkpoint: set model")
+        self._refuse_foreign()
+        least, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        wrong = f"prompt_lookup_min={least} is above prompt_lookup_max={longest}"
+        require(least <= longest, f"{wrong}: lower it")
 
     def _refuse_foreign(self) -> None:
-        """ValueError for a knob that the method does not have."""
+        """ValueError for an option that the method does not have."""
         for f in fields(self):
-            owners = [name for name, (_, knobs) in METHODS.items() if f.name in knobs]
+            owners = [name for name, method in METHODS.items() if f.name in method.options]
             value = getattr(self, f.name)
             wrong = f"{f.name}={value!r} is for {' and '.join(owners)}, not for method="
             is_foreign = bool(owners) and self.method not in owners
             what = f"{wrong}{self.method!r}: leave it out"
             require(value == f.default or not is_foreign, what)
-
-    def __post_init__(self) -> None:
-        """ValueError for a value out of range, or a knob that the method does not have."""
-        check_rules(self, [one_of("method", *METHODS), *RULES])
-        no_model = self.method == "draft_model" and self.model is None
-        require(not no_model, "method='draft_model' needs a checkpoint: set model")
-        self._refuse_foreign()
-        least = self.prompt_lookup_min
-        longest = self.prompt_lookup_max
-        wrong = f"prompt_lookup_min={least} is above prompt_lookup_max={longest}: lower it"
-        require(least <= longest, wrong)
 
 # %% ../../nbs/50b_knobs.ipynb #50b0000e
 def read_speculative(given: Any) -> SpeculativeConfig:
@@ -88,8 +115,6 @@ def read_speculative(given: Any) -> SpeculativeConfig:
             wrong = f"speculative_config={given!r} is no JSON: {error}"
             raise ValueError(wrong) from None
     if isinstance(given, dict):
-        known = [f.name for f in fields(SpeculativeConfig)]
-        check_options("speculative_config", given, known)
         given = SpeculativeConfig(**given)
     wrong = f"speculative_config={given!r}: give a dict, JSON or SpeculativeConfig"
     require(isinstance(given, SpeculativeConfig), wrong)
@@ -99,44 +124,26 @@ def read_speculative(given: Any) -> SpeculativeConfig:
 LARGEST_GRAPH = 512  # rows; a recording beyond that saves little
 
 
-def count_rows(config: Config) -> int:
+def count_rows(config: EngineArgs) -> int:
     """Rows of the largest decode that is worth a graph."""
     most = config.max_num_seqs
     k = config.speculative_config.num_speculative_tokens
     return max(most, min(most * (1 + k), LARGEST_GRAPH))
 
-# %% ../../nbs/50b_knobs.ipynb #e3e89133
-def count_bytes(config: Config, dtype: Any) -> tuple[int, int]:
-    """Of the drafter that `config` asks for, `Drafter.memory`."""
-    return find_drafter(config).memory(config, dtype)
-
 # %% ../../nbs/50b_knobs.ipynb #7cae9feb
-@dataclass
-class Speculation(Variant):
-    """Drafts that are verified: several tokens per step."""
+def check_mtp(config: EngineArgs) -> None:
+    """ValueError for drafts of a layer that the checkpoint does not have."""
+    has = config.spec is None or getattr(config.spec, "mtp_layers", 0) > 0
+    what = "method='mtp', and the checkpoint announces no layer for it"
+    how = f"{what} (num_nextn_predict_layers): take another"
+    require(has or not drafts_by("mtp")(config), how)
 
-    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = None
-
-    wraps = ("TurnKnobs",)
-    make_scheduler = "speculation.verify:SpecScheduler"
-    make_core = "speculation.verify:make_speculating"
-    max_rows = staticmethod(count_rows)
-    bytes_beside = staticmethod(count_bytes)
-
-    @classmethod
-    def together(cls, config: Config, given: set[str]) -> None:
-        """ValueError for drafts of a layer that the checkpoint does not have."""
-        has = config.spec is None or getattr(config.spec, "mtp_layers", 0) > 0
-        what = "method='mtp', and the checkpoint announces no layer for it"
-        how = f"{what} (num_nextn_predict_layers): take another"
-        require(has or not drafts_by("mtp")(config), how)
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        if config.speculative_config is None:
-            return
-        wanted = read_speculative(config.speculative_config)
-        k, most = wanted.num_speculative_tokens, config.max_num_batched_tokens
-        vars(config).update(speculative_config=wanted if k else None)
-        wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
-        require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
+# %% ../../nbs/50b_knobs.ipynb #35e6b78e
+def check_speculative(config: EngineArgs) -> None:
+    """Read `speculative_config`. ValueError for what is wrong in it."""
+    wanted = read_speculative(config.speculative_config)
+    k, most = wanted.num_speculative_tokens, config.max_num_batched_tokens
+    config.speculative_config = wanted if k else None
+    wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
+    require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
+    check_mtp(config)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import ModelSpec
-from ..config import Config
+from ..refinements.parts import EngineArgs
 from ..loading import Readers, load_model
 from ..models import CausalLM, Linear, RMSNorm, TorchOps
 from .eagle import HeadDrafter
@@ -93,10 +93,10 @@ class MtpDrafter(HeadDrafter):
     """With the module behind the checkpoint's last layer; one, used for each draft."""
 
     @classmethod
-    def source(cls, config: Config) -> tuple[Path, Any]:
+    def source(cls, config: EngineArgs) -> tuple[Path, Any]:
         return config.folder or Path(), module_spec(config.spec)
 
-    def load(self, config: Config, target: Any) -> MtpHead:
+    def load(self, config: EngineArgs, target: Any) -> MtpHead:
         """ValueError for weights that are missing, too many, or of a wrong shape."""
         (folder, spec), longest = self.source(config), config.max_model_len or 0
         head: Any = load_model(spec, folder, longest, self.device, self.dtype, self.ops)

@@ -15,10 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..assemble import make_runner
-from ..checkpoint import find
-from ..config import Config
 from ..engine_core import EngineCore, StepOutput
+from ..refinements.parts import EngineArgs, make_runner
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
@@ -90,7 +88,7 @@ class Drafter:
         self.known: dict[int, Any] = {}  # request -> what is kept of it
 
     @classmethod
-    def memory(cls, config: Config, dtype: Any) -> tuple[int, int]:
+    def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
         """Bytes that it needs of the target's device: in all, and with each block."""
         return 0, 0
 
@@ -174,7 +172,7 @@ class SpecScheduler(TurnScheduler):
     two steps has none.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: EngineArgs) -> None:
         super().__init__(config)
         wanted = config.speculative_config
         self.num_drafts = getattr(wanted, "num_speculative_tokens", 0)
@@ -328,8 +326,10 @@ class SpecCore(EngineCore):
             self.drafter.keep(set(self.scheduler.seqs))
 
 # %% ../../nbs/50_verify.ipynb #fd755155
-def make_speculating(config: Config) -> SpecCore:
+def make_speculating(config: EngineArgs) -> SpecCore:
     """The engine core with any runner, and with the drafter that `config` asks for."""
     runner = make_runner(config)
-    drafter = find("speculation.knobs:find_drafter")(config)  # chapter 50b
+    from atom_mini.speculation.knobs import find_drafter  # chapter 50b
+
+    drafter = find_drafter(config)
     return SpecCore(config, Verifier(runner, drafter(config, runner)))

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 
 from ..block_manager import NO_HASH, Block
 from ..prefix_index import ROOT, PrefixIndex, tokens_of
-from ..config import Config, check_rules, one_of
-from ..refinements.parts import Variant
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['Node', 'RadixCache', 'RadixKnobs']
+__all__ = ['Node', 'RadixCache']
 
 # %% ../../nbs/40_radix_cache.ipynb #ecb396de
 @dataclass(slots=True, eq=False)
@@ -134,23 +132,3 @@ class RadixCache(PrefixIndex):
         for block_id in lost:
             del self.places[self.blocks[block_id].content_id]
             self.blocks[block_id].hash = NO_HASH
-
-# %% ../../nbs/40_radix_cache.ipynb #f55ec52a
-@dataclass
-class RadixKnobs(Variant):
-    """Which prefix cache: "hash", "radix" or "none"; None: hash, if caching is on."""
-
-    prefix_cache: str | None = None
-
-    make_index = RadixCache
-
-    @classmethod
-    def is_chosen(cls, config: Config) -> bool:
-        return config.prefix_cache == "radix"
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        """Fills in `prefix_cache` from `enable_prefix_caching`."""
-        check_rules(config, [one_of("prefix_cache", None, "hash", "radix", "none")])
-        used = config.prefix_cache or ("hash" if config.enable_prefix_caching else "none")
-        vars(config)["prefix_cache"] = used

@@ -12,15 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..config import Config, check_rules, is_bool, one_of
-from ..refinements.parts import Variant
+from ..refinements.parts import EngineArgs
 from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
 Seqs = list[Sequence]
 
 # %% auto #0
-__all__ = ['Seqs', 'INTERLEAVE', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'SpyreKnobs', 'remaining']
+__all__ = ['Seqs', 'INTERLEAVE', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'check_spyre', 'remaining']
 
 # %% ../../nbs/41_spyre.ipynb #856d9aaa
 def round_up(x: int, step: int) -> int:
@@ -105,7 +104,9 @@ class SpyreScheduler(BaseScheduler):
     Logic".
     """
 
-    def __init__(self, config: Config) -> None:
+    config: EngineArgs
+
+    def __init__(self, config: EngineArgs) -> None:
         super().__init__(config)
         assert config.chunk_size is not None
         self.size, self.chunk_size = config.kv_cache_block_size, config.chunk_size
@@ -251,37 +252,13 @@ class SpyreScheduler(BaseScheduler):
             reason = self._too_long(seq, decoding) or self._too_large(seq, decoding)
         return reason or (self._no_blocks(seq, cached) if is_first else None)
 
-# %% ../../nbs/41_spyre.ipynb #952a1b65
-@dataclass
-class SpyreKnobs(Variant):
-    """`scheduler="spyre"`, and what it can be told."""
-
-    scheduler: str = "atom"
-    chunk_size: int = 512  # tokens of a prefill step
-    max_batch_tkv_limit: int = 131_072  # sequences x tkv
-    interleave: bool = True  # a decode between two chunks
-
-    switch = "scheduler"
-    make_scheduler = SpyreScheduler
-    make_runner = "systems.spyre_runner:RectangularRunner"
-
-    @classmethod
-    def check(cls, config: Config, given: set[str]) -> None:
-        """ValueError for what is wrong in its knobs, if it is chosen."""
-        check_rules(config, [one_of("scheduler", "atom", "spyre")])
-        if cls.is_chosen(config):
-            _ask_environment(config, given)
-            check_rules(config, [("interleave", is_bool, "True or False")])
-            _check_shape(config)
-
 # %% ../../nbs/41_spyre.ipynb #67011056
-def _check_shape(config: Config) -> None:
+def _check_shape(config: EngineArgs) -> None:
     size, chunk = config.kv_cache_block_size, config.chunk_size
     rows, longest = config.max_num_seqs, config.max_model_len
     budget, limit = config.max_num_batched_tokens, config.max_batch_tkv_limit
-    whole_blocks = type(chunk) is int and chunk > 0 and chunk % size == 0
     multiple = f"must be a multiple of kv_cache_block_size={size}"
-    require(whole_blocks, f"chunk_size={chunk!r} {multiple}")
+    require(chunk % size == 0, f"chunk_size={chunk} {multiple}")
     over = f"is over max_num_batched_tokens={budget}"
     require(chunk <= budget, f"chunk_size={chunk} {over}: raise that")
     advice = "lower the first or raise the second"
@@ -289,19 +266,24 @@ def _check_shape(config: Config) -> None:
     needs = "scheduler='spyre' needs max_model_len"
     require(longest is not None, f"{needs}: every admission looks ahead to it")
     require((longest or 0) % size == 0, f"max_model_len={longest} {multiple}")
-    holds_one = type(limit) is int and limit >= (longest or 0)
     small = f"cannot hold a request of max_model_len={longest}: raise it"
-    require(holds_one, f"max_batch_tkv_limit={limit!r} {small}")
+    require(limit >= (longest or 0), f"max_batch_tkv_limit={limit} {small}")
 
 # %% ../../nbs/41_spyre.ipynb #41d00002
 INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
 
 
-def _ask_environment(config: Config, given: set[str]) -> None:
+def _ask_environment(config: EngineArgs, given: set[str]) -> None:
     """`interleave` as Spyre's own variable says it, if no option does."""
     if "interleave" not in given and (said := os.environ.get(INTERLEAVE)):
         require(said in ("0", "1"), f"{INTERLEAVE}={said!r} must be 0 or 1")
-        vars(config).update(interleave=said == "1")
+        config.interleave = said == "1"
+
+# %% ../../nbs/41_spyre.ipynb #8d019aaf
+def check_spyre(config: EngineArgs, given: set[str]) -> None:
+    """ValueError for what is wrong in the options of Spyre's scheduler."""
+    _ask_environment(config, given)
+    _check_shape(config)
 
 # %% ../../nbs/41_spyre.ipynb #195d01af
 def remaining(seq: Sequence) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..attention import AttentionMetaData
 from ..model_runner import ModelRunner, made_up_batch
 from ..models import TorchOps
+from ..refinements.parts import EngineArgs
 from ..sampler import Sampler
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
@@ -57,6 +58,7 @@ class RectangularOps(TorchOps):
 class RectangularRunner(ModelRunner):
     """Runs `PaddedBatch`es as they are: every dummy token is computed, none is seen."""
 
+    config: EngineArgs
     num_spare_blocks = 1  # block 0, the dummy
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:

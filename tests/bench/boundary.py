@@ -35,7 +35,7 @@ FRONT = """
 import time
 from atom_mini import Config
 from atom_mini.processes.core_client import EngineCoreClient
-core = EngineCoreClient(Config("tiny", engine_process=True, device="cpu", num_kvcache_blocks=8))
+core = EngineCoreClient(EngineArgs("tiny", engine_process=True, device="cpu", num_kvcache_blocks=8))
 print(core.engines[0].process.pid, flush=True)
 time.sleep(60)
 """

@@ -26,7 +26,7 @@ from figures import stamp
 from report import OtherLoad, machine, print_table
 from score import Request, serve
 
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.instruments.trace import StepRecord
 from atom_mini.serving.capacity import Arrival, Engine, fit
 from atom_mini.serving.capacity import serve as simulate
@@ -103,7 +103,7 @@ def run(name: str, folder: str, count: int) -> dict[str, Any]:
             mine.append(record(folder, load))
     real = [at_shares([as_it_was(load, times) for load, times, _, _ in mine]) for mine in runs]
     costs = fit([step for _, _, steps, _ in runs[FITTED] for step in steps])
-    config = Config(folder, **POOL)
+    config = EngineArgs(folder, **POOL)
     told = [
         at_shares([as_predicted(Engine(config, costs, seed=i), load) for i, (load, *_) in enumerate(mine)]) for mine in runs
     ]

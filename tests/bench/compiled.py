@@ -33,9 +33,9 @@ from report import OtherLoad, machine, print_table, write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from checkpoints import QWEN3_06B, random_model
 
-from atom_mini.assemble import make_runner
-from atom_mini.config import Config
+from atom_mini import EngineArgs
 from atom_mini.model_runner import made_up_batch
+from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 
@@ -65,7 +65,7 @@ def bytes_read(runner: Any, count: int) -> int:
 def measure_steps(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
     """count -> dtype -> seconds of a step, with the ratio and the share of the bandwidth."""
     options = {"device": "cpu", "num_kvcache_blocks": max(COUNTS) * CONTEXT // SIZE, "max_model_len": 128}
-    runners = {dtype: make_runner(Config(str(folder), dtype=dtype, compiled=True, **options)) for dtype in DTYPES}
+    runners = {dtype: make_runner(EngineArgs(str(folder), dtype=dtype, compiled=True, **options)) for dtype in DTYPES}
     found: dict[str, dict[str, float]] = {}
     for count in COUNTS:
         times: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}

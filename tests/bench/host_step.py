@@ -22,8 +22,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # nothing is launched; without i
 import torch
 from report import write_json
 
-from atom_mini import LLM
-from atom_mini.config import Config, SamplingParams
+from atom_mini import LLM, EngineArgs
+from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
@@ -62,7 +62,7 @@ class HollowModel:
 def generate_milliseconds(llm: LLM, runner: Any, num_seqs: int, length: int, params: SamplingParams) -> list[float]:
     """The decode steps of `llm.generate` with another runner: `num_seqs` prompts of `length` tokens."""
     blocks, noting = num_seqs * (length // 16 + 8), Noting(runner)
-    config = Config(num_kvcache_blocks=blocks, max_num_seqs=num_seqs, max_num_batched_tokens=2**24)
+    config = EngineArgs(num_kvcache_blocks=blocks, max_num_seqs=num_seqs, max_num_batched_tokens=2**24)
     llm.engine_core = EngineCore(config, noting)
     gc.collect()
     gc.freeze()
@@ -101,7 +101,7 @@ class HollowRunner(GraphRunner):
 
 def replayed_milliseconds(llm: LLM, num_seqs: int, length: int, params: SamplingParams) -> float:
     """Median of what a replayed step costs the host."""
-    config = Config("tiny", device="cpu", attention="triton", num_kvcache_blocks=num_seqs, max_num_seqs=num_seqs)
+    config = EngineArgs("tiny", device="cpu", attention="triton", num_kvcache_blocks=num_seqs, max_num_seqs=num_seqs)
     runner = HollowRunner(config)
     return statistics.median(generate_milliseconds(llm, runner, num_seqs, length, params)[1:])
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     llm = LLM("tiny", device="cpu", num_kvcache_blocks=1)  # for its `generate`
-    runner = ModelRunner(Config("tiny", device="cpu", num_kvcache_blocks=1))
+    runner = ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=1))
     runner.sampler = lambda logits, meta: logits.argmax(-1)  # type: ignore[assignment]  # the device's work, not the host's
     kinds = {"greedy": SamplingParams(temperature=0, max_tokens=42, ignore_eos=True),
              "temperature 0.6, top-p 0.9": SamplingParams(temperature=0.6, top_p=0.9, top_k=0, min_p=0.0, seed=1,

@@ -38,8 +38,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from atom_mini import LLM, SamplingParams
-from atom_mini.config import Config
+from atom_mini import LLM, EngineArgs, SamplingParams
 
 LOOPED = 3  # requests that the loop gets
 POOL = 4096  # tokens of K/V, on every rung of ours
@@ -265,7 +264,7 @@ def main() -> None:
         random_one = Model.read(folder, 48.0, 1.0, 0.1)
         write_words(folder, random_one.vocab)
         result |= measure(random_one, args.rounds, bandwidth)
-    tiny = Model.read(str(Config("tiny").folder), 160.0, 0.2, 0.02)
+    tiny = Model.read(str(EngineArgs("tiny").folder), 160.0, 0.2, 0.02)
     result |= {"built-in": measure(tiny, args.rounds, bandwidth), "other_load": others.share()}
     path = file_for(where)
     path.write_text(json.dumps(result, indent=1) + "\n")
