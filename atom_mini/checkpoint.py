@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 # %% auto #0
-__all__ = ['WANTED', 'COPIED', 'NAMES', 'FAMILIES', 'SAMPLING', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec',
-           'find', 'read_rope', 'read_spec', 'check_supported', 'read_dense', 'find_family', 'read_model',
-           'read_defaults']
+__all__ = ['WANTED', 'COPIED', 'Reader', 'SAMPLING', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec', 'read_rope',
+           'read_spec', 'check_supported', 'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def require(condition: bool, message: str) -> None:
@@ -63,8 +62,7 @@ def resolve_model(model: str) -> Path:
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a decoder is made of, by the names of transformers' configs. Builders are
-    functions, or "module:name" in this package; None: chapter 06a's."""
+    """What a decoder is made of, by the names of transformers' configs."""
 
     model_type: str
     vocab_size: int
@@ -77,7 +75,6 @@ class ModelSpec:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: dict[str, Any]  # the rotation's parameters, see `read_rope`
-    rope_scale: Any = None  # what changes its frequencies
     tie_word_embeddings: bool = False  # the head is the embedding's table
     qkv_bias: bool = False
     out_bias: bool = False
@@ -85,12 +82,12 @@ class ModelSpec:
     has_qk_norm: bool = False  # each head of q and k
     dtype: str | None = None  # of the checkpoint's weights
     eos_token_id: Any = None
-    model: Any = None  # builds it
-    attention: Any = None  # builds a layer's first half
-    mlp: Any = None  # and its second
-    rotary: Any = None
-    adapters: tuple[Any, ...] = ()  # what changes readers of weights, one after another
-    storage: Any = None  # how weights are stored, if not as they are used
+
+    def model_class(self) -> Any:
+        """The class of the model, a `CausalLM`. Torch is loaded with it."""
+        from atom_mini.models import CausalLM
+
+        return CausalLM
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -108,15 +105,6 @@ class ModelSpec:
 
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         return TritonOps(device, heads, kv_heads, self.head_dim, dtype)
-
-# %% ../nbs/01a_checkpoint.ipynb #feaa373f
-def find(offer: Any, ours: Any = None) -> Any:
-    """What is offered: an object, or a "module:name" in this package; `ours` if it is
-    None."""
-    if not isinstance(offer, str):
-        return offer or ours
-    module, name = offer.split(":")
-    return getattr(import_module(f"atom_mini.{module}"), name)
 
 # %% ../nbs/01a_checkpoint.ipynb #2dbe4bde
 def read_rope(cfg: Any) -> dict[str, Any]:
@@ -176,40 +164,55 @@ def read_dense(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     return spec
 
 # %% ../nbs/01a_checkpoint.ipynb #ad1a96a7
-NAMES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-FAMILIES: dict[str, Any] = dict.fromkeys(NAMES, read_dense)
+Reader = Callable[..., ModelSpec]  # of transformers' config, and of config.json itself
 
 
-def find_family(
-    folder: Path, raw: dict[str, Any], families: dict[str, Any] = FAMILIES
-) -> Any:
-    """What reads the spec of this `config.json`; ValueError for unknown architectures.
+class ModelRegistry:
+    """Architecture -> the function that reads the spec in its config."""
 
-    `families`: architecture -> reader.
-    """
-    names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
-    known = ", ".join(families)
-    require(names[0] in families, f"{folder} holds {names[0]}: supported are {known}")
-    return families[names[0]]
+    readers: ClassVar[dict[str, Reader]] = {}
+    hints: ClassVar[dict[str, str]] = {}  # how other names begin -> what they need
+
+    @classmethod
+    def register_model(cls, architecture: str, reader: Reader) -> None:
+        """Have `reader` read the configs of this architecture."""
+        cls.readers[architecture] = reader
+
+    @classmethod
+    def resolve(cls, folder: Path, raw: dict[str, Any]) -> Reader:
+        """What reads this `config.json`; ValueError lists what is supported."""
+        names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
+        name = names[0]
+        needs = [why for start, why in cls.hints.items() if name.startswith(start)]
+        hint = f" (it needs {needs[0]})" if needs else ""
+        known = ", ".join(cls.readers)
+        what = f"{folder} holds {name}{hint}: supported are {known}"
+        require(name in cls.readers, what)
+        return cls.readers[name]
+
+# %% ../nbs/01a_checkpoint.ipynb #4906c493
+for family in ("Llama", "Qwen2", "Qwen3"):
+    ModelRegistry.register_model(f"{family}ForCausalLM", read_dense)
 
 # %% ../nbs/01a_checkpoint.ipynb #6eac53bc
-def read_model(folder: Path, choose: Any = find_family) -> ModelSpec:
-    """The spec of the checkpoint in `folder`; ValueError if it is none, or unknown.
-
-    `choose` finds its reader.
-    """
+def read_model(folder: Path) -> ModelSpec:
+    """The spec of the checkpoint in `folder`; ValueError if it is none, or unknown."""
     file = folder / "config.json"
     require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
     raw = read_json(file)
-    read = choose(folder, raw)
+    read = ModelRegistry.resolve(folder, raw)
     from transformers import AutoConfig
+
+    from atom_mini.rope_scaling import check_rope  # which imports this module
 
     try:
         cfg = AutoConfig.from_pretrained(folder)
     except Exception as error:  # contradicts itself; transformers has many names for it
         why = " ".join(str(error).split())
         raise ValueError(f"{file} is refused by transformers: {why}") from None
-    return read(cfg, raw)
+    spec = read(cfg, raw)
+    check_rope(spec.rope)
+    return spec
 
 # %% ../nbs/01a_checkpoint.ipynb #38bf8d2c
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}

@@ -18,7 +18,6 @@ from pydantic.dataclasses import dataclass
 
 from .checkpoint import read_defaults, read_model, require, resolve_model
 from .refused import no_such_option
-from .rope_scaling import scale_rope
 
 if TYPE_CHECKING:  # these modules import this one
     from atom_mini.prefix_index import PrefixIndex
@@ -194,7 +193,7 @@ class Config:
         self.folder = resolve_model(model)
         check_files(self.folder)
         self.dtype = None if self.dtype == "auto" else self.dtype
-        self.spec = scale_rope(read_model(self.folder))
+        self.spec = read_model(self.folder)
         ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
         longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .checkpoint import ModelSpec, find, read_json, require
+from .checkpoint import ModelSpec, read_json, require
 from .models import CausalLM, TorchOps
 
 # %% auto #0
@@ -118,7 +118,7 @@ def blank_model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return find(spec.model, CausalLM)(spec, max_position, ops)
+            return spec.model_class()(spec, max_position, ops)
     finally:
         torch.set_default_dtype(default)
 
@@ -130,12 +130,6 @@ def load_model(
     """A model with the checkpoint's weights. `ops`: `TorchOps` unless given."""
     ops = ops or TorchOps()
     model = blank_model(spec, max_position, device, dtype, ops)
-
-    def adapt(readers: Readers) -> Readers:
-        for adapter in spec.adapters:
-            readers = find(adapter)(readers, spec, model)
-        return readers
-
-    load_weights(model, folder, adapt)
+    load_weights(model, folder, model.weight_readers)
     ops.prepare(model)
     return model

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from atom_mini.attention import (
     Attention, AttentionMetaData, get_forward_context, paged_attention, store_kv_cache,
 )  # fmt: skip
-from .checkpoint import ModelSpec, find
+from .checkpoint import ModelSpec
+from .rope_scaling import scale_frequencies
 
 # %% auto #0
 __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'RMSNorm', 'SelfAttention', 'MLP',
@@ -26,9 +27,7 @@ __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linea
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
     """(radians per token of each pair [dim / 2], factor on cos and sin)."""
     freqs = spec.rope["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
-    if spec.rope_scale is None:
-        return freqs, 1.0
-    return spec.rope_scale(freqs, spec.rope, dim)
+    return scale_frequencies(freqs, spec.rope, dim)
 
 # %% ../nbs/06a_models.ipynb #b9bf14ea
 class RotaryEmbedding(nn.Module):
@@ -36,6 +35,8 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, spec: ModelSpec, max_position: int, dim: int = 0) -> None:
         super().__init__()
+        if max_position == 0:  # the model is made for its weights' shapes alone
+            return
         freqs, factor = rotary_frequencies(spec, dim or spec.head_dim)
         angles = torch.outer(torch.arange(max_position).float(), freqs)
         self.cos = torch.cat([angles.cos(), angles.cos()], -1) * factor
@@ -137,7 +138,7 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """x [T, hidden] -> [T, hidden], keys and values through the paged cache."""
 
-    def __init__(self, spec: ModelSpec, ops: TorchOps, layer: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, ops: TorchOps) -> None:
         super().__init__()
         self.ops = ops
         self.eps = spec.rms_norm_eps
@@ -171,7 +172,7 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec, ops: TorchOps, layer: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, ops: TorchOps) -> None:
         super().__init__()
         self.ops = ops
         size = spec.intermediate_size
@@ -187,11 +188,15 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the last addition still to do."""
 
-    def __init__(self, spec: ModelSpec, ops: TorchOps, layer: int = 0) -> None:
+    self_attn: Any  # a `SelfAttention`, or another kind's
+    mlp: Any
+
+    def __init__(
+        self, spec: ModelSpec, ops: TorchOps, attention: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
         size = spec.hidden_size
-        self.self_attn = find(spec.attention, SelfAttention)(spec, ops, layer)
-        self.mlp = find(spec.mlp, MLP)(spec, ops, layer)
+        self.self_attn, self.mlp = attention, mlp
         self.input_layernorm = RMSNorm(size, spec.rms_norm_eps, ops)
         self.post_attention_layernorm = RMSNorm(size, spec.rms_norm_eps, ops)
 
@@ -208,15 +213,17 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, norm."""
 
-    def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
+    def __init__(
+        self, spec: ModelSpec, ops: TorchOps, layers: list[DecoderLayer],
+        rotary: nn.Module,
+    ) -> None:  # fmt: skip
         super().__init__()
         size = spec.hidden_size
         table = torch.empty(spec.vocab_size, size)  # torch would fill its own
         self.embed_tokens = nn.Embedding(spec.vocab_size, size, _weight=table)
-        layers = [DecoderLayer(spec, ops, i) for i in range(spec.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
-        self.rotary = find(spec.rotary, RotaryEmbedding)(spec, max_position)
+        self.rotary = rotary
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions [T] -> hidden [T, hidden]."""
@@ -229,11 +236,14 @@ class Decoder(nn.Module):
 
 # %% ../nbs/06a_models.ipynb #2bfa490a
 class CausalLM(nn.Module):
-    """A decoder with a head."""
+    """A decoder with a head. Other kinds of models override `make_attention`,
+    `make_mlp`, `make_rotary` or `weight_readers`."""
 
     def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        self.model = Decoder(spec, max_position, ops)
+        self.spec, self.ops = spec, ops
+        layers = [self.make_layer(i) for i in range(spec.num_hidden_layers)]
+        self.model = Decoder(spec, ops, layers, self.make_rotary(max_position))
         self.head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
         if spec.tie_word_embeddings:
             self.head.weight = self.model.embed_tokens.weight
@@ -245,3 +255,24 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocabulary]."""
         return self.head(hidden)
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """Layer number `layer`."""
+        halves = self.make_attention(layer), self.make_mlp(layer)
+        return DecoderLayer(self.spec, self.ops, *halves)
+
+    def make_attention(self, layer: int) -> nn.Module:
+        """The first half of this layer."""
+        return SelfAttention(self.spec, self.ops)
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        """The second half of this layer."""
+        return MLP(self.spec, self.ops)
+
+    def make_rotary(self, max_position: int) -> nn.Module:
+        """The tables of cos and sin; `max_position` 0: none."""
+        return RotaryEmbedding(self.spec, max_position)
+
+    def weight_readers(self, readers: dict[str, Any]) -> dict[str, Any]:
+        """What reads each of our weights, from what reads the tensors of the files."""
+        return readers

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from .checkpoint import ModelSpec, require
+from .checkpoint import require
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['TYPES', 'Spec', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'scale_rope']
+__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'unscaled', 'check_rope', 'scale_frequencies']
 
 # %% ../nbs/22_rope_scaling.ipynb #accbf26c
 def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
@@ -60,16 +59,23 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     return freqs * (1 - slow) + freqs / p["factor"] * slow, sharpness(p)
 
 # %% ../nbs/22_rope_scaling.ipynb #5ac0ee1b
-TYPES = {"default": None, "linear": linear, "llama3": llama3, "yarn": yarn}
+def unscaled(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
+    """The frequencies as they are."""
+    return freqs, 1.0
 
 
-Spec = TypeVar("Spec", bound=ModelSpec)  # a draft head's spec has more fields
+TYPES = {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn}
 
 
-def scale_rope(spec: Spec) -> Spec:
-    """`spec` with what changes its rotation's frequencies; ValueError for a type that
-    is not among `TYPES`."""
-    kind = spec.rope["rope_type"]
+def check_rope(rope: dict[str, Any]) -> None:
+    """ValueError for a rope type that is not among `TYPES`."""
+    kind = rope["rope_type"]
     known = ", ".join(TYPES)
     require(kind in TYPES, f"rope type {kind!r} is not supported: {known} are")
-    return replace(spec, rope_scale=TYPES[kind])
+
+
+def scale_frequencies(
+    freqs: Tensor, rope: dict[str, Any], dim: int
+) -> tuple[Tensor, float]:
+    """`freqs` [dim / 2] after the type in `rope`, and a factor on cos and sin."""
+    return TYPES[rope.get("rope_type", "default")](freqs, rope, dim)

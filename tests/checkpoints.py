@@ -108,9 +108,11 @@ def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed:
 def spec_of(cfg: Any) -> Any:
     """What the engine reads in a transformers config, of any family, whatever scales its rotation."""
     from atom_mini.families.records import read_family
-    from atom_mini.rope_scaling import scale_rope
+    from atom_mini.rope_scaling import check_rope
 
-    return scale_rope(read_family(cfg))
+    spec = read_family(cfg)
+    check_rope(spec.rope)
+    return spec
 
 
 def save_family(kind: str, folder: Path, seed: int = 0, **options: Any) -> Any:

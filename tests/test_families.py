@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.checkpoint import ModelSpec, find
+from atom_mini.checkpoint import ModelSpec
 from atom_mini.families import mixture, records
 from atom_mini.families.records import ARCHITECTURES, LACKING, Routing, is_sparse, read_experts, read_routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
@@ -265,9 +265,7 @@ def test_every_weight_is_read_once(tmp_path: Path) -> None:
         return found
 
     readers = {name: partial(counted, file, name) for name, file in checkpoint_files(tmp_path).items()}
-    spec = EngineArgs(str(tmp_path)).spec
-    for adapter in spec.adapters:
-        readers = find(adapter)(readers, spec, None)
+    readers = load(tmp_path).weight_readers(readers)
     found = [reader() for reader in readers.values()]
     sizes = {name: tensor.numel() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert read == sizes and sum(t.numel() for t in found) == sum(sizes.values())
@@ -333,26 +331,25 @@ def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words
 
 LOOK = """
 import importlib, sys
-from atom_mini.refinements.parts import PARTS, attach
-from atom_mini.checkpoint import FAMILIES
-before = dict(FAMILIES)
+import atom_mini.families.records
+from atom_mini.checkpoint import ModelRegistry
+from atom_mini.refinements.parts import EngineArgs
+before = dict(ModelRegistry.readers)
 importlib.import_module("atom_mini." + sys.argv[1])
-attach(PARTS)
-from atom_mini.config import Config
-assert FAMILIES == before, "an import changed Part I's table"
+assert ModelRegistry.readers == before, "an import changed the registry"
 spec = EngineArgs("tiny").spec
-print(type(spec).__name__, spec.attention, spec.mlp, spec.rotary, spec.rope_scale, spec.adapters)
+print(type(spec).__name__, spec.model_class().__name__, spec.model_class().__module__)
 """
 MODULES = ["mixture", "windows", "quantised", "latent", "state", "dealt"]
 
 
 @pytest.mark.parametrize("module", [*[f"families.{name}" for name in MODULES], "processes.shards"])
 def test_no_import_changes_what_a_model_is(module: str) -> None:
-    """Whatever is imported: the built-in model has Part I's spec, which names no builder."""
+    """Whatever is imported: the built-in model has Part I's spec, which names Part I's class."""
     if module == "processes.shards" and not find_spec("msgspec"):
         pytest.skip("needs msgspec")
     done = subprocess.run([sys.executable, "-c", LOOK, module], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ModelSpec", "None", "None", "None", "None", "()"]
+    assert done.stdout.split() == ["ModelSpec", "CausalLM", "atom_mini.models"]
 
 
 def test_specs_are_frozen_and_configs_left_alone() -> None:

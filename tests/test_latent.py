@@ -244,7 +244,7 @@ def test_rows_are_sorted_once() -> None:
     cfg = KINDS["deepseek_v3"](**checkpoints.SMALL | V3 | GROUPS)
     rows = torch.arange(4.0 * 48).view(-1, 1)
     readers: Any = {"a.q_b_proj.weight": lambda: rows, "a.o_proj.weight": lambda: rows, "lm_head.weight": lambda: rows}
-    found = latent.sort_latents(readers, spec_of(cfg), None)
+    found = latent.sort_latents(readers, spec_of(cfg))
     assert found["a.o_proj.weight"] is readers["a.o_proj.weight"] and found["lm_head.weight"]() is rows
     assert found["a.q_b_proj.weight"]()[48 + 30 : 48 + 36, 0].tolist() == [78, 79, 80, 82, 84, 86]
 

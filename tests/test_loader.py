@@ -24,7 +24,7 @@ import atom_mini
 import atom_mini.loading
 import atom_mini.models
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.checkpoint import FAMILIES
+from atom_mini.checkpoint import ModelRegistry
 from atom_mini.loading import load_model
 from atom_mini.memory import kvcache_block_bytes
 
@@ -222,7 +222,7 @@ def test_source_neither_pickles_nor_trusts() -> None:
 def test_unknown_architecture(architecture: str, single: Path) -> None:
     edit_json(single / "config.json", architectures=[architecture])
     message = refusal(single)
-    assert architecture in message and all(name in message for name in FAMILIES)
+    assert architecture in message and all(name in message for name in ModelRegistry.readers)
 
 
 def test_config_without_architectures(single: Path) -> None:

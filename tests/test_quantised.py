@@ -42,13 +42,6 @@ VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 IDS = [(7 * i * i + 3) % 300 for i in range(30)]
 
 
-class As:
-    """A spec of what is stored so."""
-
-    def __init__(self, how: dict[str, Any]) -> None:
-        self.storage = Storage(how["quant_method"])
-
-
 def plain_value(byte: int, high: bool) -> float:
     code = byte // 16 if high else byte % 16
     return -VALUES[code - 8] if code >= 8 else VALUES[code]
@@ -383,7 +376,7 @@ def experts(tmp_path: Path) -> tuple[dict[str, Any], Tensor, list]:
 def test_parts_of_experts(part: Any, experts: tuple) -> None:
     """As an index into what the file in 16 bits holds; of other experts nothing is read."""
     readers, wanted, reads = experts
-    adapted = unpack(readers, As(MXFP4), None)
+    adapted = unpack(readers, Storage("mxfp4"))
     assert adapted.keys() == {NAME, f"{NAME}_bias"} and not reads
     ours = adapted[NAME]() if part is None else adapted[NAME](part)
     assert same_bits(ours, wanted if part is None else wanted[part])
@@ -394,7 +387,7 @@ def test_parts_of_experts(part: Any, experts: tuple) -> None:
 def test_other_tensors_stay(experts: tuple) -> None:
     readers, _, _ = experts
     bias = f"{NAME}_bias"
-    adapted = unpack(readers, As(MXFP4), None)
+    adapted = unpack(readers, Storage("mxfp4"))
     assert adapted[bias]().equal(readers[bias]()) and adapted[bias](slice(2)).equal(readers[bias](slice(2)))
 
 
@@ -402,13 +395,13 @@ def test_blocks_without_scales(experts: tuple) -> None:
     """They keep their name, for which the loader has no place; scales without blocks are refused."""
     readers, _, _ = experts
     alone = {name: read for name, read in readers.items() if not name.endswith("_scales")}
-    adapted = unpack(alone, As(MXFP4), None)
+    adapted = unpack(alone, Storage("mxfp4"))
     assert f"{NAME}_blocks" in adapted
     with pytest.raises(ValueError, match="without scales"):
         adapted[f"{NAME}_blocks"]()
     alone = {name: read for name, read in readers.items() if not name.endswith("_blocks")}
     with pytest.raises(ValueError, match=f"{NAME}_scales"):
-        unpack(alone, As(MXFP4), None)
+        unpack(alone, Storage("mxfp4"))
 
 
 def test_the_layout_of_transformers() -> None:

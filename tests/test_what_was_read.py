@@ -12,6 +12,7 @@ from torch import nn
 
 from atom_mini import LLM
 from atom_mini.checkpoint import ModelSpec
+from atom_mini.models import MLP, CausalLM, RotaryEmbedding, SelfAttention
 from atom_mini.refinements.compiled import Compiled
 
 KINDS = ["qwen3", "qwen2", "llama"]
@@ -53,12 +54,14 @@ def test_a_default_engine_holds_part_ones_classes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_spec_names_no_builder(kind: str, tmp_path: Path) -> None:
+def test_its_spec_and_its_model_are_part_ones(kind: str, tmp_path: Path) -> None:
     save_checkpoint(kind, tmp_path, num_hidden_layers=2)
     with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=8) as llm:
-        spec = llm.config.spec
-        assert type(spec) is ModelSpec
-        assert (spec.attention, spec.mlp, spec.rotary, spec.adapters, spec.storage) == (None, None, None, (), None)
+        model: Any = llm.engine_core.runner.model  # type: ignore[attr-defined]
+        assert type(llm.config.spec) is ModelSpec and type(model) is CausalLM
+        assert {type(layer.self_attn) for layer in model.model.layers} == {SelfAttention}
+        assert {type(layer.mlp) for layer in model.model.layers} == {MLP}
+        assert type(model.model.rotary) is RotaryEmbedding
 
 
 def test_a_config_without_rope_parameters(tmp_path: Path) -> None:

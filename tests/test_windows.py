@@ -309,7 +309,7 @@ def window_off(by: int) -> Callable[..., Tensor]:
     return attend
 
 
-IN_TURNS = windows.in_turns
+IN_TURNS = mixture.in_turns
 
 
 def take_halves(read: Any, i: int, n: int) -> Tensor:
@@ -330,7 +330,7 @@ ATTEND: dict[str, Attend] = {
 }
 MISTAKES = {name: (windows, "windowed_attention", attend) for name, attend in ATTEND.items()}
 MISTAKES["plain SwiGLU"] = (mixture, "activate", lambda gate_up, limit: ACTIVATE(gate_up))
-MISTAKES["halves, not turns"] = (windows, "in_turns", take_halves)
+MISTAKES["halves, not turns"] = (mixture, "in_turns", take_halves)
 MISTAKES["softmax over all"] = (mixture, "route", route_over_all)
 
 
@@ -383,7 +383,7 @@ def test_every_expert_is_read_once(tmp_path: Path) -> None:
     """The slices cover the file; another number of experts is a wrong shape, not another model."""
     model = save("gpt-oss", tmp_path)
     file = torch.arange(8 * 4 * 6.0).view(8, 4, 6)
-    adapted = split_experts({"x.experts.gate_up_proj": lambda part: file[part]}, spec_of(model.config), None)
+    adapted = split_experts({"x.experts.gate_up_proj": lambda part: file[part]}, spec_of(model.config))
     assert torch.equal(torch.cat([read().flatten() for read in adapted.values()]).sort().values, file.flatten())
     for count in (6, 10):
         edit_json(tmp_path / "config.json", num_local_experts=count)

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .mixture import ExpertLinear, MixtureMLP
+from .quantised import FamilyModel
 from .records import FamilySpec
 from ..loading import Readers
 
 # %% auto #0
-__all__ = ['EXPERT', 'DealtMLP', 'keep_own', 'deal']
+__all__ = ['EXPERT', 'DealtMLP', 'keep_own', 'DealtModel', 'dealt_model', 'deal']
 
 # %% ../../nbs/72b_dealt.ipynb #5a34114d
 class DealtMLP(MixtureMLP):
@@ -45,7 +44,7 @@ class DealtMLP(MixtureMLP):
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
-def keep_own(ranks: Any, readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+def keep_own(ranks: Any, readers: Readers, spec: FamilySpec) -> Readers:
     """Of the experts in `readers` only this rank's, with its own numbers."""
     assert spec.experts is not None
     count = spec.experts.count // ranks.size
@@ -60,7 +59,31 @@ def keep_own(ranks: Any, readers: Readers, spec: FamilySpec, model: Any) -> Read
     return mine
 
 # %% ../../nbs/72b_dealt.ipynb #6b21b9de
+class DealtModel(FamilyModel):
+    """A model with the experts of one of `ranks` (rank, size, gather, sum_back)."""
+
+    ranks: Any
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        if self.spec.sparse[layer]:
+            return DealtMLP(self.spec, self.ops, ranks=self.ranks)
+        return super().make_mlp(layer)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        return keep_own(self.ranks, super().weight_readers(readers), self.spec)
+
+
+def dealt_model(kind: type[FamilyModel], ranks: Any) -> type[DealtModel]:
+    """The class of a model of `kind` with the experts of one of `ranks`."""
+    return type("DealtModel", (DealtModel, kind), {"ranks": ranks})
+
+
 def deal(spec: FamilySpec, ranks: Any) -> FamilySpec:
-    """The spec of one of `ranks` (rank, size, gather, sum_back) with its experts."""
-    adapters = (*spec.adapters, partial(keep_own, ranks))
-    return replace(spec, mixture=partial(DealtMLP, ranks=ranks), adapters=adapters)
+    """`spec`, whose model has the experts of one of `ranks`."""
+    kind: Any = type(spec)
+
+    class DealtSpec(kind):
+        def model_class(self) -> Any:
+            return dealt_model(super().model_class(), ranks)
+
+    return DealtSpec(**vars(spec))

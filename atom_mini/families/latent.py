@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ..attention import Attention, get_forward_context
 from .mixture import sort_rows
+from .quantised import FamilyModel
 from .records import LatentSpec
 from ..loading import Readers
 from ..models import Linear, RMSNorm, TorchOps, rotate, unfilled
 
 # %% auto #0
-__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents']
+__all__ = ['halves_first', 'softmax_scale', 'attend_latent', 'LatentAttention', 'sort_latents', 'LatentModel']
 
 # %% ../../nbs/65a_latent_attention.ipynb #87e764b3
 def halves_first(size: int, dim: int) -> Tensor:
@@ -48,7 +49,7 @@ def attend_latent(ops: Any, size: int, q: Tensor, cache: Tensor, *rest: Any) -> 
 class LatentAttention(nn.Module):
     """x [T, hidden] -> [T, hidden], one row per token through the paged cache."""
 
-    def __init__(self, spec: LatentSpec, ops: TorchOps, layer: int = 0) -> None:
+    def __init__(self, spec: LatentSpec, ops: TorchOps) -> None:
         super().__init__()
         hidden, rank, bias = spec.hidden_size, spec.q_lora_rank, spec.qkv_bias
         latent, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
@@ -86,7 +87,7 @@ class LatentAttention(nn.Module):
         return self.o(torch.einsum("thl,hvl->thv", sums, values).flatten(1))
 
 # %% ../../nbs/65a_latent_attention.ipynb #f081cef3
-def sort_latents(readers: Readers, spec: LatentSpec, model: Any) -> Readers:
+def sort_latents(readers: Readers, spec: LatentSpec) -> Readers:
     """Rows that are rotated, sorted as `rotate` wants them."""
     if not spec.rope_interleave:
         return readers
@@ -95,3 +96,15 @@ def sort_latents(readers: Readers, spec: LatentSpec, model: Any) -> Readers:
     row = halves_first(spec.kv_lora_rank + rope, rope)
     names = {"q_proj": key, "q_b_proj": key, "kv_a_proj_with_mqa": row}
     return sort_rows(readers, names)
+
+# %% ../../nbs/65a_latent_attention.ipynb #bb1ed1e9
+class LatentModel(FamilyModel):
+    """The model of a `LatentSpec`."""
+
+    spec: LatentSpec
+
+    def make_attention(self, layer: int) -> nn.Module:
+        return LatentAttention(self.spec, self.ops)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        return sort_latents(super().weight_readers(readers), self.spec)

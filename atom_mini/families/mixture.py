@@ -10,24 +10,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import get_forward_context
-from ..checkpoint import find
 from .records import FamilySpec, Routing
 from ..loading import Readers
 from atom_mini.models import (
-    MLP, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps, unfilled,
+    MLP, CausalLM, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps, unfilled,
 )  # fmt: skip
 
 # %% auto #0
 __all__ = ['RENAMED', 'FUSED', 'PARTS', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate', 'MixtureMLP',
-           'make_mlp', 'VariedAttention', 'rotary_order', 'PartialRotary', 'rename', 'is_announced', 'rename_weights',
-           'read_expert', 'in_halves', 'split_experts', 'reorder', 'sort_rows', 'sort_heads']
+           'VariedAttention', 'rotary_order', 'PartialRotary', 'rename', 'is_announced', 'rename_weights',
+           'read_expert', 'in_halves', 'in_turns', 'split_experts', 'reorder', 'sort_rows', 'sort_heads',
+           'MixtureModel']
 
 # %% ../../nbs/61_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -114,7 +113,7 @@ class MixtureMLP(nn.Module):
 
     linear: type[ExpertLinear] = ExpertLinear  # what holds the experts
 
-    def __init__(self, spec: FamilySpec, ops: TorchOps, layer: int = 0) -> None:
+    def __init__(self, spec: FamilySpec, ops: TorchOps) -> None:
         super().__init__()
         experts, size = spec.experts, spec.hidden_size
         assert experts is not None and spec.routing is not None, "this layer has some"
@@ -141,9 +140,10 @@ class MixtureMLP(nn.Module):
         """x [T, hidden], ids (up to nobody's) and weights [T, k] -> [T, hidden]."""
         if not self.ops.is_triton:
             return loop_over_experts(x, ids, weights, self.expert)
-        run = find("families.grouped:grouped_experts")  # chapter 62: needs Triton
+        from atom_mini.families.grouped import grouped_experts  # chapter 62: needs Triton
+
         stacks = self.gate_up.stacked(), self.down.stacked()
-        return run(x, ids, weights, *stacks, self.limit)
+        return grouped_experts(x, ids, weights, *stacks, self.limit)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts' share: x [T, hidden], ids and weights [T, k]."""
@@ -163,17 +163,12 @@ class MixtureMLP(nn.Module):
             shared = shared * torch.sigmoid(self.shared_gate(x))
         return out + shared
 
-# %% ../../nbs/61_mixture.ipynb #7178a5d6
-def make_mlp(spec: FamilySpec, ops: TorchOps, layer: int) -> nn.Module:
-    """The second half of this layer."""
-    return (find(spec.mixture) if spec.sparse[layer] else MLP)(spec, ops, layer)
-
 # %% ../../nbs/61_mixture.ipynb #f3b3f576
 class VariedAttention(SelfAttention):
     """`SelfAttention` that may not turn, or that norms all heads as one vector."""
 
     def __init__(self, spec: FamilySpec, ops: TorchOps, layer: int = 0) -> None:
-        super().__init__(spec, ops, layer)
+        super().__init__(spec, ops)
         self.turns = spec.turning[layer]
         self.has_whole_norm = spec.has_whole_norm
         self.widths = [*self.qkv.parts.values()]
@@ -208,6 +203,8 @@ class PartialRotary(RotaryEmbedding):
 
     def __init__(self, spec: FamilySpec, max_position: int) -> None:
         super().__init__(spec, max_position, spec.turned_dim)
+        if max_position == 0:
+            return
         rest = 0, (spec.head_dim - spec.turned_dim) // 2  # behind each half
         cos, sin = (x.unflatten(-1, (2, -1)) for x in (self.cos, self.sin))
         self.cos = F.pad(cos, rest, value=1.0).flatten(1)
@@ -235,7 +232,7 @@ def is_announced(name: str, spec: FamilySpec) -> bool:
     return found is not None and last <= int(found[1]) < last + spec.mtp_layers
 
 # %% ../../nbs/61_mixture.ipynb #84ec17d2
-def rename_weights(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+def rename_weights(readers: Readers, spec: FamilySpec) -> Readers:
     """The checkpoint's weights under our names."""
     return {rename(n): r for n, r in readers.items() if not is_announced(n, spec)}
 
@@ -250,16 +247,25 @@ def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
     """Part i of n that lie one behind the other in an expert [1, all rows, size]."""
     return read().chunk(n, 1)[i].flatten(0, 1)
 
+# %% ../../nbs/61_mixture.ipynb #0470966e
+def in_turns(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
+    """Rows i, i + n ... of an expert: of [1, size, all rows] transposed, of a bias [1,
+    all rows], and of packed ones, [1, all rows, ...] in bytes, each in one piece."""
+    expert = read()
+    is_packed = expert.dtype == torch.uint8
+    rows = expert.flatten(2) if is_packed else expert.movedim(-1, 1)
+    return rows[:, i::n].flatten(0, 1)
+
 # %% ../../nbs/61_mixture.ipynb #1f5b7a9c
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_?(bias|blocks|scales|)")
 PARTS = {"gate_up": ["gate_proj", "up_proj"], "down": ["down_proj"]}
 
 
-def split_experts(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+def split_experts(readers: Readers, spec: FamilySpec) -> Readers:
     """A reader per expert and part where a file holds all experts in one tensor."""
     if (experts := spec.experts) is None:
         return readers
-    take = find("families.windows:in_turns") if experts.in_turns else in_halves
+    take = in_turns if experts.in_turns else in_halves
     split, read_one = Readers(), lru_cache(maxsize=1)(read_expert)  # for gate, then up
     for name, read in readers.items():
         if not (match := FUSED.fullmatch(name)):
@@ -287,10 +293,37 @@ def sort_rows(readers: Readers, orders: dict[str, Tensor]) -> Readers:
     return ours
 
 # %% ../../nbs/61_mixture.ipynb #7ae6471c
-def sort_heads(readers: Readers, spec: FamilySpec, model: Any) -> Readers:
+def sort_heads(readers: Readers, spec: FamilySpec) -> Readers:
     """What turns comes first in each half of a head."""
     if spec.turned_dim == spec.head_dim:
         return readers
     names = ("q_proj", "k_proj", "q_norm", "k_norm")
     order = rotary_order(spec.head_dim, spec.turned_dim)
     return sort_rows(readers, dict.fromkeys(names, order))
+
+# %% ../../nbs/61_mixture.ipynb #8f60a4c9
+class MixtureModel(CausalLM):
+    """A `CausalLM` with experts, and with the small differences of attention."""
+
+    spec: FamilySpec
+
+    def make_attention(self, layer: int) -> nn.Module:
+        return VariedAttention(self.spec, self.ops, layer)
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        if self.spec.sparse[layer]:
+            return MixtureMLP(self.spec, self.ops)
+        return super().make_mlp(layer)
+
+    def make_rotary(self, max_position: int) -> nn.Module:
+        if self.spec.turned_dim < self.spec.head_dim:
+            return PartialRotary(self.spec, max_position)
+        return super().make_rotary(max_position)
+
+    def rename(self, readers: Readers) -> Readers:
+        """The checkpoint's weights under our names."""
+        return rename_weights(readers, self.spec)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        readers = split_experts(self.rename(readers), self.spec)
+        return sort_heads(readers, self.spec)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ..checkpoint import require
 from .mixture import ExpertLinear, MixtureMLP
-from .records import FamilySpec, Storage
+from .records import Storage
+from .windows import WindowModel
 from ..loading import Readers
-from ..models import TorchOps
 
 # %% auto #0
 __all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantise_mxfp4', 'dequantise_fp8', 'read_mxfp4', 'read_fp8', 'read_checked',
-           'unpack', 'PackedExperts', 'PackedMLP', 'make_packed']
+           'unpack', 'PackedExperts', 'PackedMLP', 'FamilyModel']
 
 # %% ../../nbs/64_quantised_files.ipynb #e09fc83a
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -91,22 +91,20 @@ def read_checked(name: str, read: Any, part: Any = None) -> Tensor:
 _log = logging.getLogger("atom_mini")
 
 
-def unpack(readers: Readers, spec: Any, model: Any) -> Readers:
+def unpack(readers: Readers, storage: Storage) -> Readers:
     """One reader for each packed weight and its scales, under the weight's plain name.
 
     Nothing is read here. ValueError for scales without a weight.
     """
-    if model is not None and any(isinstance(m, PackedExperts) for m in model.modules()):
-        return readers  # its weights are as they are stored
     left = {**readers}
-    packed, scales, end, read = METHODS[spec.storage.method]
+    packed, scales, end, read = METHODS[storage.method]
     names = [n for n in left if n.endswith(scales)]
     _log.info("%d weights are unpacked as they are read", len(names))
     for name in names:
         base = name.removesuffix(scales)
         require(base + packed in left, f"there is {name}, but no {base + packed}")
         pair = left.pop(base + packed), left.pop(name)
-        left[base + end] = partial(read, *pair, spec.storage)
+        left[base + end] = partial(read, *pair, storage)
     return {n: partial(read_checked, n, r) for n, r in left.items()}
 
 # %% ../../nbs/64_quantised_files.ipynb #b237560b
@@ -132,8 +130,19 @@ class PackedMLP(MixtureMLP):
     linear = PackedExperts
 
 
-def make_packed(spec: FamilySpec, ops: TorchOps, layer: int) -> MixtureMLP:
-    """A layer's experts, which stay packed where a kernel reads them."""
-    is_half = torch.get_default_dtype().itemsize == 2
-    kind = PackedMLP if is_half and ops.is_triton else MixtureMLP
-    return kind(spec, ops, layer)
+class FamilyModel(WindowModel):
+    """The model of a `FamilySpec`, whose file may be quantised."""
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        storage = self.spec.storage
+        is_mxfp4 = storage is not None and storage.method == "mxfp4"
+        is_half = torch.get_default_dtype().itemsize == 2
+        if self.spec.sparse[layer] and is_mxfp4 and is_half and self.ops.is_triton:
+            return PackedMLP(self.spec, self.ops)
+        return super().make_mlp(layer)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        stays_packed = any(isinstance(m, PackedMLP) for m in self.modules())
+        if self.spec.storage is not None and not stays_packed:
+            readers = unpack(readers, self.spec.storage)
+        return super().weight_readers(readers)

@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from atom_mini.checkpoint import (
-    FAMILIES, ModelSpec, check_supported, find_family, read_rope, read_spec, require,
+    ModelRegistry, ModelSpec, check_supported, read_rope, read_spec, require,
 )  # fmt: skip
 from ..file_checks import is_count
 
 # %% auto #0
-__all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'WEIGHTS', 'MTP', 'PARTLY', 'ROWS', 'CHECKS', 'ONLY', 'PART_ONE', 'NAMES', 'ADDED',
-           'LACKING', 'ARCHITECTURES', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts',
-           'check_experts', 'is_sparse', 'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage',
-           'read_windows', 'read_differences', 'check_latents', 'check_states', 'check_layers', 'check_family',
-           'read_row', 'decoder_of', 'read_family', 'find_any_family']
+__all__ = ['EVEN', 'RULES', 'COUNTS', 'FULL', 'MTP', 'PARTLY', 'PART_ONE', 'ROWS', 'CHECKS', 'ONLY', 'NAMES', 'ARCHITECTURES',
+           'LACKING', 'Routing', 'first_of', 'read_routing', 'Experts', 'read_experts', 'check_experts', 'is_sparse',
+           'FamilySpec', 'LatentSpec', 'StateSpec', 'Storage', 'read_storage', 'read_windows', 'read_differences',
+           'check_latents', 'check_states', 'check_layers', 'check_family', 'read_row', 'decoder_of', 'read_family']
 
 # %% ../../nbs/60_experts.ipynb #389b1116
 @dataclass(frozen=True)
@@ -118,7 +116,6 @@ def is_sparse(cfg: Any, layer: int) -> bool:
 
 # %% ../../nbs/60_experts.ipynb #fd722310
 FULL = ("full_attention",)
-WEIGHTS = ("families.mixture:rename_weights", "families.mixture:split_experts")
 
 
 @dataclass(frozen=True)
@@ -126,17 +123,20 @@ class FamilySpec(ModelSpec):
     """`ModelSpec`, and what models of this part have beside it; tuples are by layer."""
 
     kinds: ClassVar[tuple[str, ...]] = (*FULL, "sliding_attention")  # of layers
-    attention: Any = "families.windows:make_attention"
-    adapters: tuple[Any, ...] = (*WEIGHTS, "families.mixture:sort_heads")
     experts: Experts | None = None
     routing: Routing | None = None
-    mixture: Any = "families.mixture:MixtureMLP"  # of a layer with experts
     sparse: tuple[bool, ...] = ()  # has experts
     turning: tuple[bool, ...] = ()  # its heads turn by their positions
     windows: tuple[int, ...] = ()  # keys that a query sees, 0: all
     has_whole_norm: bool = False  # one norm over all heads of q, and one of k
     has_sinks: bool = False
     mtp_layers: int = 0  # behind the last one: drafters
+    storage: Storage | None = None  # how the file has its weights; None: as they are
+
+    def model_class(self) -> Any:
+        from atom_mini.families.quantised import FamilyModel
+
+        return FamilyModel
 
     @property
     def turned_dim(self) -> int:
@@ -149,14 +149,17 @@ class LatentSpec(FamilySpec):
     """A model that keeps a row of latents for all heads; its config's names."""
 
     kinds = FULL
-    attention: Any = "families.latent:LatentAttention"
-    adapters: tuple[Any, ...] = (*WEIGHTS, "families.latent:sort_latents")
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     rope_interleave: bool = True
+
+    def model_class(self) -> Any:
+        from atom_mini.families.latent import LatentModel
+
+        return LatentModel
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -176,8 +179,6 @@ class StateSpec(FamilySpec):
     """A model most of whose layers keep a state; its config's names."""
 
     kinds = (*FULL, "linear_attention")
-    attention: Any = "families.state:make_attention"
-    adapters: tuple[Any, ...] = ("families.state:take_decoder", *FamilySpec.adapters)
     layer_types: tuple[str, ...] = ()
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
@@ -186,6 +187,11 @@ class StateSpec(FamilySpec):
     linear_conv_kernel_dim: int = 0
     mtp_num_hidden_layers: int = 0
     has_vision: bool = False  # the file holds an encoder of images
+
+    def model_class(self) -> Any:
+        from atom_mini.families.state import StateModel
+
+        return StateModel
 
     @property
     def kv_layers(self) -> int:
@@ -218,7 +224,8 @@ def read_storage(cfg: Any) -> Storage | None:
 # %% ../../nbs/60_experts.ipynb #74859e98
 def read_windows(cfg: Any) -> tuple[int, ...]:
     """By layer: the keys that a query sees, 0: all. ValueError if none are said."""
-    size = getattr(cfg, "sliding_window", 0)
+    is_llama = cfg.model_type == "llama"  # which ignores it
+    size = 0 if is_llama else getattr(cfg, "sliding_window", 0)
     types = getattr(cfg, "layer_types", None)
     if not types:
         return (size or 0,) * cfg.num_hidden_layers
@@ -244,7 +251,6 @@ def read_differences(cfg: Any, raw: dict[str, Any] | None) -> dict[str, Any]:
         "has_qk_norm": getattr(cfg, "use_qk_norm", kind.startswith("qwen3")),
         "has_whole_norm": kind == "olmoe",
         "has_sinks": kind == "gpt_oss",
-        "rotary": "families.mixture:PartialRotary" if kind in PARTLY else None,
         "experts": experts,
         "routing": read_routing(cfg) if experts else None,
         "sparse": tuple(is_sparse(cfg, layer) for layer in layers),
@@ -274,8 +280,9 @@ def check_states(cfg: Any) -> None:
     require(values % keys == 0, what)
 
 # %% ../../nbs/60_experts.ipynb #7c33a326
-ROWS: dict[str, type[ModelSpec]] = {"llama": ModelSpec, "glm4_moe": FamilySpec}
-ROWS |= dict.fromkeys(["qwen2", "qwen3", "mistral", "smollm3", "gpt_oss"], FamilySpec)
+PART_ONE = ("llama", "qwen2", "qwen3")
+ROWS: dict[str, type[FamilySpec]] = dict.fromkeys(PART_ONE, FamilySpec)
+ROWS |= dict.fromkeys(["mistral", "smollm3", "gpt_oss", "glm4_moe"], FamilySpec)
 ROWS |= dict.fromkeys(["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"], FamilySpec)
 ROWS |= dict.fromkeys(["deepseek_v2", "deepseek_v3", "glm4_moe_lite"], LatentSpec)
 ROWS |= dict.fromkeys(["qwen3_5_text", "qwen3_5_moe_text"], StateSpec)
@@ -299,7 +306,7 @@ def check_family(cfg: Any) -> None:
     """ValueError for what the config asks for and this does not compute."""
     kind = ROWS[cfg.model_type]
     check_supported(cfg)
-    check_layers(cfg, getattr(kind, "kinds", FULL))
+    check_layers(cfg, FULL if cfg.model_type == "llama" else kind.kinds)
     for name, only in ONLY.items():
         value = getattr(cfg, name, only)
         require(value == only, f"{name}={value} is not supported: {only} is")
@@ -316,7 +323,6 @@ def read_row(cfg: Any, raw: dict[str, Any] | None, **more: Any) -> FamilySpec:
     found = read_differences(cfg, raw) | more
     if any(found["sparse"]):
         check_experts(found["experts"], found["routing"])
-        found["mlp"] = "families.mixture:make_mlp"
     known = {f.name for f in fields(FamilySpec)}
     for own in [f for f in fields(kind) if f.name not in {*known, *found}]:
         value = getattr(cfg, own.name, own.default)
@@ -333,32 +339,25 @@ def decoder_of(wrapper: Any) -> Any:
     return cfg
 
 # %% ../../nbs/60_experts.ipynb #798c0d59
-PART_ONE = ("llama", "qwen2", "qwen3")
-
-
 def read_family(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     """The spec of any model that this book runs: Part I's own for Part I's models, as
-    long as no layer slides. ValueError for what is not computed."""
+    long as no layer slides and no weight is packed. ValueError for what is not
+    computed."""
     wrapped = cfg.model_type in ("qwen3_5", "qwen3_5_moe")
     cfg = decoder_of(cfg) if wrapped else cfg
     check_family(cfg)
     storage = read_storage(cfg)
-    if cfg.model_type in PART_ONE and not any(read_windows(cfg)):
-        spec = read_spec(cfg)
-    else:
-        spec = read_row(cfg, raw, **{"has_vision": True} if wrapped else {})
-    if storage is None:
-        return spec
-    is_packed = storage.method == "mxfp4" and spec.mlp is not None
-    more = {"mixture": "families.quantised:make_packed"} if is_packed else {}
-    adapters = ("families.quantised:unpack", *spec.adapters)
-    return replace(spec, storage=storage, adapters=adapters, **more)
+    if cfg.model_type in PART_ONE and not storage and not any(read_windows(cfg)):
+        return read_spec(cfg)
+    more = {"has_vision": True} if wrapped else {}
+    return read_row(cfg, raw, storage=storage, **more)
 
 # %% ../../nbs/60_experts.ipynb #aa4fa1da
-NAMES = ["Mistral", "SmolLM3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "Glm4Moe"]
-NAMES += ["GptOss", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Qwen3_5", "Qwen3_5Moe"]
-ADDED = [f"{name}ForCausalLM" for name in NAMES]
-ADDED += [f"{name}ForConditionalGeneration" for name in NAMES[-2:]]  # with images
+NAMES = ["Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Mixtral", "Qwen2Moe"]
+NAMES += ["Qwen3Moe", "Olmoe", "Glm4Moe", "GptOss", "DeepseekV2", "DeepseekV3"]
+NAMES += ["Glm4MoeLite", "Qwen3_5", "Qwen3_5Moe"]
+ARCHITECTURES = [f"{name}ForCausalLM" for name in NAMES]
+ARCHITECTURES += [f"{name}ForConditionalGeneration" for name in NAMES[-2:]]  # images
 LACKING = {  # how their names begin
     "DeepseekV32": "sparse attention, whose indexer chooses the keys",
     "DeepseekV4": "compressed attention and its indexer",
@@ -370,15 +369,6 @@ LACKING = {  # how their names begin
     "MiniMax": "lightning attention, which keeps a state",
     "Qwen3Next": "rows of in_proj_qkvz taken apart by heads",
 }
-ARCHITECTURES = dict.fromkeys([*FAMILIES, *ADDED], read_family)
-
-
-def find_any_family(folder: Path, raw: dict[str, Any]) -> Any:
-    """What reads the spec of this `config.json`; ValueError for an architecture that is
-    unknown, or lacks something."""
-    name = (raw.get("architectures") or [""])[0]
-    known = ", ".join(ARCHITECTURES)
-    for start, needs in LACKING.items():
-        wrong = f"{folder} holds {name} (it needs {needs}): supported are {known}"
-        require(not name.startswith(start), wrong)
-    return find_family(folder, raw, ARCHITECTURES)
+for architecture in ARCHITECTURES:
+    ModelRegistry.register_model(architecture, read_family)
+ModelRegistry.hints.update(LACKING)

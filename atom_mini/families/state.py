@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, get_forward_context
 from ..checkpoint import require
+from .quantised import FamilyModel
 from .records import StateSpec
 from ..loading import Readers
 from ..memory import free_host_bytes
@@ -29,8 +30,8 @@ from ..uploads import choose_upload
 
 # %% auto #0
 __all__ = ['CHUNK', 'delta_chunk', 'delta_rule', 'causal_conv', 'mixed_sizes', 'state_shapes', 'StateMetaData', 'GatedDeltaNet',
-           'unit', 'GatedAttention', 'make_attention', 'state_bytes', 'read_half', 'add_one', 'take_decoder',
-           'StatePool', 'StateRunner']
+           'unit', 'GatedAttention', 'state_bytes', 'read_half', 'add_one', 'take_decoder', 'StateModel', 'StatePool',
+           'StateRunner']
 
 # %% ../../nbs/66_state.ipynb #dcb2317f
 def delta_chunk(
@@ -98,7 +99,7 @@ class GatedDeltaNet(nn.Module):
     """x [T, hidden] -> [T, hidden], through a state per sequence. The runner sets
     `state` [slots, H, Dk, Dv] float32 and `past` [slots, W - 1, C]."""
 
-    def __init__(self, spec: StateSpec, ops: TorchOps, layer: int = 0) -> None:
+    def __init__(self, spec: StateSpec, ops: TorchOps) -> None:
         super().__init__()
         self.spec, mixed = spec, mixed_sizes(spec)
         state, (past, _) = state_shapes(spec)
@@ -154,8 +155,8 @@ def unit(x: Tensor) -> Tensor:
 class GatedAttention(SelfAttention):
     """`SelfAttention` with normed q and k, and a gate [T, H * D] on what it finds."""
 
-    def __init__(self, spec: StateSpec, ops: TorchOps, layer: int = 0) -> None:
-        super().__init__(spec, ops, layer)
+    def __init__(self, spec: StateSpec, ops: TorchOps) -> None:
+        super().__init__(spec, ops)
         rows = {"q_gate": self.qkv.parts["q_proj"]}
         self.gate = Linear(spec.hidden_size, rows, spec.qkv_bias)
 
@@ -165,12 +166,6 @@ class GatedAttention(SelfAttention):
         qkv, rest = self.project(x), (norm, self.eps, cos, sin, cache, places)
         q = self.ops.rotate_and_store(qkv, *rest)
         return self.o(self.attn(q).flatten(1) * self.gate(x).sigmoid())
-
-# %% ../../nbs/66_state.ipynb #9c407afd
-def make_attention(spec: StateSpec, ops: TorchOps, layer: int) -> nn.Module:
-    """The first half of this layer."""
-    attends = spec.layer_types[layer] == "full_attention"
-    return (GatedAttention if attends else GatedDeltaNet)(spec, ops, layer)
 
 # %% ../../nbs/66_state.ipynb #89040d4f
 def state_bytes(spec: StateSpec, dtype: torch.dtype) -> int:
@@ -190,7 +185,7 @@ def add_one(read: Callable[..., Tensor]) -> Tensor:
     return read().float() + 1
 
 # %% ../../nbs/66_state.ipynb #c3b8b8f8
-def take_decoder(readers: Readers, spec: StateSpec, model: Any) -> Readers:
+def take_decoder(readers: Readers, spec: StateSpec) -> Readers:
     """The decoder's weights, with q apart from its gate, and whole norms."""
     parts = {"model.visual.": spec.has_vision, "mtp.": spec.mtp_num_hidden_layers}
     skipped = tuple(part for part, is_said in parts.items() if is_said)
@@ -207,6 +202,19 @@ def take_decoder(readers: Readers, spec: StateSpec, model: Any) -> Readers:
             read = partial(read_half, read, spec.head_dim, 0)
         ours[name.replace(".linear_attn.", ".self_attn.")] = read
     return ours
+
+# %% ../../nbs/66_state.ipynb #ca0ff2ab
+class StateModel(FamilyModel):
+    """The model of a `StateSpec`."""
+
+    spec: StateSpec
+
+    def make_attention(self, layer: int) -> nn.Module:
+        attends = self.spec.layer_types[layer] == "full_attention"
+        return (GatedAttention if attends else GatedDeltaNet)(self.spec, self.ops)
+
+    def rename(self, readers: Readers) -> Readers:
+        return super().rename(take_decoder(readers, self.spec))
 
 # %% ../../nbs/66_state.ipynb #cc594503
 class StatePool:

@@ -10,16 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, causal_mask, gather_kv
-from ..checkpoint import find, require
-from .mixture import VariedAttention
-from .records import FamilySpec
-from ..models import TorchOps, unfilled
+from ..checkpoint import require
+from .mixture import MixtureModel
+from ..models import unfilled
 
 # %% auto #0
-__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'make_attention', 'in_turns']
+__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'WindowModel']
 
 # %% ../../nbs/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -62,29 +61,29 @@ def windowed_attention(
     return torch.cat(out)
 
 # %% ../../nbs/63_sinks_windows.ipynb #f9f41bd5
-def make_attention(spec: FamilySpec, ops: TorchOps, layer: int) -> VariedAttention:
-    """The attention of this layer, within its window, and with a logit per head,
-    `sinks` [H], that takes weight and gives nothing.
+class WindowModel(MixtureModel):
+    """A `MixtureModel` whose layers may have a window, and a logit per head, `sinks`
+    [H], that takes weight and gives nothing.
 
     ValueError for `ops` that pad their rows: their metadata is another.
     """
-    found: Any = VariedAttention(spec, ops, layer)
-    window = spec.windows[layer]
-    if window or spec.has_sinks:
-        is_padded = hasattr(ops, "is_padded")
-        require(not is_padded, "scheduler='spyre' lacks sinks, windows")
-        found.sinks = unfilled(spec.num_attention_heads) if spec.has_sinks else None
-        attend: Any = windowed_attention
-        if ops.is_triton:  # chapter 63b
-            attend = partial(find("families.window_kernel:attend"), ops)
-        found.attn.attend = partial(attend, window=window, sinks=found.sinks)
-    return found
 
-# %% ../../nbs/63_sinks_windows.ipynb #05286c97
-def in_turns(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
-    """Rows i, i + n ... of an expert: of [1, size, all rows] turned, of a bias [1, all
-    rows], and of packed ones, [1, all rows, ...] in bytes, each in one piece."""
-    expert = read()
-    is_packed = expert.dtype == torch.uint8
-    rows = expert.flatten(2) if is_packed else expert.movedim(-1, 1)
-    return rows[:, i::n].flatten(0, 1)
+    def make_attention(self, layer: int) -> nn.Module:
+        found: Any = super().make_attention(layer)
+        window, has_sinks = self.spec.windows[layer], self.spec.has_sinks
+        if window or has_sinks:
+            is_padded = hasattr(self.ops, "is_padded")
+            require(not is_padded, "scheduler='spyre' lacks sinks, windows")
+            found.sinks = unfilled(self.spec.num_attention_heads) if has_sinks else None
+            bounds = {"window": window, "sinks": found.sinks}
+            found.attn.attend = partial(self.find_attend(), **bounds)
+        return found
+
+    def find_attend(self) -> Callable[..., Tensor]:
+        """What attends within a window and with sinks."""
+        ops: Any = self.ops
+        if not ops.is_triton:
+            return windowed_attention
+        from atom_mini.families.window_kernel import attend  # chapter 63b: needs Triton
+
+        return partial(attend, ops)

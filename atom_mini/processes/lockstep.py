@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checkpoint import find, require
+from ..checkpoint import require
 from ..engine_core import EngineCore
+from ..families.dealt import deal
 from ..graphs import first_decodes
 from .engine_process import EngineCoreProc
 from .shards import Group, open_group
@@ -142,7 +143,7 @@ def make_member(config: EngineArgs) -> EngineCore:
     different graphs."""
     ranks = vars(config)["ranks"] = meet(config)
     if config.enable_expert_parallel:
-        config.spec = find("families.dealt:deal")(config.spec, ranks)
+        config.spec = deal(config.spec, ranks)
     core = make_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))

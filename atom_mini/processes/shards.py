@@ -21,15 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..assemble import choose_runner
-from ..checkpoint import ModelSpec, find, require
+from ..checkpoint import ModelSpec, require
 from ..refinements.parts import EngineArgs
 from ..loading import Readers, read_tensor, weight_targets
 from ..model_runner import choose_device
 from ..models import CausalLM, RMSNorm, TorchOps
 
 # %% auto #0
-__all__ = ['cut', 'check_dealt', 'cut_experts', 'cut_spec', 'Group', 'make_backend', 'open_group', 'Shard', 'shapes_of',
-           'find_cut', 'read_cut', 'read_zeros', 'SharedTable', 'SharedHead', 'SharedNorm', 'join_ranks', 'make_rank']
+__all__ = ['cut', 'check_dealt', 'cut_experts', 'cut_spec', 'Group', 'make_backend', 'open_group', 'Shard', 'lay_out',
+           'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'RankModel', 'SharedTable', 'SharedHead', 'SharedNorm',
+           'join_ranks', 'make_rank']
 
 # %% ../../nbs/72a_shards.ipynb #4eee882c
 def cut(count: int, name: str, n: int, knob: str = "tensor_parallel_size") -> int:
@@ -61,10 +62,12 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     knob = f"tensor_parallel_size={n}"
     kv, vocab = spec.num_key_value_heads, spec.vocab_size
     sparse = getattr(spec, "sparse", ())
-    more: dict[str, Any] = {"storage": None, "num_key_value_heads": max(1, kv // n)}
+    more: dict[str, Any] = {"num_key_value_heads": max(1, kv // n)}
     heads = cut(spec.num_attention_heads, "num_attention_heads", n)
     if is_dealt:
         check_dealt(spec, n)
+    if getattr(spec, "storage", None):
+        more["storage"] = None  # what a rank cuts is unpacked
     if any(sparse):
         experts: Any = getattr(spec, "experts", None)
         more["experts"] = cut_experts(experts, n, is_dealt)
@@ -152,11 +155,11 @@ class Shard:
     is_dealt: bool = False  # it has whole experts
     group: Any = None  # a `Group`, once all have loaded
 
-    def cut_readers(self, readers: Readers, spec: ModelSpec, model: Any) -> Readers:
-        """Readers for the weights of a rank, from those of the files."""
-        for adapter in self.whole.adapters:
-            readers = find(adapter)(readers, self.whole, model)
-        whole, mine = shapes_of(self.whole), shapes_of(spec)
+    def cut_readers(self, readers: Readers, model: CausalLM) -> Readers:
+        """Readers for the weights of a rank's model, from those of the files."""
+        laid_out = lay_out(self.whole, self.model_class(self.whole))
+        whole, mine = shapes_of(laid_out), shapes_of(model)
+        readers = laid_out.weight_readers(readers)
         cuts = {name: find_cut(whole[name], mine[name], self) for name in mine}
         summed = {name for name, cut in cuts.items() if cut and cut[0] == 1}
         ours = dict(readers)
@@ -167,13 +170,26 @@ class Shard:
                 ours[name] = partial(read_zeros, readers[name])
         return ours
 
+    def model_class(self, spec: ModelSpec) -> Any:
+        """The class of a model of `spec`; its experts are dealt, if this rank's are."""
+        if not self.is_dealt:
+            return spec.model_class()
+        from atom_mini.families.dealt import dealt_model
+
+        return dealt_model(spec.model_class(), self)
+
     def spec(self) -> ModelSpec:
-        """The spec of what this rank has; makes `whole` one with dealt experts, if so."""
+        """The spec of what this rank has, whose model is a `RankModel`."""
         mine = cut_spec(self.whole, self.size, self.is_dealt)
-        if self.is_dealt:
-            deal, ranks = find("families.dealt:deal"), copy(self)
-            self.whole, mine = deal(self.whole, ranks), deal(mine, ranks)
-        return replace(mine, adapters=(self.cut_readers,))
+        bases = RankModel, self.model_class(mine)
+        rank_model = type("RankModel", bases, {"shard": self})
+        kind: Any = type(mine)
+
+        class RankSpec(kind):
+            def model_class(self) -> Any:
+                return rank_model
+
+        return RankSpec(**vars(mine))
 
     def gather(self, x: Tensor, fill: int = 0) -> Tensor:
         """`x` of all ranks: they have the same tokens."""
@@ -184,13 +200,17 @@ class Shard:
         return x
 
 # %% ../../nbs/72a_shards.ipynb #823bb3df
-def shapes_of(spec: ModelSpec) -> dict[str, list[int]]:
-    """Name -> shape of all weights of a model, which is not made."""
-    # without angles: for arithmetic on the meta device torch imports for seconds
-    plain = replace(spec, rotary=lambda *_: nn.Identity())
+def lay_out(spec: ModelSpec, kind: Any = None) -> CausalLM:
+    """A model without memory, whose weights have shapes alone; of the class `kind`, or
+    the spec's."""
+    # 0 positions: for arithmetic on the meta device torch imports for seconds
     with torch.device("meta"):
-        targets = weight_targets(CausalLM(plain, 1, TorchOps()))
-    return {name: [*target.shape] for name, target in targets.items()}
+        return (kind or spec.model_class())(spec, 0, TorchOps())
+
+
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Name -> shape of all weights of a model."""
+    return {name: [*target.shape] for name, target in weight_targets(model).items()}
 
 # %% ../../nbs/72a_shards.ipynb #27b52f2c
 def find_cut(
@@ -219,6 +239,15 @@ def read_cut(read: Any, count: int, axis: int, start: int, end: int) -> Tensor:
 def read_zeros(read: Any) -> Tensor:
     """As many zeros as `read` reads: a bias that another rank adds."""
     return torch.zeros_like(read())
+
+# %% ../../nbs/72a_shards.ipynb #37da7e2a
+class RankModel(CausalLM):
+    """A rank's part of a model. Its other base class is the whole model's."""
+
+    shard: Shard
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        return self.shard.cut_readers(readers, self)
 
 # %% ../../nbs/72a_shards.ipynb #db0c792c
 class SharedTable(nn.Embedding):

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 
-from ..checkpoint import install, require
+from ..checkpoint import ModelSpec, install, require
 from .parts import EngineArgs, is_on_cpu
 
 # %% auto #0
@@ -23,7 +23,7 @@ def unfit(config: EngineArgs) -> str | None:
         return "it is for torch on a CPU: set device='cpu' and attention='torch'"
     if config.dtype == "float16":
         return "it knows float32 and bfloat16: set dtype to one of them"
-    if any((spec.attention, spec.mlp, spec.rotary, spec.adapters, spec.storage)):
+    if type(spec) is not ModelSpec:
         return f"its decoder is not that of {spec.model_type}"
     sizes = spec.hidden_size, spec.intermediate_size, spec.head_dim
     if any(size % 16 for size in sizes):

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..checkpoint import require
+from ..checkpoint import ModelSpec, require
 from ..config import STRICT, Count, explained
 from ..instruments.command_line import given, needs, print_report
 from ..instruments.trace import StepRecord
@@ -150,9 +150,8 @@ def read_sheet(config: EngineArgs, device: Device) -> tuple[Costs, int]:
     several = vars(config).get("tensor_parallel_size", 1)
     one = f"tensor_parallel_size={several}: a data sheet is of one device: set it to 1"
     require(several == 1, one)
-    dense = spec.mlp is spec.attention is spec.storage is None
     wrong = f"{spec.model_type}: data sheets tell the costs of dense models alone"
-    require(dense, f"{wrong}: give a run, --recorded")
+    require(type(spec) is ModelSpec, f"{wrong}: give a run, --recorded")
     flops, bandwidth = (a * b for a, b in zip(device[:2], REACHED[:2], strict=True))
     read, size = what["weight_bytes"] / bandwidth, config.kv_cache_block_size
     tokens = tuple(float(2**n) for n in range(18))

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checkpoint import require
@@ -106,9 +106,8 @@ class ModelDrafter(Drafter):
     def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
         """Its weights, and its K/V of a block. It is built without memory."""
         _, spec = cls.source(config)
-        # without angles, for which torch would import for seconds
-        plain = replace(spec, rotary=lambda *_: nn.Identity())
-        model = blank_model(plain, 1, torch.device("meta"), dtype, TorchOps())
+        meta = torch.device("meta")  # 0 positions: angles on it would import for seconds
+        model = blank_model(spec, 0, meta, dtype, TorchOps())
         block = kvcache_block_bytes(spec, config.kv_cache_block_size, dtype)
         return sum(weight.nbytes for weight in model.parameters()), block
 

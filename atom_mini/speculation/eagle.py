@@ -15,24 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec, find, read_dense
+from ..checkpoint import ModelSpec, read_dense
 from ..checkpoint import read_json, read_spec, require, resolve_model
 from ..config import SamplingParams
 from ..refinements.parts import EngineArgs
-from ..loading import Readers, checkpoint_files, load_model, read_tensor
-from ..loading import weight_targets
+from ..loading import Readers, blank_model, checkpoint_files, load_model
+from ..loading import load_weights, read_tensor, weight_targets
 from ..model_runner import ModelRunner
-from ..models import CausalLM, DecoderLayer, Linear, RMSNorm
-from ..models import RotaryEmbedding, TorchOps
-from ..rope_scaling import scale_rope
+from ..models import MLP, CausalLM, DecoderLayer, Linear, RMSNorm
+from ..models import RotaryEmbedding, SelfAttention, TorchOps
+from ..rope_scaling import check_rope
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from .drafters import ModelDrafter, extend
 from .verify import Seqs, Tokens, as_rows
 
 # %% auto #0
-__all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'HeadSpec', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_spec', 'rename',
-           'map_drafts', 'load_head', 'follow', 'HeadDrafter', 'keep_known', 'whole_ends', 'EagleDrafter']
+__all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'HeadSpec', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_spec',
+           'map_drafts', 'load_head', 'follow', 'HeadDrafter', 'whole_ends', 'EagleDrafter']
 
 # %% ../../nbs/53_eagle.ipynb #b4d14104
 class Taps:
@@ -68,9 +68,10 @@ class HeadSpec(ModelSpec):
     draft_vocab_size: int = 0
     norm_before_residual: bool = False
     taps: tuple[int, ...] = ()  # layers of the target whose inputs it reads
-    model: Any = "speculation.eagle:Eagle3Head"
-    adapters: tuple[Any, ...] = ("speculation.eagle:rename",)
     has_embedding: bool = False  # of its own, beside the target's
+
+    def model_class(self) -> Any:
+        return Eagle3Head
 
 # %% ../../nbs/53_eagle.ipynb #5c96c297
 class Eagle3Head(nn.Module):
@@ -81,15 +82,15 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, spec: HeadSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        size, self.midlayer = spec.hidden_size, DecoderLayer(spec, ops)
-        self.midlayer.hidden_norm = RMSNorm(size, spec.rms_norm_eps, ops)
-        attn = self.midlayer.self_attn
+        size, attn = spec.hidden_size, SelfAttention(spec, ops)
         attn.qkv = Linear(2 * size, attn.qkv.parts, attn.qkv.bias is not None)
+        self.midlayer = DecoderLayer(spec, ops, attn, MLP(spec, ops))
+        self.midlayer.hidden_norm = RMSNorm(size, spec.rms_norm_eps, ops)
         self.norm_before_residual, self.taps = spec.norm_before_residual, spec.taps
         self.fc = Linear(len(spec.taps) * size, {"fc": size})
         self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
         self.lm_head = Linear(size, {"lm_head": spec.draft_vocab_size})
-        self.rotary = find(spec.rotary, RotaryEmbedding)(spec, max_position)
+        self.rotary = RotaryEmbedding(spec, max_position)
         self.target_ids = torch.arange(spec.draft_vocab_size)  # of the head's ids
         if spec.has_embedding:
             self.embed_tokens = nn.Embedding(spec.vocab_size, size)
@@ -113,6 +114,11 @@ class Eagle3Head(nn.Module):
     def choose(self, states: Tensor) -> Tensor:
         """The likeliest token after each of `states` [R, hidden]: the target's ids [R]."""
         return self.target_ids[self.compute_logits(states).argmax(-1)]
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        """The weights by EAGLE's names, in both styles; without the two tables of ids."""
+        kept = {name: readers[name] for name in readers if name not in ("d2t", "t2d")}
+        return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
 
 # %% ../../nbs/53_eagle.ipynb #c1c7be67
 def find_taps(raw: dict[str, Any], num_layers: int) -> list[int]:
@@ -169,19 +175,14 @@ def read_head_spec(
         "taps": tuple(find_taps(raw, target.num_hidden_layers)),
         "has_embedding": "embed_tokens.weight" in checkpoint_files(folder),
     }
-    spec = scale_rope(read_spec(cfg, HeadSpec, **own))
+    spec = read_spec(cfg, HeadSpec, **own)
+    check_rope(spec.rope)
     fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
     for name, right in fits.items():
         what = f"{folder}: {name} of the head is {getattr(spec, name)}, it must be "
         how = f"{what}{right}: set model to a head that was trained for this target"
         require(getattr(spec, name) == right, how)
     return spec
-
-# %% ../../nbs/53_eagle.ipynb #25fd1d69
-def rename(readers: Readers, *_: Any) -> Readers:
-    """The weights by EAGLE's names, in both styles; without the two tables of ids."""
-    kept = {name: readers[name] for name in readers if name not in ("d2t", "t2d")}
-    return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
 
 # %% ../../nbs/53_eagle.ipynb #14ec24e9
 def map_drafts(offsets: Tensor, spec: HeadSpec) -> Tensor:
@@ -290,21 +291,21 @@ class HeadDrafter(ModelDrafter, ModelRunner):
         return self.last[1]
 
 # %% ../../nbs/53_eagle.ipynb #5e4d1a02
-def keep_known(readers: Readers, spec: ModelSpec, model: nn.Module) -> Readers:
-    """Those that `model` has a place for."""
-    places = weight_targets(model)
-    return {name: read for name, read in readers.items() if name in places}
-
-
 def whole_ends(config: EngineArgs, runner: Any) -> Any:
     """The target; where it is spread over ranks, a model of its embedding, its norm and
     its head."""
     if vars(config).get("tensor_parallel_size", 1) == 1:
         return runner.model
-    adapters = *config.spec.adapters, keep_known
-    spec = replace(config.spec, num_hidden_layers=0, adapters=adapters)
-    folder, place = config.folder or Path(), (runner.device, runner.dtype)
-    return load_model(spec, folder, 1, *place, runner.ops)
+    spec = replace(config.spec, num_hidden_layers=0)
+    ends = blank_model(spec, 1, runner.device, runner.dtype, runner.ops)
+
+    def known(readers: Readers) -> Readers:
+        readers, places = ends.weight_readers(readers), weight_targets(ends)
+        return {name: read for name, read in readers.items() if name in places}
+
+    load_weights(ends, config.folder or Path(), known)
+    runner.ops.prepare(ends)
+    return ends
 
 # %% ../../nbs/53_eagle.ipynb #fa8a1493
 class EagleDrafter(HeadDrafter):

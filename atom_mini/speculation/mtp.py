@@ -5,22 +5,20 @@
 # %% ../../nbs/53b_mtp.ipynb #24ab1254
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec, find
+from ..checkpoint import ModelSpec
 from ..refinements.parts import EngineArgs
 from ..loading import Readers, load_model
-from ..models import DecoderLayer, Linear, RMSNorm, RotaryEmbedding, TorchOps
+from ..models import CausalLM, Linear, RMSNorm, TorchOps
 from .eagle import HeadDrafter
 
 # %% auto #0
-__all__ = ['is_own', 'MtpHead', 'keep_own', 'module_spec', 'MtpDrafter']
+__all__ = ['is_own', 'MtpHead', 'module_spec', 'MtpDrafter']
 
 # %% ../../nbs/53b_mtp.ipynb #afeb057e
 def is_own(name: str, layer: int) -> bool:
@@ -30,25 +28,32 @@ def is_own(name: str, layer: int) -> bool:
     return kind != name and kind not in shared
 
 # %% ../../nbs/53b_mtp.ipynb #6a34ed9b
-class MtpHead(nn.Module):
-    """The module behind `layers` layers. Source: DeepSeek-V3, arXiv 2412.19437."""
+class MtpHead(CausalLM):
+    """The module behind a model's layers. Its other base class is the model's, which
+    makes its layer. Source: DeepSeek-V3, arXiv 2412.19437."""
 
+    place: int  # how many layers the model has
+    model: Any
     embed_tokens: nn.Module  # these three are the target's
     last_norm: nn.Module
     to_logits: Any
 
-    def __init__(
-        self, layers: int, spec: ModelSpec, max_position: int, ops: TorchOps
-    ) -> None:
-        super().__init__()
+    def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
+        nn.Module.__init__(self)  # it has no embedding and no head
+        self.spec, self.ops = spec, ops
         size, eps = spec.hidden_size, spec.rms_norm_eps
-        layer: Any = DecoderLayer(spec, ops)
+        layer: Any = self.make_layer(0)
         layer.enorm, layer.hnorm = RMSNorm(size, eps, ops), RMSNorm(size, eps, ops)
         layer.eh_proj = Linear(2 * size, {"eh_proj": size})
         layer.shared_head = nn.ModuleDict({"norm": RMSNorm(size, eps, ops)})
-        self.model = nn.ModuleDict({"layers": nn.ModuleDict({str(layers): layer})})
-        self.layer, self.taps = layer, [layers]
-        self.rotary = find(spec.rotary, RotaryEmbedding)(spec, max_position)
+        layers = nn.ModuleDict({str(self.place): layer})
+        self.model = nn.ModuleDict({"layers": layers})
+        self.layer, self.taps = layer, [self.place]
+        self.rotary = self.make_rotary(max_position)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        own = {n: read for n, read in readers.items() if is_own(n, self.place)}
+        return super().weight_readers(own)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """The next states [T, hidden], before the norm, after `x` [T, 2 hidden]: a token's
@@ -70,18 +75,18 @@ class MtpHead(nn.Module):
         return self.to_logits(normed).argmax(-1)
 
 # %% ../../nbs/53b_mtp.ipynb #0f6e42ab
-def keep_own(layer: int, readers: Readers, *_: Any) -> Readers:
-    """The weights of the module."""
-    return {name: read for name, read in readers.items() if is_own(name, layer)}
-
-
 def module_spec(spec: ModelSpec) -> ModelSpec:
     """What the module of a model is made of: a layer like its last one."""
     last = {name: getattr(spec, name)[-1:] for name in ("sparse", "turning", "windows")}
-    layers = spec.num_hidden_layers
-    more: dict[str, Any] = {"num_hidden_layers": 1, "mtp_layers": 0}
-    more["adapters"] = partial(keep_own, layers), *spec.adapters
-    return replace(spec, model=partial(MtpHead, layers), **last, **more)
+    place = {"place": spec.num_hidden_layers}
+    kind: Any = type(spec)
+
+    class ModuleSpec(kind):
+        def model_class(self) -> Any:
+            return type("MtpHead", (MtpHead, super().model_class()), place)
+
+    changed = {"num_hidden_layers": 1, "mtp_layers": 0}
+    return ModuleSpec(**vars(spec) | last | changed)
 
 # %% ../../nbs/53b_mtp.ipynb #6afe1da7
 class MtpDrafter(HeadDrafter):
