@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # these modules import this one
     from atom_mini.scheduler import BaseScheduler
 
 # %% auto #0
-__all__ = ['Count', 'STRICT', 'WORDS', 'Options', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'TokenIds', 'describe',
-           'explained', 'as_token_ids', 'as_stop_ids', 'SamplingParams', 'Config']
+__all__ = ['Count', 'STRICT', 'WORDS', 'Options', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds',
+           'describe', 'explained', 'as_token_ids', 'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
 
 # %% ../nbs/01b_config.ipynb #917e64ba
 Count = Annotated[int, Field(ge=1)]
@@ -36,7 +36,7 @@ WORDS = {"int_type": "must be a whole number", "bool_type": "must be True or Fal
 
 
 def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> str:
-    """One line about the first option that is wrong: its value, the limit, the option."""
+    """One line about the first wrong option: its value, the limit, the option."""
     found = error.errors()
     kind, first = cls.__name__, found[0]
     if first["type"] == "value_error":  # our own
@@ -45,8 +45,8 @@ def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> s
     if first["type"] == "unexpected_keyword_argument":
         return no_such_option(kind, name, [f.name for f in fields(cls) if f.init])
     about = [e for e in found if e["loc"][0] == first["loc"][0]]
-    said = [WORDS.get(e["type"], re.sub(r"^\w+ should", "must", e["msg"])) for e in about]
-    limits = " or ".join(dict.fromkeys(said))  # of a union each member has its own
+    said = [(e["type"], re.sub(r"^\w+ should", "must", e["msg"])) for e in about]
+    limits = " or ".join(dict.fromkeys(WORDS.get(*one) for one in said))  # of a union
     value = given.get(name, first["input"])
     return f"{name}={value!r} {limits}: set {kind}({name}=...)"
 
@@ -88,6 +88,16 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's limits
 Text = Annotated[str, Field(min_length=1)]
 
 
+def as_texts(value: Any) -> tuple[str, ...]:
+    """One text or several, as a tuple; ValueError if it is anything else."""
+    many = [value] if isinstance(value, str) else value
+    is_list = isinstance(many, list | tuple)
+    good = is_list and all(isinstance(text, str) and text for text in many)
+    wrong = f"stop={value!r} must be a text or a list of texts, none of them empty"
+    require(good, wrong)
+    return tuple(many)
+
+
 def as_stop_ids(values: Any) -> tuple[int, ...]:
     """`as_token_ids` of a list; ValueError if it is not one."""
     good = isinstance(values, list | tuple)
@@ -95,6 +105,7 @@ def as_stop_ids(values: Any) -> tuple[int, ...]:
     return tuple(as_token_ids(values, "stop_token_ids"))
 
 
+Texts = Annotated[str | list[str] | tuple[str, ...], BeforeValidator(as_texts)]
 TokenIds = Annotated[list[int] | tuple[int, ...], BeforeValidator(as_stop_ids)]
 
 # %% ../nbs/01b_config.ipynb #771ef795
@@ -119,7 +130,7 @@ class SamplingParams:
     repetition_penalty: Positive | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Count | None = 64  # None: to the end of the context
-    stop: Text | list[Text] | tuple[Text, ...] = ()
+    stop: Texts = ()
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -130,9 +141,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         least, most = self.min_tokens, self.max_tokens or self.min_tokens
-        require(least <= most, f"min_tokens={least} is over max_tokens={most}: lower it")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        vars(self).update(stop=stop)  # it is frozen otherwise
+        wrong = f"min_tokens={least} is over max_tokens={most}: lower it"
+        require(least <= most, wrong)
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """A copy in which every `None` that `defaults` knows is filled in."""
@@ -210,8 +220,8 @@ class Config:
         what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
         wrong = f"without chunked prefill {what}enable_chunked_prefill=True"
         require(self.enable_chunked_prefill or fits, wrong)
-        wrong = "enable_chunked_prefill=False does not go with enable_mixed_steps=True: set "
-        wrong += "it to True (prompts get what decodes leave)"
+        wrong = "enable_chunked_prefill=False does not go with enable_mixed_steps=True: "
+        wrong += "set it to True (prompts get what decodes leave)"
         require(self.enable_chunked_prefill or not self.enable_mixed_steps, wrong)
 
     def get_scheduler_cls(self) -> type[BaseScheduler]:

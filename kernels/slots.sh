@@ -16,8 +16,14 @@ if [[ ! $slot =~ ^[123]$ || -z $out || ( -n $dry && $dry != --dry-run ) ]]; then
     sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
-mkdir -p "$out" && out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
+# A GPU machine may lack what pyproject.toml asks for, and a network to fetch it.
+if ! "$python" -c 'import numpy, pydantic, safetensors, tqdm, transformers, xxhash'; then
+    echo "install it, or unpack its wheels (pydantic: also pydantic_core, annotated_types, typing_inspection) into" \
+        "a folder and put that into PYTHONPATH" >&2
+    exit 2
+fi
+mkdir -p "$out" && out=$(cd "$out" && pwd)
 log=$out/slot$slot.log summary=$out/slot$slot.txt failed=0
 : >"$log" && : >"$summary"
 export HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

@@ -74,6 +74,14 @@ def test_a_wrong_call_says_how_to_call_it(arguments: list[str], tmp_path: Path, 
     assert done.returncode == 2 and "slots.sh 1|2|3 OUT" in done.stderr and not (tmp_path / "out").exists()
 
 
+def test_a_machine_that_lacks_a_requirement_says_which(tmp_path: Path, bare: dict[str, str]) -> None:
+    """At once, and not in ten minutes of failed steps."""
+    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE + "sys.modules['pydantic'] = None\n")
+    done = run_slot(bare, "1", str(tmp_path / "out"), "--dry-run")
+    assert done.returncode == 2 and "pydantic" in done.stderr and "PYTHONPATH" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_profile_adds_up(tmp_path: Path, bare: dict[str, str]) -> None:
     """The kernels of a step take as long together as it is busy, or longer where they overlap or nest."""
     program = str(ROOT / "kernels" / "profile_step.py")

@@ -187,7 +187,7 @@ FITTING: list[tuple[type[Scheduler], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("own", "other"), FITTING, ids=str)
+@pytest.mark.parametrize(("own", "other"), FITTING, ids=lambda x: x.__name__ if isinstance(x, type) else "-".join(x))
 def test_a_scheduler_derived_from_the_one_asked_for_is_used(
     own: type[Scheduler], other: dict[str, Any], plain: list[list[int]]
 ) -> None:
@@ -196,7 +196,7 @@ def test_a_scheduler_derived_from_the_one_asked_for_is_used(
         assert [out.token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == plain
 
 
-@pytest.mark.parametrize("wrong", [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5, lambda config: None], ids=str)
+@pytest.mark.parametrize("wrong", [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5, print], ids=repr)
 def test_what_is_not_a_scheduler_is_refused(wrong: Any) -> None:
     for kind in (Config, EngineArgs):
         with pytest.raises(ValueError, match="scheduler_cls"):

@@ -18,7 +18,8 @@ from dataclasses import Field, asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple
+from typing import get_args, get_origin, get_type_hints
 
 import pydantic
 from pydantic.dataclasses import dataclass
@@ -200,7 +201,8 @@ def add_fields(
             default = "on" if default else "off"
         is_open = default in (None, (), argparse.SUPPRESS)
         flag = "--" + f.name.replace("_", "-")
-        made = groups[title].add_argument(flag, default=argparse.SUPPRESS, **reading(cls, f))
+        how = {"default": argparse.SUPPRESS} | reading(cls, f)
+        made = groups[title].add_argument(flag, **how)
         made.help = line if is_open else f"{line} (default: {default})"
 
 # %% ../../nbs/31_command_line.ipynb #a4bbebaf
@@ -712,7 +714,8 @@ class Fleet(Serve):
     def __post_init__(self) -> None:
         Serve.__post_init__(self)
         least, most = self.replicas, self.max_replicas or self.replicas
-        require(least <= most, f"max_replicas={most} is below replicas={least}: raise it")
+        wrong = f"max_replicas={most} is below replicas={least}: raise it"
+        require(least <= most, wrong)
         require(self.port > 0, "port=0 must be from 1 to 65535: set Fleet(port=...)")
 
 # %% ../../nbs/84_fleet.ipynb #e059ee7f

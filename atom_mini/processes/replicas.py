@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import warnings
-from importlib import import_module
 from itertools import takewhile
 from typing import Any
 
@@ -184,8 +183,11 @@ def make_front(config: EngineArgs) -> EngineCoreClient:
     """What stands before the processes that `config` asks for."""
     if config.data_parallel_size == 1:
         return EngineCoreClient(config)
-    on_cpu = config.device == "cpu"
-    num_gpus = 0 if on_cpu else import_module("torch").cuda.device_count()
+    num_gpus = 0
+    if config.device != "cpu":
+        import torch  # only now: without it a front starts in a moment
+
+        num_gpus = torch.cuda.device_count()
     asked = config.recipe["options"]
     each = [asked | {"device": device} for device in devices(config, num_gpus)]
     return Replicas(config, [config.recipe | {"options": own} for own in each])

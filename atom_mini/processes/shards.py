@@ -304,7 +304,9 @@ def join_ranks(model: Any, shard: Shard) -> None:
         module.__class__, module.shard = kind, shard
 
 # %% ../../nbs/72a_shards.ipynb #51a4b13a
-def make_rank(config: EngineArgs, rank: int, meet: Callable[[torch.device], Any]) -> Any:
+def make_rank(
+    config: EngineArgs, rank: int, meet: Callable[[torch.device], Any]
+) -> Any:
     """The runner of a rank of those that `config` asks for, ready to run steps. `meet`
     opens the group, once the weights are there."""
     size, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel

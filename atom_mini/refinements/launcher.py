@@ -37,7 +37,8 @@ class Launcher:
     """
 
     def __init__(
-        self, config: EngineArgs, make: Callable[[EngineArgs], ModelRunner] = make_runner
+        self, config: EngineArgs,
+        make: Callable[[EngineArgs], ModelRunner] = make_runner,
     ) -> None:
         rows = config.max_num_seqs
         self.is_gpu = choose_device(config.device).type == "cuda"

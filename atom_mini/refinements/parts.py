@@ -28,10 +28,10 @@ __all__ = ['Seconds', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'O
            'SWITCHES', 'EngineArgs', 'make_runner', 'is_on_cpu', 'make_core', 'make_engine_core', 'LLM', 'Need', 'has',
            'many', 'drafts', 'drafts_by', 'keeps_state', 'apply', 'apply_all', 'check_switches']
 
-# %% ../../nbs/20_parts.ipynb #2b7016e8
+# %% ../../nbs/20_parts.ipynb #d39dc32f
 Seconds = Annotated[float, Field(gt=0, lt=1e9)]
 
-
+# %% ../../nbs/20_parts.ipynb #2b7016e8
 @explained
 @dataclass(config=STRICT)
 class EngineArgs(Config):
@@ -231,7 +231,7 @@ def make_engine_core(config: EngineArgs) -> EngineCore:
 
 # %% ../../nbs/20_parts.ipynb #a666ecfd
 class LLM(atom_mini.llm.LLM):
-    """A checkpoint, loaded, and an engine around it; `options` are those of `EngineArgs`.
+    """A checkpoint, loaded, and an engine around it. `options`: those of `EngineArgs`.
 
     `metrics` counts what the steps did. `trace` records them if `trace=True`, else it
     is None. For threads, processes and errors see `atom_mini.llm.LLM`.
@@ -413,6 +413,7 @@ def check_switches(config: EngineArgs, given: set[str]) -> None:
     for switch, names in SWITCHES.items():
         idle = [n for n in names if n in given]
         idle = [n for n in idle if getattr(config, n) != getattr(EngineArgs, n)]
-        is_off = getattr(config, switch) == getattr(EngineArgs, switch)
-        does = f"{', '.join(idle)} has no effect with {switch}={getattr(config, switch)!r}"
+        now = getattr(config, switch)
+        is_off = now == getattr(EngineArgs, switch)
+        does = f"{', '.join(idle)} has no effect with {switch}={now!r}"
         require(not idle or not is_off, f"{does}: change that, or leave the other out")

@@ -184,7 +184,8 @@ def read_run(path: Path) -> tuple[Costs, dict[str, int]]:
 
 # %% ../../nbs/83b_replicas_needed.ipynb #4b4baf64
 def serve_all(
-    config: EngineArgs, costs: Costs, jobs: list[Arrival], count: int, sticky: bool = False,
+    config: EngineArgs, costs: Costs, jobs: list[Arrival], count: int,
+    sticky: bool = False,
     seed: int = 0,
 ) -> list[Engine]:  # fmt: skip
     """What becomes of `jobs`, in order of arrival, at `count` engines."""
@@ -311,7 +312,9 @@ class Capacity:
         require(known, f"gpu={self.gpu!r} must be one of {[*DEVICES]}")
 
 # %% ../../nbs/83b_replicas_needed.ipynb #bff80b2a
-def read_costs(asked: Capacity, options: dict[str, Any]) -> tuple[EngineArgs, Costs, str]:
+def read_costs(
+    asked: Capacity, options: dict[str, Any]
+) -> tuple[EngineArgs, Costs, str]:
     """The engine, its costs, and where they are from. ValueError as the readers raise
     it."""
     if asked.recorded is not None:
