@@ -19,9 +19,10 @@ from execnb.nbio import read_nb
 from fold import check_imports, is_patched
 from nbdev.clean import clean_nb
 from nbdev.test import test_nb as run_notebook
+from places import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTERS = sorted((ROOT / "nbs").glob("*.ipynb"))
+CHAPTERS = book.notebooks([])
 MODULES = sorted((ROOT / "atom_mini").rglob("*.py"))
 BY_HAND = {"__init__.py", "__main__.py"}
 by_name = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
@@ -68,6 +69,20 @@ def test_chapter_fetches_the_book_where_it_is_missing(path: Path) -> None:
     found = [cell for cell in read_nb(path).cells if cell.id == book.FETCH]
     assert [cell.source for cell in found] == [book.fetching()], "run: python nbs/book.py fetch"
     assert read_nb(path).cells[1].id == book.FETCH
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *CHAPTERS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    """From where the page lies; those of index.ipynb are README's."""
+    is_notebook = page.suffix == ".ipynb"
+    text = "\n".join(c.source for c in read_nb(page).cells if c.cell_type == "markdown") if is_notebook else page.read_text()
+    text = re.sub(r"(?ms)^```.*?^```$", "", text)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:", link)]
+    start = ROOT if page.stem == "index" and is_notebook else page.parent
+    assert [link for link in links if not (start / link).exists()] == []
 
 
 CLOCKS = {"perf_counter", "process_time", "thread_time", "monotonic", "seconds", "repeat"}
@@ -161,7 +176,7 @@ def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
 def test_one_chapter_is_exported_with_those_that_share_its_module(chapter: str, tmp_path: Path) -> None:
     """Alone it would write a part of the module, or add its cells a second time."""
     copy_tree(tmp_path)
-    command = [sys.executable, "nbs/book.py", "export", f"nbs/{chapter}.ipynb"]
+    command = [sys.executable, "nbs/book.py", "export", chapter]
     subprocess.run(command, cwd=tmp_path, env=ENV, check=True, capture_output=True)
     for module in MODULES:
         assert (tmp_path / module.relative_to(ROOT)).read_text() == module.read_text(), module.name
@@ -186,7 +201,7 @@ def test_nbdevs_own_commands_change_nothing(command: str, says: str, tmp_path: P
         return {path: path.read_bytes() for path in paths}
 
     before, (name, *arguments) = files(), command.split()
-    env = ENV | {"PYTHONPATH": f"{tmp_path}:{tmp_path / 'nbs'}"}
+    env = ENV | {"PYTHONPATH": f"{tmp_path}:{tmp_path / TOOLS}"}
     command = [Path(sys.executable).with_name(name), *arguments]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (result.returncode != 0) == bool(says) and says in (result.stderr.splitlines() or [""])[-1], result.stderr
