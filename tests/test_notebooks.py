@@ -247,15 +247,17 @@ from pathlib import Path
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
 import book
+from places import chapters
 shell = CaptureShell(Path("nbs"))
 shell.run(book.SETUP)
 for number in ("00", "03", "04", "05", "10", "13"):
-    (path,) = Path(".").glob(f"{number}_*.ipynb")
+    (path,) = [path for path in chapters() if path.stem.startswith(f"{number}_")]
     for cell in read_nb(path).cells:
         if cell.cell_type == "code" and not book.SKIP.search(cell.source):
             shell.cell(cell)
             if shell.exc:
                 sys.exit(f"{path}: {cell.source}\\n{shell.prettytb(path)}")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "nbs", env=ENV, capture_output=True, text=True)
+    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / TOOLS}"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "nbs", env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
