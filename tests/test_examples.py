@@ -272,7 +272,8 @@ def test_readme_counts_what_is_there(scorecard: Any) -> None:
     targets = json.loads((ROOT / "kernels" / "results" / "targets.json").read_text())
     assert f"[{numbers[len(documents)]} documents]" in readme and f"[{numbers[len(absent)]} more things]" in readme
     assert f"for {numbers[len(targets)]} GPUs" in readme
-    noticed = re.findall(r"\((\d+) %\)", (ROOT / "tests" / "test_amd.py").read_text().split("def test_all_planted_errors")[1])
+    planted = (ROOT / "tests" / "test_amd.py").read_text().split("def test_all_planted_errors")[1]
+    noticed = re.findall(r"\((\d+) %\)", planted)
     said = "{} % of the sampled barriers, {} % of the waits and {} % of the vector instructions".format(*noticed)
     assert said in readme
 

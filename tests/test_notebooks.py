@@ -19,7 +19,7 @@ from execnb.nbio import read_nb
 from fold import check_imports, is_patched
 from nbdev.clean import clean_nb
 from nbdev.test import test_nb as run_notebook
-from places import TOOLS
+from places import TOOLS, chapters, notebooks, path_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = book.notebooks([])
@@ -69,6 +69,19 @@ def test_chapter_fetches_the_book_where_it_is_missing(path: Path) -> None:
     found = [cell for cell in read_nb(path).cells if cell.id == book.FETCH]
     assert [cell.source for cell in found] == [book.fetching()], "run: python nbs/book.py fetch"
     assert read_nb(path).cells[1].id == book.FETCH
+
+
+def test_a_notebook_is_found_by_its_name(tmp_path: Path) -> None:
+    """In any folder but those that begin with a dot or an underscore; the order is that of the names."""
+    names = ["index", "later/60_b", "10_a", "later/.ipynb_checkpoints/60_b-checkpoint", "_book/70_c", "20_d"]
+    for name in names:
+        (tmp_path / "nbs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "nbs" / f"{name}.ipynb").touch()
+    assert [path.stem for path in notebooks(tmp_path)] == ["10_a", "20_d", "60_b", "index"]
+    assert [path.stem for path in chapters(tmp_path)] == ["10_a", "20_d", "60_b"]
+    assert path_of("60_b", tmp_path) == tmp_path / "nbs" / "later" / "60_b.ipynb"
+    with pytest.raises(ValueError, match="no notebook below nbs/ is called '70_c'"):
+        path_of("70_c", tmp_path)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *CHAPTERS]
