@@ -24,6 +24,12 @@ STAGE, SITE, MATHJAX = (ROOT / "build" / name for name in ("stage", "site", "nod
 KINDS = "exercise|check|solution"
 
 
+def flat(text: str) -> str:
+    """Markdown with its links to chapters and to pages of docs/ as on the site, where all lie in one folder."""
+    text = re.sub(r"\]\((?:\.\./)*docs/", "](", text)
+    return re.sub(r"\]\((?:\.\./)*(?:\w+/)*(\w+\.ipynb)", r"](\1", text)
+
+
 def stage_chapter(room: dict) -> str:
     """The notebook as the site shows it: no hidden cells, no `#|` lines, alt texts, under its title a line of links.
 
@@ -33,12 +39,12 @@ def stage_chapter(room: dict) -> str:
     notebook.cells = books.unmove_solutions(notebook.cells)
     _, promise, *rest = notebook.cells[0].source.split("\n\n")
     links = f"{{.lead-links}}\n{room['part']} · {room['minutes']} minutes · this page is a notebook, "
-    links += f"`nbs/{room['chapter']}.ipynb` · [open it in Colab]({books.colab(room['chapter'])})"
+    links += f"`{books.path_of(room['chapter']).relative_to(ROOT)}` · [open it in Colab]({books.colab(room['chapter'])})"
     head = [f"# {room['title']}", promise, f"{links} · API of {api}" if api else links]
     notebook.cells[0].source = "\n\n".join([*head, *rest])
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = cell.source.replace("](../docs/", "](")
+            cell.source = flat(cell.source)
             prose = re.sub(r"\[([^\]]+)\]\([^)]*\)|[`*$#]", r"\1", cell.source).strip()  # no links, no markup
             sentence = re.split(r"(?<=[.?!:])\s", prose)[-1]
             continue
@@ -105,7 +111,7 @@ def stage() -> dict[str, str]:
     book = read_book()
     modules = {module: room for room in book.nodes.values() for module in room["modules"]}
     page_of = {module.split(".")[-1]: f"api/{module}" for module in modules}
-    readme = (ROOT / "README.md").read_text().replace("](nbs/", "](").replace("](docs/", "](")
+    readme = flat((ROOT / "README.md").read_text())
     readme = re.sub(r"(?<=\| )`([\w./]+)`(?= \|)", lambda cell: link_module(cell[1], page_of), readme)
     rooms_of = {part: [book.nodes[name] for name in names] for part, names in parts(book).items()}
     chapters = {part: [room["chapter"] for room in rooms] for part, rooms in rooms_of.items()}
@@ -123,7 +129,7 @@ def stage() -> dict[str, str]:
     files |= {"together.txt": as_markdown(TOGETHER), "playground.html": playground(recorded())}
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
-        files[page.name] = f"---\ntocdepth: 3\n---\n\n{page.read_text().replace('](../nbs/', '](')}"
+        files[page.name] = f"---\ntocdepth: 3\n---\n\n{flat(page.read_text())}"
     for room in book.nodes.values():
         files[f"{room['chapter']}.ipynb"] = stage_chapter(room)
     for module, room in modules.items():

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "nbs"))  # appended: a folder of ours hides no installed package
+from places import chapters, path_of  # noqa: E402
+
 TITLES = {
     "S": "ATOM Scheduling & KV Cache Guide", "A": "ATOM Architecture Guide", "P": "Spyre: Scheduling and Padding Logic",
     "M": "MiniSGL Walk Through", "N": "nano-vLLM Scheduler",
@@ -57,14 +61,14 @@ def chapter(place: str) -> str | None:
     """The name of the notebook that a place like `06f` means."""
     if place in TWICE:
         return TWICE[place]
-    found = sorted((ROOT / "nbs").glob(f"{place}_*.ipynb"))
-    return found[0].stem if found and re.fullmatch(r"\d\d\w?", place) else None
+    found = [path.stem for path in chapters() if path.stem.startswith(f"{place}_")]
+    return found[0] if found and re.fullmatch(r"\d\d\w?", place) else None
 
 
 def link(place: str) -> str:
     """A place as Markdown. ValueError if it is of no known kind."""
     if name := chapter(place):
-        return f"[{place.removesuffix('t')}](../nbs/{name}.ipynb)"
+        return f"[{place.removesuffix('t')}](../{path_of(name).relative_to(ROOT)})"
     if re.fullmatch(r"[NSAMP]C?\d+", place):
         return f"[{place}](errata.md#{place.lower()})"
     if re.fullmatch(r"test_\w+\.py::test_\w+", place):

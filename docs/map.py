@@ -20,6 +20,7 @@ import networkx as nx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "nbs"))  # appended: a folder of ours hides no installed package
 from book import minutes  # noqa: E402
+from places import chapters  # noqa: E402
 
 PARTS = {  # tens digit of a chapter -> the part that it belongs to; all that the site says about parts is from here
     0: "I The engine", 1: "I The engine", 2: "II Refinements", 3: "III Instruments", 4: "IV Other systems",
@@ -79,10 +80,10 @@ def read_book(root: Path = ROOT) -> nx.DiGraph:
     """
     book, written_in, rooms = nx.DiGraph(), defaultdict(list), {}
     for path in sorted((root / "atom_mini").rglob("*.py")):
-        if origin := re.search(r"File to edit: [./]*nbs/(\w+)\.ipynb", path.read_text()):
+        if origin := re.search(r"File to edit: [./]*nbs/(?:\w+/)?(\w+)\.ipynb", path.read_text()):
             module = path.relative_to(root / "atom_mini").with_suffix("")
             written_in[origin[1]].append(".".join(module.parts))
-    for path in sorted((root / "nbs").glob("[0-9]*.ipynb")):
+    for path in chapters(root):
         notebook, main = nbformat.read(path, as_version=4), re.search(r"#\| default_exp ([\w.]+)", path.read_text())
         title = notebook.cells[0].source.splitlines()[0].replace("#", path.stem.split("_")[0], 1)  # `04 Scheduler`
         name = main[1] if main else path.stem

@@ -34,6 +34,7 @@ from amd.program import KINDS  # noqa: E402
 import machines  # noqa: E402
 import torch  # noqa: E402
 import pytest  # noqa: E402
+import folders  # noqa: E402, F401
 import test_kernels as kernels  # noqa: E402
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES  # noqa: E402
 from atom_mini.instruments import launches as table  # noqa: E402

@@ -1,5 +1,7 @@
 """Keeps the book in order: `python nbs/book.py run|export|readme|solutions|fetch|checks [NOTEBOOK ...]`.
 
+A notebook is named by its path or just `04_scheduler`; without any it is all of them.
+
 run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow; what is marked ray only
            where Ray is installed, and real only where the real weights are: `make real`), store outputs, clean
 export     write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
@@ -33,8 +35,9 @@ from nbdev.clean import clean_nb
 from nbdev.config import add_init, get_config
 from nbdev.export import nb_export
 from nbdev.maker import ModuleMaker
+from places import ROOT, path_of
+from places import notebooks as all_notebooks
 
-ROOT = Path(__file__).resolve().parent.parent
 EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order in which they stand
 SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|ray|real|{'|'.join(EXERCISE)})\b", re.MULTILINE)
 NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
@@ -48,8 +51,8 @@ __import__("show").MUST_HOLD = True
 
 
 def notebooks(names: list[str]) -> list[Path]:
-    """The notebooks named, or all of them in reading order."""
-    return [Path(n) for n in names] or sorted((ROOT / "nbs").glob("*.ipynb"))
+    """The notebooks named, by a path or just `04_scheduler`, or all of them in reading order."""
+    return [Path(n) if n.endswith(".ipynb") else path_of(n) for n in names] or all_notebooks()
 
 
 def is_part_one(path: Path) -> bool:
@@ -79,7 +82,7 @@ def colab(chapter: str) -> str:
     """Where the chapter opens in Colab: in the repository that settings.ini names."""
     config = get_config()
     home = config.git_url.rstrip("/").replace("github.com", "colab.research.google.com/github", 1)
-    return f"{home}/blob/{config.branch}/nbs/{chapter}.ipynb"
+    return f"{home}/blob/{config.branch}/{path_of(chapter).relative_to(ROOT).as_posix()}"
 
 
 def fetching() -> str:
@@ -228,7 +231,7 @@ def export(paths: list[Path]) -> None:
     grown = set().union(*map(continued, notebooks([])))  # by several chapters: written anew by all of them
     names = grown & ({module_of(path) for path in paths} | set().union(*map(continued, paths)))
     others = {path for path in notebooks([]) if {module_of(path), *continued(path)} & names}
-    for path in sorted({*(path.resolve() for path in paths), *others}):
+    for path in sorted({*(path.resolve() for path in paths), *others}, key=lambda path: path.name):
         nb_export(path, lib_path=package, mod_maker=FoldingMaker)
     add_init(package)
     (package / "_modidx.py").unlink(missing_ok=True)  # nbdev's index of names, which nothing reads
@@ -238,7 +241,7 @@ def readme(path: Path | None = None) -> str:
     """README.md's text: the markdown cells of index.ipynb, its code cells fenced, their printed outputs indented; of
     hidden ones the tables that they show."""
     parts = []
-    for cell in read_nb(path or ROOT / "nbs" / "index.ipynb").cells:
+    for cell in read_nb(path or path_of("index")).cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source)
         elif "#| hide" in cell.source:
@@ -252,10 +255,10 @@ def readme(path: Path | None = None) -> str:
 def _with_minutes(table: re.Match[str]) -> str:
     """A table whose rows begin with chapters, with one column more: how long each takes to read, to five minutes."""
     head, rule, *rows = table[0].splitlines()
-    names = [re.match(r"\| \[[^\]]+\]\(nbs/(\w+)\.ipynb\) \|", row) for row in rows]
+    names = [re.match(r"\| \[[^\]]+\]\(nbs/(?:\w+/)?(\w+)\.ipynb\) \|", row) for row in rows]
     if not names or not all(names):
         return table[0]
-    times = [minutes(read_nb(ROOT / "nbs" / f"{name[1]}.ipynb").cells) for name in names if name]
+    times = [minutes(read_nb(path_of(name[1])).cells) for name in names if name]
     rows = [f"{row} {max(5, 5 * round(time / 5))} |" for row, time in zip(rows, times, strict=True)]
     return "\n".join([f"{head} minutes |", f"{rule}---|", *rows]) + "\n"
 

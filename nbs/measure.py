@@ -25,14 +25,14 @@ from typing import NamedTuple
 import nbformat
 from book import module_of
 from fold import Method, is_patched, owner
+from places import ROOT, chapters, notebooks
 
-ROOT = Path(__file__).resolve().parent.parent
 MAX_EXPORTED = 40
 AIMS = {  # what -> the largest value; a cell of Part I has a line less at the median than one of the whole book
     "median": 7, "median of Part I": 6, "p90": 20, f">{MAX_EXPORTED}": 0, "words": 45, "longest": 150, ">88": 0,
     "Ia": 18_000, "Ib": 7_500, "packed %": 3, "package": 6_200, "cells before it speaks": 450,
 }  # fmt: skip
-WIDTH = max(len(p.stem) for p in (ROOT / "nbs").glob("*.ipynb"))
+WIDTH = max(len(path.stem) for path in notebooks())
 
 
 class Cell:
@@ -120,7 +120,7 @@ def half_of(path: Path) -> str:
 def weights() -> tuple[dict[str, dict[str, Weight]], dict[str, int]]:
     """Half of Part I -> module -> its weight; folder of the package -> its lines."""
     halves: dict[str, dict[str, Weight]] = {"Ia": {}, "Ib": {}}
-    for path in sorted((ROOT / "nbs").glob("[01]*.ipynb")):
+    for path in filter(half_of, chapters()):
         if module := module_of(path):
             halves[half_of(path)][module] = weigh((ROOT / "atom_mini" / f"{module}.py").read_text())
     folders: dict[str, int] = {}
@@ -158,7 +158,7 @@ def read(path: Path) -> tuple[list[Cell], list[int]]:
 def cells_before(speaks: str = "06c") -> int:
     """The cells, text and code, before the chapter in which the reader's rooms speak; no exercises, none that is hidden."""
     total = 0
-    for path in sorted((ROOT / "nbs").glob("0*.ipynb")):
+    for path in chapters():
         if path.stem.startswith(speaks):
             break
         sources = [c.source for c in nbformat.read(path, as_version=4).cells if not c.source.startswith("#| hide")]
@@ -168,7 +168,7 @@ def cells_before(speaks: str = "06c") -> int:
 
 
 def main(*arguments: str) -> None:
-    paths = sorted((ROOT / "nbs").glob("[0-9]*.ipynb"))
+    paths = chapters()
     books = {path.stem: read(path) for path in paths}
     books["the book"] = tuple([*chain(*lists)] for lists in zip(*books.values(), strict=True))
     rows = {name: measure(*book) for name, book in books.items()}

@@ -9,10 +9,10 @@ import json
 import linecache
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
-NBS = Path(__file__).resolve().parent
+from places import ROOT, path_of
+
 SCRIPT = re.compile(r"(?m)^#\| *script *$")
 
 
@@ -21,7 +21,7 @@ def load(chapter: str) -> ModuleType:
     name = re.sub(r"^\d+[a-z]?_", "", chapter)
     if name in sys.modules:
         return sys.modules[name]
-    file = NBS / f"{chapter}.ipynb"
+    file = path_of(chapter, ROOT)
     cells = ["".join(c["source"]) for c in json.loads(file.read_text())["cells"] if c["cell_type"] == "code"]
     cells = [cell for cell in cells if SCRIPT.search(cell)]
     cells.sort(key=lambda cell: "from __future__" not in cell)  # it must come first

@@ -14,6 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from places import ROOT as HOUSE
+
 from atom_mini.block_manager import NO_HASH
 from atom_mini.config import SamplingParams
 from atom_mini.prefix_index import ROOT, tokens_of
@@ -366,7 +368,7 @@ def timed(claim: bool) -> None:
         print("(on this machine, now, it is otherwise)")
 
 
-REAL = Path(__file__).resolve().parent.parent / "build" / "smollm2"  # what `make real` makes
+REAL = HOUSE / "build" / "smollm2"  # what `make real` makes
 
 
 def real_model() -> str | None:
@@ -630,13 +632,12 @@ def recorded(name: str) -> Any:
     """What a benchmark has written: tests/bench/results/NAME.json."""
     import json
 
-    folder = Path(__file__).parents[1] / "tests" / "bench" / "results"
-    return json.loads((folder / f"{name}.json").read_text())
+    return json.loads((HOUSE / "tests" / "bench" / "results" / f"{name}.json").read_text())
 
 
 def rungs(*names: str) -> None:
     """Print what the scorecard's file says of these rungs; `make score` writes it anew."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests" / "bench"))
+    sys.path.append(str(HOUSE / "tests" / "bench"))
     from scorecard import as_lines
 
     print(as_lines(*names))

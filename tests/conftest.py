@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import folders  # noqa: F401
 import pytest
 
 from atom_mini.instruments.command_line import spin_less
@@ -58,12 +59,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the engine's modules and Part I's chapters, without the package's folders of later parts."""
     import book  # not above: it needs notebook tools, which a machine with a GPU may lack
+    from places import TOOLS
 
     root, home = Path(__file__).resolve().parent.parent, tmp_path_factory.mktemp("alone")
     shutil.copytree(root / "atom_mini" / "tiny", home / "atom_mini" / "tiny")
     for module in (root / "atom_mini").glob("*.py"):
         shutil.copy(module, home / "atom_mini")
-    shutil.copytree(root / "nbs", home / "nbs", ignore=shutil.ignore_patterns("*.ipynb", "__pycache__"))
+    shutil.copytree(root / TOOLS, home / TOOLS, ignore=shutil.ignore_patterns("*.ipynb", "__pycache__"))
     for path in filter(book.is_part_one, book.notebooks([])):
         shutil.copy(path, home / "nbs")
     for name in ("settings.ini", "pyproject.toml"):

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import folders  # noqa: F401  before the tests
 import test_families
 import test_latent
 import test_parity

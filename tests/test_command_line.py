@@ -574,7 +574,7 @@ def test_hints_are_commands_that_work_in_a_clone() -> None:
     root = TINY.parent.parent
     listed = (root / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = {*re.findall(r"(?m)^(\w+) = \[", listed)}
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("nbs/*.ipynb"), *TINY.parent.rglob("*.py")]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("nbs/**/*.ipynb"), *TINY.parent.rglob("*.py")]
     for path in pages:
         text = "".join(cell.source for cell in read_nb(path).cells) if path.suffix == ".ipynb" else path.read_text()
         assert "atom_mini[" not in text, path.name

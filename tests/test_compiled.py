@@ -206,6 +206,7 @@ WIDTHS = {  # numbers in a vector -> a processor that has no wider ones
 TRIAL = """
 import sys
 sys.path.insert(0, "tests")
+import folders
 from test_compiled import GREEDY, SMALL, largest_difference, prompts, run
 from atom_mini import LLM
 from atom_mini.refinements.compiled_step import LANES

@@ -14,6 +14,7 @@ from typing import Any
 
 import book
 import pytest
+from places import chapters
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = json.loads((ROOT / "tests" / "bench" / "results" / "readme.json").read_text())
@@ -175,7 +176,7 @@ def test_readme_scorecard_is_the_recorded_one(scorecard: Any) -> None:
 def test_chapters_say_of_a_rung_what_the_file_says(scorecard: Any) -> None:
     """The cells are written by `make score`; each rung that was run is told of in a chapter."""
     told = set[str]()
-    for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")):
+    for path in chapters():
         for cell in json.loads(path.read_text())["cells"]:
             if text := scorecard.lines_of(cell):
                 (output,) = cell["outputs"]
@@ -187,7 +188,7 @@ def test_chapters_say_of_a_rung_what_the_file_says(scorecard: Any) -> None:
 def test_chapters_say_of_a_benchmark_what_its_file_says(capsys: Any) -> None:
     """The cells that read a record print today what they have printed."""
     found = 0
-    for path in sorted((ROOT / "nbs").glob("[0-9]*.ipynb")):
+    for path in chapters():
         for cell in json.loads(path.read_text())["cells"]:
             source = "".join(cell["source"])
             if "from show import recorded\n" in source:
@@ -200,9 +201,9 @@ def test_chapters_say_of_a_benchmark_what_its_file_says(capsys: Any) -> None:
 
 def test_every_chapter_has_a_question_and_minutes() -> None:
     """In README, whichever part it is of."""
-    rows = re.findall(r"(?m)^\| \[[^\]]+\]\(nbs/(\w+)\.ipynb\) \|[^|]*\| (.+) \| (\d+) \|$", (ROOT / "README.md").read_text())
-    chapters = [path.stem for path in book.notebooks([]) if path.stem[0].isdigit()]
-    assert sorted(name for name, *_ in rows) == sorted(chapters)
+    row = r"(?m)^\| \[[^\]]+\]\(nbs/(?:\w+/)?(\w+)\.ipynb\) \|[^|]*\| (.+) \| (\d+) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text())
+    assert sorted(name for name, *_ in rows) == sorted(path.stem for path in chapters())
     assert all(question.endswith("?") and int(minutes) >= 5 for _, question, minutes in rows), rows
 
 
@@ -271,7 +272,8 @@ def test_readme_counts_what_is_there(scorecard: Any) -> None:
     targets = json.loads((ROOT / "kernels" / "results" / "targets.json").read_text())
     assert f"[{numbers[len(documents)]} documents]" in readme and f"[{numbers[len(absent)]} more things]" in readme
     assert f"for {numbers[len(targets)]} GPUs" in readme
-    noticed = re.findall(r"\((\d+) %\)", (ROOT / "tests" / "test_amd.py").read_text().split("def test_all_planted_errors")[1])
+    planted = (ROOT / "tests" / "test_amd.py").read_text().split("def test_all_planted_errors")[1]
+    noticed = re.findall(r"\((\d+) %\)", planted)
     said = "{} % of the sampled barriers, {} % of the waits and {} % of the vector instructions".format(*noticed)
     assert said in readme
 

@@ -18,6 +18,7 @@ import unsolved
 from execnb.shell import CaptureShell
 from exercises import check_exercise, run, wrong_answers
 from IPython.core.interactiveshell import InteractiveShell
+from places import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent
 WRONG = ROOT / "tests" / "wrong_answers"
@@ -49,13 +50,13 @@ def study(alone: Path) -> Iterator[Any]:
     @cache
     def ask(is_part_one: bool) -> subprocess.Popen[str]:
         home = alone if is_part_one else ROOT
-        paths = [str(p) for p in (home, home / "nbs", ROOT / "tests")]
+        paths = [str(p) for p in (home, home / TOOLS, ROOT / "tests")]
         processes.append(start(home, ":".join(paths), "alone" if is_part_one else "whole"))
         return processes[-1]
 
     def studied(path: Path) -> dict[str, Any]:
         process, is_part_one = ask(book.is_part_one(path)), book.is_part_one(path)
-        print((alone if is_part_one else ROOT) / "nbs" / path.name, file=process.stdin, flush=True)
+        print((alone if is_part_one else ROOT) / path.relative_to(ROOT), file=process.stdin, flush=True)
         return json.loads(process.stdout.readline())
 
     yield studied

@@ -17,6 +17,7 @@ from book import FoldingMaker
 from execnb.shell import CaptureShell
 from fold import fold
 from nbdev.export import nb_export
+from places import TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """\
@@ -541,9 +542,9 @@ def test_a_method_without_a_class_is_refused_in_the_notebook(source: str) -> Non
 
 def test_export_of_a_project(tmp_path: Path) -> None:
     """Modules in a folder, their relative imports, `__init__.py`, and no index of nbdev's."""
-    (tmp_path / "nbs").mkdir()
-    for name in ("book.py", "fold.py", "patch.py"):
-        shutil.copy(ROOT / "nbs" / name, tmp_path / "nbs")
+    (tmp_path / TOOLS).mkdir(parents=True)
+    for name in ("book.py", "fold.py", "patch.py", "places.py"):
+        shutil.copy(ROOT / TOOLS / name, tmp_path / TOOLS)
     (tmp_path / "settings.ini").write_text((ROOT / "settings.ini").read_text().replace("atom_mini", "demo"))
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo/__init__.py").write_text('__version__ = "0.1.0"\n')

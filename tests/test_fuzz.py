@@ -1,7 +1,7 @@
 """Random loads on random tiny engines, against an oracle without blocks; and proof that this finds bugs.
 
-    python tests/test_fuzz.py 100000 [first seed]     # as many trials as you have patience for
-    python tests/test_fuzz.py planted [most trials]   # measure the table below
+    PYTHONPATH=tests:nbs python tests/test_fuzz.py 100000 [first seed]     # as many trials as you have patience for
+    PYTHONPATH=tests:nbs python tests/test_fuzz.py planted [most trials]   # measure the table below
 
 A fuzz that never fails proves nothing until it has been seen to fail. So known bugs, most of them of other engines, are
 planted one at a time. Trials until caught, with every check of every step, and by wrong outputs (or an exception) alone:

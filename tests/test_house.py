@@ -16,12 +16,13 @@ import book
 import nbformat
 import pytest
 import show
+from places import TOOLS, chapters
 
 from atom_mini import EngineArgs
 from atom_mini.instruments.trace import COLOURS, VERDICTS
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if p.stem[0].isdigit()]
+CHAPTERS = chapters()
 PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
 # of every engine; a first reading can wait
@@ -37,7 +38,7 @@ def module_path(name: str) -> Path:
 
 
 def python(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"} | {"PYTHONPATH": f"{home}:{home / 'nbs'}"}
+    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"} | {"PYTHONPATH": f"{home}:{home / TOOLS}"}
     return subprocess.run([sys.executable, *arguments], cwd=home / "nbs", env=env, capture_output=True, text=True)
 
 
@@ -87,7 +88,7 @@ def test_the_text_of_part_one_points_to_no_later_part(path: Path) -> None:
 def test_imports_come_from_earlier_chapters(path: Path) -> None:
     """The order of reading is the order of imports, but for what is `EXPLAINED_LATER`. A function that chooses between
     classes may import them from later chapters."""
-    earlier = {m for p, m in MODULES.items() if p < path} | EXPLAINED_LATER
+    earlier = {m for p, m in MODULES.items() if p.name < path.name} | EXPLAINED_LATER
     package = ["atom_mini", *MODULES[path].split(".")[:-1]]
     for node in ast.parse(module_path(MODULES[path]).read_text()).body:
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("atom_mini")):

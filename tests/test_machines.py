@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import path_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
@@ -42,7 +43,7 @@ def test_chapters_say_first_what_has_run_where() -> None:
     """As long as no GPU's figures are recorded; then their first cells and this test must change."""
     assert [path.name for path in machines.RESULTS.parent.glob("*.json")] == ["targets.json"]
     for name in ("10_triton_attention", "11_small_kernels", "11b_one_copy", "12a_graphs", "12b_assemble"):
-        first = "".join(json.loads((ROOT / "nbs" / f"{name}.ipynb").read_text())["cells"][0]["source"])
+        first = "".join(json.loads(path_of(name).read_text())["cells"][0]["source"])
         assert "No GPU has " in first, name
         assert ("eight AMD targets and for NVIDIA's sm_90" in first) == (name in ("10_triton_attention", "11_small_kernels"))
     assert len(TARGETS) == 8

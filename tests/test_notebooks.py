@@ -19,9 +19,10 @@ from execnb.nbio import read_nb
 from fold import check_imports, is_patched
 from nbdev.clean import clean_nb
 from nbdev.test import test_nb as run_notebook
+from places import TOOLS, chapters, notebooks, path_of
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTERS = sorted((ROOT / "nbs").glob("*.ipynb"))
+CHAPTERS = book.notebooks([])
 MODULES = sorted((ROOT / "atom_mini").rglob("*.py"))
 BY_HAND = {"__init__.py", "__main__.py"}
 by_name = pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
@@ -68,6 +69,33 @@ def test_chapter_fetches_the_book_where_it_is_missing(path: Path) -> None:
     found = [cell for cell in read_nb(path).cells if cell.id == book.FETCH]
     assert [cell.source for cell in found] == [book.fetching()], "run: python nbs/book.py fetch"
     assert read_nb(path).cells[1].id == book.FETCH
+
+
+def test_a_notebook_is_found_by_its_name(tmp_path: Path) -> None:
+    """In any folder but those that begin with a dot or an underscore; the order is that of the names."""
+    names = ["index", "later/60_b", "10_a", "later/.ipynb_checkpoints/60_b-checkpoint", "_book/70_c", "20_d"]
+    for name in names:
+        (tmp_path / "nbs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "nbs" / f"{name}.ipynb").touch()
+    assert [path.stem for path in notebooks(tmp_path)] == ["10_a", "20_d", "60_b", "index"]
+    assert [path.stem for path in chapters(tmp_path)] == ["10_a", "20_d", "60_b"]
+    assert path_of("60_b", tmp_path) == tmp_path / "nbs" / "later" / "60_b.ipynb"
+    with pytest.raises(ValueError, match="no notebook below nbs/ is called '70_c'"):
+        path_of("70_c", tmp_path)
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *CHAPTERS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    """From where the page lies; those of index.ipynb are README's."""
+    is_notebook = page.suffix == ".ipynb"
+    text = "\n".join(c.source for c in read_nb(page).cells if c.cell_type == "markdown") if is_notebook else page.read_text()
+    text = re.sub(r"(?ms)^```.*?^```$", "", text)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:", link)]
+    start = ROOT if page.stem == "index" and is_notebook else page.parent
+    assert [link for link in links if not (start / link).exists()] == []
 
 
 CLOCKS = {"perf_counter", "process_time", "thread_time", "monotonic", "seconds", "repeat"}
@@ -161,7 +189,7 @@ def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
 def test_one_chapter_is_exported_with_those_that_share_its_module(chapter: str, tmp_path: Path) -> None:
     """Alone it would write a part of the module, or add its cells a second time."""
     copy_tree(tmp_path)
-    command = [sys.executable, "nbs/book.py", "export", f"nbs/{chapter}.ipynb"]
+    command = [sys.executable, "nbs/book.py", "export", chapter]
     subprocess.run(command, cwd=tmp_path, env=ENV, check=True, capture_output=True)
     for module in MODULES:
         assert (tmp_path / module.relative_to(ROOT)).read_text() == module.read_text(), module.name
@@ -186,7 +214,7 @@ def test_nbdevs_own_commands_change_nothing(command: str, says: str, tmp_path: P
         return {path: path.read_bytes() for path in paths}
 
     before, (name, *arguments) = files(), command.split()
-    env = ENV | {"PYTHONPATH": f"{tmp_path}:{tmp_path / 'nbs'}"}
+    env = ENV | {"PYTHONPATH": f"{tmp_path}:{tmp_path / TOOLS}"}
     command = [Path(sys.executable).with_name(name), *arguments]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (result.returncode != 0) == bool(says) and says in (result.stderr.splitlines() or [""])[-1], result.stderr
@@ -232,15 +260,17 @@ from pathlib import Path
 from execnb.nbio import read_nb
 from execnb.shell import CaptureShell
 import book
+from places import chapters
 shell = CaptureShell(Path("nbs"))
 shell.run(book.SETUP)
 for number in ("00", "03", "04", "05", "10", "13"):
-    (path,) = Path(".").glob(f"{number}_*.ipynb")
+    (path,) = [path for path in chapters() if path.stem.startswith(f"{number}_")]
     for cell in read_nb(path).cells:
         if cell.cell_type == "code" and not book.SKIP.search(cell.source):
             shell.cell(cell)
             if shell.exc:
                 sys.exit(f"{path}: {cell.source}\\n{shell.prettytb(path)}")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "nbs", env=ENV, capture_output=True, text=True)
+    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / TOOLS}"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "nbs", env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

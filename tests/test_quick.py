@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,8 +65,9 @@ def test_the_last_line() -> None:
 
 def test_what_is_recorded_exists() -> None:
     """A function that was renamed counts as quick: `make test-seconds` records it again."""
-    names = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
+    names: set[str] = set()
+    for path in quick.SECONDS.parent.rglob("test_*.py"):
+        assert not [name for name in names if name.startswith(f"{path.name}::")], "two files of one name"
         functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
         names |= {f"{path.name}::{f.name}" for f in functions}
     assert set(json.loads(quick.SECONDS.read_text())) <= names

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import script
+from places import path_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,9 +18,10 @@ def test_a_chapter_is_loaded_once_and_has_what_its_script_cells_define(monkeypat
     sources = ["#| hide\n#| script\nimport sys", "x = 1", "#| script\nfrom __future__ import annotations\n\nX = 2",
                "#| script\ndef f() -> NotHere:\n    raise ValueError(X)"]  # fmt: skip
     cells = [{"cell_type": "code", "source": source.splitlines(True)} for source in sources]
-    (tmp_path / "95a_other.ipynb").write_text(json.dumps({"cells": cells}))
-    (tmp_path / "96_empty.ipynb").write_text(json.dumps({"cells": cells[1:2]}))
-    monkeypatch.setattr(script, "NBS", tmp_path)
+    (tmp_path / "nbs" / "later").mkdir(parents=True)
+    (tmp_path / "nbs" / "later" / "95a_other.ipynb").write_text(json.dumps({"cells": cells}))
+    (tmp_path / "nbs" / "96_empty.ipynb").write_text(json.dumps({"cells": cells[1:2]}))
+    monkeypatch.setattr(script, "ROOT", tmp_path)
     other = script.load("95a_other")
     assert script.load("95a_other") is other is sys.modules.pop("other") and not hasattr(other, "x")
     with pytest.raises(ValueError, match="2"):
@@ -33,5 +35,5 @@ def test_the_appendix_is_a_script_and_not_in_the_package(chapter: str) -> None:
     help_ = [sys.executable, "nbs/script.py", chapter, "--help"]
     result = subprocess.run(help_, cwd=ROOT, capture_output=True, text=True)
     assert f"usage: python nbs/script.py {chapter}" in result.stdout, result.stderr
-    assert "default_exp" not in (ROOT / "nbs" / f"{chapter}.ipynb").read_text()
+    assert "default_exp" not in path_of(chapter).read_text()
     assert not (ROOT / "atom_mini" / "appendix").exists()

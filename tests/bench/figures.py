@@ -112,8 +112,9 @@ def drafts_sentence(results: list[dict[str, Any]]) -> str:
     near = sum(error <= 0.2 for error in errors)
     return (
         f"In the same run a lookup that finds nothing costs {100 * statistics.fmean(vain):.1f} % (mean of {len(vain)} cases, "
-        f"{100 * max(vain):.0f} % at most), and chapter [54](nbs/54_when_it_pays.ipynb)'s formula, with the times of steps and "
-        f"drafters measured meanwhile, is {100 * statistics.median(errors):.0f} % off in the median, within 20 % in {near} of "
+        f"{100 * max(vain):.0f} % at most), and chapter [54](nbs/54_when_it_pays.ipynb)'s formula, "
+        f"with the times of steps and drafters measured meanwhile, is {100 * statistics.median(errors):.0f} % off in the "
+        f"median, within 20 % in {near} of "
         f"{len(errors)} cases."
     )
 
