@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, ImportString, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ImportString, ValidationError
 from pydantic.dataclasses import dataclass
 
 from .checkpoint import read_defaults, read_model, require, resolve_model
@@ -24,14 +24,17 @@ if TYPE_CHECKING:  # these modules import this one
     from atom_mini.scheduler import BaseScheduler
 
 # %% auto #0
-__all__ = ['Count', 'STRICT', 'Options', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'describe', 'explained',
-           'as_token_ids', 'SamplingParams', 'Config']
+__all__ = ['Count', 'STRICT', 'WORDS', 'Options', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'TokenIds', 'describe',
+           'explained', 'as_token_ids', 'as_stop_ids', 'SamplingParams', 'Config']
 
 # %% ../nbs/01b_config.ipynb #917e64ba
 Count = Annotated[int, Field(ge=1)]
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 # %% ../nbs/01b_config.ipynb #17b09ae2
+WORDS = {"int_type": "must be a whole number", "bool_type": "must be True or False"}
+
+
 def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> str:
     """One line about the first option that is wrong: its value, the limit, the option."""
     found = error.errors()
@@ -41,10 +44,11 @@ def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> s
     name = str(first["loc"][0])
     if first["type"] == "unexpected_keyword_argument":
         return no_such_option(kind, name, [f.name for f in fields(cls) if f.init])
-    said = [e["msg"] for e in found if e["loc"][0] == first["loc"][0]]
-    limits = dict.fromkeys(re.sub(r"^\w+ should", "must", text) for text in said)
+    about = [e for e in found if e["loc"][0] == first["loc"][0]]
+    said = [WORDS.get(e["type"], re.sub(r"^\w+ should", "must", e["msg"])) for e in about]
+    limits = " or ".join(dict.fromkeys(said))  # of a union each member has its own
     value = given.get(name, first["input"])
-    return f"{name}={value!r} {' or '.join(limits)}: set {kind}({name}=...)"
+    return f"{name}={value!r} {limits}: set {kind}({name}=...)"
 
 # %% ../nbs/01b_config.ipynb #6a7d2a86
 Options = TypeVar("Options")
@@ -83,6 +87,16 @@ Temperature = Annotated[float, Field(ge=0, le=3e38)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's limits
 Text = Annotated[str, Field(min_length=1)]
 
+
+def as_stop_ids(values: Any) -> tuple[int, ...]:
+    """`as_token_ids` of a list; ValueError if it is not one."""
+    good = isinstance(values, list | tuple)
+    require(good, f"stop_token_ids={values!r} must be a list of token ids")
+    return tuple(as_token_ids(values, "stop_token_ids"))
+
+
+TokenIds = Annotated[list[int] | tuple[int, ...], BeforeValidator(as_stop_ids)]
+
 # %% ../nbs/01b_config.ipynb #771ef795
 @explained
 @dataclass(frozen=True, config=STRICT)
@@ -106,7 +120,7 @@ class SamplingParams:
     seed: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Count | None = 64  # None: to the end of the context
     stop: Text | list[Text] | tuple[Text, ...] = ()
-    stop_token_ids: list[Any] | tuple[Any, ...] = ()  # checked by `as_token_ids`
+    stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     presence_penalty: Penalty = 0.0
@@ -118,8 +132,7 @@ class SamplingParams:
         least, most = self.min_tokens, self.max_tokens or self.min_tokens
         require(least <= most, f"min_tokens={least} is over max_tokens={most}: lower it")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        ids = tuple(as_token_ids(self.stop_token_ids, "stop_token_ids"))
-        vars(self).update(stop=stop, stop_token_ids=ids)  # it is frozen otherwise
+        vars(self).update(stop=stop)  # it is frozen otherwise
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """A copy in which every `None` that `defaults` knows is filled in."""
@@ -156,6 +169,7 @@ class Config:
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    enable_mixed_steps: bool = False  # decodes and pieces of prompts in one step
     attention: Literal["triton", "torch"] | None = None  # None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
     scheduler_cls: ImportString[Any] | None = None  # None: `Scheduler`
@@ -196,14 +210,19 @@ class Config:
         what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
         wrong = f"without chunked prefill {what}enable_chunked_prefill=True"
         require(self.enable_chunked_prefill or fits, wrong)
+        wrong = "enable_chunked_prefill=False does not go with enable_mixed_steps=True: set "
+        wrong += "it to True (prompts get what decodes leave)"
+        require(self.enable_chunked_prefill or not self.enable_mixed_steps, wrong)
 
     def get_scheduler_cls(self) -> type[BaseScheduler]:
         """The class of the scheduler; ValueError if `scheduler_cls` is not one."""
-        from atom_mini.scheduler import BaseScheduler, Scheduler
+        from atom_mini.scheduler import BaseScheduler, MixedScheduler, Scheduler
 
-        own = self.scheduler_cls or Scheduler
-        good = isinstance(own, type) and issubclass(own, BaseScheduler)
-        what = f"scheduler_cls={own!r} must be a subclass of BaseScheduler"
+        base: Any = MixedScheduler if self.enable_mixed_steps else Scheduler
+        own = self.scheduler_cls or base
+        least = base if self.enable_mixed_steps else BaseScheduler
+        good = isinstance(own, type) and issubclass(own, least)
+        what = f"scheduler_cls={own!r} must be a subclass of {least.__name__}"
         require(good, f"{what}, or 'module:Class'")
         return own
 

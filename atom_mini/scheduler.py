@@ -18,7 +18,7 @@ from .sequence import NO_TOKEN, Sequence
 from .sequence import SequenceStatus, SequenceType
 
 # %% auto #0
-__all__ = ['ScheduledBatch', 'ScheduledBatchOutput', 'BaseScheduler', 'next_chunk', 'Scheduler']
+__all__ = ['ScheduledBatch', 'ScheduledBatchOutput', 'BaseScheduler', 'next_chunk', 'Scheduler', 'MixedScheduler']
 
 # %% ../nbs/04_scheduler.ipynb #756c8330
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ScheduledBatch:
     Source: ATOM's `ScheduledBatch`, whose per-sequence lists are arrays here.
     """
 
-    type: SequenceType  # PREFILL or DECODE, for all of them
+    type: SequenceType  # PREFILL or DECODE for all of them, or MIXED
     req_ids: list[int]
     scheduled_tokens: np.ndarray  # [T] int64: the token ids, sequence after sequence
     num_scheduled_tokens: np.ndarray  # [B] int32: how many of them are whose
@@ -55,7 +55,7 @@ class ScheduledBatch:
         params = [s.sampling_params for s in seqs]
         tokens = [s.last_token for s in seqs]
         rows = [s.row for s in seqs]
-        if type is SequenceType.PREFILL:
+        if type is not SequenceType.DECODE:
             tokens = []
             for s in seqs:
                 tokens += s.token_ids[s.num_computed_tokens :][: s.num_scheduled_tokens]
@@ -81,6 +81,17 @@ class ScheduledBatch:
     def queries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(new tokens [B], contexts [B], block tables [B, W]), for attention's plan."""
         return self.num_scheduled_tokens, self.context_lens, self.block_tables
+
+    @property
+    def is_decode(self) -> np.ndarray:
+        """[B] bool: which sequences compute their newest token alone."""
+        if self.type is SequenceType.MIXED:
+            return (self.num_scheduled_tokens == 1) & self.is_sampled
+        return np.full(self.total_seqs_num, self.type is SequenceType.DECODE)
+
+    @property
+    def num_decodes(self) -> int:
+        return int(self.is_decode.sum())
 
 # %% ../nbs/04_scheduler.ipynb #15e9411c
 @dataclass(frozen=True)
@@ -303,10 +314,11 @@ class Scheduler(BaseScheduler):
         if self.waiting:
             self.note("refused", self.waiting[0], left=budget, reserve=reserve)
 
-    def _schedule_prefill(self) -> list[Sequence]:
-        """Prompts that were cut go on, then those that wait are admitted."""
+    def _schedule_prefill(self, taken: int = 0) -> list[Sequence]:
+        """Prompts that were cut go on, then those that wait are admitted. `taken` tokens of
+        the budget are used already."""
         seqs: list[Sequence] = []
-        budget = self.config.max_num_batched_tokens
+        budget = self.config.max_num_batched_tokens - taken
         size = self.config.kv_cache_block_size
         for seq in self.running:
             start = seq.num_computed_tokens
@@ -359,3 +371,19 @@ class Scheduler(BaseScheduler):
         if not seqs:
             return None
         return ScheduledBatch.pack(kind, seqs, self.block_manager), {s.id: s for s in seqs}
+
+# %% ../nbs/06f_policy.ipynb #aea63bff
+class MixedScheduler(Scheduler):
+    """Decodes first; what they leave of the budget goes to prompts, in the same step.
+
+    Source: Sarathi-Serve (Agrawal 2024); `vllm/v1/core/sched/scheduler.py`.
+    """
+
+    def _choose(self) -> tuple[SequenceType, list[Sequence]]:
+        """What runs: all decodes, then prompts."""
+        decodes = self._schedule_decode(self._decodable())
+        prompts = self._schedule_prefill(taken=len(decodes))
+        kind = SequenceType.MIXED
+        if not decodes or not prompts:
+            kind = SequenceType.PREFILL if prompts else SequenceType.DECODE
+        return kind, decodes + prompts

@@ -32,6 +32,7 @@ class SequenceType(Enum):
 
     PREFILL = auto()  # computes prompts (after a preemption, what was generated, too)
     DECODE = auto()  # computes the newest token of each
+    MIXED = auto()  # both: the decodes come first
 
 # %% ../nbs/02_sequence.ipynb #3f47525a
 class Sequence:

@@ -16,10 +16,11 @@ from map import ROOT
 sys.path.insert(0, str(ROOT / "nbs"))
 from show import CountingRunner, Request, check_trace, five_requests
 
-from atom_mini.config import Config, SamplingParams
+from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import COLOURS, Trace, record
 from atom_mini.refinements.overlap import OverlapCore
+from atom_mini.refinements.parts import EngineArgs
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence
 from atom_mini.systems.spyre import PaddedBatch
@@ -107,7 +108,7 @@ def run(policy: str, blocks: int, budget: int, rate: int | str, cache: str) -> R
     """Play the load through the real scheduler; its trace is checked."""
     pool = {"kv_cache_block_size": SIZE, "num_kvcache_blocks": blocks, "max_model_len": 32}
     limits = {"max_num_seqs": SEATS, "max_num_batched_tokens": budget, "enable_prefix_caching": cache == "on"}
-    config = Config(**pool, **limits, **POLICIES[policy])
+    config = EngineArgs(**pool, **limits, **POLICIES[policy])
     runner, requests = ModelledRunner(), load(rate)
     core = (OverlapCore if config.overlap else EngineCore)(config, runner)
     trace, to_come, tokens = record(core), list(enumerate(requests)), [list[float]() for _ in requests]

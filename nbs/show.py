@@ -115,7 +115,8 @@ def watch(scheduler) -> list[Played]:
         lost = [i for i in waiting if waiting[i] > before.get(i, waiting[i])]
         phases = dict.fromkeys(waiting, "waiting") | dict.fromkeys(lost, "preempted")
         phases |= dict.fromkeys([s.id for s in scheduler.running], "held")
-        phases |= dict.fromkeys(seqs, batch.type.name.lower())
+        kinds = ["decode" if one else "prefill" for one in batch.is_decode]
+        phases |= dict(zip(batch.req_ids, kinds, strict=True))
         tokens = {i: s.num_scheduled_tokens for i, s in seqs.items()}
         used = len(manager.pool.blocks) - manager.num_free_blocks
         steps.append(Played(phases, tokens, used, batch, dict(seqs)))

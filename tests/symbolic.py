@@ -64,6 +64,9 @@ def continuation(prompt: list[int], seed: int | None, alphabet: int) -> Iterator
         token = following
 
 
+NOT_WITH_MIXED = {"enable_chunked_prefill": True, "interleave_decode": False, "scheduler_delay_factor": 0.0}
+
+
 class StepFailed(Exception):
     """What a runner raises whose device has gone."""
 
@@ -79,7 +82,8 @@ class SymbolicRunner:
         self.layers = [[-1 - slot for slot in range(slots)], [-1 - slot - slots for slot in range(slots)]]  # garbage
         self.block_slots = [range(i * self.size, (i + 1) * self.size) for i in range(config.num_kvcache_blocks)]
         self.stats: Counter[str] = Counter()
-        self.readers: list[tuple[Sequence, int]] = []  # who ran before this step, with how many tokens computed
+        # who ran before this step, with how many tokens computed, and how often it had been preempted
+        self.readers: list[tuple[Sequence, int, int]] = []
         self.max_rows = config.max_num_seqs
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -109,6 +113,7 @@ class SymbolicRunner:
             token = sample(output, batch.sampling_params[row].seed, self.alphabet)
             ids[batch.req_ids[row]] = (token,)
             logprobs[batch.req_ids[row]] = [{token: output}]  # the whole hash: few tokens would hide much
+        self.stats["mixed"] += batch.type is SequenceType.MIXED
         self._count_hits(batch, contexts, set(slots))
         return ScheduledBatchOutput(ids, logprobs)
 
@@ -120,8 +125,9 @@ class SymbolicRunner:
         assert len(set(batch.req_ids)) == batch.total_seqs_num, "a sequence twice in one batch"
         assert len(set(slots)) == len(slots), "two tokens of one step in one slot"
         assert max(positions) < (config.max_model_len or 10**9), "a position that the model does not have"
-        assert (counts == 1).all() or batch.type is SequenceType.PREFILL
-        read = {slot for seq, computed in self.readers for slot in self._slots(seq.block_table)[:computed]}
+        assert (counts == 1).all() or batch.type is not SequenceType.DECODE
+        readers = [(seq, computed) for seq, computed, lost in self.readers if seq.num_preemptions == lost]
+        read = {slot for seq, computed in readers for slot in self._slots(seq.block_table)[:computed]}
         for token, position, slot in zip(tokens, positions, slots, strict=True):
             if slot in read:
                 assert self.layers[0][slot] == embed(token, position), f"slot {slot} is overwritten under a reader"
@@ -130,7 +136,7 @@ class SymbolicRunner:
         return list(chain.from_iterable(map(self.block_slots.__getitem__, table)))
 
     def _count_hits(self, batch: ScheduledBatch, contexts: list[list[int]], written: set[int]) -> None:
-        if batch.type is not SequenceType.PREFILL:
+        if batch.type is SequenceType.DECODE:
             return
         for context, n in zip(contexts, batch.num_scheduled_tokens.tolist(), strict=True):
             self.stats["same_step_hits"] += len(context) > n and context[-n - 1] in written
@@ -334,12 +340,14 @@ def run_trial(
     overlap: bool = False,
     tight: bool = False,
     drafts: bool = False,
+    mixed: bool = False,
 ) -> Counter[str]:
     """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
 
     `strict=False` leaves out the checks of every step, so that only wrong outputs count (and exceptions).
     `cache` is the prefix cache of those trials that have one. `overlap`: the host is a step ahead.
     `tight`: most of the trials preempt. `drafts`: up to 8 per decode, of a drafter between always wrong and always right.
+    `mixed`: decodes and chunks of prompts share steps.
     """
     trial = make_trial(seed)
     if tight:
@@ -368,6 +376,8 @@ def run_trial(
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()
             return stats
+        if mixed:
+            vars(trial.config).update(enable_mixed_steps=True, **NOT_WITH_MIXED)
         if not overlap:
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
@@ -415,7 +425,7 @@ def play(
                 stats["aborts_running" if held else "aborts_waiting"] += 1
         idle = core.is_finished()
         if not isinstance(scheduler, OverlapScheduler):  # there, the steps under way say what is read
-            runner.readers = [(s, s.num_computed_tokens) for s in scheduler.running]
+            runner.readers = [(s, s.num_computed_tokens, s.num_preemptions) for s in scheduler.running]
         holding = len(scheduler.running)
         try:
             result = core.step()

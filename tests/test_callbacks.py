@@ -191,7 +191,7 @@ def test_in_front_of_another_process() -> None:
 
 @pytest.mark.parametrize("call", ["print", 3, [print]])
 def test_refused(call: Any) -> None:
-    with pytest.raises(ValueError, match=r"stream_callback=.* must be a function"):
+    with pytest.raises(ValueError, match=r"stream_callback=.* must be callable"):
         StreamParams(stream_callback=call)
 
 

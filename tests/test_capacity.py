@@ -33,6 +33,7 @@ FLAT = Costs(0.0, Cost((1,), (0.5,)), Cost((1,), (0.5,)))
 NOISE = (0.8, 0.9, 1.0, 1.1, 1.7)
 COSTS = Costs(3e-4, Cost((0, 100), (2e-3, 4e-3), 1e-8, NOISE), Cost((1, 4, 32), (4e-3, 4.1e-3, 6e-3), 1e-7, NOISE))
 TIGHT: dict[str, Any] = {"num_kvcache_blocks": 24, "kv_cache_block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 40}
+MIXED: dict[str, Any] = {"enable_mixed_steps": True}
 ONE = EngineArgs(num_kvcache_blocks=8, max_num_seqs=1, max_model_len=16)
 SHAPE = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -68,7 +69,7 @@ def test_a_constant_cost_is_m_d_1(load: float) -> None:
     assert fmean(waits) == pytest.approx(load * 0.5 / 2 / (1 - load), rel=0.02)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"interleave_decode": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"interleave_decode": True}, MIXED], ids=str)
 def test_the_steps_are_those_of_a_real_engine(options: dict[str, Any]) -> None:
     """With preemptions, chunks and cached prefixes: as many steps, of the same kinds and tokens. Prompts of a session are
     the same here, and so are, greedily, the answers, as the simulator's are."""
@@ -104,7 +105,7 @@ def everything(engine: Engine) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("options", [{}, {"interleave_decode": True}, {"prefix_cache": "radix"}, {"max_num_seqs": 3},
+@pytest.mark.parametrize("options", [{}, {"interleave_decode": True}, MIXED, {"prefix_cache": "radix"}, {"max_num_seqs": 3},
                                      {"num_kvcache_blocks": 60}, {"kv_cache_block_size": 1}], ids=str)  # fmt: skip
 def test_a_leap_is_what_would_have_happened(options: dict[str, Any], seed: int) -> None:
     """To the last bit: times, gaps, steps, preemptions, what can be found."""
@@ -122,7 +123,9 @@ def test_a_leap_is_what_would_have_happened(options: dict[str, Any], seed: int) 
 SPYRE = {"scheduler": "spyre", "chunk_size": 16, "max_batch_tkv_limit": 256}
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"interleave_decode": True}, SPYRE], ids=lambda o: next(iter(o), ""))
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": True}, {"interleave_decode": True}, MIXED, SPYRE], ids=lambda o: next(iter(o), "")
+)
 def test_the_hosts_clock_does_not_leak_in(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config, jobs = EngineArgs(**{"max_model_len": 64} | TIGHT | options), poisson(30.0, 100)
     plain = [engine.served for engine in serve_all(config, COSTS, jobs, 2)]

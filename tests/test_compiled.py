@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import threading
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from checkpoints import is_empty, save_checkpoint
 from test_interrupt import Tripwire
 
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.refinements.compiled import Compiled
 
 pytest.importorskip("numba")
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}
@@ -93,6 +91,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"overlap": True},
     "drafts": {"speculative_config": NGRAM},
     "turns": {"interleave_decode": True, "max_num_batched_tokens": 8},
+    "mixed": {"enable_mixed_steps": True, "max_num_batched_tokens": 8},
     "chunks": {"max_num_batched_tokens": 16, "prefix_cache": "radix"},
     "no cache": {"enable_prefix_caching": False},
 }
@@ -342,7 +341,7 @@ print(exp2.stats.cache_path, sum(exp2.stats.cache_hits.values()), sep="\\n")
 def test_it_is_chosen_by_itself_and_loaded_late() -> None:
     code = """
 import sys
-from atom_mini.config import Config
+from atom_mini import EngineArgs
 import atom_mini
 print(EngineArgs("tiny", device="cpu").compiled, EngineArgs("tiny", device="cpu", compiled=False).compiled)
 print("numba" in sys.modules)
@@ -367,7 +366,7 @@ sys.meta_path.insert(0, Finder)
 import torch
 import atom_mini.assemble as assemble
 import atom_mini.refinements.parts as parts
-from atom_mini.config import Config
+from atom_mini import EngineArgs
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 assemble.choose_runner = lambda config: lambda config: "what a GPU has"
 for options in ({}, {"device": "cuda"}, {"device": "cuda:0"}, {"device": "cpu"}):
@@ -389,10 +388,8 @@ REFUSED: list[dict[str, Any]] = [
 def test_what_it_does_not_cover_is_refused_or_falls_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="compiled="):
         EngineArgs("tiny", device="cpu", **options)
-    knob = next(f for f in fields(Compiled) if f.name == "compiled")
-    monkeypatch.setattr(knob, "default", None)  # as it is for users
-    del options["compiled"]
-    assert EngineArgs("tiny", device="cpu", **options).compiled is not bool(options)
+    options = options | {"compiled": None}  # as it is for users
+    assert EngineArgs("tiny", device="cpu", **options).compiled is not (len(options) > 1)
 
 
 def test_a_shape_that_it_does_not_cover(tmp_path: Path) -> None:

@@ -123,6 +123,13 @@ def test_same_answers(both: LLM, here: Any) -> None:
 
 
 @alone
+def test_same_answers_in_mixed_steps(here: Any) -> None:
+    with LLM("tiny", enable_mixed_steps=True, max_num_batched_tokens=24, **PAIR) as llm:
+        assert answers(llm) == here
+        expect_empty(replicas_of(llm))
+
+
+@alone
 def test_many_threads(both: LLM) -> None:
     """Eight threads, in calls and streams, some dropped; everyone gets the answers that it gets alone."""
     jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(20)]
@@ -898,11 +905,11 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data_parallel_size": 0}, "data_parallel_size=0 must be a whole number from 1"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0 must be greater than or equal to 1"),
         ({"routing": "prefix"}, "routing has no effect with data_parallel_size=1: change that"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"lockstep": True}, "lockstep has no effect with data_parallel_size=1: change that"),
-        ({"data_parallel_size": 2, "routing": "round_robin"}, "routing='round_robin' must be one of 'load', 'prefix'"),
+        ({"data_parallel_size": 2, "routing": "round_robin"}, "routing='round_robin' must be 'load' or 'prefix'"),
         (
             {"data_parallel_size": 2, "routing": "prefix", "enable_prefix_caching": False},
             "enable_prefix_caching=False does not go with routing='prefix': set it to True",

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from atom_mini import EngineArgs
 from atom_mini.checkpoint import ModelRegistry
-from atom_mini.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -68,7 +68,7 @@ def test_what_is_not_there_is_seen(place: str) -> None:
 def test_every_refusal_is_raised(call: str) -> None:
     """With a message that names what was asked for."""
     with pytest.raises(ValueError) as error:
-        eval(call, {"Config": Config, "ModelRegistry": ModelRegistry, "Path": Path})
+        eval(call, {"EngineArgs": EngineArgs, "ModelRegistry": ModelRegistry, "Path": Path})
     assert len(str(error.value)) > 20
 
 

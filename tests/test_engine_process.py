@@ -175,6 +175,7 @@ TIMES = {"ttft", "tpot", "latency", "request_id", "num_cached_tokens", "metrics"
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap": True, "interleave_decode": True},
+    "mixed": {"enable_mixed_steps": True, "max_num_batched_tokens": 24},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
 

@@ -57,7 +57,7 @@ import atom_mini.model_runner as model_runner
 import atom_mini.prefix_index as prefix_index
 from atom_mini.block_manager import BlockManager, BlockPool
 from atom_mini.prefix_index import PrefixIndex
-from atom_mini.scheduler import BaseScheduler, ScheduledBatch, Scheduler
+from atom_mini.scheduler import BaseScheduler, MixedScheduler, ScheduledBatch, Scheduler
 from atom_mini.sequence import Sequence
 
 Patch = pytest.MonkeyPatch
@@ -87,13 +87,24 @@ def test_a_radix_tree_gives_the_same_outputs_and_the_same_hits() -> None:
     assert run_many(1000, cache="radix") == run_many(1000)
 
 
-def run_many(trials: int, first: int = 0, strict: bool = True, cache: str = "hash") -> Counter[str]:
+def test_mixed_steps_give_the_oracles_outputs() -> None:
+    """Decodes and chunks in one step, in the same trials and in those where most preempt; with either prefix cache."""
+    stats = run_many(1200, mixed=True) + run_many(200, first=10_000, mixed=True, cache="radix")
+    stats += run_many(400, first=20_000, mixed=True, tight=True)
+    least = {
+        "mixed": 2000, "preemptions": 600, "prefix_hits": 1500, "same_step_hits": 100, "chunks": 9000, "failures": 900,
+        "aborts_running": 90, "aborts_waiting": 300,
+    }  # fmt: skip
+    assert not {name: stats[name] for name in least if stats[name] < least[name]}
+
+
+def run_many(trials: int, first: int = 0, strict: bool = True, cache: str = "hash", **how: bool) -> Counter[str]:
     stats: Counter[str] = Counter()
     for seed in range(first, first + trials):
         try:
-            stats += run_trial(seed, strict, cache)
+            stats += run_trial(seed, strict, cache, **how)
         except Exception as error:
-            raise AssertionError(f"trial {seed}: reproduce with symbolic.run_trial({seed})") from error
+            raise AssertionError(f"trial {seed}: reproduce with symbolic.run_trial({seed}, **{how})") from error
     return stats
 
 
@@ -337,6 +348,39 @@ def after_preemption(patch: Patch, change: Callable[[Sequence], None]) -> None:
     patch.setattr(BaseScheduler, "preempt", bug)
 
 
+def puts_prompts_before_decodes(patch: Patch) -> None:
+    """Then a decode that finds no block takes those of a chunk that is in the step already."""
+    source = inspect.getsource(MixedScheduler._choose)
+    decode, prefill = (next(line for line in source.splitlines() if f"{name} = " in line) for name in ("decodes", "prompts"))
+    late = decode.replace("self._decodable()", "self._decodable()[: self.config.max_num_batched_tokens - used]")
+    early = prefill.replace("taken=len(decodes)", "taken=0") + "; used = sum(s.num_scheduled_tokens for s in prompts)"
+    mutate(patch, MixedScheduler, "_choose", f"{decode}\n{prefill}".replace("\n    ", "\n").strip(),
+           f"{early}\n{late}".replace("\n    ", "\n").strip())  # fmt: skip
+
+
+def spends_the_decodes_budget_twice(patch: Patch) -> None:
+    mutate(patch, MixedScheduler, "_choose", "taken=len(decodes)", "taken=0")
+
+
+def takes_the_newest_token_of_a_chunk(patch: Patch) -> None:
+    """Packs a mixed step as if all of its rows were decodes."""
+    mutate(patch, ScheduledBatch, "pack", "type is not SequenceType.DECODE", "type is SequenceType.PREFILL")
+
+
+def schedules_a_cut_prompt_twice(patch: Patch) -> None:
+    """Its last token is a decode, and a chunk as well."""
+    mutate(patch, Scheduler, "_schedule_prefill", "end - start > 1 and", "end - start > 0 and")
+
+
+PLANTED_IN_MIXED: list[Callable[[Patch], None]] = [
+    puts_prompts_before_decodes,
+    spends_the_decodes_budget_twice,
+    takes_the_newest_token_of_a_chunk,
+    schedules_a_cut_prompt_twice,
+    preempts_the_first,
+    publishes_at_allocation,
+    forgets_the_cut,
+]
 PLANTED: list[Callable[[Patch], None]] = [
     publishes_at_allocation,
     publishes_before_the_last_token_is_forwarded,
@@ -369,12 +413,14 @@ PLANTED: list[Callable[[Patch], None]] = [
 ]
 
 
-def trials_until_caught(plant: Callable[[Patch], None], most: int, strict: bool) -> tuple[int, BaseException] | None:
+def trials_until_caught(
+    plant: Callable[[Patch], None], most: int, strict: bool, **how: bool
+) -> tuple[int, BaseException] | None:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         for seed in range(most):
             try:
-                run_trial(seed, strict)
+                run_trial(seed, strict, **how)
             except Exception as error:
                 return seed + 1, error
     return None
@@ -383,6 +429,12 @@ def trials_until_caught(plant: Callable[[Patch], None], most: int, strict: bool)
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_the_fuzz_catches(plant: Callable[[Patch], None]) -> None:
     assert trials_until_caught(plant, 1000, strict=True) is not None
+
+
+@pytest.mark.parametrize("plant", PLANTED_IN_MIXED, ids=lambda plant: plant.__name__)
+def test_the_fuzz_catches_it_in_mixed_steps(plant: Callable[[Patch], None]) -> None:
+    """Those that only a mixed step can have, and some that any step can."""
+    assert trials_until_caught(plant, 1000, strict=True, mixed=True) is not None
 
 
 def _measure(most: int) -> None:

@@ -24,19 +24,21 @@ def test_every_family_is_recorded() -> None:
 @pytest.mark.share(60.0)
 @pytest.mark.parametrize("name", golden.FAMILIES)
 def test_small_models_answer_as_they_did(name: str, tmp_path: Path) -> None:
-    """With room for all, and through chunks, prefix hits and preemptions."""
+    """With room for all, and through chunks, prefix hits and preemptions; with decodes beside the chunks, too."""
     golden.save(name, tmp_path)
     assert golden.checksum(tmp_path) == KNOWN[name]["weights"], "torch draws other weights: record the golden file anew"
     tight = golden.TIGHT | ({"enable_prefix_caching": False} if name.startswith("state") else {})
-    for options in (golden.ROOMY, tight):
+    for options in (golden.ROOMY, tight, tight | {"enable_mixed_steps": True}):
         with LLM(str(tmp_path), device="cpu", dtype="float32", **options) as llm:
             found, _ = golden.answers(llm, golden.asked_of(name))
         golden.check(name, KNOWN[name], found)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_built_in_model_answers_as_it_did(compiled: bool) -> None:
-    with LLM("tiny", device="cpu", compiled=compiled) as llm:
+def test_the_built_in_model_answers_as_it_did(compiled: bool, mixed: bool) -> None:
+    budget = {"enable_mixed_steps": True, "max_num_batched_tokens": 22} if mixed else {}
+    with LLM("tiny", device="cpu", compiled=compiled, **budget) as llm:
         golden.check("tiny", KNOWN["tiny"], golden.answers(llm, golden.asked_of("tiny"))[0])
 
 

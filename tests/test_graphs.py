@@ -125,6 +125,26 @@ def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
     assert all(counts[n] > 0 for n in (1, 2, 3)) and core.scheduler.num_preemptions > 0
 
 
+def test_a_mixed_step_is_not_replayed(folder: Path, record: Any) -> None:
+    """Decodes beside chunks go through the eager path; steps of decodes alone are replayed; the tokens are the same."""
+    options = {"enable_mixed_steps": True, "max_num_batched_tokens": 5}
+    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
+    runner = GraphRunner(make_config(folder, **options), record)
+    counts, kinds, launch = count_replays(runner), list[str](), runner.launch
+
+    def watched(batch: ScheduledBatch, *args: Any) -> Any:
+        before = sum(counts.values())
+        found = launch(batch, *args)
+        kinds.append(batch.type.name)
+        assert (sum(counts.values()) > before) is (batch.type is SequenceType.DECODE)
+        return found
+
+    runner.launch = watched  # type: ignore[method-assign]
+    replayed, _ = run(runner, wishes, max_tokens=9)
+    assert {*kinds} == {"PREFILL", "MIXED", "DECODE"}
+    assert replayed == run(plain_runner(folder), wishes, max_tokens=9)[0]
+
+
 def ragged_decode(runner: ModelRunner, lens: list[int]) -> ScheduledBatch:
     """One new token of each of `len(lens)` sequences, whose blocks lie scattered in the pool; greedy and random."""
     rng, size = np.random.default_rng(len(lens)), runner.config.kv_cache_block_size

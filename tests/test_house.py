@@ -24,12 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = [p for p in sorted((ROOT / "nbs").glob("*.ipynb")) if p.stem[0].isdigit()]
 PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
-EXPLAINED_LATER = {"extras", "file_checks", "rope_scaling", "sampling_kernels"}  # of every engine; a first reading can wait
-KERNELS = {  # a module -> its kernel, which the next chapter writes, imported where Triton computes
-    "families.mixture": {"families.grouped"},
-    "families.windows": {"families.window_kernel"},
-}
-NAMED_BY_A_SPEC = {"model_class", "make_triton_ops"}
+# of every engine; a first reading can wait
+EXPLAINED_LATER = {"extras", "file_checks", "refused", "rope_scaling", "sampling_kernels", "uploads"}
 WITHOUT_EDITABLE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]  # it would find the whole house
@@ -49,7 +45,8 @@ def test_part_one_alone_generates(alone: Path) -> None:
     """The built-in model's words are those of the whole house; what is not there is refused like a misspelt name."""
     code = f"""{WITHOUT_EDITABLE}
 import atom_mini
-from atom_mini import LLM, Config, SamplingParams
+from atom_mini import LLM, Config, EngineArgs, SamplingParams
+assert EngineArgs is Config
 assert not [m for m in sys.modules if m.startswith("atom_mini.") and m.count(".") > 1], sys.modules
 try:
     EngineArgs(overlap=True)
@@ -66,7 +63,7 @@ with LLM("tiny", device="cpu") as llm:
 
 @pytest.mark.parametrize("name", [MODULES[p] for p in PART_ONE if p in MODULES])
 def test_part_one_mentions_no_later_part(name: str) -> None:
-    """In comments and docstrings; `assemble` lets the parts in, by the names of their modules."""
+    """In comments and docstrings."""
     text = module_path(name).read_text()
     comments = [t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
@@ -88,15 +85,12 @@ def test_the_text_of_part_one_points_to_no_later_part(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
 def test_imports_come_from_earlier_chapters(path: Path) -> None:
-    """The order of reading is the order of imports, also of those inside functions, but for what is `EXPLAINED_LATER`,
-    for a chapter's kernel, and for what a spec names: the class and the operations of its model."""
-    earlier = {m for p, m in MODULES.items() if p < path} | EXPLAINED_LATER | KERNELS.get(MODULES[path], set())
+    """The order of reading is the order of imports, but for what is `EXPLAINED_LATER`. A function that chooses between
+    classes may import them from later chapters."""
+    earlier = {m for p, m in MODULES.items() if p < path} | EXPLAINED_LATER
     package = ["atom_mini", *MODULES[path].split(".")[:-1]]
-    nodes = [*ast.walk(ast.parse(module_path(MODULES[path]).read_text()))]
-    named = {id(n) for f in nodes if getattr(f, "name", "") in NAMED_BY_A_SPEC for n in ast.walk(f)}
-    for node in nodes:
-        is_import = isinstance(node, ast.ImportFrom) and id(node) not in named
-        if is_import and (node.level or (node.module or "").startswith("atom_mini")):
+    for node in ast.parse(module_path(MODULES[path]).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("atom_mini")):
             base = package[: len(package) + 1 - node.level] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])]).removeprefix("atom_mini").lstrip(".")
             names = [name] if name else [alias.name for alias in node.names]

@@ -68,6 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "radix": {"prefix_cache": "radix"},
     "no cache": {"prefix_cache": "none"},
     "interleaved": {"interleave_decode": True},
+    "mixed": {"enable_mixed_steps": True},
     "traced": {"trace": True},
     "overlap": {"overlap": True},
     "overlap, radix": {"overlap": True, "prefix_cache": "radix"},

@@ -1313,6 +1313,7 @@ BROKEN_MODES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "radix": {"prefix_cache": "radix"},
     "turns": {"interleave_decode": True},
+    "mixed": {"enable_mixed_steps": True},
     "spyre": {"scheduler": "spyre", "chunk_size": 16, "max_num_seqs": 4},
 }
 BROKEN_WISHES: dict[str, dict[str, Any]] = {

@@ -227,7 +227,7 @@ def test_what_cannot_run_ahead_is_refused_by_name() -> None:
         (name,) = options
         with pytest.raises(ValueError, match=f"{name}=.*overlap=True"):
             EngineArgs(overlap=True, max_model_len=512, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scheduler=None must be one of 'atom'"):  # none at all, with overlap or without
+    with pytest.raises(ValueError, match="scheduler=None must be 'atom' or 'spyre'"):  # none at all, with overlap or without
         EngineArgs(overlap=True, scheduler=None)
     with pytest.raises(ValueError, match="overlap='yes'"):
         EngineArgs(overlap="yes")  # type: ignore[arg-type]

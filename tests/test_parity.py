@@ -209,6 +209,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "roomy": ROOMY,
     "cached": {"kv_cache_block_size": 16},
     "interleaved": {"kv_cache_block_size": 4, "max_num_batched_tokens": 16, "interleave_decode": True},
+    "mixed": {"kv_cache_block_size": 4, "max_num_batched_tokens": 16, "enable_mixed_steps": True},
     "few at once": {"kv_cache_block_size": 32, "max_num_seqs": 2},
     "unchunked": {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120},
     "blocks of 1": {"kv_cache_block_size": 1, "num_kvcache_blocks": 100, "max_num_batched_tokens": 7},

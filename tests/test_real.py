@@ -35,6 +35,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_cache": "none"},
     "radix": {"prefix_cache": "radix"},
     "chunks of 64": {"max_num_batched_tokens": 64},
+    "mixed steps of 64": {"max_num_batched_tokens": 64, "enable_mixed_steps": True},
     "a pool that preempts": {"num_kvcache_blocks": 640, "kv_cache_block_size": 2},
     "overlap": {"overlap": True},
     "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},

@@ -13,13 +13,13 @@ import pytest
 from show import Told, check_blocks, told
 
 import atom_mini.scheduler as scheduler_module
-from atom_mini import EngineArgs
+from atom_mini import Config, EngineArgs
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore, StepOutput
-from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
+from atom_mini.scheduler import MixedScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
 from atom_mini.sequence import Sequence, SequenceStatus, SequenceType
 
-PREFILL, DECODE = SequenceType.PREFILL, SequenceType.DECODE
+PREFILL, DECODE, MIXED = SequenceType.PREFILL, SequenceType.DECODE, SequenceType.MIXED
 
 
 def make(**options: Any) -> Scheduler:
@@ -50,6 +50,13 @@ def step(scheduler: Scheduler, token: int = 1) -> tuple[SequenceType, dict[int, 
 
 def answer(batch: ScheduledBatch, token: int = 1) -> ScheduledBatchOutput:
     return ScheduledBatchOutput({i: (token,) for i, last in zip(batch.req_ids, batch.is_sampled, strict=True) if last})
+
+
+class Answering:
+    """A runner that always says 1."""
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        return answer(batch)
 
 
 def run(scheduler: Scheduler) -> list[tuple[SequenceType, dict[int, int]]]:
@@ -256,6 +263,130 @@ def test_interleaved_decode_that_preempts_itself_lets_the_cut_prompt_go_on() -> 
     assert scheduler.num_preemptions >= 1
     first = next(i for i, (kind, ids) in enumerate(steps) if i and kind is PREFILL and steps[i - 1][0] is PREFILL)
     assert steps[first][1].keys() == {0}
+
+
+# ---- decodes and prompts in one step ----
+
+
+def make_mixed(**options: Any) -> Scheduler:
+    return make(enable_mixed_steps=True, **options)
+
+
+def test_the_option_chooses_the_scheduler() -> None:
+    for on, kind in ((True, MixedScheduler), (False, Scheduler)):
+        assert type(EngineCore(Config(num_kvcache_blocks=8, enable_mixed_steps=on), Answering()).scheduler) is kind
+    assert not Config().enable_mixed_steps, "ATOM's prefill first is the default"
+    with pytest.raises(ValueError, match="enable_mixed_steps=1 must be True or False"):
+        Config(enable_mixed_steps=1)
+
+
+def test_decodes_come_first_and_the_rest_of_the_budget_goes_to_prompts() -> None:
+    """A decode of each that can; then the prompt that was cut goes on; then somebody is admitted."""
+    scheduler = make_mixed(max_num_batched_tokens=8)
+    add(scheduler, request(0, 3), request(1, 1))
+    assert step(scheduler) == (PREFILL, {0: 3, 1: 1})
+    add(scheduler, request(2, 12, max_tokens=1), request(3, 3))
+    assert step(scheduler) == (MIXED, {0: 1, 1: 1, 2: 4})  # 6 are left, and a chunk ends at a border of blocks
+    assert step(scheduler) == (MIXED, {0: 1, 1: 1, 2: 4})
+    assert step(scheduler) == (MIXED, {0: 1, 1: 1, 2: 4})  # its last chunk; 2 are left, too few for a block of the next
+    assert step(scheduler) == (MIXED, {0: 1, 1: 1, 3: 3})
+    assert step(scheduler) == (DECODE, {0: 1, 1: 1, 3: 1})
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 9, 40])
+@pytest.mark.parametrize("size", [1, 4])
+def test_no_decode_ever_waits_for_a_prompt(budget: int, size: int) -> None:
+    """Whatever the budget: whoever decodes is in every step until it ends, and every prompt is computed."""
+    scheduler = make_mixed(max_num_batched_tokens=budget, kv_cache_block_size=size, num_kvcache_blocks=256)
+    add(scheduler, request(0, 2, max_tokens=20, size=size))
+    while not scheduler.seqs[0].num_completion_tokens:
+        step(scheduler)
+    add(scheduler, *(request(i, 21, max_tokens=3, size=size) for i in (1, 2, 3)))
+    steps = run(scheduler)
+    assert all(0 in tokens for _, tokens in steps[:19]), steps
+    assert max(sum(tokens.values()) for _, tokens in steps) <= budget
+    assert (budget == 1) or any(kind is MIXED for kind, _ in steps)
+
+
+def test_a_budget_below_a_block_lets_the_first_prompt_go_on() -> None:
+    """Two decodes leave 3 tokens of the budget of 5, and a block has 4."""
+    scheduler = make_mixed(max_num_batched_tokens=5)
+    add(scheduler, request(0, 2, max_tokens=9), request(1, 2, max_tokens=9))
+    step(scheduler)
+    add(scheduler, request(2, 7, max_tokens=2), request(3, 7))
+    assert step(scheduler) == (MIXED, {0: 1, 1: 1, 2: 3})
+    assert step(scheduler) == (MIXED, {0: 1, 1: 1, 2: 1})  # up to the border; and not 2 tokens of the next
+    assert step(scheduler) == (MIXED, {0: 1, 1: 1, 2: 3})
+
+
+def test_the_last_token_of_a_prompt_is_a_decode_like_any_other() -> None:
+    scheduler = make_mixed(max_num_batched_tokens=8)
+    add(scheduler, request(0, 9, max_tokens=2), request(1, 3))
+    assert step(scheduler) == (PREFILL, {0: 8})
+    assert step(scheduler) == (MIXED, {0: 1, 1: 3})
+    assert step(scheduler) == (DECODE, {0: 1, 1: 1})
+
+
+def test_a_mixed_batch_has_the_right_tokens_in_the_right_order() -> None:
+    scheduler = make_mixed(max_num_batched_tokens=7)
+    add(scheduler, request(0, 2, max_tokens=9, repetition_penalty=1.2))
+    step(scheduler, token=77)
+    add(scheduler, request(1, 9), request(2, 5))
+    batch, _ = scheduler.schedule() or pytest.fail()
+    assert (batch.type, batch.req_ids, batch.scheduled_tokens.tolist()) == (MIXED, [0, 1], [77, 2000, 2001, 2002, 2003])
+    assert batch.num_scheduled_tokens.tolist() == [1, 4] and batch.context_lens.tolist() == [3, 4]
+    assert batch.is_sampled.tolist() == [True, False] and batch.is_decode.tolist() == [True, False]
+    assert batch.histories == {0: [0 + 1000, 1001, 77]} and batch.prompt_lens == {0: 2}
+
+
+def test_of_a_mixed_batch_a_chunk_of_one_token_is_no_decode() -> None:
+    """Two tokens are left of the budget, and one of them is a piece of a prompt."""
+    scheduler = make_mixed(max_num_batched_tokens=2)
+    add(scheduler, request(0, 2))
+    step(scheduler)
+    add(scheduler, request(1, 9))
+    batch, _ = scheduler.schedule() or pytest.fail()
+    assert batch.num_scheduled_tokens.tolist() == [1, 1] and batch.is_decode.tolist() == [True, False]
+    assert batch.type is MIXED
+
+
+def test_a_decode_that_needs_a_block_takes_it_from_a_prompt_that_came_later() -> None:
+    """The prompt was cut, and lacks a chunk; it gives its blocks back before any of it is in the step."""
+    scheduler = make_mixed(num_kvcache_blocks=9, max_num_batched_tokens=5)
+    first, last = request(0, 3, max_tokens=14), request(1, 28, max_tokens=2)
+    add(scheduler, first)
+    step(scheduler)
+    add(scheduler, last)
+    for _ in range(5):
+        assert step(scheduler) == (MIXED, {0: 1, 1: 4})
+    assert step(scheduler) == (DECODE, {0: 1}) and last.num_preemptions == 1
+    assert [s.id for s in scheduler.waiting] == [1] and [s.id for s in scheduler.running] == [0]
+    run(scheduler)
+    assert first.num_completion_tokens == 14 and last.num_completion_tokens == 2
+
+
+def test_a_prompt_may_read_a_block_that_a_decode_fills_in_the_same_step() -> None:
+    """All K/V of a layer is stored before anybody attends: the block is found, and counted as one that is computed now."""
+    scheduler = make_mixed(max_num_batched_tokens=16)
+    first = request(0, [1, 2, 3], max_tokens=8)
+    add(scheduler, first)
+    step(scheduler, token=4)
+    second = request(1, [1, 2, 3, 4, 5, 6], max_tokens=2)
+    add(scheduler, second)
+    assert step(scheduler) == (MIXED, {0: 1, 1: 2})
+    assert second.num_cached_tokens == 4 and second.block_table[0] == first.block_table[0]
+
+
+def test_a_failed_mixed_step_leaves_nothing_behind() -> None:
+    scheduler = make_mixed(max_num_batched_tokens=8)
+    add(scheduler, request(0, 3))
+    step(scheduler)
+    add(scheduler, request(1, 12))
+    assert scheduler.schedule() is not None
+    scheduler.rollback()
+    check_blocks(scheduler.block_manager, scheduler.running)
+    assert [s.id for s in scheduler.waiting] == [0, 1] and not scheduler.running
+    assert step(scheduler) == (PREFILL, {0: 4, 1: 4})
 
 
 # ---- preemption and failed steps ----

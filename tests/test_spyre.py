@@ -469,7 +469,7 @@ class RectangularSymbols(SymbolicRunner):
 
     def _check_batch(self, batch: ScheduledBatch, positions: list[int], slots: list[int], tokens: list[int]) -> None:
         redirected = self.redirected
-        read = {slot + self.size for seq, computed in self.readers for slot in self._slots(seq.block_table)[:computed]}
+        read = {slot + self.size for seq, computed, _ in self.readers for slot in self._slots(seq.block_table)[:computed]}
         if batch.type is SequenceType.PREFILL:
             assert not read & set(slots[redirected:]), "a block that somebody reads is written"
             assert set(slots[:redirected]) <= {0}
@@ -728,7 +728,7 @@ def test_llm_with_spyres_scheduler() -> None:
     ({"max_num_batched_tokens": 256}, "chunk_size=512 is over max_num_batched_tokens=256"),
     ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 is over max_num_batched_tokens=512"),
     ({"scheduler": "atom", "chunk_size": 32}, "chunk_size has no effect with scheduler='atom': change that"),
-    ({"scheduler": "spire"}, "scheduler='spire' must be one of 'atom', 'spyre'"),
+    ({"scheduler": "spire"}, "scheduler='spire' must be 'atom' or 'spyre'"),
     ({"max_model_len": None}, "needs max_model_len"),
 ])  # fmt: skip
 def test_bad_settings_are_refused_with_numbers(options: dict[str, Any], message: str) -> None:

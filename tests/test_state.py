@@ -391,7 +391,7 @@ def test_an_engine_under_a_fuzz(tmp_path: Path) -> None:
         for i, prompt in enumerate(prompts):
             alone[i] = llm.generate(prompt, GREEDY, use_tqdm=False)[0].token_ids
     preemptions = aborted = 0
-    for options in ({}, {"overlap": True}, {"interleave_decode": True}):
+    for options in ({}, {"overlap": True}, {"interleave_decode": True}, {"enable_mixed_steps": True}):
         tight = {"kv_cache_block_size": 2, "num_kvcache_blocks": 22, "max_num_seqs": 4, "max_num_batched_tokens": 9}
         with LLM(str(tmp_path), device="cpu", **tight | options) as llm:
             seqs: dict[int, tuple[int, Any]] = {}
@@ -532,7 +532,7 @@ def test_defaults_that_fit(tmp_path: Path) -> None:
     assert EngineArgs("tiny").enable_prefix_caching and not isinstance(EngineArgs("tiny").spec, StateSpec)
 
 
-@pytest.mark.parametrize("knob", ["overlap", "interleave_decode", "trace", "engine_process"])
+@pytest.mark.parametrize("knob", ["overlap", "interleave_decode", "enable_mixed_steps", "trace", "engine_process"])
 def test_other_rooms_say_the_same(knob: str, tmp_path: Path) -> None:
     save("mixture", tmp_path)
     _, plain, _ = generate(tmp_path, make_prompts(), **TIGHT)

@@ -180,6 +180,7 @@ def test_quantised_files(tmp_path: Path) -> None:
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         {"prefix_cache": "radix", "interleave_decode": True},
+        {"enable_mixed_steps": True, "max_num_batched_tokens": 12},
         {"max_num_seqs": 2},
     ],
     ids=lambda options: next(iter(options)),
@@ -843,7 +844,7 @@ def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number from 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be greater than or equal to 1"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_attention_heads=4: set it to 2"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "qwen3 has no experts"),
         ({"enable_expert_parallel": True}, "with one rank: raise tensor_parallel_size"),

@@ -27,8 +27,8 @@ VALUES: dict[str, list[Any]] = {
     "kv_cache_block_size": [1, 8, 64], "num_kvcache_blocks": [64], "max_num_seqs": [2], "max_num_batched_tokens": [64],
     "max_model_len": [128], "gpu_memory_utilization": [0.5], "enable_prefix_caching": [False, True],
     "enable_chunked_prefill": [False, True], "dtype": ["float32"], "attention": ["torch", "triton"],
-    "enforce_eager": [True], "interleave_decode": [True], "scheduler_delay_factor": [0.5], "overlap": [True],
-    "trace": [True], "prefix_cache": ["hash", "radix", "none"], "scheduler": ["spyre"], "chunk_size": [64],
+    "enforce_eager": [True], "enable_mixed_steps": [True], "interleave_decode": [True], "scheduler_delay_factor": [0.5],
+    "overlap": [True], "trace": [True], "prefix_cache": ["hash", "radix", "none"], "scheduler": ["spyre"], "chunk_size": [64],
     "max_batch_tkv_limit": [4096], "interleave": [False], "speculative_config": [NGRAM], "device": ["cpu"],
     "compiled": [True, False],
 }  # fmt: skip
@@ -151,6 +151,7 @@ class NewestFirst(Scheduler):
 OTHERS: list[dict[str, Any]] = [
     {"overlap": True}, {"interleave_decode": True}, {"scheduler_delay_factor": 0.5}, SPYRE,
     {"speculative_config": NGRAM}, {"trace": True}, {"prefix_cache": "radix"}, {"enable_chunked_prefill": False},
+    {"enable_mixed_steps": True},
 ]  # fmt: skip
 
 
@@ -213,6 +214,20 @@ def test_a_scheduler_of_the_users_own_crosses_or_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(NewestFirst, "__module__", "__main__")
     with pytest.raises(ValueError, match="NewestFirst is defined in __main__"):
         EngineArgs("tiny", engine_process=True, scheduler_cls=NewestFirst)
+
+
+@pytest.mark.parametrize("options", [
+    SPYRE, {"overlap": True}, {"interleave_decode": True}, {"scheduler_delay_factor": 0.5}, {"speculative_config": NGRAM},
+    {"enable_chunked_prefill": False}, {"lockstep": True, "data_parallel_size": 2},
+], ids=lambda o: next(iter(o)))  # fmt: skip
+def test_mixed_steps_go_with_no_other_plan(options: dict[str, Any]) -> None:
+    """Refused with both names and what to change, whichever is given first."""
+    name = next(iter(options))
+    for both in ({"enable_mixed_steps": True} | options, options | {"enable_mixed_steps": True}):
+        with pytest.raises(ValueError, match=rf"{name}=.* does not go with enable_mixed_steps=True: set it to"):
+            EngineArgs("tiny", **both)
+
+
 
 
 def test_readme_has_the_table() -> None:

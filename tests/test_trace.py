@@ -22,7 +22,7 @@ from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.instruments.trace import COLOURS, VERDICTS, Trace, record
+from atom_mini.instruments.trace import COLOURS, VERDICTS, Metrics, Trace, record
 from atom_mini.llm import LLM
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
@@ -118,8 +118,8 @@ def test_traces_of_random_loads_agree_with_the_engine(monkeypatch: pytest.Monkey
     """With failures, aborts, preemptions, shared blocks; the outputs are the oracle's, as without a trace."""
     stats, whys = Counter[str](), Counter[str]()
     cores = traced(monkeypatch, "EngineCore", WatchedCore)
-    for seed in range(300):
-        stats += symbolic.run_trial(seed)
+    for seed in range(400):
+        stats += symbolic.run_trial(seed, mixed=seed >= 300)
         trace = agree(cores.pop())
         assert len(json.loads(trace.to_json())["steps"]) == len(trace.steps)
         whys.update(e["why"].split(":")[0] for step in trace.steps for e in step.events if e["event"] == "refused")
@@ -176,6 +176,25 @@ def test_every_refusal_says_why(why: str, shapes: list[tuple[int, int]], options
     trace, last = play(shapes, **options), len(shapes) - 1
     told = trace.waits(last).values()
     assert any(text.startswith(f"{why}: ") and "{" not in text for text in told), told
+
+
+def test_of_a_mixed_step_each_row_has_its_own_phase() -> None:
+    trace = play([(3, 6), (12, 2)], enable_mixed_steps=True, max_num_batched_tokens=8)
+    assert [step.kind for step in trace.steps[:4]] == ["prefill", "mixed", "mixed", "decode"]
+    assert [step.phases() for step in trace.steps[1:3]] == [{0: "decode", 1: "prefill"}] * 2
+    assert "mixed" not in {phase for step in trace.steps for phase in step.phases().values()}
+    assert [step.decodes for step in trace.steps[:4]] == [[], [0], [0], []]
+
+
+def test_of_a_mixed_step_the_metrics_count_both_kinds() -> None:
+    config = Config(kv_cache_block_size=4, num_kvcache_blocks=16, enable_mixed_steps=True, max_num_batched_tokens=8)
+    core, metrics = EngineCore(config, SymbolicRunner(config, 9)), Metrics()
+    for i, (prompt, output) in enumerate([(3, 6), (12, 2)]):
+        core.add(Sequence([i + 2] * prompt, 4, SamplingParams(max_tokens=output), id=i))
+    while step := core.step():
+        metrics.record(step)
+    assert (metrics.num_prefill_tokens, metrics.num_decode_tokens) == (15, 6)
+    assert metrics.prefill_seconds > 0 < metrics.decode_seconds
 
 
 def test_a_scheduler_that_gives_no_reason_is_traced_all_the_same() -> None:

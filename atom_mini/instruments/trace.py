@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,14 +41,19 @@ class Metrics:
     decode_seconds: float = 0.0
 
     def record(self, step: StepOutput) -> None:
-        """Count what a step did."""
+        """Count what a step did. A mixed one spent its seconds evenly on its tokens."""
         self.num_steps += 1
-        if step.batch.type is SequenceType.PREFILL:
-            self.num_prefill_tokens += step.batch.total_tokens_num
-            self.prefill_seconds += step.seconds
-        else:
+        batch = step.batch
+        if batch.type is SequenceType.DECODE:
             self.num_decode_tokens += sum(map(len, step.output.token_ids.values()))
             self.decode_seconds += step.seconds
+            return
+        prompts = batch.total_tokens_num - batch.num_decodes
+        share = prompts / batch.total_tokens_num
+        self.num_prefill_tokens += prompts
+        self.num_decode_tokens += batch.num_decodes
+        self.prefill_seconds += share * step.seconds
+        self.decode_seconds += (1 - share) * step.seconds
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -78,7 +84,7 @@ class BlockRecord(NamedTuple):
 class StepRecord:
     """One step of the engine, as it was when it was scheduled. Times: milliseconds."""
 
-    kind: str  # "prefill" or "decode"
+    kind: str  # "prefill", "decode" or "mixed"
     tokens: dict[int, int]  # request -> tokens computed
     waiting: list[int]  # requests
     computed: dict[int, int]  # who runs -> its tokens that have K/V
@@ -91,6 +97,7 @@ class StepRecord:
     host: float = 0.0  # all the rest
     after: list[Event] = field(default_factory=list)  # once it had run
     drafts: dict[int, int] = field(default_factory=dict)  # request -> how many guesses
+    decodes: list[int] = field(default_factory=list)  # of a mixed step, who decodes
     error: str | None = None  # what the runner raised; the step was rolled back
 
     def why(self, id: int) -> str:
@@ -106,7 +113,8 @@ class StepRecord:
         """request -> a name in `COLOURS`; held: it has blocks and was not scheduled."""
         phases = dict.fromkeys(self.waiting, "waiting")
         phases |= dict.fromkeys(self.computed, "held")
-        phases |= dict.fromkeys(self.tokens, self.kind)
+        kind = "prefill" if self.kind == "mixed" else self.kind
+        phases |= dict.fromkeys(self.tokens, kind) | dict.fromkeys(self.decodes, "decode")
         ends = [e for e in self.events + self.after if e["event"] in COLOURS]
         return phases | {e["id"]: e["event"] for e in ends}
 
@@ -260,6 +268,8 @@ class Recorder:
         step = StepRecord(kind, tokens, *queues, pool, changed, said, when, lead)
         if kind == "decode":  # a token of each, and perhaps drafts: chapter 50
             step.drafts = {id: n - 1 for id, n in tokens.items() if n > 1}
+        if kind == "mixed":
+            step.decodes = [*compress(batch.req_ids, batch.is_decode)]
         self.under_way.append((step, time.perf_counter(), known))
         self.trace.tail = []
 

@@ -111,6 +111,7 @@ class Output(Message):
     rows: list[Row]
     blocks: dict[Size, bool] = {}
     is_new: bool = False
+    num_decodes: Size = 0  # sequences of which only the newest token was computed
 
 # %% ../../nbs/70_engine_process.ipynb #29a0ed61
 class Ready(Message):
@@ -255,12 +256,14 @@ class EngineCoreProc:
             if (new := output.token_ids.get(seq.id)) is not None:
                 start = seq.num_completion_tokens - len(new)
                 logprobs = output.logprobs.get(seq.id, [])[: len(new)]
-                told = seq.num_cached_tokens, seq.leave_reason, logprobs, seq.metrics
-                rows.append(Row(seq.id, start, [*new], *told))
+                facts = seq.num_cached_tokens, seq.leave_reason, logprobs, seq.metrics
+                rows.append(Row(seq.id, start, [*new], *facts))
         index: Any = self.core.scheduler.block_manager.index
-        news = index.report() if hasattr(index, "report") else ()
-        done = step.batch.type, step.batch.total_tokens_num, step.seconds
-        self.outbox.send(encode(Output(self.steps, *done, rows, *news)))
+        blocks, is_new = index.report() if hasattr(index, "report") else ({}, False)
+        batch = step.batch
+        done = batch.type, batch.total_tokens_num, step.seconds
+        told = Output(self.steps, *done, rows, blocks, is_new, batch.num_decodes)
+        self.outbox.send(encode(told))
 
     def pause(self) -> int | None:
         """Milliseconds that it may wait for a message; None: until one comes."""

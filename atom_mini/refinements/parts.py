@@ -104,9 +104,9 @@ class EngineArgs(Config):
             from atom_mini.refinements.turns import TurnScheduler
 
             return TurnScheduler
-        from atom_mini.scheduler import Scheduler
+        from atom_mini.scheduler import MixedScheduler, Scheduler
 
-        return Scheduler
+        return MixedScheduler if self.enable_mixed_steps else Scheduler
 
     def get_scheduler_cls(self) -> type[BaseScheduler]:
         """`scheduler_cls`, or what the options ask for. ValueError if the first does not do
@@ -116,7 +116,7 @@ class EngineArgs(Config):
             return base
         own = Config.get_scheduler_cls(self)
         names = "scheduler speculative_config overlap interleave_decode"
-        options = [*names.split(), "scheduler_delay_factor"]
+        options = [*names.split(), "scheduler_delay_factor", "enable_mixed_steps"]
         asked = [n for n in options if getattr(self, n) not in (None, False, 0, "atom")]
         what = f"scheduler_cls={own.__name__} does not know {' and '.join(asked)}"
         how = f"derive it from {base.__name__}, or leave one of them out"
@@ -305,6 +305,13 @@ KNOWN = "a step is planned before the last one has ended"
 TOGETHER: list[Need] = [
     Need("overlap=True", has("overlap", True),
         {"scheduler": ("atom",), "scheduler_delay_factor": (0.0,)}, KNOWN),
+    Need("enable_mixed_steps=True", has("enable_mixed_steps", True),
+        {"enable_chunked_prefill": (True,)}, "prompts get what decodes leave"),
+    Need("enable_mixed_steps=True", has("enable_mixed_steps", True),
+        {"scheduler": ("atom",), "overlap": (False,), "speculative_config": (None,),
+         "interleave_decode": (False,), "scheduler_delay_factor": (0.0,),
+         "lockstep": (False,)},
+        "a step has one plan"),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
     Need("EAGLE or MTP", drafts_by("eagle3", "mtp"), {"compiled": (False,)},

@@ -85,7 +85,7 @@ class Clock:
         """Begin a step when the device is free; whoever waits comes back at its end."""
         is_decode = batch.type is SequenceType.DECODE
         cost = self.costs.decode if is_decode else self.costs.prefill
-        noise = float(self.noise[batch.type.name][self.steps % 4096])
+        noise = float(self.noise["DECODE" if is_decode else "PREFILL"][self.steps % 4096])
         self.now += self.costs.host
         end = max(self.ready, self.now) + cost.of(*work(batch, self.block_size)) * noise
         self.ready = end
@@ -350,5 +350,6 @@ def fit(steps: list[StepRecord]) -> Costs:
     for step, seconds in zip(steps, (spent - least).tolist(), strict=True):
         new = step.tokens.items()
         pairs = sum(n * (2 * step.computed[id] + n + 1) for id, n in new)
-        rows[step.kind].append((sum(step.tokens.values()), pairs / 2, seconds))
+        kind = "decode" if step.kind == "decode" else "prefill"  # mixed: as a prefill
+        rows[kind].append((sum(step.tokens.values()), pairs / 2, seconds))
     return Costs(least, fit_cost(rows["prefill"]), fit_cost(rows["decode"]))

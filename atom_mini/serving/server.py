@@ -192,6 +192,8 @@ class Meters(Metrics):
                 "step": self.num_steps, "kind": step.batch.type.name.lower(),
                 "ms": round(1e3 * step.seconds, 2), "tokens": step.batch.total_tokens_num,
                 "ran": [seq.id for seq in step.seqs],
+                "decodes": [s.id for s in step.seqs
+                            if s.num_completion_tokens > len(new.get(s.id, ()))],
                 "waiting": [seq.id for seq in self.waiting()][:50],
                 "ended": {seq.id: seq.leave_reason for seq in step.finished},
             })  # fmt: skip
