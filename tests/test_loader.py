@@ -24,7 +24,7 @@ import atom_mini
 import atom_mini.loading
 import atom_mini.models
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.checkpoint import ModelRegistry
+from atom_mini.checkpoint import ModelRegistry, ModelSpec, read_spec
 from atom_mini.loading import load_model
 from atom_mini.memory import kvcache_block_bytes
 
@@ -223,6 +223,29 @@ def test_unknown_architecture(architecture: str, single: Path) -> None:
     edit_json(single / "config.json", architectures=[architecture])
     message = refusal(single)
     assert architecture in message and all(name in message for name in ModelRegistry.readers)
+
+
+def test_a_program_registers_a_model_of_its_own(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class overrides what differs: here no layer has an MLP, and the file's weights for them are left out."""
+
+    class Quiet(atom_mini.models.CausalLM):
+        def make_mlp(self, layer: int) -> torch.nn.Module:
+            return torch.nn.Identity()
+
+        def weight_readers(self, readers: dict[str, Any]) -> dict[str, Any]:
+            return {name: read for name, read in readers.items() if ".mlp." not in name}
+
+    class QuietSpec(ModelSpec):
+        def model_class(self) -> Any:
+            return Quiet
+
+    monkeypatch.setattr(ModelRegistry, "readers", dict(ModelRegistry.readers))
+    ModelRegistry.register_model("QuietForCausalLM", lambda cfg, raw: read_spec(cfg, QuietSpec))
+    edit_json(single / "config.json", architectures=["QuietForCausalLM"])
+    with LLM(str(single), device="cpu", num_kvcache_blocks=8) as llm:
+        runner: Any = llm.engine_core.runner
+        assert type(runner.model) is Quiet
+        assert len(llm.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 
 def test_config_without_architectures(single: Path) -> None:
