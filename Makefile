@@ -116,6 +116,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/full_size.py
 	$(PY) tests/bench/boundary.py
 	$(PY) tests/bench/ranks.py
+	$(PY) tests/bench/policies.py
 	$(PY) tests/bench/server.py
 
 # README's figures and chapter 82's: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit,
@@ -129,9 +130,11 @@ figures: $(VENV)/dev real
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
 	$(PY) nbs/book.py run nbs/82_server.ipynb
 
-# The scorecard: one load on every rung, recorded for this machine; README's table and figure are made from it.
+# The scorecard: one load on every rung, recorded for this machine; README's table and figure are made from it. Then the
+# same load with three policies for prompts beside decodes.
 score: $(VENV)/dev
 	$(PY) tests/bench/score.py
+	$(PY) tests/bench/policies.py --json tests/bench/results/policies.json
 	$(PY) nbs/book.py run nbs/index.ipynb
 	$(PY) nbs/book.py readme
 
