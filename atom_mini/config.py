@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, field, fields, replace
 from functools import wraps
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ImportString, ValidationError
 from pydantic.dataclasses import dataclass
@@ -183,6 +183,7 @@ class Config:
     attention: Literal["triton", "torch"] | None = None  # None: triton on a GPU
     enforce_eager: bool = False  # no graphs on a GPU
     scheduler_cls: ImportString[Any] | None = None  # None: `Scheduler`
+    scheduler_options: ClassVar[tuple[str, ...]] = ("enable_mixed_steps",)
 
     folder: Path | None = field(default=None, init=False, repr=False)
     spec: Any = field(default=None, init=False, repr=False)  # a `ModelSpec`
@@ -224,16 +225,27 @@ class Config:
         wrong += "set it to True (prompts get what decodes leave)"
         require(self.enable_chunked_prefill or not self.enable_mixed_steps, wrong)
 
-    def get_scheduler_cls(self) -> type[BaseScheduler]:
-        """The class of the scheduler; ValueError if `scheduler_cls` is not one."""
-        from atom_mini.scheduler import BaseScheduler, MixedScheduler, Scheduler
+    def base_scheduler(self) -> type[BaseScheduler]:
+        """The class of the scheduler that the options ask for."""
+        from atom_mini.scheduler import MixedScheduler, Scheduler
 
-        base: Any = MixedScheduler if self.enable_mixed_steps else Scheduler
+        return MixedScheduler if self.enable_mixed_steps else Scheduler
+
+    def get_scheduler_cls(self) -> type[BaseScheduler]:
+        """`scheduler_cls`, or what the options ask for. ValueError for a class that is not
+        a scheduler, or that does not do what the options ask for."""
+        from atom_mini.scheduler import BaseScheduler
+
+        base = self.base_scheduler()
         own = self.scheduler_cls or base
-        least = base if self.enable_mixed_steps else BaseScheduler
-        good = isinstance(own, type) and issubclass(own, least)
-        what = f"scheduler_cls={own!r} must be a subclass of {least.__name__}"
+        good = isinstance(own, type) and issubclass(own, BaseScheduler)
+        what = f"scheduler_cls={own!r} must be a subclass of BaseScheduler"
         require(good, f"{what}, or 'module:Class'")
+        usual = (None, False, 0, "atom")
+        asked = [n for n in self.scheduler_options if getattr(self, n) not in usual]
+        what = f"scheduler_cls={own.__name__} does not know {' and '.join(asked)}"
+        how = f"derive it from {base.__name__}, or leave one of them out"
+        require(not asked or issubclass(own, base), f"{what}: {how}")
         return own
 
     def get_prefix_index_cls(self) -> type[PrefixIndex]:

@@ -57,9 +57,9 @@ from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
 from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.engine_process import Ready, decode, encode
-from atom_mini.processes.knobs import TensorParallel
 from atom_mini.processes.ranks import Known, Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import Group, cut_spec
+from atom_mini.refinements import parts
 from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
@@ -938,8 +938,7 @@ def test_recorded_decodes_contain_the_sums(tmp_path: Path, monkeypatch: pytest.M
     graph = load_recorded_graph()
     kind = type("Recording", (GraphRunner,), {"__init__": lambda self, config: GraphRunner.__init__(self, config, graph)})
     monkeypatch.setattr(shards, "choose_runner", lambda config: kind)
-    in_this_process(monkeypatch)
-    monkeypatch.setattr(TensorParallel, "is_chosen", classmethod(lambda cls, config: True))
+    monkeypatch.setattr(parts, "make_runner", SideBySide)  # one rank is a group, too
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=2)
     options = {**SMALL, "attention": "triton", "max_num_seqs": 2, "num_kvcache_blocks": 12, "max_model_len": 32}
     prompt, wish = [[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -961,8 +960,7 @@ def test_nccl_with_one_rank_and_graphs(tmp_path: Path, monkeypatch: pytest.Monke
     wish = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     with LLM(str(tmp_path), device="cuda", max_num_seqs=4) as llm:
         expected = [o.token_ids for o in llm.generate(LONG_PROMPTS, wish, use_tqdm=False)]
-    in_this_process(monkeypatch)
-    monkeypatch.setattr(TensorParallel, "is_chosen", classmethod(lambda cls, config: True))
+    monkeypatch.setattr(parts, "make_runner", SideBySide)  # one rank is a group, too
     with LLM(str(tmp_path), device="cuda", max_num_seqs=4) as llm:
         runner: Any = llm.engine_core.runner
         assert runner.runners[0].graphs and "nccl" in runner.model.shard.group.backend.name().lower()

@@ -13,7 +13,6 @@ from torch import nn
 from atom_mini import LLM
 from atom_mini.checkpoint import ModelSpec
 from atom_mini.models import MLP, CausalLM, RotaryEmbedding, SelfAttention
-from atom_mini.refinements.compiled import Compiled
 
 KINDS = ["qwen3", "qwen2", "llama"]
 OTHERS = {"atom_mini.cpu_decode"}  # the CPU's decode attention, chapter 21
@@ -35,9 +34,8 @@ def test_a_default_engine_holds_part_ones_classes(
     kind: str, compiled: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the CPU's decodes, which `compiled=False` leaves to torch."""
-    monkeypatch.setattr(Compiled.__dataclass_fields__["compiled"], "default", compiled)
     save_checkpoint(kind, tmp_path, num_hidden_layers=2)
-    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=8) as llm:
+    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=8, compiled=compiled) as llm:
         found = classes_of(llm)
         ours = {c for c in found if c.__module__.startswith("atom_mini")}
         foreign = {c.__module__ for c in ours if c.__module__.count(".") > 1}

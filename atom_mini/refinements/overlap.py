@@ -114,7 +114,8 @@ class OverlapCore(EngineCore):
         self, config: EngineArgs, runner: LaunchingRunner,
         scheduler: BaseScheduler | None = None,
     ) -> None:  # fmt: skip
-        scheduler = scheduler or config.get_scheduler_cls()(config)
+        kind = config.get_scheduler_cls() if config.overlap else OverlapScheduler
+        scheduler = scheduler or kind(config)
         needs = f"overlap=True: {type(scheduler).__name__} needs the last step's tokens"
         knows = getattr(scheduler, "supports_overlap", False)
         require(knows, f"{needs}: set overlap=False")

@@ -64,6 +64,10 @@ class EngineArgs(Config):
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1  # engines
     routing: Literal["load", "prefix"] = "load"
     lockstep: bool = False
+    scheduler_options = (
+        *Config.scheduler_options, "scheduler", "speculative_config", "overlap",
+        "interleave_decode", "scheduler_delay_factor",
+    )  # fmt: skip
 
     @model_validator(mode="wrap")
     @classmethod
@@ -104,24 +108,7 @@ class EngineArgs(Config):
             from atom_mini.refinements.turns import TurnScheduler
 
             return TurnScheduler
-        from atom_mini.scheduler import MixedScheduler, Scheduler
-
-        return MixedScheduler if self.enable_mixed_steps else Scheduler
-
-    def get_scheduler_cls(self) -> type[BaseScheduler]:
-        """`scheduler_cls`, or what the options ask for. ValueError if the first does not do
-        what the options ask for."""
-        base = self.base_scheduler()
-        if self.scheduler_cls is None:
-            return base
-        own = Config.get_scheduler_cls(self)
-        names = "scheduler speculative_config overlap interleave_decode"
-        options = [*names.split(), "scheduler_delay_factor", "enable_mixed_steps"]
-        asked = [n for n in options if getattr(self, n) not in (None, False, 0, "atom")]
-        what = f"scheduler_cls={own.__name__} does not know {' and '.join(asked)}"
-        how = f"derive it from {base.__name__}, or leave one of them out"
-        require(not asked or issubclass(own, base), f"{what}: {how}")
-        return own
+        return Config.base_scheduler(self)
 
     def get_prefix_index_cls(self) -> type[PrefixIndex]:
         """The class of the index that finds cached blocks."""
