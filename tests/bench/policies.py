@@ -1,9 +1,9 @@
 """Three ways to schedule prompts beside decodes, on the scorecard's load: prefill first, turns, mixed steps.
 
 The load and the models are those of score.py, and so are the options but for the policy: blocks of 16 tokens, a prefix
-cache, 128 tokens to a step, the compiled decode. All three engines are made first and serve the load in turns, round by
-round, so that what else the machine does meets all of them. A figure is the median over the rounds; a ratio is to prefill
-first in the same round, and again the median.
+cache, 128 tokens to a step, the compiled decode (`--rung chunked`: in torch, as mixed steps always are). All three engines
+are made first and serve the load in turns, round by round, so that what else the machine does meets all of them. A figure
+is the median over the rounds; a ratio is to prefill first in the same round, and again the median.
 
 Run on a quiet machine: `python tests/bench/policies.py --rounds 5 --json tests/bench/results/policies.json`. It prints a
 table for each model and writes the figures with the machine's facts. `--requests 16`: the first of the load only.
@@ -37,16 +37,16 @@ FIGURES = ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "tokens per second")
 Run = dict[str, dict[str, float]]  # policy -> figure -> value
 
 
-def engine(folder: str, policy: str) -> LLM:
-    """The scorecard's compiled engine with this policy."""
-    return LLM(folder, **options_of("compiled") | {"interleave_decode": False} | POLICIES[policy])
+def engine(folder: str, rung: str, policy: str) -> LLM:
+    """The engine of a rung of the scorecard, with this policy."""
+    return LLM(folder, **options_of(rung) | {"interleave_decode": False} | POLICIES[policy])
 
 
-def measure(about: Model, rounds: int, count: int) -> list[Run]:
+def measure(about: Model, rung: str, rounds: int, count: int) -> list[Run]:
     """The figures of each round, by policy; the policies run in turns, each round beginning with another one."""
     load, names, found = make_load(about, count), [*POLICIES], list[Run]()
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(engine(about.folder, name)) for name in names}
+        engines = {name: stack.enter_context(engine(about.folder, rung, name)) for name in names}
         for llm in engines.values():
             serve(llm, warm(load))
         for n in range(rounds):
@@ -90,19 +90,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rung", choices=("chunked", "compiled"), default="compiled")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rounds, count, others = args.rounds, args.requests, OtherLoad()
-    result: dict[str, Any] = stamp(machine()) | {"requests": count}
+    asked, others = (args.rung, args.rounds, args.requests), OtherLoad()
+    result: dict[str, Any] = stamp(machine()) | {"rung": args.rung, "requests": args.requests}
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder))
         about = Model.read(folder, 48.0, 1.0, 0.1)
-        result["29 M parameters"] = report(f"29 M parameters, {about.rate:g} requests a second", measure(about, rounds, count))
+        result["29 M parameters"] = report(f"29 M parameters, {about.rate:g} requests a second", measure(about, *asked))
     tiny = Model.read(str(Config("tiny").folder), 160.0, 0.2, 0.02)
-    result["built-in"] = report(f"built-in, {tiny.rate:g} requests a second", measure(tiny, rounds, count))
+    result["built-in"] = report(f"built-in, {tiny.rate:g} requests a second", measure(tiny, *asked))
     result["other_load"] = others.share()
     print(f"\nothers used {100 * (result['other_load'] or 0):.0f} % of the processors")
     write_json(args.json, result)
