@@ -59,7 +59,7 @@ def explained(cls: type[Options]) -> type[Options]:
     check = cls.__init__
 
     @wraps(check)
-    def __init__(self: Options, *args: Any, **given: Any) -> None:
+    def __init__(self: Options, /, *args: Any, **given: Any) -> None:
         try:
             check(self, *args, **given)
         except ValidationError as error:

@@ -826,7 +826,7 @@ def test_only_texts_are_places_of_modules(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"engine_process": True, "trace": True}, "trace=True does not go with engine_process=True: set it to False"),
         ({"engine_process": "yes"}, "engine_process='yes' must be True or False"),
-        ({"engine_process": True, "ping_timeout": 0}, "ping_timeout=0 must be seconds"),
+        ({"engine_process": True, "ping_timeout": 0}, "ping_timeout=0 must be greater than 0"),
         ({"ping_timeout": 5.0}, "ping_timeout has no effect with engine_process=False: change that"),
         ({"engine_process": True, "device": Path("cpu")}, "device=.*cannot be sent"),
     ],

@@ -299,7 +299,7 @@ def test_the_door_has_limits_a_key_and_no_page() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"replicas": 0}, "replicas=0"), ({"replicas": 3, "max_replicas": 2}, "max_replicas=2 must be at least 3"),
+    [({"replicas": 0}, "replicas=0"), ({"replicas": 3, "max_replicas": 2}, "max_replicas=2 is below replicas=3"),
      ({"route": "random"}, "route='random'"), ({"port": 0}, "port=0"), ({"cpus": -1}, "cpus=-1"),
      ({"max_ongoing": 0}, "max_ongoing=0"), ({"max_queue": 0}, "max_queue=0")],
 )  # fmt: skip

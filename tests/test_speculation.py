@@ -19,10 +19,10 @@ from symbolic import Request, SymbolicDrafter, SymbolicRunner, Trial, continuati
 from test_fuzz import mutate
 from test_interrupt import STRIDE, Tripwire, expect_whole, serve
 
-import atom_mini.speculation.knobs as knobs
 import atom_mini.speculation.verify as verify
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.instruments.trace import record
+from atom_mini.refinements.overlap import OverlapScheduler
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
 from atom_mini.speculation.knobs import SpeculativeConfig, read_speculative
@@ -367,10 +367,10 @@ def test_metrics_count_tokens_that_came() -> None:
         ({"speculative_config": {"prompt_lookup_max": 0}}, ["prompt_lookup_max=0"]),
         ({"speculative_config": "{'method': 1}"}, ["no JSON"]),
         ({"speculative_config": 4}, ["=4", "dict"]),
-        ({"speculative_config": {"method": ["ngram"]}}, ["['ngram']", "one of"]),
+        ({"speculative_config": {"method": ["ngram"]}}, ["method=['ngram']", "string"]),
         ({"speculative_config": {"num_speculative_tokens": True}}, ["num_speculative_tokens=True", "whole"]),
-        ({"speculative_config": {"method": "eagle3", "model": 123}}, ["model=123", "a folder or a hub id"]),
-        ({"speculative_config": {"method": "eagle3", "model": ""}}, ["model=''", "a folder or a hub id"]),
+        ({"speculative_config": {"method": "eagle3", "model": 123}}, ["model=123", "string"]),
+        ({"speculative_config": {"method": "eagle3", "model": ""}}, ["model=''", "at least 1 character"]),
         ({"speculative_config": {"method": "draft_model"}}, ["draft_model", "needs a checkpoint", "set model"]),
         ({"speculative_config": {"model": "tiny"}}, ["model='tiny'", "draft_model and eagle3", "'ngram'"]),
         (
@@ -390,7 +390,7 @@ def test_refused(options: dict[str, Any], words: list[str]) -> None:
 def test_zero_drafts_is_off() -> None:
     """And then nothing is refused that goes without drafts."""
     config = EngineArgs("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
-    assert not knobs.Speculation.is_chosen(config) and config.speculative_config is None
+    assert config.get_scheduler_cls() is OverlapScheduler and config.speculative_config is None
     for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}):
         EngineArgs("tiny", **options, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
     with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 0}) as llm:

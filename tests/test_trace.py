@@ -23,8 +23,8 @@ from atom_mini.block_manager import NO_HASH
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import COLOURS, VERDICTS, Metrics, Trace, record
-from atom_mini.llm import LLM
 from atom_mini.refinements.overlap import OverlapCore
+from atom_mini.refinements.parts import LLM
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.sequence import Sequence
 
@@ -187,7 +187,7 @@ def test_of_a_mixed_step_each_row_has_its_own_phase() -> None:
 
 
 def test_of_a_mixed_step_the_metrics_count_both_kinds() -> None:
-    config = Config(kv_cache_block_size=4, num_kvcache_blocks=16, enable_mixed_steps=True, max_num_batched_tokens=8)
+    config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=16, enable_mixed_steps=True, max_num_batched_tokens=8)
     core, metrics = EngineCore(config, SymbolicRunner(config, 9)), Metrics()
     for i, (prompt, output) in enumerate([(3, 6), (12, 2)]):
         core.add(Sequence([i + 2] * prompt, 4, SamplingParams(max_tokens=output), id=i))

@@ -15,7 +15,8 @@ from atom_mini.checkpoint import ModelSpec
 from atom_mini.models import MLP, CausalLM, RotaryEmbedding, SelfAttention
 
 KINDS = ["qwen3", "qwen2", "llama"]
-OTHERS = {"atom_mini.cpu_decode"}  # the CPU's decode attention, chapter 21
+# The CPU's decode attention, chapter 21; the `LLM` that knows the options of all parts.
+OTHERS = {"atom_mini.cpu_decode", "atom_mini.refinements.parts"}
 COMPILED = "atom_mini.refinements.compiled_step"  # where Numba is installed: chapters 21b to 21d
 
 

@@ -82,7 +82,7 @@ def wishes(params: SamplingParams) -> dict[str, Any]:
     to cross means the same as the largest that does."""
     most = 2**64 - 1
     numbers = {n: v for n, v in vars(params).items() if isinstance(v, int | float)}
-    said: Any = {name: min(v, most) for name, v in numbers.items()}
+    said: Any = {n: min(v, most) if type(v) is int else v for n, v in numbers.items()}
     said["stop_token_ids"] = [min(i, most) for i in params.stop_token_ids]
     if params.seed is not None:
         said["seed"] = params.seed & most
