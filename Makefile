@@ -79,7 +79,7 @@ test: $(VENV)/dev
 	@$(PY) tests/quick.py
 
 # The engine's suite: `make test-rest` runs it once more with the users' defaults, which decode by a compiled function.
-ENGINE := $(addprefix tests/test_,$(addsuffix .py,llm async callbacks detokenizer overlap trace))
+ENGINE := $(wildcard $(patsubst %,tests/*/test_%.py,llm async callbacks detokenizer overlap trace))
 
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
@@ -91,11 +91,11 @@ test-all: test test-rest
 
 # The engine on the real weights of `make real`, beside transformers, in every configuration.
 test-real: $(VENV)/dev
-	$(PY) -m pytest -m real -rs tests/test_real.py tests/test_golden.py
+	$(PY) -m pytest -m real -rs tests/engine/test_real.py tests/engine/test_golden.py
 
 # On Ray: it is an extra of 0.5 GB, which no other target installs.
 test-ray: $(VENV)/ray
-	$(PY) -m pytest -m slow tests/test_fleet.py
+	$(PY) -m pytest -m slow tests/serving/test_fleet.py
 
 # How long each test takes, for tests/quick.py; on a quiet machine.
 test-seconds: $(VENV)/dev
@@ -126,17 +126,17 @@ figures: $(VENV)/dev real
 	for name in cpu speculation families host_step full_size busy real; do \
 		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
 	$(PY) tests/bench/figures.py build/figures
-	$(PY) nbs/book.py readme
+	$(PY) nbs/_book/book.py readme
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
-	$(PY) nbs/book.py run nbs/82_server.ipynb
+	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; README's table and figure are made from it. Then the
 # same load with three policies for prompts beside decodes.
 score: $(VENV)/dev
 	$(PY) tests/bench/score.py
 	$(PY) tests/bench/policies.py --json tests/bench/results/policies.json
-	$(PY) nbs/book.py run nbs/index.ipynb
-	$(PY) nbs/book.py readme
+	$(PY) nbs/_book/book.py run nbs/index.ipynb
+	$(PY) nbs/_book/book.py readme
 
 # EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what README says of each GPU.
 kernels: $(VENV)/dev
@@ -163,11 +163,11 @@ docs-serve: $(VENV)/docs
 	$(PY) docs/book_site.py --serve
 
 test-docs: $(VENV)/docs
-	$(PY) -m pytest tests/test_docs.py -rs
+	$(PY) -m pytest tests/book/test_docs.py -rs
 
 # How the book reads, in numbers; --check fails where an aim is missed.
 measure: $(VENV)/dev
-	$(PY) nbs/measure.py
+	$(PY) nbs/_book/measure.py
 
 # The chapters, to be read and changed: a definition changed there holds for the cells after it.
 lab: $(VENV)/lab
@@ -178,12 +178,12 @@ clean-book:
 	git checkout -- nbs
 
 book: $(VENV)/dev
-	$(PY) nbs/book.py export
-	$(PY) nbs/book.py run
-	$(PY) nbs/book.py readme
+	$(PY) nbs/_book/book.py export
+	$(PY) nbs/_book/book.py run
+	$(PY) nbs/_book/book.py readme
 
 export: $(VENV)/dev
-	$(PY) nbs/book.py export
+	$(PY) nbs/_book/book.py export
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

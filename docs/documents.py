@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "nbs"))  # appended: a folder of ours hides no installed package
+sys.path.append(str(ROOT / "nbs" / "_book"))  # appended: a folder of ours hides no installed package
 from places import chapters, path_of  # noqa: E402
 
 TITLES = {

@@ -18,7 +18,7 @@ import nbformat
 import networkx as nx
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "nbs"))  # appended: a folder of ours hides no installed package
+sys.path.append(str(ROOT / "nbs" / "_book"))  # appended: a folder of ours hides no installed package
 from book import minutes  # noqa: E402
 from places import chapters  # noqa: E402
 

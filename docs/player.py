@@ -5,7 +5,7 @@ from html import escape
 
 from map import ROOT
 
-sys.path.insert(0, str(ROOT / "nbs"))
+sys.path.insert(0, str(ROOT / "nbs" / "_book"))
 from show import TIGHT, check_trace, five_requests
 
 PROMPTS = [  # each of as many tokens as its request has

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from map import ROOT
 
-sys.path.insert(0, str(ROOT / "nbs"))
+sys.path.insert(0, str(ROOT / "nbs" / "_book"))
 from show import CountingRunner, Request, check_trace, five_requests
 
 from atom_mini.config import SamplingParams

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [p for p in map(str, (ROOT, ROOT / "kernels", ROOT / "tests", ROOT / "nbs")) if p not in sys.path]
+sys.path += [p for p in map(str, (ROOT, ROOT / "kernels", ROOT / "tests", ROOT / "nbs" / "_book")) if p not in sys.path]
 
 from amd.launch import emulated  # noqa: E402, I001  before atom_mini imports triton
 from amd.group import Launch  # noqa: E402
@@ -107,7 +107,7 @@ def latents(dtype: str, lens: kernels.Lens) -> Error:
 
 
 # What is executed: name -> a launch that gives its error. A new kernel adds its rows. Lengths end within a tile; where
-# errors are planted (tests/test_amd.py), one just before its end, so that most of it is seen, and one at its beginning.
+# errors are planted (tests/kernels/test_amd.py), one just before its end, so that most of it is seen, and one at its beginning.
 CASES: dict[str, Callable[[], Error]] = {
     "silu bf16": lambda: silu("bf16"),
     "silu fp32": lambda: silu("fp32"),
@@ -212,7 +212,7 @@ class Everything:
 
 def run_all(target: str, arguments: list[str]) -> int:
     everything = Everything(target)
-    test = str(ROOT / "tests" / "test_kernels.py")
+    test = str(ROOT / "tests" / "engine" / "test_kernels.py")
     code = pytest.main([test, "-p", "no:cacheprovider", "-q", *arguments], plugins=[everything])
     launches = everything.launches
     print(f"{target}: {len(launches)} launches, {sum(int(one.counts.sum()) for one in launches):,} wave instructions, "
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--all", action="store_true", help="the whole of tests/test_kernels.py")
+    parser.add_argument("--all", action="store_true", help="the whole of tests/engine/test_kernels.py")
     arguments, rest = parser.parse_known_args()
     targets = arguments.target or list(TARGETS)
     if arguments.all:

@@ -59,8 +59,8 @@ case $slot in
     [[ -n $dry ]] || step 30 "a GPU is here" "$python" kernels/bench.py --check
     bench 60 limits --only limits
     step 120 profile "$python" kernels/profile_step.py $dry "$out"
-    tests 150 "kernels and graphs" tests/test_kernels.py tests/test_grouped.py tests/test_latent_kernel.py tests/test_graphs.py
-    tests 230 "engine on a GPU" -m gpu -rs tests/test_gpu.py tests/test_gpu_right.py tests/test_parity.py tests/test_spyre.py tests/test_tensor_parallel.py
+    tests 150 "kernels and graphs" tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py
+    tests 230 "engine on a GPU" -m gpu -rs tests/engine/test_gpu.py tests/engine/test_gpu_right.py tests/engine/test_parity.py tests/systems/test_spyre.py tests/processes/test_tensor_parallel.py
     ;;
 2)
     bench 180 common --only common single overlap
@@ -76,7 +76,7 @@ case $slot in
             "$python" kernels/bench.py --json "$out/counted.json" --only kernels
     fi
     if [[ -z $dry ]] && command -v compute-sanitizer >/dev/null; then
-        step 50 memcheck compute-sanitizer --tool memcheck "$python" -m pytest -p no:cacheprovider -x tests/test_gpu.py -m gpu -k replay
+        step 50 memcheck compute-sanitizer --tool memcheck "$python" -m pytest -p no:cacheprovider -x tests/engine/test_gpu.py -m gpu -k replay
     fi
     ;;
 esac

@@ -1,7 +1,7 @@
 """Runs chapters with their exercises: `python exercises.py FOLDER` reads paths of notebooks and answers a line for each.
 
 FOLDER holds the wrong answers. A line is JSON: how many exercises were done, how many wrong answers were refused, and
-the error, if there was one. tests/test_exercises.py asks; to a process of its own one can give a smaller house.
+the error, if there was one. tests/book/test_exercises.py asks; to a process of its own one can give a smaller house.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python tests/golden.py    # records tests/data/golden.json anew, of a change that is meant to change tokens
 
 It holds, for small models of every family, for the built-in model and for the real one (`make real`), the greedy tokens
-of each prompt and the tokens sampled with seeds. tests/test_golden.py compares. The weights of the small models are drawn
+of each prompt and the tokens sampled with seeds. tests/engine/test_golden.py compares. The weights of the small models are drawn
 here, each tensor from a seed of its own, so that they do not depend on how transformers initializes a model; their
 checksum is recorded too. Greedy tokens are kept up to the first one that won by less than HAIR: behind it rounding on
 another processor may choose another text.

@@ -2,7 +2,7 @@
 
 `python tests/bench/figures.py FOLDER` reads cpu.json, host_step.json, full_size.json, speculation.json, families.json,
 busy.json and real.json there, or the last one alone. It writes results/readme.json, with machine, date and commit, and the
-same numbers into the tables of index.ipynb. tests/test_examples.py compares the two. The sentences around the tables are
+same numbers into the tables of index.ipynb. tests/book/test_examples.py compares the two. The sentences around the tables are
 for a person to read again.
 """
 
@@ -112,7 +112,7 @@ def drafts_sentence(results: list[dict[str, Any]]) -> str:
     near = sum(error <= 0.2 for error in errors)
     return (
         f"In the same run a lookup that finds nothing costs {100 * statistics.fmean(vain):.1f} % (mean of {len(vain)} cases, "
-        f"{100 * max(vain):.0f} % at most), and chapter [54](nbs/54_when_it_pays.ipynb)'s formula, "
+        f"{100 * max(vain):.0f} % at most), and chapter [54](nbs/speculation/54_when_it_pays.ipynb)'s formula, "
         f"with the times of steps and drafters measured meanwhile, is {100 * statistics.median(errors):.0f} % off in the "
         f"median, within 20 % in {near} of "
         f"{len(errors)} cases."

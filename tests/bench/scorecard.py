@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "nbs"))  # appended: a folder of ours hides no installed package
+sys.path.append(str(ROOT / "nbs" / "_book"))  # appended: a folder of ours hides no installed package
 from places import chapters  # noqa: E402
 
 RESULTS = ROOT / "tests" / "bench" / "results"

@@ -42,7 +42,7 @@ K = 4
 SLICE = 0.03  # seconds
 ROOM: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320)
-sys.path.append(str(Path(__file__).resolve().parents[2] / "nbs"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "nbs" / "_book"))
 from script import load  # noqa: E402
 
 tiny = load("90_tiny_model")

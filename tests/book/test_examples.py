@@ -1,0 +1,299 @@
+"""What the site's pages and the README show as code runs as it stands there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import book
+import pytest
+from places import chapters
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDED = json.loads((ROOT / "tests" / "bench" / "results" / "readme.json").read_text())
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in page.read_text()]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:python -m atom_mini|atom-mini) .*$|`(?:python -m atom_mini|atom-mini) [^`|]*`", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_snippets_of_a_page_run(page: Path) -> None:
+    """In order, in one namespace; they contain their own assertions."""
+    namespace: dict[str, Any] = {}
+    snippets = PYTHON.findall(page.read_text())
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, page.name, "exec"), namespace)
+
+
+def test_readme_example_prints_what_the_readme_says() -> None:
+    """The ten lines, in a process of their own."""
+    readme = (ROOT / "README.md").read_text()
+    example = next(s for s in PYTHON.findall(readme) if "from atom_mini import" in s)
+    printed = re.search(r"```text\n(.*?)```", readme[readme.index(example) :], re.DOTALL)
+    result = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True)
+    assert printed is not None and result.stdout.split() == printed[1].split(), result.stderr
+
+
+def test_readme_commands_run() -> None:
+    """Each call of the program that the README shows."""
+    commands = [c.strip("`") for c in COMMAND.findall((ROOT / "README.md").read_text())]
+    assert commands
+    for command in commands:
+        words = re.sub(r"^(python -m atom_mini|atom-mini)", f"{sys.executable} -m atom_mini", command)
+        result = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert result.returncode == 0, (command, result.stderr)
+
+
+def assert_same_figures(page: str, recorded: dict[str, Any]) -> None:
+    """Every number in the tables of the section *Figures*, and on which machine and day they were measured."""
+    section = page.split("## Figures")[1].split("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert len(tables) == len(recorded["tables"])
+    for table, rows in zip(tables, recorded["tables"], strict=True):
+        lines = [line for line in table.splitlines() if not re.fullmatch(r"[|\- ]+", line)]
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        assert {name: values for name, *values in cells} == rows
+    assert all(recorded[name] in section for name in ("stamp", "drafts", "busy", "real")) and recorded["commit"]
+    assert recorded["machine"] in recorded["stamp"] and recorded["date"] in recorded["stamp"]
+
+
+def test_readme_figures_are_the_recorded_ones() -> None:
+    assert_same_figures((ROOT / "README.md").read_text(), RECORDED)
+
+
+def test_what_readme_says_of_drafts_holds_in_its_table() -> None:
+    """"A lookup that hits pays for one request and for four, and a head pays for none"."""
+    table = {row: cells for row, cells in RECORDED["tables"][2].items() if row}
+    found = {row: [float(cell.split(", ")[1].rstrip(" x")) for cell in cells] for row, cells in table.items()}
+    for row in ("lookup, a list that is copied", "lookup, questions answered from what was told"):
+        assert min(found[row][:2]) > 1.2
+    assert max(found["EAGLE-3 head, stories"]) < 1
+
+
+def engines(names: list[str]) -> dict[str, Any]:
+    """What tests/bench/cpu.py finds out of one workload, invented."""
+    found = {"tokens_per_second": 123.4, "ratio_to_generate": 0.876, "share_of_limit": 0.456}
+    return {"engines": {name: dict(found) for name in names}}
+
+
+def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files like those of the benchmarks, with other numbers: in the record and, cell by cell, in the page."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    figures = importlib.import_module("figures")
+    monkeypatch.setattr(figures, "import_seconds", lambda: 0.25)
+    stamp = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 3, "instructions": "beads", "python": "3.14.1",
+             "torch": "9.9", "transformers": "8.8"}  # fmt: skip
+    plain = ["transformers generate", "atom_mini"]
+    both = engines([*plain[:1], "transformers continuous batching", *plain[1:]])
+    rows = [{"task": task, "drafter": drafter, "batch": n, "tokens per step": 4.44, "ratio": 0.75, "predicted": 0.9}
+            for task, drafter in figures.DRAFTS.values() for n in (1, 4, 16, 64)]  # fmt: skip
+    sizes = [{"weights_bytes": n * 1e9, "seconds": 7.0, "largest_logit_difference": 3e-5, "anonymous_share": 1.1}
+             for n in (2.4, 4.9)]  # fmt: skip
+    host = {f"greedy, {n}": [0.31, 0.42, 0.53] for n in (256, 512)} | {"replayed, 256": [0.64]}
+    experts = {str(n): [40.04, 42.0] for n in (1, 8, 32)}
+    waits = {f"tiny, 1 request{kind}, {loops} loops": {"300000": [1.0, 1234.4, 9e4], "10000": [20.0 + loops]}
+             for kind in ("", ", torch") for loops in (0, 2)}  # fmt: skip
+    files = {"cpu": {"many": both, "one": both}, "host_step": host, "busy": waits, "full_size": dict(zip("ab", sizes, strict=True)),
+             "speculation": {"results": rows},
+             "families": {"experts": experts} | {f"{n} requests": engines(plain) for n in experts}}  # fmt: skip
+    for name, found in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(stamp | found))
+    new = figures.collect(tmp_path, RECORDED)
+    page = figures.write_page((ROOT / "README.md").read_text(), RECORDED, new)
+    assert_same_figures(page, new)
+    told = ["**123**", "0.88", "46 %", "0.3 to 0.5 / 0.3 to 0.5 ms", "3e-5 and 3e-5", "7 and 7 s, 1.10 x", "0.2 s",
+            "0.64 ms", "4.4, 0.75 x", "40 (42)", "2031-05-06", "3 cores of an Abacus",
+            "1,234 and 22 (alone 1,234 and 20), for a",
+            "costs 25.0 % (mean of 4 cases, 25 %", "20 % off in the median, within 20 % in 20 of 20"]  # fmt: skip
+    assert all(text in page for text in told), [text for text in told if text not in page]
+    with pytest.raises(AssertionError):
+        assert_same_figures(page, RECORDED)
+    (tmp_path / "cpu.json").write_text(json.dumps(stamp | files["cpu"] | {"cpu": "another"}))
+    with pytest.raises(ValueError, match="several machines"):
+        figures.collect(tmp_path, RECORDED)
+
+
+def test_the_real_models_figures_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small record by hand: the rows that it has change, with the stamp of their own table, and nothing else does."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    figures = importlib.import_module("figures")
+
+    def work(**engines: tuple[float, float, float | None]) -> dict[str, Any]:
+        keys = "tokens_per_second", "ratio_to_generate", "share_of_bandwidth"
+        return {"engines": {name.replace("_", " "): dict(zip(keys, found, strict=True)) for name, found in engines.items()}}
+
+    one = work(transformers_generate=(9.96, 1.0, 0.304), ours=(31.4, 3.15, 0.66), peer=(52.5, 5.27, None))
+    eight = work(transformers_generate=(44.0, 1.0, 0.2), ours=(41.2, 0.936, 0.1))
+    machine = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 1, "instructions": "beads", "python": "3.14.1",
+               "torch": "9.9", "transformers": "8.8"}  # fmt: skip
+    record = {"machine": machine, "1 request": one, "8 requests": eight, "other_load": 0.5}
+    (tmp_path / "real.json").write_text(json.dumps(record))
+    rows = {
+        "transformers `generate`": ["10.0", "1.0", "30 %", "44", "1.0"],
+        "ours": ["31", "3.1", "66 %", "41", "0.94"],
+        "peer": ["52", "5.3", "", "", ""],
+    }
+    tables = [{"other": ["1"]}, {}, {}, {}, {name: ["?"] for name in rows} | {"kept": ["5"]}]
+    found = figures.collect_real(tmp_path, {"stamp": "before", "real": "before", "tables": tables})
+    assert found["tables"] == [*tables[:4], rows | {"kept": ["5"]}] and found["stamp"] == "before"
+    assert found["real"].startswith("Measured on 2031-05-06 on 1 core of an Abacus (beads), Python 3.14, torch 9.9")
+    with pytest.raises(ValueError, match=r"README has no row .'peer'.: write it into index.ipynb"):
+        figures.collect_real(tmp_path, {"tables": [{}, {}, {}, {}, {name: [""] for name in rows if name != "peer"}]})
+
+
+@pytest.fixture
+def scorecard(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What makes README's table and figure of the recorded scores."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
+    return importlib.import_module("scorecard")
+
+
+def test_readme_scorecard_is_the_recorded_one(scorecard: Any) -> None:
+    """Table and figure are made of the file; each rung that was not run says what it needs."""
+    score, readme = scorecard.read(), (ROOT / "README.md").read_text()
+    table = scorecard.as_markdown(score)
+    assert table in readme and scorecard.FIGURE.read_text() == scorecard.as_svg(score)
+    assert f"]({scorecard.FIGURE.relative_to(ROOT)})" in readme.split("\n## ")[0]
+    assert set(score["rungs"]) == set(scorecard.RUNGS) and score["commit"] and score["date"] in table
+    assert set(score["built-in"]["rungs"]) == set(scorecard.RUNGS)
+    for rung, needs in scorecard.RUNGS.items():
+        row = next(line for line in table.splitlines() if line.startswith(f"| {rung} |"))
+        assert (f"needs {needs}: not measured" in row) == (score["rungs"][rung] is None)
+    changed = {**score, "rungs": score["rungs"] | {"paged": dict.fromkeys(score["rungs"]["paged"], 0.77)}}
+    assert scorecard.as_markdown(changed) not in readme and scorecard.as_svg(changed) != scorecard.as_svg(score)
+    figure = scorecard.FIGURE.read_text()
+    assert all(f"{rate:,} tokens/s" in figure and f"{rate:,}" in readme for _, rate in scorecard.PUBLISHED.values())
+
+
+def test_chapters_say_of_a_rung_what_the_file_says(scorecard: Any) -> None:
+    """The cells are written by `make score`; each rung that was run is told of in a chapter."""
+    told = set[str]()
+    for path in chapters():
+        for cell in json.loads(path.read_text())["cells"]:
+            if text := scorecard.lines_of(cell):
+                (output,) = cell["outputs"]
+                assert "".join(output["text"]) == text, path.name
+                told |= set(re.findall(r'"([^"]+)"', "".join(cell["source"])))
+    assert told == {rung for rung, found in scorecard.read()["rungs"].items() if found}
+
+
+def test_chapters_say_of_a_benchmark_what_its_file_says(capsys: Any) -> None:
+    """The cells that read a record print today what they have printed."""
+    found = 0
+    for path in chapters():
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            if "from show import recorded\n" in source:
+                exec(compile(source, path.name, "exec"), {})
+                (output,) = cell["outputs"]
+                assert "".join(output["text"]) == capsys.readouterr().out, path.name
+                found += 1
+    assert found
+
+
+def test_every_chapter_has_a_question_and_minutes() -> None:
+    """In README, whichever part it is of."""
+    row = r"(?m)^\| \[[^\]]+\]\(nbs/(?:\w+/)?(\w+)\.ipynb\) \|[^|]*\| (.+) \| (\d+) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text())
+    assert sorted(name for name, *_ in rows) == sorted(path.stem for path in chapters())
+    assert all(question.endswith("?") and int(minutes) >= 5 for _, question, minutes in rows), rows
+
+
+def test_what_a_rung_is_said_to_have_done(scorecard: Any) -> None:
+    """Two requests whose times are known: rates, waits, who was in time, and the bytes of the steps."""
+    score = importlib.import_module("score")
+    about = score.Model("", 16.0, 1.0, 0.1, 50, weights=1000, token=7)
+    load = [score.Request(0.0, [1] * 10, 3), score.Request(1.0, [1] * 20, 2)]
+    times = [[0.5, 0.55, 0.6], [3.0, 3.05]]  # the second waits 2 s for its first token
+    found = score.figures(about, load, times, bandwidth=1e9)
+    assert found["tokens per second"] == pytest.approx(5 / 3.05) and found["goodput"] == pytest.approx(1 / 3.05)
+    assert (found["TTFT p50"], found["TTFT p99"]) == pytest.approx((2.0, 2.0)) and found["ITL p99"] == pytest.approx(0.05)
+    read = 5 * 1000 + 7 * (10 + 11 + 12 + 20 + 21)
+    assert found["share of bandwidth"] == pytest.approx(read / 3.05 / 1e9)
+    assert score.figures(about, load, times, 0.0)["share of bandwidth"] is None
+    together = [[0.5, 0.5, 0.6], [3.0, 3.0]]  # drafts: two tokens of one step
+    assert score.bytes_read(about, load, together, True) == 3 * 1000 + 7 * (11 + 12 + 21)
+    with pytest.raises(AssertionError, match="asked for"):
+        score.figures(about, load, [times[0], times[1][:1]], 1e9)
+    assert score.make_load(about) == score.make_load(about) and len(score.make_load(about)) == 64
+    ours = {rung for rung, needs in scorecard.RUNGS.items() if not needs}
+    assert all(score.options_of(rung) for rung in ours)
+
+
+def test_a_model_is_as_large_as_its_config_says(scorecard: Any, tmp_path: Path) -> None:
+    """The bytes of the scorecard's 29 M model, counted by hand; and its words come back as they were said."""
+    score, cpu = importlib.import_module("score"), importlib.import_module("cpu")
+    (tmp_path / "config.json").write_text(json.dumps(cpu.SHAPE))
+    about = score.Model.read(str(tmp_path), 1.0, 1.0, 1.0)
+    assert about.weights == 4 * (8192 * 512 + 8 * (1024 * 512 + 512 * 512 + 3 * 512 * 1536)) and about.token == 4 * 2 * 8 * 4 * 64
+    score.write_words(str(tmp_path), 9)
+    words = importlib.import_module("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    assert words.decode([3, 1]) == "w3w1"
+
+
+def test_readme_says_how_long_the_package_is() -> None:
+    """In the table beside the others, as it was when the page was made: within a fiftieth. If not: run index.ipynb."""
+    measure = importlib.import_module("measure")
+    said = re.search(r"\| about ([\d,]+) \| a run on any GPU", (ROOT / "README.md").read_text())
+    lines = sum(measure.weights()[1].values())
+    assert said and abs(int(said[1].replace(",", "")) - lines) < 0.02 * lines, lines
+
+
+def test_readme_counts_what_is_there(scorecard: Any) -> None:
+    """Numbers in its sentences that something else says, too."""
+    readme, score, cpu = (ROOT / "README.md").read_text(), importlib.import_module("score"), importlib.import_module("cpu")
+    shape = {f"num_{kind}_heads": cpu.SHAPE[f"num_{kind}_heads"] for kind in ("attention", "key_value")} | cpu.SHAPE
+    load = score.make_load(score.Model("", 48.0, 1.0, 0.1, shape["vocab_size"], 0, 0))
+    lengths, wanted = [len(r.prompt) for r in load], [r.output for r in load]
+    assert min(lengths) >= 24 and max(lengths) <= 96 and min(wanted) >= 12 and max(wanted) <= 36
+    alike = sum(r.prompt[:48] == load[1].prompt[:48] for r in load)
+    assert alike == len(load) / 2
+    assert f"{len(load)} requests that come at random times (Poisson), prompts of 24 to 96 tokens of which half" in readme
+    rungs = [name for name, needs in scorecard.RUNGS.items() if needs == "transformers"]
+    assert len(rungs) == 2 and "The first two rungs are transformers." in readme
+    rates = {name: found and found["tokens per second"] for name, found in scorecard.read()["rungs"].items()}
+    assert rates["overlapped"] < rates["compiled"] and rates["ranks"] < rates["chunked"], "on two cores they cost"
+    project, makefile = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
+    python = re.search(r'requires-python = ">=([\d.]+)"', project)
+    assert python and f"You need Python {python[1]} or newer" in readme
+    torch = re.search(r"(?m)^TORCH +\?= (.+)$", makefile)
+    assert torch and f"the default is `{torch[1]}`" in readme
+    numbers = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    documents = {line.split("\t")[0] for line in (ROOT / "docs" / "documents.tsv").read_text().splitlines()[1:]}
+    absent = re.findall(r"(?m)^## (?!And)", (ROOT / "docs" / "absent.md").read_text())
+    targets = json.loads((ROOT / "kernels" / "results" / "targets.json").read_text())
+    assert f"[{numbers[len(documents)]} documents]" in readme and f"[{numbers[len(absent)]} more things]" in readme
+    assert f"for {numbers[len(targets)]} GPUs" in readme
+    planted = (ROOT / "tests" / "kernels" / "test_amd.py").read_text().split("def test_all_planted_errors")[1]
+    noticed = re.findall(r"\((\d+) %\)", planted)
+    said = "{} % of the sampled barriers, {} % of the waits and {} % of the vector instructions".format(*noticed)
+    assert said in readme
+
+
+def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: Path) -> None:
+    """Every module of a chapter and nothing else that is code: no index of nbdev's, nothing of the appendix."""
+    skipped = shutil.ignore_patterns("__pycache__", "_modidx.py")
+    shutil.copytree(ROOT / "atom_mini", tmp_path / "atom_mini", ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "out", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("atom_mini/")}
+    chapters = {book.module_of(path) for path in book.notebooks([])} - {None}
+    modules = {f"atom_mini/{str(module).replace('.', '/')}.py" for module in chapters}
+    by_hand = {"atom_mini/__init__.py", "atom_mini/__main__.py"}
+    by_hand |= {f"{name.rpartition('/')[0]}/__init__.py" for name in modules}
+    assert {n for n in names if n.endswith(".py")} == modules | by_hand
+    assert not [n for n in names if "tiny" in n and n.endswith(".py")]
+    tiny = {path.relative_to(ROOT).as_posix() for path in (ROOT / "atom_mini" / "tiny").rglob("*") if path.is_file()}
+    pages = {"atom_mini/instruments/timeline.html", "atom_mini/serving/page.html"}
+    assert names - modules - by_hand == tiny | pages | {"atom_mini/py.typed"} and len(tiny) > 8

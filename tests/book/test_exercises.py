@@ -1,0 +1,166 @@
+"""Chapters run, and every exercise can be done, but not by doing nothing: its check fails on the stub and on a wrong
+answer (tests/book/wrong_answers), and passes on the solution. Part I runs without the other parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import book
+import pytest
+import unsolved
+from execnb.shell import CaptureShell
+from exercises import check_exercise, run, wrong_answers
+from IPython.core.interactiveshell import InteractiveShell
+from places import TOOLS
+
+ROOT = Path(__file__).resolve().parents[2]
+WRONG = ROOT / "tests" / "book" / "wrong_answers"
+CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
+AS_EVER, PROCESSES = [pytest.mark.share(60)], [pytest.mark.share(10), pytest.mark.alone]
+CASES = [pytest.param(p, id=p.stem, marks=PROCESSES if p.stem[0] in "78" else AS_EVER) for p in CHAPTERS]
+START = """
+import sys
+if sys.argv[2] == "alone":  # else the whole house would be found
+    sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]
+from pathlib import Path
+import exercises
+exercises.serve(Path(sys.argv[1]))
+"""
+
+
+def start(home: Path, paths: str, which: str) -> subprocess.Popen[str]:
+    """A process that knows the house in `home`, and answers how a chapter went."""
+    env = os.environ | {"PYTHONPATH": paths, "IN_TEST": "1"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", START, str(WRONG), which], cwd=home / "nbs", env=env, **pipes)
+
+
+@pytest.fixture(scope="module")
+def study(alone: Path) -> Iterator[Any]:
+    """Path -> how the chapter went, in the house of Part I or in the whole one."""
+    processes = []
+
+    @cache
+    def ask(is_part_one: bool) -> subprocess.Popen[str]:
+        home = alone if is_part_one else ROOT
+        paths = [str(p) for p in (home, home / TOOLS, ROOT / "tests")]
+        processes.append(start(home, ":".join(paths), "alone" if is_part_one else "whole"))
+        return processes[-1]
+
+    def studied(path: Path) -> dict[str, Any]:
+        process, is_part_one = ask(book.is_part_one(path)), book.is_part_one(path)
+        print((alone if is_part_one else ROOT) / path.relative_to(ROOT), file=process.stdin, flush=True)
+        return json.loads(process.stdout.readline())
+
+    yield studied
+    for process in processes:
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("path", CASES)
+def test_chapter_runs_and_its_exercises_bite(path: Path, study: Any) -> None:
+    found = study(path)
+    assert not found["error"], found["error"]
+    assert found == {"done": len(book.exercises(path)), "wrong": len(wrong_answers(path, WRONG)), "error": ""}
+
+
+SHELL = {"exercise": "#| exercise\nanswer = None", "check": "#| check\nassert answer == 3"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "fault"),
+    [
+        ({}, ""),
+        ({"solution": "answer = 4"}, "from the solution"),
+        ({"solution": "pass"}, "from the solution"),
+        ({"solution": "answer = given['x']"}, "from the solution"),  # the stub's leavings do not help it
+        ({"exercise": "answer = given['x'] = 3"}, "no error"),
+        ({"exercise": "answer = undefined"}, "must run"),
+        ({"check": "assert anwser == 3"}, "NameError"),  # fails, but for another reason
+        ({"check": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"}, "killed"),
+        ({"check": "import os; os._exit(1)"}, "failed"),
+    ],
+)
+def test_faulty_exercises_are_noticed(cells: dict[str, str], fault: str) -> None:
+    shell = CaptureShell()
+    assert not run(shell, "given = {}")
+    stub = {"exercise": "#| exercise\ngiven['x'] = 3; answer = None"}
+    exercise = SHELL | stub | {"solution": "#| solution\nanswer = 3"} | cells
+    if not fault:
+        check_exercise(shell, exercise)
+    else:
+        with pytest.raises(AssertionError, match=fault):
+            check_exercise(shell, exercise)
+
+
+def test_incomplete_exercises_are_noticed(tmp_path: Path) -> None:
+    """A stub without a check, a solution before it: nothing is left out in silence."""
+    from execnb.nbio import mk_cell, new_nb, write_nb
+
+    for kinds in (["exercise", "solution"], ["exercise", "solution", "check"], ["check"], [*book.EXERCISE, "check"]):
+        write_nb(new_nb([mk_cell(f"#| {kind}\npass", "code") for kind in kinds]), tmp_path / "x.ipynb")
+        with pytest.raises(ValueError, match="should be"):
+            book.exercises(tmp_path / "x.ipynb")
+
+
+@pytest.mark.parametrize("path", CHAPTERS[::7], ids=lambda p: p.stem)
+def test_solutions_move_to_the_end_and_the_site_puts_them_back(path: Path) -> None:
+    """The same exercises, in the same order; moved twice is moved once; only numbers and one heading are new."""
+    cells = book.read_nb(path).cells
+    before = book.unmove_solutions(book.read_nb(path).cells)
+    moved = book.move_solutions(book.move_solutions(cells))
+    number = len(book.exercises(path))
+    assert moved[-number - 1].source == book.SOLUTIONS and len({cell.id for cell in moved}) == len(moved)
+    assert [book.NUMBER.match(cell.source)[1] for cell in moved[-number:]] == [*map(str, range(1, number + 1))]
+    assert [cell.source for cell in book.unmove_solutions(moved)] == [cell.source for cell in before]
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
+def test_run_all_goes_on_behind_an_unsolved_exercise(path: Path) -> None:
+    """Its check has a number and the tag; `python nbs/_book/book.py checks` writes them."""
+    checks = [cell for cell in book.read_nb(path).cells if book.kind_of(cell) == "check"]
+    assert [unsolved.CHECK.match(cell.source)[1] for cell in checks] == [*map(str, range(1, len(checks) + 1))]
+    assert all(cell.metadata.get("tags") == [book.GOES_ON] for cell in checks)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("#| check\n# Exercise 2\nassert 1 == 2", "Exercise 2 is not solved yet: edit the cell above\n"),
+        ("#| check\n# Exercise 1\nassert not 5, '5 is too much'", "yet: edit the cell above (5 is too much)\n"),
+        ("#| check\n# Exercise 3\nraise NotImplementedError", "Exercise 3 is not solved yet: edit the cell above\n"),
+        ("#| check\n# Exercise 1\nassert True", ""),
+    ],
+)
+def test_an_unsolved_exercise_says_so(source: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shell = InteractiveShell()
+    unsolved.install(shell)
+    result = shell.run_cell(source)
+    said = capsys.readouterr().out
+    assert result.success == (not says) and said.endswith(says) and "Traceback" not in said
+    for source, error in (("assert 1 == 2", "AssertionError"), ("#| check\n# Exercise 1\nundefined", "NameError")):
+        shell.run_cell(source)  # anything else fails as ever
+        said = capsys.readouterr().out
+        assert error in said and "Traceback" in said
+
+
+def test_a_solution_of_another_exercise_is_noticed(tmp_path: Path) -> None:
+    from execnb.nbio import mk_cell, new_nb, write_nb
+
+    exercise = ["#| exercise\npass", "#| check\npass"]
+    for numbers, fine in (([1, 2], True), ([2, 1], True), ([1], False), ([1, 1], False), ([1, 3], False)):
+        sources = [*exercise * 2, *(f"#| solution\n# Exercise {n}\n{n}" for n in numbers)]
+        write_nb(new_nb([mk_cell(source, "code") for source in sources]), tmp_path / "x.ipynb")
+        if fine:
+            found = book.exercises(tmp_path / "x.ipynb")
+            assert [cells["solution"][-1] for cells in found] == ["1", "2"]
+        else:
+            with pytest.raises(ValueError, match="should be"):
+                book.exercises(tmp_path / "x.ipynb")

@@ -1,0 +1,398 @@
+"""The product with the chosen experts: the grouped kernel against its definition, and that against the loop."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import recorded, save_family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
+
+from test_kernels import poisoned_memory, relative_error
+
+from atom_mini import LLM, SamplingParams
+from atom_mini.families import grouped
+from atom_mini.families.grouped import sort_pairs
+from atom_mini.families.mixture import activate, loop_over_experts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LIMITS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}  # of the relative error
+E = 33
+VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# Exponentials that overflow on the way to a right result, of which the interpreter's NumPy complains.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+
+class Layer:
+    """Random experts, off the tile in both sizes, and T tokens with k different ones each."""
+
+    def __init__(
+        self, tokens: int, k: int = 4, hidden: int = 40, inner: int = 24, biased: bool = True, limit: float = 0.0,
+        experts: int = E, dtype: torch.dtype = torch.float32, device: str = DEVICE,
+    ) -> None:  # fmt: skip
+        g = torch.Generator().manual_seed(tokens)
+        self.ids = torch.rand(tokens, experts, generator=g).argsort(1)[:, :k].to(device)
+        self.weights, self.limit = torch.rand(tokens, k, generator=g).to(device), limit
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return (scale * torch.randn(shape, generator=g)).to(device, dtype)
+
+        self.x = random(tokens, hidden)
+        self.mats: list[Any] = [random(experts, 2 * inner, hidden, scale=hidden**-0.5)]
+        self.mats.append(random(experts, hidden, inner, scale=inner**-0.5))
+        self.biases = [random(experts, 2 * inner), random(experts, hidden)] if biased else [None, None]
+
+    def run(self, module: ModuleType = grouped) -> Tensor:
+        """Through the kernels."""
+        with poisoned_memory():
+            return module.grouped_experts(self.x, self.ids, self.weights, *self.stacks(), self.limit)
+
+    def stacks(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Weights, scales, biases of both products."""
+        pairs = [w if isinstance(w, tuple) else (w, None) for w in self.mats]
+        return [(*pair, bias) for pair, bias in zip(pairs, self.biases, strict=True)]
+
+    def expert(self, rows: Tensor, e: int) -> Tensor:
+        """One expert's output in float32, the formulas written out."""
+        biases = [0 if b is None else b[e].float() for b in self.biases]
+        gate, up = (rows.float() @ self.mats[0][e].float().T + biases[0]).chunk(2, -1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit) + 1
+        inner = gate / (1 + torch.exp(-(1.702 if self.limit else 1.0) * gate)) * up
+        return inner @ self.mats[1][e].float().T + biases[1]
+
+    def wanted(self) -> Tensor:
+        """The definition, in float32: nobody's choices count nothing."""
+        out = torch.zeros_like(self.x, dtype=torch.float32)
+        for e in self.ids[self.ids < len(self.mats[0])].unique().tolist():
+            token, choice = (self.ids == e).nonzero(as_tuple=True)
+            out.index_add_(0, token, self.weights[token, choice, None] * self.expert(self.x[token], e))
+        return out
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_the_loop_and_the_definition_agree(limit: float) -> None:
+    """Chapter 61's loop and activation, in their own words, give what this file holds the kernel against."""
+    layer = Layer(7, limit=limit)
+
+    def expert(rows: Tensor, e: int) -> Tensor:
+        (gate_up, down), (up_bias, bias) = layer.mats, layer.biases
+        return F.linear(activate(F.linear(rows, gate_up[e], up_bias[e]), limit), down[e], bias[e])
+
+    loop = loop_over_experts(layer.x, layer.ids, layer.weights, expert)
+    torch.testing.assert_close(loop, layer.wanted())
+
+
+CASES = [(tokens, dtype) for tokens in (1, 5) for dtype in DTYPES]
+CASES += [(70, torch.float32), (70, torch.float16), (300, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), CASES, ids=str)
+def test_grouped(tokens: int, dtype: torch.dtype) -> None:
+    """Decodes and prompts, in small tiles and (70 tokens with 8 experts, 300) in large ones."""
+    is_odd = tokens % 2 == 1
+    layer = Layer(tokens, 8 if tokens == 70 else 2, biased=not is_odd, limit=float(is_odd), dtype=dtype)
+    before = [t.clone() for t in (layer.x, layer.ids, layer.weights)]
+    out = layer.run()
+    assert relative_error(out, layer.wanted()) < LIMITS[dtype] and out.dtype == dtype
+    assert all(torch.equal(a, b) for a, b in zip((layer.x, layer.ids, layer.weights), before, strict=True))
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 8), (64, 64), (65, 33), (130, 1), (300, 160)])
+def test_sizes_on_and_off_the_tile(hidden: int, inner: int) -> None:
+    """Both sizes, each of which is once the length of a sum and once a number of columns."""
+    layer = Layer(2, 3, hidden, inner, dtype=torch.float16 if hidden == 300 else torch.float32)
+    assert relative_error(layer.run(), layer.wanted()) < LIMITS[layer.x.dtype]
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 17, 40])
+@pytest.mark.parametrize("expert", [0, E - 1])
+def test_all_tokens_to_one_expert(tokens: int, expert: int) -> None:
+    """Several tiles of the first expert or of the last, and none of the others, even twice for a token."""
+    layer = Layer(tokens, 2)
+    layer.ids[:] = expert
+    for w in (*layer.mats, *layer.biases):
+        w[torch.arange(E) != expert] = math.nan
+    assert relative_error(layer.run(), layer.wanted()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_of_nobody_fetch_nothing(dtype: torch.dtype) -> None:
+    """Their row is 0, and neither they nor their x, which is NaN, touch anybody else's; alone they read nothing."""
+    layer, rows = Layer(6), [1, 4, 5]
+    layer.ids = layer.ids.to(dtype)
+    wanted = Layer(6).wanted()
+    layer.ids[rows], layer.x[rows], layer.weights[rows] = E, math.nan, math.nan
+    unused = [e for e in range(E) if e not in layer.ids]
+    for w in (*layer.mats, *layer.biases):
+        w[unused] = math.nan
+    out = layer.run()
+    assert not out[rows].any() and relative_error(out[[0, 2, 3]], wanted[[0, 2, 3]]) < 1e-5
+    layer.ids[:] = E
+    for w in (*layer.mats, *layer.biases):
+        w[:] = math.nan
+    assert not layer.run().any()
+
+
+def test_one_choice_of_nobody() -> None:
+    """A single choice may be nobody's, too: its weight, and what stands in its place, count nothing."""
+    layer = Layer(5)
+    layer.ids[2, 1], layer.weights[2, 1] = E, math.nan
+    out = layer.run()
+    layer.weights[2, 1] = 0
+    assert relative_error(out, layer.wanted()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_the_same_bits_again_alone_and_in_another_order(dtype: torch.dtype) -> None:
+    """A row's bits depend neither on the run nor on its company nor on its place."""
+    layer, order = Layer(7, 2, dtype=dtype), torch.tensor([4, 0, 2, 6, 1, 3, 5], device=DEVICE)
+    together = layer.run()
+    assert torch.equal(layer.run(), together)
+    x, ids, weights = layer.x, layer.ids, layer.weights
+    for rows in (order, order[:1], order[3:5]):
+        layer.x, layer.ids, layer.weights = x[rows], ids[rows], weights[rows]
+        assert torch.equal(layer.run(), together[rows])
+
+
+def test_slices_may_lie_apart() -> None:
+    """Ids, weights and x that are parts of larger tensors are taken as they look."""
+    layer = Layer(5)
+    wanted = layer.run()
+    layer.x, layer.ids, layer.weights = (
+        torch.cat([t, t], 1)[:, : t.shape[1]] for t in (layer.x, layer.ids, layer.weights)
+    )
+    assert not layer.ids.is_contiguous() and torch.equal(layer.run(), wanted)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
+def test_sort(tokens: int, k: int, experts: int, seed: int) -> None:
+    """A stable sort by expert, with nobody's pairs behind, in one chunk of ids or several."""
+    ids = torch.randint(0, experts + 1, (tokens, k), generator=torch.Generator().manual_seed(seed))
+    starts, pairs = sort_pairs(ids.to(DEVICE), experts)
+    assert pairs.tolist() == ids.flatten().argsort(stable=True).tolist()
+    assert starts.tolist() == [int((ids < e).sum()) for e in range(experts + 1)]
+
+
+def test_sort_many() -> None:
+    """More ids than one chunk."""
+    ids = torch.randint(0, 6, (700, 3), generator=torch.Generator().manual_seed(0))
+    starts, pairs = sort_pairs(ids.to(DEVICE), 5)
+    assert pairs.tolist() == ids.flatten().argsort(stable=True).tolist() and starts[5] == (ids < 5).sum()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([16, 64, 128]))
+def test_most_tiles(counts: list[int], rows: int) -> None:
+    """The number for which programs are launched is never below the number of tiles."""
+    pairs = sum(counts)
+    busy = min(len(counts), pairs)
+    assert sum(-(-n // rows) for n in counts) <= busy + (pairs - busy) // rows
+
+
+def pack(experts: int, rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """Random MXFP4 weights: every byte, and scales of both signs."""
+    g = torch.Generator().manual_seed(size)
+    blocks = torch.randint(256, (experts, rows, size // 2), generator=g, dtype=torch.uint8)
+    scales = torch.randint(119, 124, (experts, rows, size // 32), generator=g, dtype=torch.uint8)
+    return blocks.to(DEVICE), scales.to(DEVICE)
+
+
+def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers in float32, one by one as the format says."""
+    halves = torch.stack([blocks % 16, blocks // 16], -1).flatten(-2).long().cpu()
+    numbers = VALUES[halves % 8] * torch.where(halves < 8, 1.0, -1.0)
+    return (numbers * torch.exp2(scales.cpu().float() - 127).repeat_interleave(32, -1)).to(blocks.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("tokens", [3, 50])
+def test_packed(tokens: int, both: bool, dtype: torch.dtype) -> None:
+    """Packed weights are the numbers they stand for: near the loop, and in the interpreter the unpacked one's bits."""
+    layer = Layer(tokens, 2, 160, 96, limit=1.0, experts=6, dtype=dtype)
+    packed = [pack(6, 192, 160), pack(6, 160, 96)]
+    layer.mats = [unpack(*w).to(dtype) for w in packed]
+    wanted, plain = layer.wanted(), layer.run()
+    layer.mats = packed if both else [packed[0], layer.mats[1]]
+    out = layer.run()
+    assert relative_error(out, wanted) < LIMITS[dtype]
+    assert DEVICE == "cuda" or torch.equal(out, plain)
+
+
+def test_packed_weights_are_not_for_float32() -> None:
+    layer = Layer(3, 2, 64, 32)
+    layer.mats[1] = pack(E, 64, 32)
+    with pytest.raises(ValueError, match="float16, not by float32: set dtype='bfloat16'"):
+        layer.run()
+
+
+def test_matrices_of_another_size_are_refused() -> None:
+    """Not read beyond their ends; the same for packed ones, whose rows look half as long."""
+    layer = Layer(3, 2, 64, 32, dtype=torch.float16)
+    layer.mats[1] = layer.mats[1][..., :0]
+    with pytest.raises(ValueError, match="a row of x has 32 numbers, one of the experts' 0"):
+        layer.run()
+    layer.mats[0] = pack(E, 64, 96)
+    with pytest.raises(ValueError, match="a row of x has 64 numbers, one of the experts' 96"):
+        layer.run()
+
+
+def far_product(module: ModuleType = grouped) -> float:
+    """The error of a product with an expert that begins 2**32 numbers after the first, which is NaN.
+
+    In 32 bits the distance would be 0. Only the pages in use get memory on a CPU.
+    """
+    experts, size = (2**16, 2**10) if DEVICE == "cpu" else (2**6, 2**20)  # quick for an interpreter, or for a GPU
+    try:
+        w = torch.empty((experts + 1, 64, size), dtype=torch.float16, device=DEVICE)
+    except RuntimeError:
+        pytest.skip("8 GiB of address space are not to be had")
+    g = torch.Generator().manual_seed(0)
+    x, far = torch.randn(2, size, generator=g).half(), (torch.randn(64, size, generator=g) * size**-0.5).half()
+    w[0], w[-1] = math.nan, far.to(DEVICE)
+    starts = torch.zeros(experts + 2, dtype=torch.int32, device=DEVICE)
+    starts[-1] = 2
+    order = starts, torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    weights = torch.ones(2, 1, device=DEVICE)
+    out = module.expert_product(x.to(DEVICE), (w, None, None), weights, order, 0.0, True).cpu()
+    gate, up = (x.float() @ far.float().T).chunk(2, 1)
+    return relative_error(out, (F.silu(gate) * up)[[1, 0]])
+
+
+def test_experts_far_away() -> None:
+    """Weights beyond 2**31 numbers are found."""
+    assert far_product() < 1e-2
+
+
+def mixed(module: ModuleType) -> float:
+    """Biases, a limit that clamps, 20 tokens of one expert, and a row of nobody, which must be 0."""
+    layer = Layer(24, 2, biased=True, limit=0.5)
+    layer.ids[:20, 0], layer.ids[3] = 5, E
+    out, wanted = layer.run(module), layer.wanted()
+    out[3], wanted[3] = 1 + out[3], 1
+    return relative_error(out, wanted)
+
+
+def packed_product(module: ModuleType) -> float:
+    """Packed weights of both kinds."""
+    layer = Layer(3, 2, 64, 64, dtype=torch.float16)
+    packed = [pack(E, 128, 64), pack(E, 64, 64)]
+    layer.mats = [unpack(*w).half() for w in packed]
+    wanted, layer.mats = layer.wanted(), packed
+    return relative_error(layer.run(module), wanted)
+
+
+WEIGH = "acc *= tl.load(weights_ptr + pairs, mask=valid, other=0)[:, None]"
+LATE = """weight = tl.load(weights_ptr + pairs, mask=valid, other=0)[:, None]
+            acc = (acc - bias.to(tl.float32)[None, :]) * weight + bias.to(tl.float32)[None, :]"""
+MUTANTS = {
+    "the bias after the weight": (WEIGH, LATE, mixed),
+    "weights in the sorted order": ("weights_ptr + pairs", "weights_ptr + rows", mixed),
+    "gate and up exchanged": ("n // 2 + n % 2 * (N // 2)", "n // 2 + (1 - n % 2) * (N // 2)", mixed),
+    "an up below the limit": ("tl.clamp(up, -LIMIT, LIMIT)", "tl.minimum(up, LIMIT)", mixed),
+    "an expert begins one late": ("starts_ptr + e, start)", "starts_ptr + e, start + (e == 5))", mixed),
+    "the expert of a tile": ("before = ends <= tile", "before = ends < tile", mixed),
+    "the first tile again": ("(tile - first) * ROWS", "(tile - tile) * ROWS", mixed),
+    "nobody's rows not cleared": ("x.new_empty if is_up else x.new_zeros", "x.new_empty", mixed),
+    "another token": ("target // CHOICES", "target % CHOICES", mixed),
+    "no bias": ("if bias_ptr is not None:", "if False:", mixed),
+    "offsets in 32 bits": ("return e.to(tl.int64), rows", "return e, rows", far_product),
+    "another expert's scales": ("scales_ptr + top * (K // 32)", "scales_ptr + top * (K // 64)", packed_product),
+    "another expert's blocks": ("w_ptr + top * (K // 2)", "w_ptr + top * (K // 4)", packed_product),
+}
+ASTRAY = ("the expert of a tile", "offsets in 32 bits")  # may read what is not theirs
+
+
+def mutated(folder: Path, old: str, new: str) -> ModuleType:
+    """The module with one place changed, imported from a file: the interpreter reads its kernels' source."""
+    text = Path(grouped.__file__).read_text().replace("from ..", "from atom_mini.")
+    assert text.count(old) == 1, f"{text.count(old)} places: {old}"
+    file = folder / "mutant.py"
+    file.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutant", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("mistake", MUTANTS)
+def test_mistakes_are_noticed(mistake: str, tmp_path: Path) -> None:
+    """The comparisons fail for each of these, and not without them. One that leaves its tensors may end a process with
+    its GPU, which is noticed as well."""
+    if DEVICE == "cuda" and mistake in ASTRAY:
+        code = "import sys, pathlib, conftest, test_grouped as t; t.notice(sys.argv[1], pathlib.Path(sys.argv[2]))"
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+        command = [sys.executable, "-c", code, mistake, str(tmp_path)]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0 or "illegal memory access" in done.stderr, done.stderr
+    else:
+        notice(mistake, tmp_path)
+
+
+def notice(mistake: str, folder: Path) -> None:
+    old, new, error = MUTANTS[mistake]
+    assert error(mutated(folder, old, new)) > 1e-2
+
+
+@pytest.mark.parametrize("error", [mixed, packed_product])
+def test_without_a_mistake(error: Callable[[ModuleType], float]) -> None:
+    assert error(grouped) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_full_size_in_a_graph(packed: bool) -> None:
+    """A layer as in Qwen3-30B-A3B, or packed as in gpt-oss-20b, recorded once, replayed with other ids."""
+    experts, k, hidden, inner, dtype = (
+        (32, 4, 2880, 2880, torch.bfloat16) if packed else (128, 8, 2048, 768, torch.bfloat16)
+    )
+    for tokens in (1, 64, 1000):
+        layer = Layer(tokens, k, hidden, inner, packed, 7.0 * packed, experts, dtype)
+        plain = layer.mats
+        if packed:
+            layer.mats = [pack(experts, 2 * inner, hidden), pack(experts, hidden, inner)]
+            plain = [unpack(*w).to(dtype) for w in layer.mats]
+        first = layer.run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = grouped.grouped_experts(layer.x, layer.ids, layer.weights, *layer.stacks(), layer.limit)
+        graph.replay()
+        assert torch.equal(out, first)
+        layer.ids.copy_(layer.ids.flip(0).roll(1, 1))
+        layer.ids[tokens // 2] = experts
+        graph.replay()
+        layer.mats = plain
+        wanted, rows = layer.wanted(), [i for i in range(tokens) if i != tokens // 2]
+        assert not out[tokens // 2].any()
+        assert not rows or relative_error(out[rows], wanted[rows]) < 1e-2
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for CPUs; with a GPU the kernels are the default")
+def test_an_engine_computes_with_it(tmp_path: Path) -> None:
+    """A small Qwen3-MoE, all kernels in the interpreter: transformers' logits, in a prefill and in decodes."""
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    model = save_family("qwen3_moe", tmp_path, head_dim=32, num_hidden_layers=2, **shape)
+    with LLM(str(tmp_path), device="cpu", attention="triton", num_kvcache_blocks=16) as llm, recorded(llm) as recorder:
+        outs = llm.generate([[5, 6, 7, 8], [9, 10]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
+    assert max(recorder.errors(model, sequences).values()) < 1e-4

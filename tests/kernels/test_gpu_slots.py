@@ -1,0 +1,103 @@
+"""The three runs for a lent GPU (kernels/slots.sh), in a dry run on a machine as bare as such a machine is: no notebook
+tools, no libraries of later parts, no make."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOTS = ROOT / "kernels" / "slots.sh"
+ABSENT = "execnb nbdev fastcore ghapi jupytext zmq msgspec starlette uvicorn prometheus_client httpx ray"
+BARE = f"import sys\nfor name in {ABSENT.split()}:\n    sys.modules[name] = None\n"
+FILES = {
+    "1": ["limits.json", "profile.json", "profile.png", "slot1.log", "slot1.txt"],
+    "2": ["common.json", "kernels.json", "slot2.log", "slot2.txt", "steps.json"],
+    "3": ["beside.json", "mixtures.json", "slot3.log", "slot3.txt", "sweep.json"],
+}
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Python that finds none of ABSENT, and no GPU."""
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
+    nothing = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    return os.environ | nothing | {"PYTHONPATH": str(tmp_path / "bare")}
+
+
+def run_slot(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SLOTS), *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("slot", FILES)
+def test_a_slot_runs_every_step_and_keeps_to_its_folder(slot: str, tmp_path: Path, bare: dict[str, str]) -> None:
+    """Toy shapes in the interpreter; tests are collected, which imports all that they need."""
+    before = {path for path in (ROOT / "kernels").rglob("*") if "__pycache__" not in path.parts}
+    out = tmp_path / "out"
+    done = run_slot(bare, slot, str(out), "--dry-run")
+    log = (out / f"slot{slot}.log").read_text()
+    assert done.returncode == 0, done.stdout + log[-3000:]
+    assert sorted(path.name for path in out.iterdir()) == FILES[slot]
+    steps = (out / f"slot{slot}.txt").read_text().splitlines()
+    assert steps and all(line.startswith("  0 ") for line in steps)
+    assert before == {path for path in (ROOT / "kernels").rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_the_limits_of_a_slot_fit_in_ten_minutes() -> None:
+    """Of the steps of each slot together, as they are written."""
+    text = SLOTS.read_text().split("case $slot in")[1]
+    for slot, part in zip("123", re.split(r"(?m)^[123]\)$", text)[1:], strict=True):
+        seconds = sum(int(n) for n in re.findall(r"(?:step|bench|tests) (\d+) ", part))
+        assert 300 <= seconds <= 600, f"slot {slot}: {seconds} s"
+
+
+def test_one_failing_step_does_not_take_the_rest_along(tmp_path: Path, bare: dict[str, str]) -> None:
+    """Without a GPU every step of a real run fails, and each is tried and told."""
+    done = run_slot(bare, "2", str(tmp_path / "out"))
+    steps = (tmp_path / "out" / "slot2.txt").read_text().splitlines()
+    assert done.returncode == 1 and len(steps) == 3 and all(line.startswith("  2 ") for line in steps)
+    assert done.stdout.splitlines() == steps
+
+
+@pytest.mark.parametrize("arguments", [[], ["4", "out"], ["1"], ["1", "out", "--fast"]])
+def test_a_wrong_call_says_how_to_call_it(arguments: list[str], tmp_path: Path, bare: dict[str, str]) -> None:
+    done = subprocess.run(["bash", str(SLOTS), *arguments], env=bare, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "slots.sh 1|2|3 OUT" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_machine_that_lacks_a_requirement_says_which(tmp_path: Path, bare: dict[str, str]) -> None:
+    """At once, and not in ten minutes of failed steps."""
+    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE + "sys.modules['pydantic'] = None\n")
+    done = run_slot(bare, "1", str(tmp_path / "out"), "--dry-run")
+    assert done.returncode == 2 and "pydantic" in done.stderr and "PYTHONPATH" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_profile_adds_up(tmp_path: Path, bare: dict[str, str]) -> None:
+    """The kernels of a step take as long together as it is busy, or longer where they overlap or nest."""
+    program = str(ROOT / "kernels" / "profile_step.py")
+    done = subprocess.run([sys.executable, program, str(tmp_path), "--dry-run"], env=bare, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads((tmp_path / "profile.json").read_text())["steps"]
+    assert list(steps) == ["decode 1 x 16", "decode 2 x 48", "prefill"]
+    for step in steps.values():
+        assert step["busy_us"] <= 1.001 * sum(us for us, _ in step["kernels"].values())
+        assert step["launches"] >= len(step["kernels"]) > 0
+
+
+def test_the_sweep_stops_at_its_limit(tmp_path: Path, bare: dict[str, str]) -> None:
+    """Nothing else is tried, and how much was left is told."""
+    out = tmp_path / "sweep.json"
+    command = [sys.executable, str(ROOT / "kernels" / "bench.py"), "--dry-run", "--sweep", "--limit", "0", "--json", str(out)]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("1 of 5 launches") == 2, done.stdout + done.stderr
+    assert [len(found) for found in json.loads(out.read_text())["parts"]["sweep"].values() if isinstance(found, list)] == [1, 1]

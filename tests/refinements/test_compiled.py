@@ -1,0 +1,399 @@
+"""A compiled decode gives torch's logits and the plain engine's tokens, the same bits whoever computes them, and is gone
+where it does not apply."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import is_empty, save_checkpoint
+from test_interrupt import Tripwire
+
+from atom_mini import LLM, EngineArgs, SamplingParams
+
+pytest.importorskip("numba")
+SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3, one K/V head": ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen2, three queries a key": ("qwen2", {"hidden_size": 96, "num_attention_heads": 6, "vocab_size": 301}),
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 48}),
+}
+TRAINED = {"initializer_range": 64**-0.5}  # attention scores of about 1, as a trained model has them
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+Sampled = dict[tuple[int, int], torch.Tensor]  # (request, length) -> logits
+
+
+def prompts(seed: int, count: int, longest: int = 20) -> list[list[int]]:
+    """Some begin alike."""
+    rng = random.Random(seed)
+    begin = [rng.randrange(1, 300) for _ in range(longest)]
+    lens = [rng.randint(1, longest) for _ in range(count)]
+    return [[*begin[: rng.randrange(n)], rng.randrange(1, 300)] for n in lens]
+
+
+def run(llm: LLM, asked: list[list[int]], params: Any = GREEDY) -> tuple[Sampled, list[list[int]]]:
+    """The logits that were sampled from, and the tokens."""
+    runner, found = llm.engine_core.runner, Sampled()
+    sample, first = type(runner).sample, next(iter(llm.engine_core.scheduler.seqs), 0)
+
+    def noting(batch: Any, logits: torch.Tensor) -> torch.Tensor:
+        rows = [(i, int(n)) for i, n, gets in zip(batch.req_ids, batch.context_lens, batch.is_sampled, strict=True) if gets]
+        found.update(zip(rows, logits.float().clone(), strict=True))
+        return sample(runner, batch, logits)
+
+    runner.sample = noting
+    outs = llm.generate(asked, params, use_tqdm=False)
+    del runner.sample
+    ids = sorted({i for i, _ in found})
+    assert first == 0 and is_empty(llm)
+    return {(ids.index(i), n): row for (i, n), row in found.items()}, [list(out.token_ids) for out in outs]
+
+
+def poison(llm: LLM) -> None:
+    """What nobody has written is NaN."""
+    llm.engine_core.runner.kv_cache.fill_(torch.nan)
+
+
+def largest_difference(one: Sampled, other: Sampled) -> float:
+    assert one.keys() == other.keys()
+    return max((one[key] - other[key]).abs().max().item() for key in one)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_the_logits_are_those_of_torch(name: str, size: int, tmp_path: Path) -> None:
+    kind, shape = CASES[name]
+    save_checkpoint(kind, tmp_path, num_hidden_layers=2, **TRAINED | shape)
+    asked, found = prompts(size, 9), []
+    for compiled in (False, True):
+        with LLM(str(tmp_path), compiled=compiled, kv_cache_block_size=size, **SMALL) as llm:
+            assert (type(llm.engine_core.runner).__name__ == "CompiledRunner") is compiled
+            poison(llm)
+            found.append(run(llm, asked))
+    assert found[0][1] == found[1][1]
+    assert 0 < largest_difference(found[0][0], found[1][0]) < 2e-5
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "drafts": {"speculative_config": NGRAM},
+    "turns": {"interleave_decode": True, "max_num_batched_tokens": 8},
+    "mixed": {"enable_mixed_steps": True, "max_num_batched_tokens": 8},
+    "chunks": {"max_num_batched_tokens": 16, "prefix_cache": "radix"},
+    "no cache": {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_happens_on_the_way_the_tokens_are_the_plain_engines(way: str, seed: int) -> None:
+    """With preemption, prefix hits, drafts that are accepted and rejected, and a pool that held NaN."""
+    rng = random.Random(seed)
+    asked = [p * rng.choice([1, 1, 3]) for p in prompts(seed, 12, 14)]
+    params = [
+        SamplingParams(temperature=rng.choice([0.0, 0.8]), top_p=rng.choice([1.0, 0.9]), seed=i, ignore_eos=True,
+                       max_tokens=rng.randint(1, 24), repetition_penalty=rng.choice([1.0, 1.2]), logprobs=rng.choice([None, 2]))
+        for i in range(len(asked))
+    ]  # fmt: skip
+    room = {"device": "cpu", "kv_cache_block_size": 4, "num_kvcache_blocks": 18, "max_num_seqs": 6}
+    with LLM("tiny", compiled=False, **room) as llm:
+        wanted = [out.token_ids for out in llm.generate(asked, params, use_tqdm=False)]
+    with LLM("tiny", compiled=True, **room | WAYS[way]) as llm:
+        core = llm.engine_core
+        getattr(core.runner, "runner", core.runner).kv_cache.fill_(torch.nan)
+        for _ in range(2):  # now the pool has blocks that are found again
+            assert [out.token_ids for out in llm.generate(asked, params, use_tqdm=False)] == wanted
+        assert is_empty(llm) and (core.scheduler.num_preemptions > 0 or way != "plain")
+
+
+def test_a_draft_model_and_a_head() -> None:
+    """A draft model's decodes are compiled as well; a head that reads the layers rules it out."""
+    asked = ["12 + 7 =", "Once upon a time"]
+    with LLM("tiny", compiled=False, **SMALL) as llm:
+        wanted = [out.token_ids for out in llm.generate(asked, GREEDY, use_tqdm=False)]
+    drafts = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
+    with LLM("tiny", compiled=True, speculative_config=drafts, **SMALL) as llm:
+        assert [out.token_ids for out in llm.generate(asked, GREEDY, use_tqdm=False)] == wanted
+    head = {"method": "eagle3", "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="compiled=True does not go with EAGLE or MTP"):
+        EngineArgs("tiny", compiled=True, speculative_config=head, device="cpu")
+
+
+def test_bfloat16_is_stored_as_torch_stores_it() -> None:
+    """Over bit patterns of all signs and exponents, at both ends of the fraction and around a tie; NaN stays NaN."""
+    from numba import njit
+
+    from atom_mini.refinements.compiled_step import LANES, load, store
+
+    @njit
+    def shorten(x, bits):  # type: ignore[no-untyped-def]
+        for i in range(0, x.shape[1], LANES):
+            store(bits, 0, i, load(x, 0, i))
+
+    ends = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x17FFF, 0x18000, 0x3FFFFF, 0x400000, 0x7F7FFF, 0x7F8000, 0x7FFFFF]
+    words = np.arange(512, dtype=np.uint32)[:, None] << 23 | np.array(ends, np.uint32)  # all signs and exponents
+    x = np.resize(words, -(-words.size // LANES) * LANES)[None].view(np.float32)
+    shorten(x, bits := np.empty(x.shape, np.uint16))
+    found, wanted = (torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), torch.from_numpy(x).bfloat16())
+    assert found.isnan().equal(wanted.isnan()) and int(wanted.isnan().sum()) >= 2 * (len(ends) - 1)
+    assert found.view(torch.int16)[~wanted.isnan()].equal(wanted.view(torch.int16)[~wanted.isnan()])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # short weights are widened in one way for one row, in another for 30
+def test_the_same_bits(dtype: str, tmp_path: Path) -> None:
+    """From run to run, with one thread or several, alone and among others. Of prompts of one token: all of it is compiled."""
+    from atom_mini.refinements.compiled_step import Threads
+
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=2, num_key_value_heads=1)
+    asked = [[i] for i in range(1, 31)]
+    room = SMALL | {"dtype": dtype, "max_num_seqs": 30, "enable_prefix_caching": False}
+    with LLM(str(tmp_path), compiled=True, **room) as llm:
+        wanted, tokens = run(llm, asked)
+        for count in (1, 2, 5):
+            llm.engine_core.runner.threads = Threads(count)
+            found, same = run(llm, asked)
+            assert same == tokens and largest_difference(wanted, found) == 0.0
+        for i in (0, 7, 29):
+            found, _ = run(llm, asked[i : i + 1])
+            assert all(row.equal(wanted[i, n]) for (_, n), row in found.items())
+
+
+@torch.inference_mode()
+def exact_logits(model: Any, asked: list[list[int]], tokens: list[list[int]]) -> Sampled:
+    """Transformers' in float32."""
+    found = Sampled()
+    for i, (prompt, said) in enumerate(zip(asked, tokens, strict=True)):
+        rows = model(input_ids=torch.tensor([prompt + said]), use_cache=False).logits[0]
+        found |= {(i, n): rows[n - 1] for n in range(len(prompt), len(prompt) + len(said))}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_is_nearer_to_the_truth_than_torch(name: str, tmp_path: Path) -> None:
+    """The truth: the same weights, computed in float32. Of prompts of one token, so that all of it is compiled."""
+    kind, shape = CASES[name]
+    model = save_checkpoint(kind, tmp_path, num_hidden_layers=2, **TRAINED | shape)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    asked, errors = [[i] for i in range(1, 13)], []
+    for compiled in (False, True):
+        with LLM(str(tmp_path), compiled=compiled, dtype="bfloat16", kv_cache_block_size=3, **SMALL) as llm:
+            poison(llm)
+            logits, tokens = run(llm, asked)
+            assert next(iter(llm.engine_core.runner.model.parameters())).dtype == torch.bfloat16
+        exact = exact_logits(model, asked, tokens)
+        errors.append(torch.stack([row - exact[key] for key, row in logits.items()]).std())
+    assert 0 < 1.5 * errors[1] < errors[0] < 0.02
+
+
+WIDTHS = {  # numbers in a vector -> a processor that has no wider ones
+    8: {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"},
+    4: {"NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": "+sse4.2"},
+}
+TRIAL = """
+import sys
+sys.path.insert(0, "tests")
+import folders
+from test_compiled import GREEDY, SMALL, largest_difference, prompts, run
+from atom_mini import LLM
+from atom_mini.refinements.compiled_step import LANES
+found = []
+for compiled in (False, True):
+    with LLM(sys.argv[1], compiled=compiled, kv_cache_block_size=3, **SMALL) as llm:
+        found.append(run(llm, prompts(0, 9)))
+print(LANES, largest_difference(found[0][0], found[1][0]), found[0][1] == found[1][1])
+"""
+
+
+@pytest.mark.skipif("x86" not in os.uname().machine and "amd64" not in os.uname().machine, reason="those of x86")
+@pytest.mark.parametrize("lanes", WIDTHS)
+def test_every_width_of_vectors(lanes: int, tmp_path: Path) -> None:
+    """This machine runs what is compiled for lesser ones."""
+    kind, shape = CASES["llama, biases"]
+    save_checkpoint(kind, tmp_path, num_hidden_layers=2, **TRAINED | shape)
+    said = python(TRIAL, str(tmp_path), **WIDTHS[lanes])
+    used, difference, is_same = said.split()
+    assert int(used) == lanes and float(difference) < 2e-5 and is_same == "True"
+
+
+def python(code: str, *args: str, **environment: str) -> str:
+    """What a fresh process prints."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code, *args], cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Wire(Tripwire):
+    """Only before lines of the compiled step's module."""
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        is_ours = frame.f_code.co_filename.endswith("compiled_step.py")
+        return super().__call__(frame, event, arg) if is_ours else None
+
+
+def test_interrupted_at_any_line() -> None:
+    """What is asked next is right, at once: no thread of the step that was left writes any more."""
+    from atom_mini.refinements.compiled_step import Threads
+
+    few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    asked = [[5, 6, 7], [8, 9]]
+    with LLM("tiny", compiled=True, **SMALL) as llm:
+        runner = llm.engine_core.runner
+        runner.threads = Threads(3)
+        wanted = [out.token_ids for out in llm.generate(asked, few, use_tqdm=False)]
+        at, places = 1, set()
+        while (wire := Wire(at)).run(lambda: llm.generate(asked, few, use_tqdm=False)):
+            places.add(wire.where)
+            assert [out.token_ids for out in llm.generate(asked, few, use_tqdm=False)] == wanted, wire.where
+            assert is_empty(llm) and not runner.threads.is_torn
+            at += 1
+        assert len(places) > 20
+        runner.threads.is_torn = True  # and a second interrupt, while the first is mended
+        for at in range(1, 9):
+            Wire(at).run(runner.threads.settle)
+        assert [out.token_ids for out in llm.generate(asked, few, use_tqdm=False)] == wanted
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own() -> None:
+    from atom_mini.refinements.compiled_step import Threads
+
+    with LLM("tiny", compiled=True, **SMALL) as llm:
+        llm.engine_core.runner.threads = Threads(3)
+        wanted = llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids
+        if (child := os.fork()) == 0:
+            llm._process = os.getpid()  # else it is refused
+            same = llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids == wanted
+            os._exit(0 if same and llm.engine_core.runner.threads.process == os.getpid() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids == wanted
+
+
+def test_its_threads_end_with_the_engine() -> None:
+    from atom_mini.refinements.compiled_step import Threads
+
+    before = threading.active_count()
+    with LLM("tiny", compiled=True, **SMALL) as llm:
+        llm.engine_core.runner.threads = Threads(4)
+        llm.generate("12 + 7 =", GREEDY, use_tqdm=False)
+        assert threading.active_count() > before
+    assert threading.active_count() == before
+
+
+def test_without_numba() -> None:
+    """As if nobody had written it; who asks for it is told what to install."""
+    code = """
+import sys
+sys.modules["numba"] = None
+from contextlib import redirect_stderr
+from io import StringIO
+from atom_mini import LLM, SamplingParams
+with redirect_stderr(StringIO()) as hint:
+    for options in ({"compiled": False}, {"dtype": "float16"}, {}, {}):
+        LLM("tiny", device="cpu", num_kvcache_blocks=50, **options).close()
+        print(hint.getvalue().count("several times slower: run pip install"), end=" ")
+print()
+with LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
+    print(type(llm.engine_core.runner).__name__, llm.config.compiled)
+    print(llm.generate("12 + 7 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].text)
+try:
+    LLM("tiny", device="cpu", compiled=True)
+except ValueError as error:
+    print(error)
+"""
+    counts, kind, text, said = python(code).splitlines()
+    assert counts.split() == ["0", "0", "1", "1"]  # once, where Numba would help
+    assert kind == "ModelRunner False" and text == " 19"
+    assert 'pip install -e ".[cpu]"' in said and "compiled=True" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have the user's cache folder elsewhere")
+def test_compiled_code_is_kept_for_the_user(tmp_path: Path) -> None:
+    """In the cache folder, where the next start finds it; beside the module where there is no such folder."""
+    code = """
+from atom_mini.refinements.compiled_step import exp2, np
+exp2(np.float32(1))
+print(exp2.stats.cache_path, sum(exp2.stats.cache_hits.values()), sep="\\n")
+"""
+    for hits in range(2):
+        folder, found = python(code, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="").splitlines()
+        assert Path(folder).is_relative_to(tmp_path) and int(found) == hits
+    (tmp_path / "file").touch()
+    folder, _ = python(code, XDG_CACHE_HOME=str(tmp_path / "file"), NUMBA_CACHE_DIR="").splitlines()
+    assert Path(folder).name == "__pycache__"
+
+
+def test_it_is_chosen_by_itself_and_loaded_late() -> None:
+    code = """
+import sys
+from atom_mini import EngineArgs
+import atom_mini
+print(EngineArgs("tiny", device="cpu").compiled, EngineArgs("tiny", device="cpu", compiled=False).compiled)
+print("numba" in sys.modules)
+with atom_mini.LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
+    print(type(llm.engine_core.runner).__name__)
+"""
+    assert python(code).split() == ["True", "False", "False", "CompiledRunner"]
+
+
+def test_numba_is_not_imported_beside_a_gpu() -> None:
+    """It may be there and broken: whether a decode is compiled is known once torch has said what device there is."""
+    code = """
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
+class Broken(SourceFileLoader):
+    def exec_module(self, module):
+        raise ImportError("Numba needs another NumPy")
+class Finder:
+    def find_spec(name, *_):
+        return ModuleSpec(name, Broken(name, "")) if name == "numba" else None
+sys.meta_path.insert(0, Finder)
+import torch
+import atom_mini.assemble as assemble
+import atom_mini.refinements.parts as parts
+from atom_mini import EngineArgs
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+assemble.choose_runner = lambda config: lambda config: "what a GPU has"
+for options in ({}, {"device": "cuda"}, {"device": "cuda:0"}, {"device": "cpu"}):
+    try:
+        print(parts.make_runner(EngineArgs("tiny", **options)))
+    except ImportError as error:
+        print(error)
+"""
+    assert python(code).splitlines() == ["what a GPU has"] * 3 + ["Numba needs another NumPy"]
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"compiled": 1}, {"compiled": True, "dtype": "float16"}, {"compiled": True, "attention": "triton"},
+    {"compiled": True, "tensor_parallel_size": 2}, {"compiled": True, "scheduler": "spyre", "kv_cache_block_size": 64},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=str)
+def test_what_it_does_not_cover_is_refused_or_falls_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="compiled="):
+        EngineArgs("tiny", device="cpu", **options)
+    options = options | {"compiled": None}  # as it is for users
+    assert EngineArgs("tiny", device="cpu", **options).compiled is not (len(options) > 1)
+
+
+def test_a_shape_that_it_does_not_cover(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, num_hidden_layers=1, intermediate_size=100)
+    with pytest.raises(ValueError, match=r"compiled=True does not apply: .*100.* multiples of 16"):
+        EngineArgs(str(tmp_path), device="cpu", compiled=True)
