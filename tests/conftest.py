@@ -14,10 +14,7 @@ from atom_mini.instruments.command_line import spin_less
 spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
 
 import torch  # noqa: E402
-from pydantic.dataclasses import rebuild_dataclass  # noqa: E402
-
-from atom_mini import EngineArgs  # noqa: E402
-from atom_mini.config import explained  # noqa: E402
+from defaults import set_compiled  # noqa: E402
 
 pytest_plugins = ["quick"]
 
@@ -39,9 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     users have them anyway.
     """
     if not config.option.users_defaults:
-        EngineArgs.__dataclass_fields__["compiled"].default = False  # type: ignore[attr-defined]
-        rebuild_dataclass(EngineArgs, force=True)  # which writes its constructor anew
-        explained(EngineArgs)
+        set_compiled(False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

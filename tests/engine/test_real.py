@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import defaults
 import pytest
 import torch
 from real_prompts import prompts
 from real_weights import FOLDER, is_whole
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.refinements.compiled import Compiled
 
 pytestmark = [
     pytest.mark.real,
@@ -78,10 +78,8 @@ class Reference:
 def as_users_have_it() -> Iterator[None]:
     """Two threads, and the compiled decode, which tests/conftest.py turns off elsewhere."""
     torch.set_num_threads(2)
-    field = Compiled.__dataclass_fields__["compiled"]
-    before, field.default = field.default, True
-    yield
-    field.default = before
+    with defaults.as_users_have_it():
+        yield
     torch.set_num_threads(1)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from defaults import as_users_have_it
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
@@ -509,11 +510,10 @@ def verified(drafter: Any, target: Any, seqs: Any, drafts: Any, manager: BlockMa
     return kept
 
 
-def test_a_draft_model_is_compiled_only_if_its_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_is_compiled_only_if_its_target_is() -> None:
     """`compiled=False` holds for both, whatever the default is."""
-    from atom_mini.refinements.compiled import Compiled
-
-    monkeypatch.setattr(Compiled.__dataclass_fields__["compiled"], "default", None)
     draft = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 2}
-    own = [read_draft_config(EngineArgs("tiny", device="cpu", compiled=c, speculative_config=draft)) for c in (None, False)]
+    with as_users_have_it():
+        targets = [EngineArgs("tiny", device="cpu", compiled=c, speculative_config=draft) for c in (None, False)]
+        own = [read_draft_config(target) for target in targets]
     assert [config.compiled for config in own] == [find_spec("numba") is not None, False]
