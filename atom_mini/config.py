@@ -28,7 +28,7 @@ __all__ = ['Count', 'STRICT', 'WORDS', 'Options', 'LEAST', 'Positive', 'Temperat
            'describe', 'explained', 'as_token_ids', 'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
 
 # %% ../nbs/01b_config.ipynb #917e64ba
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=10**38)]  # as a float it is not infinite
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 # %% ../nbs/01b_config.ipynb #17b09ae2
@@ -125,7 +125,7 @@ class SamplingParams:
 
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=LEAST, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=10**38)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Positive | None = None
     seed: Annotated[int, Field(ge=0)] | None = None
@@ -136,7 +136,7 @@ class SamplingParams:
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Annotated[int, Field(ge=0, lt=10**38)] = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
 
     def __post_init__(self) -> None:
