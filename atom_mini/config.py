@@ -12,6 +12,7 @@ from functools import wraps
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, ImportString, ValidationError
 from pydantic.dataclasses import dataclass
@@ -24,31 +25,43 @@ if TYPE_CHECKING:  # these modules import this one
     from atom_mini.scheduler import BaseScheduler
 
 # %% auto #0
-__all__ = ['Count', 'STRICT', 'WORDS', 'Options', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds',
-           'describe', 'explained', 'as_token_ids', 'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
+__all__ = ['Count', 'STRICT', 'LIMITS', 'Options', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds',
+           'limits_of', 'describe', 'explained', 'as_token_ids', 'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
 
 # %% ../nbs/01b_config.ipynb #917e64ba
 Count = Annotated[int, Field(ge=1, lt=10**38)]  # as a float it is not infinite
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 # %% ../nbs/01b_config.ipynb #17b09ae2
-WORDS = {"int_type": "must be a whole number", "bool_type": "must be True or False"}
+LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+
+
+def limits_of(hint: Any) -> str:
+    """What a type demands of a number, in words; empty for anything else."""
+    inner = [limits_of(part) for part in get_args(hint)]
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
+    said = [kinds.get(hint, ""), *inner]
+    for note in getattr(hint, "__metadata__", ()):
+        for rule in getattr(note, "metadata", ()):
+            found = {word: getattr(rule, key, None) for key, word in LIMITS.items()}
+            said += [f"{w} {x}" for w, x in found.items() if x is not None and x < 1e30]
+    return " ".join(filter(None, said))
 
 
 def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> str:
     """One line about the first wrong option: its value, the limit, the option."""
-    found = error.errors()
-    kind, first = cls.__name__, found[0]
+    first, kind = error.errors()[0], cls.__name__
     if first["type"] == "value_error":  # our own
         return str(first["ctx"]["error"])
-    name = str(first["loc"][0])
+    names = [f.name for f in fields(cls) if f.init]
+    at = first["loc"][0]
+    name = names[at] if isinstance(at, int) else at  # a number: its place
     if first["type"] == "unexpected_keyword_argument":
-        return no_such_option(kind, name, [f.name for f in fields(cls) if f.init])
-    about = [e for e in found if e["loc"][0] == first["loc"][0]]
-    said = [(e["type"], re.sub(r"^\w+ should", "must", e["msg"])) for e in about]
-    limits = " or ".join(dict.fromkeys(WORDS.get(*one) for one in said))  # of a union
-    value = given.get(name, first["input"])
-    return f"{name}={value!r} {limits}: set {kind}({name}=...)"
+        return no_such_option(kind, name, names)
+    limit = limits_of(get_type_hints(cls, include_extras=True)[name])
+    must = "True or False" if first["type"] == "bool_type" else limit
+    must = f"must be {must}" if must else re.sub(r"^\w+ should", "must", first["msg"])
+    return f"{name}={given.get(name, first['input'])!r} {must}: set {kind}({name}=...)"
 
 # %% ../nbs/01b_config.ipynb #6a7d2a86
 Options = TypeVar("Options")

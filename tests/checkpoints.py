@@ -140,6 +140,7 @@ import json, re, sys, time
 from pathlib import Path
 import torch, transformers
 
+from atom_mini import EngineArgs
 from atom_mini.loading import load_model
 config = EngineArgs(sys.argv[1], max_model_len=512)
 def peak():  # not getrusage's: that one remembers the parent's

@@ -83,7 +83,10 @@ def deal(spec: FamilySpec, ranks: Any) -> FamilySpec:
     kind: Any = type(spec)
 
     class DealtSpec(kind):
+        """The spec of one rank's model."""
+
         def model_class(self) -> Any:
+            """The model's class, with its experts dealt."""
             return dealt_model(super().model_class(), ranks)
 
     return DealtSpec(**vars(spec))

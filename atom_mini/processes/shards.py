@@ -36,7 +36,7 @@ __all__ = ['cut', 'check_dealt', 'cut_experts', 'cut_spec', 'Group', 'make_backe
 def cut(count: int, name: str, n: int, knob: str = "tensor_parallel_size") -> int:
     """What each of `n` ranks (that `knob` says) has of `count`, which configs call
     `name`; ValueError for a rest."""
-    right = max(d for d in range(1, min(n, count) + 1) if count % d == 0)
+    right = max(d for d in range(1, min(n, count or n) + 1) if count % d == 0)
     require(right == n, f"{knob}={n} does not divide {name}={count}: set it to {right}")
     return count // n
 
@@ -186,6 +186,8 @@ class Shard:
         kind: Any = type(mine)
 
         class RankSpec(kind):
+            """The spec of one rank's part of a model."""
+
             def model_class(self) -> Any:
                 return rank_model
 

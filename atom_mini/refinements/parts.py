@@ -145,6 +145,10 @@ class EngineArgs(Config):
         check_switches(self, given)
         if self.scheduler_cls is not None:
             self.get_scheduler_cls()
+        if self.speculative_config is not None:
+            from atom_mini.speculation.knobs import check_mtp
+
+            check_mtp(self)
         if self.engine_process or self.enable_expert_parallel:
             from atom_mini.processes.knobs import check_processes
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import math
 import random
@@ -231,7 +232,7 @@ SAMPLE = 16  # replicas that are simulated; more are exchangeable
 Load = Callable[[float, int], list[Arrival]]  # requests a second, a seed
 
 # %% ../../nbs/serving/83b_replicas_needed.ipynb #104c58f3
-@dataclass
+@dataclasses.dataclass
 class Plan:
     """A load and what is promised: 99 of 100 requests wait so many seconds at most for
     the first token, and for each one after it."""

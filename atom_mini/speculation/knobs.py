@@ -146,4 +146,3 @@ def check_speculative(config: EngineArgs) -> None:
     config.speculative_config = wanted if k else None
     wrong = f"num_speculative_tokens={k}: with its newest token that is {k + 1}"
     require(k < most, f"{wrong} of max_num_batched_tokens={most}: lower k, or raise it")
-    check_mtp(config)

@@ -185,7 +185,7 @@ def test_an_engine_with_a_seed_repeats_itself() -> None:
     for bad in ("a", -3, 1.0, True):  # random.Random(-3) would draw what 3 draws
         with pytest.raises(ValueError, match=f"seed={bad!r} must be None or a whole number from 0"):
             LLM("tiny", seed=bad, device="cpu")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"seed={bad!r} must be "):
+        with pytest.raises(ValueError, match=f"seed={bad!r} must be a whole number from 0"):
             SamplingParams(seed=bad)  # type: ignore[arg-type]
 
 

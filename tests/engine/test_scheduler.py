@@ -606,12 +606,12 @@ def test_a_refusal_names_number_limit_and_knob_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_num_seqs": 0}, ["max_num_seqs=0", "equal to 1"]),
-        ({"max_num_batched_tokens": -1}, ["max_num_batched_tokens=-1", "equal to 1"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs=0", "from 1"]),
+        ({"max_num_batched_tokens": -1}, ["max_num_batched_tokens=-1", "from 1"]),
         ({"kv_cache_block_size": 1.5}, ["kv_cache_block_size=1.5", "whole number"]),
         ({"num_kvcache_blocks": True}, ["num_kvcache_blocks=True"]),
-        ({"scheduler_delay_factor": -0.1}, ["scheduler_delay_factor=-0.1", "equal to 0"]),
-        ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0", "greater than 0"]),
+        ({"scheduler_delay_factor": -0.1}, ["scheduler_delay_factor=-0.1", "from 0"]),
+        ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0", "above 0 to 1"]),
         (
             {"enable_chunked_prefill": False, "max_model_len": 100, "max_num_batched_tokens": 99},
             ["max_model_len=100", "max_num_batched_tokens=99", "enable_chunked_prefill=True"],

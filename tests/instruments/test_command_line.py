@@ -423,7 +423,7 @@ def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> 
         (["--max-num-seqs", "0"], False, "max_num_seqs=0"),
         (["--scheduler", "fifo"], False, "scheduler='fifo'"),
         (["--seed", "x"], True, "--seed: invalid int value: 'x'"),
-        (["--seed", "-3"], False, "seed=-3 must be greater than or equal to 0"),
+        (["--seed", "-3"], False, "seed=-3 must be a whole number from 0"),
         (["chat", "--n", "2"], False, "n=2 with chat"),
         (["--model", "tiny", "info"], False, "put the command first: atom-mini info --model tiny"),
         (["--no-trace", "info", "tiny"], False, "put the command first: atom-mini info --no-trace tiny"),

@@ -826,9 +826,9 @@ def test_only_texts_are_places_of_modules(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"engine_process": True, "trace": True}, "trace=True does not go with engine_process=True: set it to False"),
         ({"engine_process": "yes"}, "engine_process='yes' must be True or False"),
-        ({"engine_process": True, "ping_timeout": 0}, "ping_timeout=0 must be greater than 0"),
+        ({"engine_process": True, "ping_timeout": 0}, "ping_timeout=0 must be a number above 0"),
         ({"ping_timeout": 5.0}, "ping_timeout has no effect with engine_process=False: change that"),
-        ({"engine_process": True, "device": Path("cpu")}, "device=.*cannot be sent"),
+        ({"engine_process": True, "device": Path("cpu")}, "device=.*must be a valid string"),
     ],
 )
 def test_bad_knobs(options: dict[str, Any], words: str) -> None:
@@ -853,7 +853,7 @@ def test_only_what_was_given_is_sent() -> None:
 
 def test_it_has_the_cores_face() -> None:
     """Whatever an LLM uses of an engine core."""
-    used = {"add", "abort", "step", "is_finished", "close", "trace", "scheduler"}
+    used = {"add", "abort", "step", "is_finished", "close", "scheduler"}
     have = {*dir(EngineCoreClient), "scheduler", "close"}
     assert used <= have and {"check_prompt", "check"} <= {*dir(EngineCoreClient)}
 

@@ -821,5 +821,5 @@ def test_stop_on_the_page_takes_the_request_back(served: Served, browser: Any) -
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     """An empty key would let everybody in."""
     (name,) = wrong
-    with pytest.raises(ValueError, match=rf"{name}=.* must be .*: set Serve\({name}="):
+    with pytest.raises(ValueError, match=rf"{name}=.* must .*: set Serve\({name}="):
         Serve(**wrong)
