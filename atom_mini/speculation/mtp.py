@@ -82,6 +82,8 @@ def module_spec(spec: ModelSpec) -> ModelSpec:
     kind: Any = type(spec)
 
     class ModuleSpec(kind):
+        """The spec of the module that drafts."""
+
         def model_class(self) -> Any:
             return type("MtpHead", (MtpHead, super().model_class()), place)
 

@@ -437,7 +437,7 @@ def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
 
 FRONT = """  # its engines are processes.engine_process
 import json, signal, sys
-from atom_mini import Config
+from atom_mini import EngineArgs
 from atom_mini.processes.replicas import make_front
 from atom_mini.sequence import Sequence
 core = make_front(EngineArgs("tiny", **json.loads(sys.argv[1])))

@@ -676,7 +676,7 @@ def test_a_bad_checkpoint_is_refused_as_ever(tidy: Path, tmp_path: Path) -> None
 
 FRONT = """  # its engine is processes.engine_process
 import json, os, signal, sys, threading
-from atom_mini import Config, SamplingParams
+from atom_mini import EngineArgs, SamplingParams
 from atom_mini.processes.core_client import EngineCoreClient
 from atom_mini.sequence import Sequence
 core = EngineCoreClient(EngineArgs("tiny", engine_process=True, **json.loads(sys.argv[1])))
