@@ -33,7 +33,7 @@ Count = Annotated[int, Field(ge=1, lt=10**38)]  # as a float it is not infinite
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 # %% ../nbs/01b_config.ipynb #17b09ae2
-LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "and below"}
 
 
 def limits_of(hint: Any) -> str:
@@ -60,7 +60,9 @@ def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> s
         return no_such_option(kind, name, names)
     limit = limits_of(get_type_hints(cls, include_extras=True)[name])
     must = "True or False" if first["type"] == "bool_type" else limit
-    must = f"must be {must}" if must else re.sub(r"^\w+ should", "must", first["msg"])
+    said = re.sub(r"^\w+ should", "must", first["msg"])
+    said = said if said.startswith("must") else f"({said})"
+    must = f"must be {must}" if must else said
     return f"{name}={given.get(name, first['input'])!r} {must}: set {kind}({name}=...)"
 
 # %% ../nbs/01b_config.ipynb #6a7d2a86

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 import atom_mini.assemble
 import atom_mini.llm
@@ -72,7 +73,10 @@ class EngineArgs(Config):
     @model_validator(mode="wrap")
     @classmethod
     def _check_all(cls, data: Any, check: Callable[[Any], EngineArgs]) -> EngineArgs:
-        config, given = check(data), dict(data.kwargs or {})
+        config = check(data)
+        if not isinstance(data, ArgsKwargs):  # one that is there already
+            return config
+        given = data.kwargs or {}
         config.settle({name for name, value in given.items() if value is not None})
         return config
 

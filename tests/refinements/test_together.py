@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import show
+from pydantic import TypeAdapter
 
 from atom_mini import LLM, Config, EngineArgs, SamplingParams
 from atom_mini.refinements import parts
@@ -228,6 +229,13 @@ def test_mixed_steps_go_with_no_other_plan(options: dict[str, Any]) -> None:
             EngineArgs("tiny", **both)
 
 
+
+
+def test_options_are_a_field_of_a_users_own_class() -> None:
+    """pydantic takes an object that is there already as it is, and settles nothing twice."""
+    holder = TypeAdapter(dict[str, EngineArgs])
+    config = EngineArgs(prefix_cache="none", max_num_seqs=3)
+    assert holder.validate_python({"a": config})["a"] is config and not config.enable_prefix_caching
 
 
 def test_readme_has_the_table() -> None:
