@@ -40,7 +40,7 @@ def limits_of(hint: Any) -> str:
     """What a type demands of a number, in words; empty for anything else."""
     inner = [limits_of(part) for part in get_args(hint)]
     kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
-    said = [kinds.get(hint, ""), *inner]
+    said = [word for kind, word in kinds.items() if hint is kind] + inner
     for note in getattr(hint, "__metadata__", ()):
         for rule in getattr(note, "metadata", ()):
             found = {word: getattr(rule, key, None) for key, word in LIMITS.items()}
