@@ -5,83 +5,29 @@
 # %% ../nbs/01b_config.ipynb #1a8bc354
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, field, fields, replace
-from functools import wraps
+from dataclasses import KW_ONLY, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
-from typing import get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ImportString, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ImportString
 from pydantic.dataclasses import dataclass
 
 from .checkpoint import read_defaults, read_model, require, resolve_model
-from .refused import no_such_option
+from .refused import explained
 
 if TYPE_CHECKING:  # these modules import this one
     from atom_mini.prefix_index import PrefixIndex
     from atom_mini.scheduler import BaseScheduler
 
 # %% auto #0
-__all__ = ['Count', 'STRICT', 'LIMITS', 'Options', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds',
-           'limits_of', 'describe', 'explained', 'as_token_ids', 'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
+__all__ = ['Count', 'STRICT', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds', 'as_token_ids',
+           'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
 
 # %% ../nbs/01b_config.ipynb #917e64ba
 Count = Annotated[int, Field(ge=1, lt=10**38)]  # as a float it is not infinite
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-# %% ../nbs/01b_config.ipynb #17b09ae2
-LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "and below"}
-
-
-def limits_of(hint: Any) -> str:
-    """What a type demands of a number, in words; empty for anything else."""
-    inner = [limits_of(part) for part in get_args(hint)]
-    kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
-    said = [word for kind, word in kinds.items() if hint is kind] + inner
-    for note in getattr(hint, "__metadata__", ()):
-        for rule in getattr(note, "metadata", ()):
-            found = {word: getattr(rule, key, None) for key, word in LIMITS.items()}
-            said += [f"{w} {x}" for w, x in found.items() if x is not None and x < 1e30]
-    return " ".join(filter(None, said))
-
-
-def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> str:
-    """One line about the first wrong option: its value, the limit, the option."""
-    first, kind = error.errors()[0], cls.__name__
-    if first["type"] == "value_error":  # our own
-        return str(first["ctx"]["error"])
-    names = [f.name for f in fields(cls) if f.init]
-    at = first["loc"][0]
-    name = names[at] if isinstance(at, int) else at  # a number: its place
-    if first["type"] == "unexpected_keyword_argument":
-        return no_such_option(kind, name, names)
-    limit = limits_of(get_type_hints(cls, include_extras=True)[name])
-    must = "True or False" if first["type"] == "bool_type" else limit
-    said = re.sub(r"^\w+ should", "must", first["msg"])
-    said = said if said.startswith("must") else f"({said})"
-    must = f"must be {must}" if must else said
-    return f"{name}={given.get(name, first['input'])!r} {must}: set {kind}({name}=...)"
-
-# %% ../nbs/01b_config.ipynb #6a7d2a86
-Options = TypeVar("Options")
-
-
-def explained(cls: type[Options]) -> type[Options]:
-    """A pydantic dataclass, with a ValueError of one line for what is wrong."""
-    check = cls.__init__
-
-    @wraps(check)
-    def __init__(self: Options, /, *args: Any, **given: Any) -> None:
-        try:
-            check(self, *args, **given)
-        except ValidationError as error:
-            raise ValueError(describe(error, cls, given)) from None
-
-    cls.__init__ = __init__  # type: ignore[assignment, method-assign]
-    return cls
 
 # %% ../nbs/01b_config.ipynb #44bf0555
 def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:

@@ -5,8 +5,6 @@
 # %% ../nbs/09c_llm.ipynb #518f37a0
 from __future__ import annotations
 
-import os
-import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -14,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from threading import RLock
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
@@ -26,9 +23,10 @@ from .engine_core import EngineCore, StepOutput
 from .sequence import Sequence
 from .text import RequestOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
+from .thread_safe import ThreadSafe
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'PAUSE', 'Chat', 'Listener', 'LLM', 'as_list', 'as_outputs', 'check_template_options', 'unwrap',
+__all__ = ['Prompts', 'Params', 'Chat', 'Listener', 'LLM', 'as_list', 'as_outputs', 'check_template_options', 'unwrap',
            'read_prompts', 'part_text', 'content_text', 'read_messages']
 
 # %% ../nbs/09c_llm.ipynb #b2c07960
@@ -38,7 +36,7 @@ class Listener(Protocol):
     def record(self, step: StepOutput) -> None: ...
 
 
-class LLM:
+class LLM(ThreadSafe):
     """A checkpoint, loaded, and an engine around it.
 
     `model`: `"tiny"` (built in), a Hugging Face folder, or a hub id. `options`: the
@@ -57,6 +55,7 @@ class LLM:
         self, model: str | Path, *, seed: int | None = None, **options: Any
     ) -> None:
         require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
+        ThreadSafe.__init__(self)
         good = seed is None or (type(seed) is int and seed >= 0)
         require(good, f"seed={seed!r} must be None or a whole number from 0")
         self.config = self.config_cls(model, **options)
@@ -67,10 +66,6 @@ class LLM:
         # what reads the text of a request that has stop strings, as long as there is one
         self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
         self._readers = WeakKeyDictionary()
-        self._closed = False
-        self._process = os.getpid()
-        self._lock = RLock()  # around whatever reads or changes the engine or its queue
-        self._line: set[object] = set()  # who has or wants the lock for a call
         self._dropped: deque[int] = deque()  # requests that nobody waits for any more
 
     def make_engine_core(self) -> EngineCore:
@@ -86,35 +81,6 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer; None if it has none."""
         return self.tokenizer
-
-    def __reduce__(self) -> Any:
-        wrong = "an LLM cannot be pickled or copied, with its weights and its pool: "
-        raise TypeError(f"{wrong}make it in the process that uses it")
-
-    def _is_fork(self) -> bool:
-        """Whether this process is a fork of the one that made it."""
-        return self._process != os.getpid()
-
-    def _require_mine(self) -> None:
-        here = f"{os.getpid()} is a fork of it: make a new LLM here"
-        wrong = f"process {self._process} made this LLM, and process {here}"
-        require(not self._is_fork(), wrong)
-
-    def _require_open(self) -> None:
-        self._require_mine()
-        require(not self._closed, "this LLM is closed: make a new one")
-
-    @contextmanager
-    def _in_line(self) -> Iterator[None]:
-        """The lock; while somebody waits for it here, `_line` says so."""
-        self._require_mine()
-        me = object()
-        try:
-            self._line.add(me)
-            with self._lock:
-                yield
-        finally:
-            self._line.discard(me)
 
     def _prepare(self, prompts: Prompts, params: Params) -> list[Request]:
         """Check everything, queue nothing."""
@@ -171,8 +137,7 @@ class LLM:
         with self._in_line():
             if is_open := not all(s.is_finished for s in seqs):
                 self.step()
-        if self._line:
-            time.sleep(PAUSE)
+        self._give_way()
         return is_open
 
     @contextmanager
@@ -329,9 +294,6 @@ def as_list(prompts: Any) -> list[Any]:
     require(good, f"prompts are text or lists, not {type(prompts).__name__}")
     are_ids = prompts and hasattr(prompts[0], "__index__")
     return [prompts] if are_ids else [*prompts]
-
-# %% ../nbs/09c_llm.ipynb #5c697822
-PAUSE = 1e-6  # seconds; a thread that waits wakes up in about 50 times that
 
 # %% ../nbs/09c_llm.ipynb #a38b744a
 def as_outputs(outs: list[RequestOutput]) -> list[RequestOutput]:

@@ -78,11 +78,6 @@ class ScheduledBatch:
         return len(self.req_ids)
 
     @property
-    def queries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(new tokens [B], contexts [B], block tables [B, W]), for attention's plan."""
-        return self.num_scheduled_tokens, self.context_lens, self.block_tables
-
-    @property
     def is_decode(self) -> np.ndarray:
         """[B] bool: which sequences compute their newest token alone."""
         if self.type is SequenceType.MIXED:
@@ -92,6 +87,11 @@ class ScheduledBatch:
     @property
     def num_decodes(self) -> int:
         return int(self.is_decode.sum())
+
+    @property
+    def queries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(new tokens [B], contexts [B], block tables [B, W]), for attention's plan."""
+        return self.num_scheduled_tokens, self.context_lens, self.block_tables
 
 # %% ../nbs/04_scheduler.ipynb #15e9411c
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class BaseScheduler:
             if seq.leave_reason is not None:  # it ended, and was not yet taken out
                 self._finish(seq, time.perf_counter())
 
-# %% ../nbs/06f_policy.ipynb #26c03c8d
+# %% ../nbs/04_scheduler.ipynb #26c03c8d
 def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -> int:
     """How many of the tokens from `start` to `end` to compute with `budget` left. It
     cuts at a border of blocks of `size` tokens.
@@ -276,7 +276,7 @@ def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -
     aligned = (start + budget) // size * size - start
     return aligned if aligned > 0 else budget if may_exceed else 0
 
-# %% ../nbs/06f_policy.ipynb #f1a58a00
+# %% ../nbs/04_scheduler.ipynb #f1a58a00
 class Scheduler(BaseScheduler):
     """Prefill first (ATOM's policy): admit while the first one waiting fits, otherwise
     decode all, preempting the last.
@@ -372,7 +372,7 @@ class Scheduler(BaseScheduler):
             return None
         return ScheduledBatch.pack(kind, seqs, self.block_manager), {s.id: s for s in seqs}
 
-# %% ../nbs/06f_policy.ipynb #aea63bff
+# %% ../nbs/04_scheduler.ipynb #aea63bff
 class MixedScheduler(Scheduler):
     """Decodes first; what they leave of the budget goes to prompts, in the same step.
 

@@ -418,6 +418,57 @@ def ink(colour) -> str:
     return "white" if dark > 0.5 else "black"
 
 
+# The engine's modules on one picture: name -> (x, y, the chapters that build it, text)
+MAP = {
+    "options": (0, 3, "01a 01b", "checkpoint,\noptions"),
+    "llm": (2, 3, "09c 12b", "LLM"),
+    "text": (2, 2, "09b", "tokenizer"),
+    "waiting": (4, 3, "02", "waiting"),
+    "running": (6, 3, "02", "running"),
+    "index": (4, 2, "03b", "prefix\ncache"),
+    "blocks": (6, 2, "03", "block\nmanager"),
+    "scheduler": (8, 2, "04", "scheduler"),
+    "core": (8, 3, "09a 14", "engine core"),
+    "pool": (2, 1, "05 08", "K/V cache"),
+    "attention": (4, 1, "05 10", "attention"),
+    "model": (6, 1, "06a 06b 06c 06d 11 22", "model"),
+    "runner": (8, 1, "08 11b 12a", "runner"),
+    "sampler": (10, 1, "07 11", "sampler"),
+    "end": (10, 2, "04", "finished?"),
+    "out": (10, 3, "09b", "text"),
+}
+WAYS = [
+    ("options", "llm", 0), ("llm", "text", 0), ("text", "waiting", 0), ("waiting", "running", 0),
+    ("running", "waiting", 0.5), ("index", "blocks", 0), ("blocks", "scheduler", 0), ("core", "scheduler", 0),
+    ("scheduler", "runner", 0), ("runner", "model", 0), ("model", "attention", 0), ("attention", "pool", 0),
+    ("runner", "sampler", 0), ("sampler", "end", 0), ("end", "out", 0),
+]  # fmt: skip
+
+
+def where(*chapters: str) -> None:
+    """The engine's modules on one picture; those that the chapters `"03b"` build are highlighted."""
+    import matplotlib.pyplot as plt
+
+    here = {name for name, (*_, built_in, _) in MAP.items() if {*chapters} & {*built_in.split()}}
+    boxes = {name: (x, y, "prefill" if name in here else "free", text) for name, (x, y, _, text) in MAP.items()}
+    _, ax = plt.subplots(figsize=(8, 2.2))
+    diagram(ax, boxes, [(*ends, "", bend) for *ends, bend in WAYS], width=1.5, height=0.62)
+
+
+def finished(*names: str) -> Any:
+    """The source of the package's `"block_manager.BlockManager"`, under a line that opens it."""
+    import inspect
+    from importlib import import_module
+
+    from IPython.display import Markdown
+
+    things = [getattr(import_module(f"atom_mini.{name.rpartition('.')[0]}"), name.rpartition(".")[2]) for name in names]
+    source = "\n\n".join(map(inspect.getsource, things))
+    title = " and ".join(f"<code>{thing.__name__}</code>" for thing in things)
+    opened = f"<details><summary>{title}, finished: the source in the package</summary>"
+    return Markdown(f"{opened}\n\n```python\n{source}```\n\n</details>")
+
+
 def owner_colour(id: int) -> tuple[float, float, float]:
     """The colour of a request's blocks, as in the player."""
     return colorsys.hls_to_rgb((id * 137.508 + 205) % 360 / 360, 0.52, 0.5)
