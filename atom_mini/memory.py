@@ -19,7 +19,7 @@ __all__ = ['CPU_KVCACHE_BYTES', 'kvcache_block_bytes', 'free_host_bytes', 'CGROU
 
 # %% ../nbs/08_model_runner.ipynb #2e19e297
 def kvcache_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block of `block_size` tokens over all layers."""
+    """Bytes of one block of `block_size` tokens, all layers together."""
     numbers = math.prod(spec.kv_shape) * spec.kv_layers
     return numbers * block_size * dtype.itemsize
 
@@ -28,9 +28,9 @@ CPU_KVCACHE_BYTES = 4 * 2**30
 
 
 def free_host_bytes() -> int:
-    """Bytes that this process could still allocate, within its container's limit."""
+    """Bytes that this process can still allocate, within its container's limit."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    if os.path.exists("/proc/meminfo"):  # Linux: with what the page cache would return
+    if os.path.exists("/proc/meminfo"):  # Linux: includes reclaimable cache
         with open("/proc/meminfo") as lines:
             found = next(line for line in lines if line.startswith("MemAvailable"))
         free = int(found.split()[1]) * 1024

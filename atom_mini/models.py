@@ -25,17 +25,17 @@ __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linea
 
 # %% ../nbs/06a_models.ipynb #26db5f50
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
-    """(radians per token of each pair [dim / 2], factor on cos and sin)."""
+    """Radians per token of each pair [dim / 2], and a factor on cos and sin."""
     freqs = spec.rope["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
     return scale_frequencies(freqs, spec.rope, dim)
 
 # %% ../nbs/06a_models.ipynb #b9bf14ea
 class RotaryEmbedding(nn.Module):
-    """Tables [positions, D] of cos and signed sin: looked up once per step."""
+    """Tables [positions, D] of cos and signed sin, looked up once per step."""
 
     def __init__(self, spec: ModelSpec, max_position: int, dim: int = 0) -> None:
         super().__init__()
-        if max_position == 0:  # the model is made for its weights' shapes alone
+        if max_position == 0:  # the model is made only for the shapes of its weights
             return
         freqs, factor = rotary_frequencies(spec, dim or spec.head_dim)
         angles = torch.outer(torch.arange(max_position).float(), freqs)
@@ -46,19 +46,19 @@ class RotaryEmbedding(nn.Module):
         """positions [T] -> cos, sin, each [T, 1, D]."""
         return self.cos[positions, None].to(dtype), self.sin[positions, None].to(dtype)
 
-# %% ../nbs/06a_models.ipynb #b67ec011
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads x [T, heads, D] by the angles of their positions."""
+    """Rotate the heads x [T, heads, D] by the angles of their positions."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
-# %% ../nbs/06a_models.ipynb #b6a8683c
+# %% ../nbs/06a_models.ipynb #44c69e7d
 def unfilled(*shape: int) -> nn.Parameter:
-    """A weight that holds whatever was in memory."""
+    """A weight without values or gradient: it holds whatever was in memory."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
-# %% ../nbs/06a_models.ipynb #44c69e7d
+
 class Linear(nn.Module):
-    """A matrix [sum of parts, size]: the checkpoint's `parts` (name -> rows)."""
+    """A matrix [sum of parts, size]; `parts`: the checkpoint's name -> rows."""
 
     def __init__(self, size: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__()
@@ -74,16 +74,16 @@ class Linear(nn.Module):
 
 # %% ../nbs/06a_models.ipynb #8ba2639e
 class TorchOps:
-    """What a layer does between its products, in plain torch; each kernel's twin."""
+    """The operations between a layer's matrix products, in plain torch."""
 
     is_triton = False
 
     def plan(self, query_lens: ndarray, context_lens: ndarray, tables: ndarray) -> Any:
-        """`AttentionMetaData.plan` of a step [B], [B], [B, W]: `attend` needs none."""
+        """`AttentionMetaData.plan` for a step [B], [B], [B, W]; `attend` needs none."""
         return None
 
     def prepare(self, model: nn.Module) -> None:
-        """Of a model with its weights: nothing to do."""
+        """Prepare a model that has its weights; here there is nothing to do."""
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
@@ -94,7 +94,7 @@ class TorchOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), all [T, size]; no residual counts as 0."""
+        """(norm of x + residual, x + residual), all [T, size]; residual None counts as 0."""
         residual = x if residual is None else x + residual
         return F.rms_norm(residual, weight.shape, weight, eps), residual
 
@@ -102,9 +102,9 @@ class TorchOps:
         self, qkv: Tensor, qk_norm: tuple[Tensor, Tensor] | None, eps: float,
         cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Norm and turn q and k in `qkv` [T, H + 2K, D], store k and v: q [T, H, D].
+        """Normalize and rotate q and k of `qkv` [T, H + 2K, D], store k and v; return q.
 
-        `qk_norm`: weights [D] for q and k. `cos`, `sin` [T, 1, D].
+        `qk_norm`: weights [D] for q and k. `cos` and `sin` [T, 1, D]. Result: [T, H, D].
         """
         kv_heads = kv_cache.shape[2]
         heads = [qkv.shape[1] - 2 * kv_heads, kv_heads]  # of q, of k
@@ -123,7 +123,7 @@ class TorchOps:
 
 # %% ../nbs/06a_models.ipynb #ebb1f7be
 class RMSNorm(nn.Module):
-    """Norm over the last axis of x + residual; returns (norm, sum)."""
+    """Norm of x + residual over the last axis; returns (norm, sum)."""
 
     def __init__(self, size: int, eps: float, ops: TorchOps) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class RMSNorm(nn.Module):
 
 # %% ../nbs/06a_models.ipynb #d96ca034
 class SelfAttention(nn.Module):
-    """x [T, hidden] -> [T, hidden], keys and values through the paged cache."""
+    """x [T, hidden] -> [T, hidden], with keys and values in the paged cache."""
 
     def __init__(self, spec: ModelSpec, ops: TorchOps) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, self.eps, ops)
 
     def project(self, x: Tensor) -> Tensor:
-        """q, k and v [T, H + 2K, D] of x [T, hidden], not yet normed or turned."""
+        """x [T, hidden] -> q, k, and v [T, H + 2K, D], not yet normed or rotated."""
         return self.qkv(x).view(len(x), -1, self.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -186,9 +186,9 @@ class MLP(nn.Module):
 
 # %% ../nbs/06a_models.ipynb #e49a3646
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), the last addition still to do."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), without the last addition."""
 
-    self_attn: Any  # a `SelfAttention`, or another kind's
+    self_attn: Any  # a `SelfAttention`, or another model's
     mlp: Any
 
     def __init__(
@@ -219,7 +219,7 @@ class Decoder(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         size = spec.hidden_size
-        table = torch.empty(spec.vocab_size, size)  # torch would fill its own
+        table = torch.empty(spec.vocab_size, size)  # torch would initialize its own
         self.embed_tokens = nn.Embedding(spec.vocab_size, size, _weight=table)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
@@ -236,8 +236,8 @@ class Decoder(nn.Module):
 
 # %% ../nbs/06a_models.ipynb #2bfa490a
 class CausalLM(nn.Module):
-    """A decoder with a head. Other kinds of models override `make_attention`,
-    `make_mlp`, `make_rotary` or `weight_readers`."""
+    """A decoder with a head. Other model families override `make_attention`,
+    `make_mlp`, `make_rotary`, or `weight_readers`."""
 
     def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class CausalLM(nn.Module):
         return self.head(hidden)
 
     def make_layer(self, layer: int) -> DecoderLayer:
-        """Layer number `layer`."""
+        """The layer with this number."""
         halves = self.make_attention(layer), self.make_mlp(layer)
         return DecoderLayer(self.spec, self.ops, *halves)
 
@@ -270,9 +270,9 @@ class CausalLM(nn.Module):
         return MLP(self.spec, self.ops)
 
     def make_rotary(self, max_position: int) -> nn.Module:
-        """The tables of cos and sin; `max_position` 0: none."""
+        """The tables of cos and sin; none if `max_position` is 0."""
         return RotaryEmbedding(self.spec, max_position)
 
     def weight_readers(self, readers: dict[str, Any]) -> dict[str, Any]:
-        """What reads each of our weights, from what reads the tensors of the files."""
+        """The function that reads each weight, given those that read the files' tensors."""
         return readers

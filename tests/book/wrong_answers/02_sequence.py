@@ -1,6 +1,6 @@
 # %% 1
-def num_missing(seq: Sequence) -> int:
-    return seq.num_prompt_tokens - seq.num_computed_tokens  # forgets what was generated
+def num_computed(prompt: int, most: int, lost_at: int) -> int:
+    return prompt + most - 1 + prompt  # forgets what was generated before the loss
 # %% 2
 def ttft(seq: Sequence) -> float:
     return seq.first_token_time - seq.arrive_time

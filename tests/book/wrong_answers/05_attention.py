@@ -4,5 +4,3 @@ def window_mask(n: int, length: int, window: int) -> Tensor:
     return causal_mask(n, length) & (keys >= keys[-n:, None] - window)  # one too many
 # %% 2
 unharmed = {1, 4, 8, 12}
-# %% 3
-wrong = [(6, 6), (3, 8), (1, 9)]
