@@ -29,10 +29,8 @@ PARTS = {  # tens digit of a chapter -> the part that it belongs to; all that th
 }  # fmt: skip
 HOUR = {  # an hour's path: chapter -> what it answers
     "00": "Why is a loop around a model not enough?",
+    "00b": "Which modules does an engine have?",
     "03": "Where do the keys and values of a request live?",
-    "04": "Who runs in the next step, and who gives way?",
-    "05": "How does attention read blocks that lie anywhere?",
-    "10": "What does a GPU do with such a table?",
     "13": "What happens to one request, from text to text?",
 }
 WIDTH = 114  # of a room

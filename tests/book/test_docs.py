@@ -764,7 +764,7 @@ def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
 
 
 def test_the_hours_path_leads_on(tab: Any) -> None:
-    """Six rooms in a line, each with its chapter behind it; a chapter has minutes, Colab, and the next one."""
+    """Its rooms in a line, each with its chapter behind it; a chapter has minutes, Colab, and the next one."""
     tab.goto("index.html")
     rooms = tab.locator("ol.hour a")
     assert [a.split("_")[0] for a in rooms.evaluate_all("all => all.map(a => a.getAttribute('href'))")] == [
@@ -772,11 +772,11 @@ def test_the_hours_path_leads_on(tab: Any) -> None:
     ]
     tops = rooms.evaluate_all("all => all.map(a => a.getBoundingClientRect().top)")
     assert max(tops) - min(tops) < 1
-    rooms.nth(1).click()
+    rooms.nth(2).click()
     assert tab.url.endswith("03_block_manager.html")
     assert tab.locator(".lead-links a", has_text="Colab").get_attribute("href").endswith("nbs/03_block_manager.ipynb")
     before, after = (tab.locator(f".related-pages a.{way}-page").get_attribute("href") for way in ("prev", "next"))
-    assert (before, after) == ("02_sequence.html", "04_scheduler.html")
+    assert (before, after) == ("02_sequence.html", "03b_prefix_cache.html")
 
 
 def test_the_sidebar_names_the_parts(tab: Any) -> None:

@@ -263,7 +263,7 @@ import book
 from places import chapters
 shell = CaptureShell(Path("nbs"))
 shell.run(book.SETUP)
-for number in ("00", "03", "04", "05", "10", "13"):
+for number in ("00", "00b", "03", "13"):
     (path,) = [path for path in chapters() if path.stem.startswith(f"{number}_")]
     for cell in read_nb(path).cells:
         if cell.cell_type == "code" and not book.SKIP.search(cell.source):

@@ -1,4 +1,11 @@
 # %% 1
-num_sequences = int(24e9 * 0.9 // (2000 * 2 * 36 * 8 * 128 * 2))  # without the weights
+@explained
+@dataclass
+class Window:  # not strict: "64" is accepted
+    size: Annotated[int, Field(ge=16, le=4096)] = 128
+    offset: Annotated[int, Field(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        require(self.offset < self.size, f"offset={self.offset} must be below size")
 # %% 2
-num_tokens = 100 + 300  # the last token need not be computed
+params, defaults = SamplingParams(), {"temperature": 0.6}  # None is filled in by both

@@ -6,8 +6,10 @@ class ClockRunner(CountingRunner):
         self.clock += 1 + 0.01 * batch.total_tokens_num  # decodes too
         return super().forward(batch)
 # %% 2
-class NoRollback(EngineCore):
-    def rollback(self, error):
-        pass
+class ChecksInside(EngineCore):
+    def add(self, seq):
+        with self.transaction():
+            self.scheduler.add(seq)  # which checks it first
 
-harmful = next(at for at, ok in plain.items() if ok)
+def num_recomputed(seqs):
+    return sum(seq.num_tokens for seq in seqs if not seq.is_finished)  # the newest, too

@@ -1,6 +1,5 @@
 # %% 1
-def slot_of(table: list[int], position: int, size: int) -> int:
-    return table[position // size] + position % size
+other_prompt = prompt.replace("girl", "hen")  # behind the two blocks that are shared
 # %% 2
 computed_again = len(ids) - 2 * SIZE
 # %% 3
