@@ -12,7 +12,25 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run real serve test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
+.PHONY: help run real serve test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
+
+help:
+	@printf '%s\n' \
+	'To use it' \
+	'  make run         generate text; MODEL=folder-or-hub-id PROMPT="..."' \
+	'  make serve       OpenAI API and a chat page on 127.0.0.1; MODEL= PORT=' \
+	'  make real        fetch a real model (93 MB) into build/smollm2' \
+	'  make lab         read and change the book in JupyterLab' \
+	'  make docs        build the site into build/site (docs-serve shows it)' \
+	'To change it' \
+	'  make export      notebooks -> package' \
+	'  make book        export, run all notebooks, write README' \
+	'  make test        lint, and at least one case of every test' \
+	'  make test-all    every test' \
+	'  make gpu         on a GPU machine: tests and measurements' \
+	'' \
+	'Also: test-rest test-real test-ray test-docs test-seconds; bench figures score kernels execute;' \
+	'      measure pdf docs-serve clean-book clean'
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
@@ -119,7 +137,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/policies.py
 	$(PY) tests/bench/server.py
 
-# README's figures and chapter 82's: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit,
+# docs/figures.md's tables and chapter 82's: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit,
 # and written into the pages.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
@@ -130,7 +148,7 @@ figures: $(VENV)/dev real
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
 	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb
 
-# The scorecard: one load on every rung, recorded for this machine; README's table and figure are made from it. Then the
+# The scorecard: one load on every rung, recorded for this machine; docs/figures.md's table and README's figure are made from it. Then the
 # same load with three policies for prompts beside decodes.
 score: $(VENV)/dev
 	$(PY) tests/bench/score.py
@@ -138,7 +156,7 @@ score: $(VENV)/dev
 	$(PY) nbs/_book/book.py run nbs/index.ipynb
 	$(PY) nbs/_book/book.py readme
 
-# EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what README says of each GPU.
+# EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what docs/machines.md says of each GPU.
 kernels: $(VENV)/dev
 	$(PY) kernels/compile.py $(if $(EXECUTE),--execute)
 
@@ -173,8 +191,9 @@ measure: $(VENV)/dev
 lab: $(VENV)/lab
 	cd nbs && ../$(PY) -m jupyter lab
 
-# Puts the book back: every change in nbs/ that is not committed is lost.
+# Puts the book back. Refuses while a notebook has changes that are not committed; SURE=1 drops them.
 clean-book:
+	@test -n "$(SURE)" || git diff --quiet HEAD -- nbs || { echo "nbs/ has changes that are not committed: make clean-book SURE=1 drops them" >&2; exit 1; }
 	git checkout -- nbs
 
 book: $(VENV)/dev

@@ -78,8 +78,8 @@ class SamplingParams:
     `temperature` 0 is exact argmax. `top_k` (0 or -1: off), `top_p`, and `min_p` keep
     part of the distribution. `repetition_penalty`: Keskar et al. 2019. `seed` fixes the
     random numbers, whatever else is in the batch. `logprobs=k` adds the k most likely
-    tokens. `presence_penalty` and `frequency_penalty` are OpenAI's. Before `min_tokens`,
-    nothing ends a text. `n` answers use the seeds from `seed` on.
+    tokens. `presence_penalty` and `frequency_penalty` are OpenAI's. Nothing ends a text
+    before `min_tokens`. `n` answers use the seeds from `seed` on.
 
     Raises ValueError with the value, the limit, and the field.
     """

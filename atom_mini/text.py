@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
-        self.reach = max(map(len, stop), default=1) - 1  # characters before the new text
+        self.reach = max(map(len, stop), default=1) - 1  # how far back a stop may begin
         self.progress = Progress()
         self._buffer = StringIO()
         self._taken = 0  # characters that `take` has returned
@@ -176,7 +176,7 @@ class RequestOutput:
     tpot: float  # mean time per token after the first
     latency: float  # arrival to end
     logprobs: list[dict[int, float]] | None = None  # per token {id: log probability}
-    metrics: dict[str, int] = field(default_factory=dict)  # of options of later parts
+    metrics: dict[str, int] = field(default_factory=dict)  # counted by later parts
     index: int = 0  # of `n` answers to its prompt
     others: list[RequestOutput] = field(default_factory=list)  # the n - 1 after it
 

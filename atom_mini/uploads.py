@@ -18,14 +18,14 @@ from .sampler import Upload, uploads_to
 __all__ = ['NUM_STAGED', 'InputBuffer', 'choose_upload']
 
 # %% ../nbs/11b_one_copy.ipynb #8d363b72
-NUM_STAGED = 8  # uploads that may be under way at once; a step has up to three
+NUM_STAGED = 8  # uploads in flight at once; a step has up to three
 
-# %% ../nbs/11b_one_copy.ipynb #824b76b6
+
 class InputBuffer:
     """Brings the arrays of a step to the device in one copy.
 
-    On a CPU they are just laid behind one another. `grows=False`: the addresses must
-    stay what they are.
+    On a CPU it only lays them side by side. With `grows=False` the device's addresses
+    never change.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class InputBuffer:
         self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
-        """The place on the device, and on the host one per copy that may be under way."""
+        """Allocate the device's buffer, and the host's, one per copy in flight."""
         new = partial(torch.empty, num_bytes, dtype=torch.uint8)
         self.there = new(device=self.device)
         self.staged = deque([new(pin_memory=True) for _ in self.copied] or [self.there])
 
     def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
-        """`arrays` as tensors on the device, until the next upload on the same stream."""
+        """Return `arrays` as tensors on the device, valid until the next upload."""
         starts = np.cumsum([0, *(-(-a.nbytes // 16) * 16 for a in arrays)]).tolist()
         self.staged.rotate()
         self.copied.rotate()
@@ -67,5 +67,5 @@ class InputBuffer:
 
 # %% ../nbs/11b_one_copy.ipynb #88b1e233
 def choose_upload(device: torch.device) -> Upload:
-    """What brings a step's arrays to `device`: all in one copy, if it is a GPU."""
+    """The function that brings a step's arrays to `device`: on a GPU, in one copy."""
     return uploads_to(device) if device.type == "cpu" else InputBuffer(device).upload

@@ -62,7 +62,7 @@ def stage_chapter(room: dict) -> str:
 
 
 def link_module(text: str, page_of: dict[str, str]) -> str:
-    """A cell of README's table that names a module, `overlap` or with its folder, as a link to its page."""
+    """A cell of a table that names a module, `overlap` or with its folder, as a link to its page."""
     page = page_of.get(re.split(r"[./]", text)[-1])
     return f"[`{text}`]({page}.md)" if page else f"`{text}`"
 
@@ -97,7 +97,7 @@ def llms(book: nx.DiGraph) -> str:
         "> An LLM serving engine that reads like a book, and a package that runs: notebooks define it in order.",
         "",
     ]
-    lines += ["- [How to change it](agents.html)", "- [What goes together](together.html)", "- [API](api.html)"]
+    lines += ["- [How to change it](CONTRIBUTING.html)", "- [What goes together](together.html)", "- [API](api.html)"]
     for part, names in parts(book).items():
         lines += ["", f"## {part}", ""]
         for room in (book.nodes[name] for name in names):
@@ -111,8 +111,6 @@ def stage() -> dict[str, str]:
     book = read_book()
     modules = {module: room for room in book.nodes.values() for module in room["modules"]}
     page_of = {module.split(".")[-1]: f"api/{module}" for module in modules}
-    readme = flat((ROOT / "README.md").read_text())
-    readme = re.sub(r"(?<=\| )`([\w./]+)`(?= \|)", lambda cell: link_module(cell[1], page_of), readme)
     rooms_of = {part: [book.nodes[name] for name in names] for part, names in parts(book).items()}
     chapters = {part: [room["chapter"] for room in rooms] for part, rooms in rooms_of.items()}
     pages = {
@@ -122,7 +120,6 @@ def stage() -> dict[str, str]:
         "map.html": draw(book),
         "hour.html": hour(book),
         "player.html": player(),
-        "readme.txt": readme,
         "machines.txt": machines.whole(),
     }
     files |= {"news.txt": news(), "llms.txt": llms(book)}
@@ -130,6 +127,8 @@ def stage() -> dict[str, str]:
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{flat(page.read_text())}"
+    modules_cell = r"(?<=[|,] )`([\w./]+)`(?= \||, `)"
+    files["chapters.md"] = re.sub(modules_cell, lambda cell: link_module(cell[1], page_of), files["chapters.md"])
     for room in book.nodes.values():
         files[f"{room['chapter']}.ipynb"] = stage_chapter(room)
     for module, room in modules.items():

@@ -5,7 +5,7 @@ A notebook is named by its path or just `04_scheduler`; without any it is all of
 run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow; what is marked ray only
            where Ray is installed, and real only where the real weights are: `make real`), store outputs, clean
 export     write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
-readme     write README.md from index.ipynb
+readme     write README.md and pages of docs/ from index.ipynb
 solutions  move the solutions of exercises to the end of their chapters
 fetch      give the notebooks their hidden cell that fetches the book where it is missing (`run` does it, too)
 checks     number the checks of exercises and tag them, so that Run All goes on behind an unsolved one (`run` does it, too)
@@ -251,19 +251,42 @@ def export(paths: list[Path]) -> None:
     (package / "_modidx.py").unlink(missing_ok=True)  # nbdev's index of names, which nothing reads
 
 
-def readme(path: Path | None = None) -> str:
-    """README.md's text: the markdown cells of index.ipynb, its code cells fenced, their printed outputs indented; of
-    hidden ones the tables that they show."""
-    parts = []
+PAGE = re.compile(r"<!-- page: (\S+) -->\n")  # begins a page of its own in index.ipynb
+
+
+def pages(path: Path | None = None) -> dict[Path, str]:
+    """README.md and the pages of docs/ that index.ipynb writes, by their paths from the root: its markdown cells, its
+    code cells fenced, their printed outputs, and of hidden ones the tables that they show."""
+    written: dict[Path, list[str]] = {(here := Path("README.md")): []}
     for cell in read_nb(path or path_of("index")).cells:
         if cell.cell_type == "markdown":
-            parts.append(cell.source)
+            if found := PAGE.match(cell.source):
+                written[here := Path(found[1])] = []
+            written[here].append(PAGE.sub("", cell.source, count=1))
         elif "#| hide" in cell.source:
-            parts += ["".join(o["data"].get("text/markdown", "")) for o in cell.outputs if "data" in o]
-        elif cell.cell_type == "code":
-            parts.append(f"```python\n{cell.source}\n```")
-            parts += [_printed(cell)] if _printed(cell) else []
-    return re.sub(r"(?m)(?:^\|.*\n)+", _with_minutes, "\n\n".join(parts) + "\n")
+            written[here] += ["".join(o["data"].get("text/markdown", "")) for o in cell.outputs if "data" in o]
+        else:
+            written[here] += [f"```python\n{cell.source}\n```", *filter(None, [_printed(cell)])]
+    texts = {page: "\n\n".join(parts) + "\n" for page, parts in written.items()}
+    return {page: _from(page, re.sub(r"(?m)(?:^\|.*\n)+", _with_minutes, text)) for page, text in texts.items()}
+
+
+def _from(page: Path, text: str) -> str:
+    """Links that start at the root, as seen from a page in docs/."""
+    if page.parent == Path():
+        return text
+    text = re.sub(r"\]\(docs/", "](", text)
+    return re.sub(r"\]\((nbs/|README\.md|tests/|kernels/)", r"](../\1", text)
+
+
+def readme(path: Path | None = None) -> str:
+    """README.md's text."""
+    return pages(path)[Path("README.md")]
+
+
+def written() -> str:
+    """README.md and its pages in docs/, as they are, in one text."""
+    return "\n".join((ROOT / page).read_text() for page in pages())
 
 
 def _with_minutes(table: re.Match[str]) -> str:
@@ -301,7 +324,8 @@ def main(command: str, *names: str) -> None:
                 nb.cells = change(nb.cells)
                 write_nb(nb, path)
     elif command == "readme":
-        (ROOT / "README.md").write_text(readme())
+        for page, text in pages().items():
+            (ROOT / page).write_text(text)
     else:
         raise SystemExit(__doc__)
 

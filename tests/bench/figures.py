@@ -1,4 +1,4 @@
-"""README's figures, from the files that the benchmarks write: `make figures` runs them and then this.
+"""docs/figures.md's tables, from the files that the benchmarks write: `make figures` runs them and then this.
 
 `python tests/bench/figures.py FOLDER` reads cpu.json, host_step.json, full_size.json, speculation.json, families.json,
 busy.json and real.json there, or the last one alone. It writes results/readme.json, with machine, date and commit, and the
@@ -195,14 +195,14 @@ def updated(old: list[Table], new: list[Table]) -> list[Table]:
     """The tables with their new rows. ValueError for a row that they do not have."""
     for before, after in zip(old, new, strict=True):
         if extra := after.keys() - before.keys():
-            raise ValueError(f"README has no row {sorted(extra)}: write it into index.ipynb and readme.json first")
+            raise ValueError(f"docs/figures.md has no row {sorted(extra)}: write it into index.ipynb and readme.json first")
     return [before | after for before, after in zip(old, new, strict=True)]
 
 
 def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
     """`text` (index.ipynb's markdown) with the new cells in the rows of the section *Figures*, and the new stamp."""
     before, section = text.split("## Figures", 1)
-    section, *rest = re.split(r"(?=\n## )", section, maxsplit=1)
+    section, *rest = re.split(r"(?=\n##? )", section, maxsplit=1)
     tables = iter(new["tables"])
 
     def table(found: re.Match[str]) -> str:
@@ -233,7 +233,7 @@ def main(folder: str) -> None:
             cell["source"] = write_page(text, old, new).splitlines(keepends=True)
     INDEX.write_text(json.dumps(page, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
     RECORDED.write_text(json.dumps(new, indent=1, ensure_ascii=False) + "\n")
-    print("recorded; now read the sentences around README's tables, and run: make book")
+    print("recorded; now read the sentences around the tables, and run: make book")
 
 
 if __name__ == "__main__":

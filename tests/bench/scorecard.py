@@ -80,7 +80,7 @@ def as_svg(score: dict[str, Any]) -> str:
     rungs = {name: found for name, found in score["rungs"].items() if found}
     most, high = max(found["tokens per second"] for found in rungs.values()), 26
     lines = [f"{score['machine']}, {score['date']}, 29 M parameters. Grey: transformers, blue: atom_mini.",
-             "Without a bar: as others have published, of Qwen3-0.6B and another load.", beside(score).strip()]  # fmt: skip
+             beside(score).strip()]  # fmt: skip
     shapes = ['<text x="12" y="21" font-weight="600">The same 64 requests, from a loop around a model to an engine</text>']
     for n, (name, found) in enumerate(rungs.items()):
         y, wide = 34 + high * n, 170 * found["tokens per second"] / most
@@ -91,12 +91,7 @@ def as_svg(score: dict[str, Any]) -> str:
             f'<text x="102" y="{y + 15}" text-anchor="end">{escape(name)}</text><rect x="110" y="{y}" width="{wide:.0f}" '
             f'height="{high - 6}" fill="{COLOURS[RUNGS[name]]}"/><text x="{116 + wide:.0f}" y="{y + 15}">{said}</text>'
         )
-    for n, (name, (machine, rate)) in enumerate(PUBLISHED.items(), len(rungs)):
-        shapes.append(
-            f'<text x="102" y="{53 + high * n}" text-anchor="end" fill="#7a6530">{escape(name)}</text>'
-            f'<text x="116" y="{53 + high * n}" fill="#7a6530">{rate:,} tokens/s on {machine}</text>'
-        )
-    tall = 52 + high * (len(rungs) + len(PUBLISHED))
+    tall = 52 + high * len(rungs)
     shapes += [f'<text x="12" y="{tall + 16 * n}" font-size="12">{line}</text>' for n, line in enumerate(filter(None, lines))]
     tall += 16 * (sum(map(bool, lines)) - 1) + 10
     return (

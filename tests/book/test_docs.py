@@ -316,8 +316,8 @@ def test_llms_txt_and_news() -> None:
 
 
 def test_the_guidance_names_what_is_there() -> None:
-    """Every file and target on the page for agents exists."""
-    page = (ROOT / "docs" / "agents.md").read_text()
+    """Every file and target on the page for contributors exists."""
+    page = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
     files = set(re.findall(r"(?:nbs|tests|docs|atom_mini)/[\w./]*", page))
     assert len(files) > 6 and not [name for name in files if not (ROOT / name).exists()]
     targets = set(re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text()))

@@ -221,8 +221,10 @@ def test_nbdevs_own_commands_change_nothing(command: str, says: str, tmp_path: P
     assert files() == before
 
 
-def test_readme_is_in_sync_with_the_index() -> None:
-    assert book.readme() == (ROOT / "README.md").read_text()
+def test_readme_and_its_pages_are_in_sync_with_the_index() -> None:
+    pages = book.pages()
+    assert len(pages) > 5 and {page: (ROOT / page).read_text() for page in pages} == pages
+    assert pages[Path("README.md")].count("\n") <= 150, "README is for somebody who has five minutes"
 
 
 @pytest.mark.parametrize(

@@ -238,8 +238,8 @@ def test_options_are_a_field_of_a_users_own_class() -> None:
     assert holder.validate_python({"a": config})["a"] is config and not config.enable_prefix_caching
 
 
-def test_readme_has_the_table() -> None:
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+def test_the_page_has_the_table() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "docs" / "together.md").read_text()
     assert show.as_markdown(parts.TOGETHER) in readme
 
 

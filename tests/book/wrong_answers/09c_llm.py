@@ -2,7 +2,7 @@
 def tokens_in_next_piece(n: int) -> int:
     return n + 1
 # %% 2
-def first_answer(prompts: list[str], wishes: list[SamplingParams]) -> int:
-    stream = llm.stream(prompts, wishes)
+def first_answer(prompts: list[str], params: list[SamplingParams]) -> int:
+    stream = llm.stream(prompts, params)
     last = [piece.index for piece in stream if piece.finished]  # until the end
     return last[0]
