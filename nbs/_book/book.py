@@ -285,8 +285,8 @@ def readme(path: Path | None = None) -> str:
 
 
 def written() -> str:
-    """README.md and its pages in docs/, as they are, in one text."""
-    return "\n".join((ROOT / page).read_text() for page in pages())
+    """README.md and its pages in docs/, as they are, in one text, with links that start at the root."""
+    return "\n".join((ROOT / page).read_text() for page in pages()).replace("](../", "](")
 
 
 def _with_minutes(table: re.Match[str]) -> str:
