@@ -91,7 +91,7 @@ serve: $(VENV)/server
 # other processes. `make test-all` has the rest, too; nothing runs twice.
 test: $(VENV)/dev
 	rm -f build/covered.json
-	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py
+	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
 	$(PY) -m pytest --quick -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
 	$(PY) -m pytest --quick -m "alone and not slow and not real"
 	@$(PY) tests/quick.py

@@ -27,7 +27,7 @@ __all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_e
 def choose_ops(
     config: Config, device: torch.device, dtype: torch.dtype
 ) -> tuple[TorchOps, Sampler]:
-    """A layer's operations and the sampler; ValueError where they cannot run."""
+    """A layer's operations and the sampler; ValueError if they cannot run here."""
     from atom_mini.cpu_decode import CpuOps
     from atom_mini.models import TorchOps
     from atom_mini.sampler import Sampler
@@ -42,7 +42,7 @@ def choose_ops(
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
 def check_triton(on_gpu: bool) -> None:
-    """ValueError where Triton's kernels cannot run."""
+    """Raise a ValueError if Triton's kernels cannot run here."""
     require(
         find_spec("triton") is not None,
         "attention='triton' needs Triton, which is not installed (GPU builds of torch "
@@ -56,8 +56,8 @@ def check_triton(on_gpu: bool) -> None:
 
 # %% ../nbs/12b_assemble.ipynb #5ee2e6ad
 def choose_runner(config: Config) -> type[ModelRunner]:
-    """The kind of runner for `config`: with graphs on a GPU, unless `enforce_eager` or
-    torch's attention rules them out."""
+    """The runner's class for `config`: `GraphRunner` on a GPU, unless `enforce_eager`
+    or torch's attention rules graphs out."""
     from atom_mini.graphs import GraphRunner
     from atom_mini.model_runner import ModelRunner, choose_device
 
@@ -65,14 +65,14 @@ def choose_runner(config: Config) -> type[ModelRunner]:
     graphs = on_gpu and not config.enforce_eager and config.attention != "torch"
     return GraphRunner if graphs else ModelRunner
 
-# %% ../nbs/12b_assemble.ipynb #212be9ad
+
 def make_runner(config: Config) -> ModelRunner:
-    """The runner for `config`. The checkpoint is loaded here."""
+    """Make the runner for `config`, which loads the checkpoint."""
     return choose_runner(config)(config)
 
 # %% ../nbs/12b_assemble.ipynb #9baf5b9c
 def make_engine_core(config: Config) -> EngineCore:
-    """The engine core that `config` asks for, with its runner."""
+    """Make the engine core for `config`, with its runner and scheduler."""
     scheduler_cls = config.get_scheduler_cls()
     runner = make_runner(config)
     return EngineCore(config, runner, scheduler_cls(config))

@@ -83,7 +83,7 @@ class LLM(ThreadSafe):
         return self.tokenizer
 
     def _prepare(self, prompts: Prompts, params: Params) -> list[Request]:
-        """A request for each answer; ValueError, with nothing queued, for a wrong prompt."""
+        """A request for each answer; ValueError, and nothing queued, if one is wrong."""
         self._require_open()
         many = read_prompts(prompts)
         wishes: Any = params

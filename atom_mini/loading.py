@@ -71,7 +71,7 @@ def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
 
 # %% ../nbs/06b_loading.ipynb #f111f112
 def fill(target: Tensor, tensor: Tensor, what: str) -> None:
-    """Copy a weight. ValueError if it is not a float tensor, or not finite in our dtype."""
+    """Copy a weight. ValueError if it is not float, or not finite in our dtype."""
     require(
         target.is_floating_point() == tensor.is_floating_point(),
         f"{what} is {tensor.dtype}, and the model computes in {target.dtype}: "
@@ -82,7 +82,7 @@ def fill(target: Tensor, tensor: Tensor, what: str) -> None:
     require(bool(total.isfinite()), f"{what}, or set dtype='float32'")
 
 # %% ../nbs/06b_loading.ipynb #400164f0
-Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> the function that reads it
+Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> its reader
 
 
 def load_weights(

@@ -94,7 +94,7 @@ class TorchOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), all [T, size]; residual None counts as 0."""
+        """(norm of x + residual, x + residual), both [T, size]; residual may be None."""
         residual = x if residual is None else x + residual
         return F.rms_norm(residual, weight.shape, weight, eps), residual
 

@@ -44,7 +44,8 @@ class InputBuffer:
         self.staged = deque([new(pin_memory=True) for _ in self.copied] or [self.there])
 
     def upload(self, arrays: list[np.ndarray]) -> list[Tensor]:
-        """Return `arrays` as tensors on the device, valid until the next upload."""
+        """Return `arrays` as tensors on the device, valid until the next upload on the
+        same stream."""
         starts = np.cumsum([0, *(-(-a.nbytes // 16) * 16 for a in arrays)]).tolist()
         self.staged.rotate()
         self.copied.rotate()

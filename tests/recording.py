@@ -15,9 +15,7 @@ def load(*names: str) -> list[Any]:
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     namespace: dict[str, Any] = {}
     exec("from contextlib import contextmanager\nfrom functools import partial\nimport torch\nfrom torch import Tensor", namespace)
-    needed = ["class Notes(", "def again(", "class Recorder(", "class StrictRecorder(", "def recorded_kernels("]
-    needed += ["class RecordedGraph"]
-    for name in needed:
+    for name in ("class Notes(", "class Recorder(", "class RecordedGraph"):
         exec(next(s for s in sources if name in s), namespace)
     return [namespace[name] for name in names]
 
@@ -29,4 +27,4 @@ def load_recorded_graph() -> Any:
 
 def load_recorder() -> list[Any]:
     """What `RecordedGraph` is made of: a recorder of operations, and what makes it hear of the interpreter's kernels."""
-    return load("StrictRecorder", "recorded_kernels")
+    return load("Recorder", "recorded_kernels")

@@ -42,6 +42,27 @@ def test_readme_example_prints_what_the_readme_says() -> None:
     assert printed is not None and result.stdout.split() == printed[1].split(), result.stderr
 
 
+EXAMPLES = {
+    "chat_stream": "20 + 21 = 41.",
+    "offline_batch": "What does Ben like? Ben likes plums.",
+    "own_model": "HalvedForCausalLM",
+    "own_scheduler": "finished: '12 + 7 ='\nfinished: 'Mia has a red hen.'",
+}
+
+
+def test_all_examples_are_known() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "examples").glob("*.py")} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    """From any folder, in a process of its own, as its first line says."""
+    script = ROOT / "docs" / "examples" / f"{name}.py"
+    assert f"python docs/examples/{name}.py" in script.read_text().splitlines()[0]
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and EXAMPLES[name] in done.stdout, done.stderr
+
+
 def test_readme_commands_run() -> None:
     """Each call of the program that README and the pages beside it show."""
     commands = [c.strip("`") for c in COMMAND.findall(book.written())]
