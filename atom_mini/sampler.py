@@ -84,7 +84,7 @@ Upload = Callable[[list[np.ndarray]], list[Tensor]]
 
 
 def uploads_to(device: torch.device) -> Upload:
-    """A function that makes tensors on `device` from arrays; on a CPU without a copy."""
+    """A function from arrays to tensors on `device`; on a CPU it copies nothing."""
     return lambda arrays: [torch.from_numpy(array).to(device) for array in arrays]
 
 
@@ -142,7 +142,7 @@ class Sampler:
         self.unfiltered = unfiltered
 
     def filtered(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
-        """The probabilities [B, V] to draw from; may overwrite the softened `logits`."""
+        """The probabilities [B, V] to draw from; may overwrite `logits` (softened)."""
         rows = meta.sorted_rows
         if rows is not None:
             keep = keep_mask(logits[rows], meta.top_k, meta.top_p)

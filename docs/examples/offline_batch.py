@@ -10,5 +10,5 @@ QUESTIONS = ["Where does Ada live?", "What does Ben like?", "What does Mia have?
 with LLM(sys.argv[1] if len(sys.argv) > 1 else "tiny") as llm:
     prompts = [f"{FACTS} {question}" for question in QUESTIONS]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32))
-    for question, output in zip(QUESTIONS, outputs):
+    for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"{question}{output.text}  ({output.num_cached_tokens} prompt tokens from the cache)")

@@ -190,7 +190,6 @@ def test_readme_scorecard_is_the_recorded_one(scorecard: Any) -> None:
         assert (f"needs {needs}: not measured" in row) == (score["rungs"][rung] is None)
     changed = {**score, "rungs": score["rungs"] | {"paged": dict.fromkeys(score["rungs"]["paged"], 0.77)}}
     assert scorecard.as_markdown(changed) not in readme and scorecard.as_svg(changed) != scorecard.as_svg(score)
-    figure = scorecard.FIGURE.read_text()
     assert all(f"{rate:,}" in readme for _, rate in scorecard.PUBLISHED.values())
 
 
@@ -310,7 +309,7 @@ def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: P
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = (tmp_path / "out").glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("atom_mini/")}
-    chapters = {book.module_of(path) for path in book.notebooks([])} - {None}
+    chapters = set().union(*({book.module_of(path), *book.continued(path)} for path in book.notebooks([]))) - {None}
     modules = {f"atom_mini/{str(module).replace('.', '/')}.py" for module in chapters}
     by_hand = {"atom_mini/__init__.py", "atom_mini/__main__.py"}
     by_hand |= {f"{name.rpartition('/')[0]}/__init__.py" for name in modules}
