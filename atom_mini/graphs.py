@@ -159,7 +159,7 @@ class GraphRunner(ModelRunner):
         return recording
 
     def _capture(self, sizes: list[int]) -> list[int]:
-        """Record `sizes`, the largest first; return the bytes left before and after each."""
+        """Record `sizes`, the largest first; return the bytes left before and after."""
         num_bytes = 32 * sizes[-1] + self._largest_plan(sizes[-1]).data.nbytes + 6 * 16
         self.static = InputBuffer(self.device, num_bytes, grows=False)
         left = [left_bytes(self.device)]

@@ -257,11 +257,8 @@ def paged_attention_kernel(
     S: tl.constexpr, LARGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """Attend to the small or the LARGE items, one K/V head at a time.
-
-    q, out [T, H, D], cache [2, N, K, S, D]; parts write `partial` [R, H, D] and `lse`
-    [R, H].
-    """
+    """Attend to the small or the LARGE items: q, out [T, H, D], cache [2, N, K, S, D].
+    Parts write `partial` [R, H, D] and `lse` [R, H]."""
     num_items = tl.load(plan_ptr + 4 * LARGE)
     items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)
     for i in range(tl.program_id(0), num_items * K, tl.num_programs(0)):

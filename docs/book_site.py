@@ -51,8 +51,9 @@ def stage_chapter(room: dict) -> str:
         # Who does not see a figure hears the sentence before it, and the words on its axes.
         alt = " ".join(["Figure:", sentence, *re.findall(r'(?:title|label)\w*[(=]f?"([^"]+)"', cell.source)])
         tags = ["exported"] if "#| export" in cell.source else re.findall(rf"^#\| *({KINDS})\n", cell.source)
-        prompts = {f"code_prompt_{state}": "Solution" for state in ("show", "hide")}
-        tags += ["hide-input"] if "solution" in tags else []  # folded
+        is_folded = bool(re.search(r"(?m)^#\| *fold$", cell.source))
+        prompts = {f"code_prompt_{state}": "Code" if is_folded else "Solution" for state in ("show", "hide")}
+        tags += ["hide-input"] if is_folded or "solution" in tags else []
         cell.metadata = {"tags": tags, "mystnb": {"image": {"alt": alt}, **prompts}}
         cell.source = (
             "" if re.search(r"(?m)^#\|\s*hide\s*$", cell.source) else re.sub(r"(?m)^#\|.*\n*", "", cell.source)

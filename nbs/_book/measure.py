@@ -1,6 +1,6 @@
 """How the book reads, in numbers: `python nbs/_book/measure.py [--check]`; with --check a missed aim fails.
 
-Counted are the cells that the reader sees (not `#| hide`), exercises excepted, without `#|` lines. A cell asserts by
+Counted are the cells that the reader sees (not `#| hide` or `#| fold`), exercises excepted, without `#|` lines. A cell asserts by
 `assert` or by `assert_close` and its like. A definition (function, class, method under `@patch`) is *shown* if one of
 the next three code cells that is not exported names it; a name in `self: SomeClass` does not count.
 Text is counted in words, without code, tables and folded solutions.
@@ -147,7 +147,7 @@ def print_weights() -> dict[str, float]:
 
 def read(path: Path) -> tuple[list[Cell], list[int]]:
     """What the reader sees of a notebook: its code cells, and how many words each text cell has."""
-    no = r"(?m)^#\| *(hide|exercise|check|solution)"
+    no = r"(?m)^#\| *(hide|fold|exercise|check|solution)"
     visible = [c for c in nbformat.read(path, as_version=4).cells if not re.search(no, c.source)]
     cells = [cell for c in visible if c.cell_type == "code" and (cell := Cell(c.source)).lines]
     for i, cell in enumerate(cells):
