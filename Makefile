@@ -183,7 +183,7 @@ docs-serve: $(VENV)/docs
 test-docs: $(VENV)/docs
 	$(PY) -m pytest tests/book/test_docs.py -rs
 
-# How the book reads, in numbers; --check fails where an aim is missed.
+# How the book reads, in numbers: cells, words, lines, and minutes.
 measure: $(VENV)/dev
 	$(PY) nbs/_book/measure.py
 

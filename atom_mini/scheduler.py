@@ -147,7 +147,7 @@ class BaseScheduler:
     def check(self, seq: Sequence) -> None:
         """ValueError if `seq` cannot be added."""
         self.check_prompt(seq.num_prompt_tokens)
-        require(seq.id not in self.seqs, f"id {seq.id} is in the engine already: choose another")
+        require(seq.id not in self.seqs, f"id {seq.id} is in the engine: take another")
 
     def add(self, seq: Sequence) -> None:
         """Append a sequence to the queue. ValueError: see `check`."""
@@ -266,7 +266,7 @@ class BaseScheduler:
 
 # %% ../nbs/04_scheduler.ipynb #f1a58a00
 class Scheduler(BaseScheduler):
-    """ATOM's policy, prefill first: admit while the first waiting sequence fits, otherwise
+    """ATOM's policy, prefill first: admit while the first waiting sequence fits, else
     decode all, and preempt the last one if a block is missing.
 
     Source: `atom/model_engine/scheduler.py`; continuous batching: Orca (Yu 2022);
@@ -303,8 +303,8 @@ class Scheduler(BaseScheduler):
             self.note("refused", self.waiting[0], left=budget, reserve=reserve)
 
     def _schedule_prefill(self, taken: int = 0) -> list[Sequence]:
-        """The sequences that compute prompts: first those that were cut, then newly admitted
-        ones. `taken` tokens of the budget are used already."""
+        """The sequences that compute prompts: first those that were cut, then newly
+        admitted ones. `taken` tokens of the budget are used already."""
         seqs: list[Sequence] = []
         budget = self.config.max_num_batched_tokens - taken
         size = self.config.kv_cache_block_size
@@ -362,8 +362,8 @@ class Scheduler(BaseScheduler):
 
 # %% ../nbs/04_scheduler.ipynb #26c03c8d
 def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -> int:
-    """How many of the tokens from `start` to `end` to compute with `budget` left, cut at
-    a border of blocks of `size` tokens.
+    """How many of the tokens from `start` to `end` to compute with `budget` left, cut
+    at a border of blocks of `size` tokens.
 
     0 if no border is within reach, unless `may_exceed`: then the chunk uses the whole
     budget, so that a budget smaller than a block makes progress, too.
