@@ -88,12 +88,20 @@ def test_every_statement_has_a_place_or_a_reason() -> None:
         assert (row.how != "refused") or (row.refused and row.note), row
 
 
-HERE = re.findall(r"(?m)^\| [^|]+ \| ([^|]+) \|.*\|$|^\| `[^|]+ \| ([^|]+) \|$", text_of(ROOT / "docs" / "glossary.md"))
+HERE = re.findall(r"(?m)^\| [^|]+ \| ([^|]+) \|.*\|$|^\| `[^|]+ \| ([^|]+) \|$", text_of(ROOT / "docs" / "mapping.md"))
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+
+
+def test_the_glossary_is_short_and_each_term_has_a_chapter() -> None:
+    terms = re.findall(r"(?m)^- \*\*.+$", GLOSSARY)
+    assert 40 < len(terms) <= 60 and [term for term in terms if ".ipynb)" not in term] == []
+
+
 NAMES = sorted({name for cell in HERE for name in re.findall(r"`([A-Za-z_][\w.]*)`", "".join(cell))})
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "atom_mini").rglob("*.py")))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_glossary_names_what_is_here(name: str) -> None:
+def test_the_mapping_names_what_is_here(name: str) -> None:
     """The column "here" of its tables, word for word."""
     assert re.search(rf"\b{name.split('.')[-1]}\b", SOURCE), name
