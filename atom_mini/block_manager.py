@@ -26,7 +26,7 @@ NO_HASH = -1
 class Block:
     """One block of the pool: its number of owners and, once it is full, its content.
 
-    `content_id` identifies `token_ids` after the content `parent_id`.
+    `content_id` is a number for `token_ids` that follow the content `parent_id`.
     """
 
     def __init__(self, block_id: int) -> None:
@@ -107,7 +107,7 @@ class BlockManager:
     def _write_row(self, seq: Sequence, start: int) -> None:
         end = len(seq.block_table)
         width = self.block_tables.shape[1]
-        if end > width:  # more than double it
+        if end > width:  # at least double it
             self.block_tables = np.pad(self.block_tables, ((0, 0), (0, end)))
         self.block_tables[seq.row, start:end] = seq.block_table[start:]
 

@@ -18,7 +18,7 @@ __all__ = ['WANTED', 'COPIED', 'Reader', 'SAMPLING', 'require', 'install', 'read
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds: for mistakes of the user."""
+    """Raise ValueError(message) unless `condition` holds: for a user's mistakes."""
     if not condition:
         raise ValueError(message)
 
@@ -29,7 +29,7 @@ def install(extra: str) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError names a file that holds anything else."""
+    """The object in a JSON file. ValueError if the file holds anything else."""
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:  # not JSON, or not even text
@@ -75,7 +75,7 @@ class ModelSpec:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: dict[str, Any]  # parameters of the rotary positions, see `read_rope`
-    tie_word_embeddings: bool = False  # the embedding's table is also the head
+    tie_word_embeddings: bool = False  # the output layer reuses the embedding
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -85,12 +85,12 @@ class ModelSpec:
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token: (keys and values, heads, numbers of each)."""
+        """What a layer caches per token: (2, for K and V; heads; numbers per head)."""
         return 2, self.num_key_value_heads, self.head_dim
 
     @property
     def kv_layers(self) -> int:
-        """How many layers keep that."""
+        """The number of layers that cache keys and values."""
         return self.num_hidden_layers
 
     def model_class(self) -> Any:
@@ -208,7 +208,7 @@ def read_model(folder: Path) -> ModelSpec:
 
     try:
         cfg = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises many types
         why = " ".join(str(error).split())
         raise ValueError(f"{file} is refused by transformers: {why}") from None
     spec = read(cfg, raw)
@@ -221,9 +221,9 @@ SAMPLING |= {"top_k": 50, "min_p": 0.0}  # transformers' defaults
 
 
 def read_defaults(folder: Path, eos: Any) -> tuple[tuple, dict]:
-    """(every id that ends a text, the authors' sampling by name), read from `folder`.
+    """(every id that ends a text, the recommended sampling by name) for `folder`.
 
-    `eos` is the id, or the ids, in `config.json`, used if the file names none.
+    `eos` is the id, or the ids, in `config.json`, used if the other file names none.
     """
     path = folder / "generation_config.json"
     raw = read_json(path) if path.is_file() else {}

@@ -26,7 +26,7 @@ __all__ = ['Count', 'STRICT', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Te
            'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
 
 # %% ../nbs/01b_config.ipynb #917e64ba
-Count = Annotated[int, Field(ge=1, lt=10**38)]  # so that a float can hold it
+Count = Annotated[int, Field(ge=1, lt=10**38)]  # below float32's maximum
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 # %% ../nbs/01b_config.ipynb #44bf0555
@@ -42,7 +42,7 @@ def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
     return [*map(int, ids)]
 
 # %% ../nbs/01b_config.ipynb #66f4ccec
-LEAST = 1e-30  # the sampler computes in float32, where 1e-46 is 0
+LEAST = 1e-30  # the sampler computes in float32, where 1e-46 becomes 0
 Positive = Annotated[float, Field(ge=LEAST, le=3e38)]  # within float32
 Temperature = Annotated[float, Field(ge=0, le=3e38)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's limits
@@ -50,7 +50,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 # %% ../nbs/01b_config.ipynb #01b00001
 def as_texts(value: Any) -> tuple[str, ...]:
-    """One text or several, as a tuple; ValueError if it is anything else."""
+    """One text or several, as a tuple. ValueError for anything else."""
     many = [value] if isinstance(value, str) else value
     is_list = isinstance(many, list | tuple)
     good = is_list and all(isinstance(text, str) and text for text in many)
@@ -78,8 +78,8 @@ class SamplingParams:
     `temperature` 0 is exact argmax. `top_k` (0 or -1: off), `top_p`, and `min_p` keep
     part of the distribution. `repetition_penalty`: Keskar et al. 2019. `seed` fixes the
     random numbers, whatever else is in the batch. `logprobs=k` adds the k most likely
-    tokens. `presence_penalty` and `frequency_penalty` are OpenAI's. Nothing ends a text
-    before `min_tokens`. `n` answers use the seeds from `seed` on.
+    tokens. `presence_penalty` and `frequency_penalty` are OpenAI's. A text does not end
+    before `min_tokens`. With `n` answers, answer i uses `seed + i`.
 
     Raises ValueError with the value, the limit, and the field.
     """
@@ -106,13 +106,13 @@ class SamplingParams:
         require(least <= most, wrong)
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
-        """A copy in which every `None` that `defaults` knows is filled in."""
+        """A copy in which each `None` is replaced by its value in `defaults`, if any."""
         unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **unsaid)
 
     @property
     def is_penalised(self) -> bool:
-        """Whether the tokens so far decide which may come next, or how easily."""
+        """Whether the tokens so far change the scores of the next one."""
         more = self.presence_penalty or self.frequency_penalty or self.min_tokens
         return bool(more) or self.repetition_penalty not in (None, 1)
 
@@ -133,7 +133,7 @@ class Config:
     device: str | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = None
     kv_cache_block_size: Count = 16  # tokens
-    num_kvcache_blocks: Count | None = None  # the runner fills it in: free memory
+    num_kvcache_blocks: Count | None = None  # None: what fits into free memory
     max_num_seqs: Annotated[int, Field(ge=1, le=2**20)] = 512  # rows of a matrix
     max_num_batched_tokens: Count = 16384
     max_model_len: Count | None = None  # tokens, prompt and output together
@@ -217,10 +217,10 @@ class Config:
 
     @property
     def max_decode_rows(self) -> int:
-        """Rows of the largest decode that is worth a recorded graph."""
+        """The largest decode, in sequences, for which a graph is recorded."""
         return self.max_num_seqs
 
     def bytes_beside(self, dtype: Any) -> tuple[int, int]:
-        """What stands beside the model in a device's memory: bytes in all, and for each
-        block of the cache."""
+        """The memory that a device needs besides the model: (bytes in total, bytes for each
+        block of the cache)."""
         return 0, 0

@@ -45,19 +45,19 @@ class EngineCore:
         self.config = config
         self.runner = runner
         self.scheduler = scheduler or config.get_scheduler_cls()(config)
-        self.is_torn = False  # a transaction has begun and is not done
+        self.is_torn = False  # a transaction has begun and not ended
         self.is_closed = False
 
     def is_finished(self) -> bool:
         return self.scheduler.is_finished()
 
     def rollback(self) -> None:
-        """Undo what was begun: all requests wait again, with the tokens they have."""
+        """Undo an unfinished call: all requests wait again, with the tokens they have."""
         self.scheduler.rollback()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """A context whose body is done completely, or rolled back, whatever ends it.
+        """A context whose body completes or is rolled back, even after Ctrl-C.
 
         If the rollback is interrupted, too, `is_torn` stays True, and the next transaction
         begins with a rollback. ValueError if the core is closed.

@@ -63,7 +63,7 @@ class LLM(ThreadSafe):
         self.engine_core = self.make_engine_core()
         self.processor = InputOutputProcessor(self.config, self.tokenizer, seed)
         self.listeners: list[Listener] = []
-        # the detokenizers of unfinished requests that have stop strings
+        # sequence -> detokenizer, for unfinished requests with stop strings
         self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
         self._readers = WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # requests to remove
@@ -153,7 +153,7 @@ class LLM(ThreadSafe):
                 with self._lock:
                     self._take_back()
                     if not self.engine_core.scheduler.seqs and not self._closed:
-                        self.engine_core.step()  # ends a step that was launched ahead
+                        self.engine_core.step()  # finish a step launched in advance
 
     def generate(
         self, prompts: Prompts, sampling_params: Params = None,
@@ -206,8 +206,8 @@ class LLM(ThreadSafe):
     def stream(
         self, prompts: Prompts, sampling_params: Params = None
     ) -> Iterator[TextPiece]:
-        """Yield text as it comes, of one prompt or several. `piece.index` is the number of
-        the prompt; with `n` above 1, of the answer, those to the first prompt first.
+        """Yield the text of one prompt or several as it arrives. `piece.index` is the
+        prompt's number; with `n` above 1, the answer's, those to the first prompt first.
 
         The prompts are checked now and queued with the first piece. Dropping the iterator
         removes them. If the LLM is closed meanwhile, every unfinished prompt gets a last

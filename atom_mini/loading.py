@@ -35,7 +35,7 @@ def weight_targets(model: nn.Module) -> dict[str, Tensor]:
 
 # %% ../nbs/06b_loading.ipynb #56d390b7
 def open_file(file: Path) -> Any:
-    """Open a safetensors file; ValueError names it if it is not whole."""
+    """Open a safetensors file. ValueError names it if it is incomplete."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -34,7 +34,7 @@ __all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'made_u
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
     """(positions [T], slots [T], ends [B+1]) of the batch's tokens, all int64.
 
-    Sequence b has the tokens from ends[b] to ends[b + 1].
+    The tokens of sequence b are those from ends[b] to ends[b + 1].
     """
     scheduled = batch.num_scheduled_tokens
     lens = batch.context_lens
@@ -241,7 +241,7 @@ class ModelRunner:
 
 # %% ../nbs/08_model_runner.ipynb #affdb2c8
 def choose_device(name: str | None) -> torch.device:
-    """The device called `name`, or the best one; ValueError if it is not here."""
+    """The device called `name`, or the best one; ValueError if there is no such one."""
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     known = ["cuda", *gpus, "cpu"] if torch.cuda.is_available() else ["cpu"]
     right = f"set device to one of {', '.join(known)}"

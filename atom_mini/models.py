@@ -53,7 +53,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 # %% ../nbs/06a_models.ipynb #44c69e7d
 def unfilled(*shape: int) -> nn.Parameter:
-    """A weight without values or gradient: it holds whatever was in memory."""
+    """An uninitialized weight without gradient: it holds whatever was in memory."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 

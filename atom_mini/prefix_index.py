@@ -38,7 +38,7 @@ ROOT = 0  # the content before the first block
 class PrefixIndex:
     """Finds full blocks by content: xxHash proposes, a comparison decides.
 
-    `blocks` are the pool's. `pending` has the blocks that the current step fills.
+    `blocks` are the pool's blocks. `pending` has those that the current step fills.
     """
 
     def __init__(self, blocks: list[Block], block_size: int) -> None:
@@ -72,8 +72,8 @@ class PrefixIndex:
         return found is not None and found.content_id == block.content_id
 
     def add_pending(self, seq: Sequence, i: int) -> None:
-        """Note the `i`-th block of `seq`, unless its content is already known, or its
-        parent's is not, so that no lookup could reach it."""
+        """Note the `i`-th block of `seq`, unless its content is already known, or no
+        lookup could reach it because its parent's content is not known."""
         if not self.holds(seq, i) and (i == 0 or self.holds(seq, i - 1)):
             self.pending.setdefault(self._hash(seq, i), seq.block_table[i])
 
@@ -92,7 +92,7 @@ class PrefixIndex:
     def publish(self) -> None:
         """Add the pending blocks to the index: the step has run."""
         for hash, block_id in self.pending.items():
-            if hash in self.hash_to_block_id:  # an orphan's entry, or a collision's
+            if hash in self.hash_to_block_id:  # an orphan (see below), or a collision
                 self.forget(self.blocks[self.hash_to_block_id[hash]])
             self.blocks[block_id].hash = hash
         self.hash_to_block_id.update(self.pending)

@@ -33,7 +33,7 @@ class ScheduledBatch:
     scheduled_tokens: np.ndarray  # [T] int64: the token ids, sequence after sequence
     num_scheduled_tokens: np.ndarray  # [B] int32: how many each sequence has
     context_lens: np.ndarray  # [B] int32: tokens with K/V once the step has run
-    block_tables: np.ndarray  # [B, W] int32; beyond a sequence's blocks: anything
+    block_tables: np.ndarray  # [B, W] int32; arbitrary past a sequence's blocks
     is_sampled: np.ndarray  # [B] bool: False for a chunk that does not end its prompt
     sampling_params: list[SamplingParams]
     # place in the batch -> all token ids, for requests with penalties
@@ -103,7 +103,7 @@ class ScheduledBatchOutput:
 
 # %% ../nbs/04_scheduler.ipynb #e9ac1faa
 class BaseScheduler:
-    """The queues, the block manager and everything that does not depend on the policy.
+    """The queues, the block manager, and all that does not depend on the policy.
     `config.num_kvcache_blocks` must be set."""
 
     def note(self, event: str, seq: Sequence, **facts: object) -> None:
@@ -127,8 +127,8 @@ class BaseScheduler:
         self.num_preemptions = 0
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """The next step's batch and its sequences by id, or None if nothing can run: the
-        policy of a subclass. This class has none."""
+        """The next step's batch and its sequences by id, or None if nothing can run.
+        Subclasses implement their policy here."""
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -253,7 +253,7 @@ class BaseScheduler:
         return finished
 
     def rollback(self) -> None:
-        """Undo the step that was begun: all requests wait again, in order of arrival."""
+        """Undo an unfinished step: all requests wait again, in order of arrival."""
         self.block_manager.reset()
         self.running.clear()
         self.waiting = deque(self.seqs.values())
@@ -338,7 +338,7 @@ class Scheduler(BaseScheduler):
         size = self.config.kv_cache_block_size
         for seq in decodable[: self.config.max_num_batched_tokens]:
             if seq.status is SequenceStatus.WAITING:
-                break  # preempted for one before it, as are all behind it
+                break  # preempted for an earlier one, as are all after it
             if seq.num_blocks > len(seq.block_table) and not self._grow(seq):
                 break
             seq.num_scheduled_tokens = 1
@@ -363,10 +363,10 @@ class Scheduler(BaseScheduler):
 # %% ../nbs/04_scheduler.ipynb #26c03c8d
 def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -> int:
     """How many of the tokens from `start` to `end` to compute with `budget` left, cut
-    at a border of blocks of `size` tokens.
+    at a boundary of blocks of `size` tokens.
 
-    0 if no border is within reach, unless `may_exceed`: then the chunk uses the whole
-    budget, so that a budget smaller than a block makes progress, too.
+    0 if the budget reaches no boundary, unless `may_exceed`: then the chunk uses the
+    whole budget, so that a budget smaller than a block makes progress, too.
     """
     if end - start <= budget:
         return end - start

@@ -61,7 +61,7 @@ class Sequence:
         return self.num_tokens
 
     def drop_blocks(self) -> None:
-        """Forget all blocks; nothing of the sequence is computed any more."""
+        """Forget all blocks, and with them all computed K/V."""
         self.block_table: list[int] = []  # block ids, in the order of the tokens
         self.row = -1  # in the block manager's matrix of tables
         self.num_computed_tokens = 0  # with K/V in the cache
@@ -94,8 +94,8 @@ class Sequence:
         self._begin()
 
     def append_token(self, token_id: int, why: str | None = None) -> None:
-        """Add a generated token, overwriting any provisional one; the next step computes
-        its K/V. If the sequence ends with it, `why` is the `leave_reason`."""
+        """Add a generated token, overwriting any provisional one. The next step computes
+        its K/V. If the sequence ends with this token, `why` is the `leave_reason`."""
         place = self.num_known_tokens
         self.token_ids[place : place + 1] = [token_id]
         self._resize()

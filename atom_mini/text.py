@@ -36,12 +36,12 @@ class Progress(NamedTuple):
 
     num: int = 0
     size: int = 0  # characters that no later token can change
-    context: tuple[int, ...] = ()  # the last ids of that text
-    alone: str = ""  # their text
+    context: tuple[int, ...] = ()  # the ids at the end of that text
+    alone: str = ""  # the text of the context alone
     held: tuple[int, ...] = ()  # the ids after the context
     stopped: str | None = None  # the stop string that was reached
     is_done: bool = False  # the text is complete
-    free: int = 0  # a stop string must end after so many characters
+    free: int = 0  # no stop string may end within this many first characters
 
 
 class IncrementalDetokenizer:
@@ -51,7 +51,7 @@ class IncrementalDetokenizer:
     replace `progress` by single assignments, so an interrupt leaves a valid state.
     """
 
-    min_tokens = 0  # a stop string must end after so many tokens
+    min_tokens = 0  # no stop string may end within this many first tokens
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -166,7 +166,7 @@ class RequestOutput:
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
     text: str  # without special tokens, cut before a stop string
-    token_ids: list[int]  # all generated, with the one that ended it
+    token_ids: list[int]  # all generated ones, with the one that ended it
     finish_reason: str  # "stop", "length", "abort" or "error"
     # "eos", a token id, a stop string, "max_tokens", "max_model_len", "kv_cache", or
     # an error's message

@@ -36,9 +36,8 @@ from ..text import RequestOutput
 __all__ = ['HELP', 'SUMMARY', 'EXAMPLES', 'CHAT_HELP', 'SPINS', 'COMMANDS', 'ARGUMENTS', 'options_of', 'help_of', 'kinds_in',
            'reading', 'add_fields', 'given', 'answers_in', 'figures', 'took', 'print_report', 'save_trace', 'show_texts',
            'prompts_of', 'run_generate', 'measure', 'run_bench', 'needs', 'describe', 'run_info', 'answer', 'respond', 'greeting',
-           'run_chat', 'spin_less', 'Command', 'needs_extra', 'run_serve', 'run_fleet', 'run_batch', 'run_capacity',
-           'capacity_options', 'make_parser', 'command_of', 'check_order', 'flags_of', 'parse', 'main', 'Wait', 'are_hosts',
-           'Serve', 'Cores', 'Fleet', 'Batch']
+           'run_chat', 'spin_less', 'Command', 'needs_extra', 'run_serve', 'run_fleet', 'run_batch', 'make_parser', 'command_of',
+           'check_order', 'flags_of', 'parse', 'main', 'Wait', 'are_hosts', 'Serve', 'Cores', 'Fleet', 'Batch']
 
 # %% ../../nbs/instruments/31_command_line.ipynb #8dab500e
 def options_of(cls: Any) -> list[Field[Any]]:
@@ -521,18 +520,6 @@ def run_batch(args: argparse.Namespace) -> None:
     run(args)
 
 
-def run_capacity(args: argparse.Namespace) -> None:
-    """Say how many engines it takes."""
-    from atom_mini.serving.replicas_needed import run_capacity as run
-
-    run(args)
-
-
-def capacity_options() -> tuple[Any, ...]:
-    from atom_mini.serving.replicas_needed import Capacity
-
-    return EngineArgs, Capacity
-
 # %% ../../nbs/instruments/31_command_line.ipynb #47c0e93e
 COMMANDS = {
     "generate": Command(run_generate, "prompts --chat --output --json"),
@@ -543,7 +530,6 @@ COMMANDS = {
     "serve": Command(run_serve, "model", lambda: (Serve, EngineArgs)),
     "fleet": Command(run_fleet, "model", lambda: (Fleet, EngineArgs)),
     "batch": Command(run_batch, "model source target", lambda: (Batch, EngineArgs)),
-    "capacity": Command(run_capacity, "model --json", capacity_options),
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": [], "help": "- reads lines from stdin"},

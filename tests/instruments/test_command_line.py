@@ -488,16 +488,6 @@ def test_help(command: str, capsys: Capture, monkeypatch: Patch) -> None:
         assert all(name in shown for name in [*COMMANDS, "--version"])
 
 
-def test_an_option_that_another_replaces_is_gone_whole(capsys: Capture) -> None:
-    """`--trace` of `capacity` is the load's; nothing is left of the engine's switch."""
-    for words in (["capacity", "--help"], ["capacity", "--no-trace"]):
-        with pytest.raises(SystemExit):
-            main(words)
-    shown = capsys.readouterr()
-    assert "--trace STR" in shown.out and "--no-trace" not in shown.out
-    assert "unrecognized arguments: --no-trace" in shown.err
-
-
 def test_help_is_about_options_that_exist() -> None:
     names = {f.name for command in COMMANDS.values() for kind in command.options() for f in fields_of(kind)}
     assert {name.split(".")[-1] for lines in HELP.values() for name in lines} <= names
