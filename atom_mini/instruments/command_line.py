@@ -143,21 +143,6 @@ HELP["Engines on Ray"] = {
     "address": "of a Ray that runs; without it one is started",
 }
 
-# %% ../../nbs/instruments/31_command_line.ipynb #0af611f0
-HELP["Capacity"] = {
-    "gpu": "a device whose data sheet says what a step costs",
-    "recorded": "a trace as .json, which says what a step costs",
-    "Capacity.trace": "a published trace of traffic, or a CSV file",
-    "rate": "requests a second; 0: the file's own",
-    "ttft": "seconds to the first token that are allowed",
-    "tpot": "seconds per token that are allowed",
-    "Capacity.replicas": "engines; 0: find out",
-    "seconds": "length of the simulation",
-    "draws": "simulations, with other random numbers",
-    "sticky": "a session stays with its engine",
-    "price": "of one engine for an hour",
-}
-
 # %% ../../nbs/instruments/31_command_line.ipynb #2ab6bbc2
 def help_of(cls: Any, name: str) -> tuple[str, str]:
     """(group, line) of the option `name` of the dataclass `cls`."""
