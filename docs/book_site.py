@@ -27,6 +27,7 @@ KINDS = "exercise|check|solution"
 def flat(text: str) -> str:
     """Markdown with its links to chapters and to pages of docs/ as on the site, where all lie in one folder."""
     text = re.sub(r"\]\((?:\.\./)*docs/", "](", text)
+    text = re.sub(r"!\[([^\]]*)\]\((_static/\S+)\)", r'```{raw} html\n<img src="\2" alt="\1">\n```', text)
     return re.sub(r"\]\((?:\.\./)*(?:\w+/)*(\w+\.ipynb)", r"](\1", text)
 
 
