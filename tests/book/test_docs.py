@@ -294,7 +294,7 @@ def test_the_pages_say_what_is_played() -> None:
     longest = max(-(-(len(r.prompt) + r.max_tokens) // playground.SIZE) for r in requests)
     assert min(playground.KNOBS["blocks"]) == longest + 1 and f"**{longest + 1} blocks** are one more than" in play
     blocks, size = (book_player.TIGHT[name] for name in ("num_kvcache_blocks", "kv_cache_block_size"))
-    assert f"{words[len(requests)].capitalize()} requests share {words[blocks]} blocks of {words[size]} tokens" in first
+    assert f"{words[len(requests)].capitalize()} requests share a cache of {words[blocks]} blocks of {words[size]} tokens" in first
 
 
 def test_the_modelled_steps_leave_the_device_idle_only_for_the_host() -> None:
@@ -433,7 +433,7 @@ def test_names_in_the_chapters_are_links(pages: dict[Path, Page]) -> None:
 
 def test_comments_after_fields_are_shown(pages: dict[Path, Page]) -> None:
     """Autodoc hears of comments that follow a field, and of what only `__init__` sets; the source is shown as it is."""
-    assert "PREFILL or DECODE, for all of them" in (SITE / "api" / "scheduler.html").read_text()
+    assert "PREFILL or DECODE for all of them, or MIXED" in (SITE / "api" / "scheduler.html").read_text()
     assert f"{PACKAGE}.sequence.Sequence.token_ids" in pages[SITE / "api" / "sequence.html"].ids
     assert "#:" not in (SITE / "_modules" / PACKAGE / "scheduler.html").read_text()
 
@@ -785,7 +785,8 @@ def test_the_sidebar_names_the_parts(tab: Any) -> None:
     captions = tab.locator(".sidebar-tree .caption-text").all_text_contents()
     assert captions == ["Start here", *book_map.parts(BOOK), "Look it up"]
     first = tab.locator(".sidebar-tree ul").first.locator("li a").all_text_contents()
-    assert first == ["Play", "Documents", "What goes together", "Glossary"]
+    pages = ["All chapters", "Using the engine", "Play", "What goes together", "Documents", "Glossary"]
+    assert first == [*pages, "Names in other engines"]
 
 
 def test_every_page_is_in_the_sidebar(tab: Any) -> None:
@@ -798,7 +799,7 @@ def test_the_start_page_has_no_measurements(pages: dict[Path, Page]) -> None:
     """They depend on how busy a machine was, and have a page of their own that says so."""
     start, figures = ((SITE / f"{name}.html").read_text() for name in ("index", "figures"))
     assert "score.svg" not in start and "Measured on" not in start
-    assert "score.svg" in figures and figures.count("Measured on") == 2 and "Others used" in figures
+    assert "score.svg" in figures and figures.count("Measured on") == 3 and "Others used" in figures
 
 
 def test_the_api_begins_with_the_three_names_that_users_need(tab: Any) -> None:
