@@ -55,6 +55,7 @@ def stage_chapter(room: dict) -> str:
         is_folded = bool(re.search(r"(?m)^#\| *fold$", cell.source))
         prompts = {f"code_prompt_{state}": "Code" if is_folded else "Solution" for state in ("show", "hide")}
         tags += ["hide-input"] if is_folded or "solution" in tags else []
+        tags += ["remove-input"] if re.match(r"from show import (where|finished)\n", cell.source) else []
         cell.metadata = {"tags": tags, "mystnb": {"image": {"alt": alt}, **prompts}}
         cell.source = (
             "" if re.search(r"(?m)^#\|\s*hide\s*$", cell.source) else re.sub(r"(?m)^#\|.*\n*", "", cell.source)
