@@ -450,6 +450,7 @@ def where(*chapters: str) -> None:
     import matplotlib.pyplot as plt
 
     here = {name for name, (*_, built_in, _) in MAP.items() if {*chapters} & {*built_in.split()}}
+    assert bool(here) == bool(chapters), f"no module of {chapters} is on the map"
     boxes = {name: (x, y, "prefill" if name in here else "free", text) for name, (x, y, _, text) in MAP.items()}
     _, ax = plt.subplots(figsize=(8, 2.2))
     diagram(ax, boxes, [(*ends, "", bend) for *ends, bend in WAYS], width=1.5, height=0.62)

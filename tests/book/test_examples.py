@@ -229,6 +229,15 @@ def test_every_chapter_has_a_question_and_minutes() -> None:
     assert all(question.endswith("?") and int(minutes) >= 5 for _, question, minutes in rows), rows
 
 
+def test_readme_says_how_long_the_chapters_take() -> None:
+    """As `minutes` counts them today, to half an hour. If not: run index.ipynb."""
+    readme = (ROOT / "README.md").read_text()
+    for row, first in (("in an evening", "0"), ("in a weekend", "1")):
+        total = sum(book.minutes(book.read_nb(path).cells) for path in chapters() if path.stem[0] == first)
+        said = re.search(rf"(?m)^\| {row} \|.*\| ([\d.]+) hours", readme)
+        assert said and abs(60 * float(said[1]) - total) <= 15, (row, total)
+
+
 def test_what_a_rung_is_said_to_have_done(scorecard: Any) -> None:
     """Two requests whose times are known: rates, waits, who was in time, and the bytes of the steps."""
     score = importlib.import_module("score")
