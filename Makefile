@@ -87,8 +87,8 @@ $(VENV)/ray: $(VENV)/dev
 serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
-# A quarter of an hour or more: what tests/quick.py picks, side by side, JOBS at a time; then, one by one, those that look at a clock or at
-# other processes. `make test-all` has the rest, too; nothing runs twice.
+# What tests/quick.py picks, side by side, JOBS at a time; then, one by one, tests that look at a clock or at other processes. CI runs
+# `make test-rest` as well. `make test-all` adds the combinations that are left. No case runs twice.
 test: $(VENV)/dev
 	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
@@ -96,16 +96,19 @@ test: $(VENV)/dev
 	$(PY) -m pytest --quick -m "alone and not slow and not real"
 	@$(PY) tests/quick.py
 
-# The engine's suite: `make test-rest` runs it once more with the users' defaults, which decode by a compiled function.
+# The engine's suite: `make test-rest` runs its quick cases again with the users' defaults, which decode by a compiled function.
 ENGINE := $(wildcard $(patsubst %,tests/*/test_%.py,llm async callbacks detokenizer overlap trace))
 
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
 	$(PY) -m pytest --rest -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
 	$(PY) -m pytest --rest -m "alone and not slow and not real"
-	$(PY) -m pytest --users-defaults -n $(JOBS) --dist loadfile -m "not slow and not alone and not real" $(ENGINE)
+	$(PY) -m pytest --users-defaults --quick -n $(JOBS) --dist loadfile -m "not slow and not alone and not real" $(ENGINE)
 
 test-all: test test-rest
+	$(PY) -m pytest --left -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --left -m "alone and not slow and not real"
+	$(PY) -m pytest --users-defaults -n $(JOBS) --dist loadfile -m "not slow and not alone and not real" $(ENGINE)
 
 # The engine on the real weights of `make real`, beside transformers, in every configuration.
 test-real: $(VENV)/dev

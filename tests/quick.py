@@ -1,10 +1,12 @@
-"""What `make test` leaves to `make test-all`: this file holds the rule, seconds.json what it is applied to.
+"""How tests are divided: this file holds the rule, seconds.json the times that it is applied to.
 
-`--quick` gives every test function SHARE seconds: of one whose cases take longer, as many cases run as fit, chosen so
-that each value of each parameter turns up as soon as it can, and one case in any event, so that no function is left out. If
-some cases have the mark `smoke`, it is one of them. Cases longer than LONGEST that are left out are named at the end.
-What runs `alone` keeps two cores from work and counts twice. A function that seconds.json does not know takes no time.
-`--rest` runs the others. `--record` writes seconds.json, of what it runs: do that on a quiet machine.
+`--quick` (`make test`) gives every test function SHARE seconds. Of a function whose cases take longer it runs as many
+cases as fit, chosen so that each value of each parameter turns up as soon as it can, and at least one case, so that no
+function is left out. Cases marked `smoke` come first. Cases longer than LONGEST that are left out are named at the end.
+Tests marked `alone` keep two cores from work and count twice. A function that seconds.json does not know takes no time.
+`--rest` (`make test-rest`; CI runs both) gives every function REST seconds and runs what `--quick` has left of those cases.
+`--left` (`make test-all` runs all three) runs what is left then: more combinations of values that were each tested.
+`--record` writes seconds.json for the tests it runs: do that on a quiet machine.
 
     python tests/quick.py    # the line with which `make test` ends
 """
@@ -20,7 +22,7 @@ from typing import Any
 
 import pytest
 
-SHARE = 2.0  # seconds
+SHARE, REST = 2.0, 30.0  # seconds
 LONGEST = 4.5
 WORTH_RECORDING = 0.4
 SECONDS = Path(__file__).with_name("seconds.json")  # function -> [seconds, of how many cases]
@@ -38,27 +40,30 @@ def values(item: pytest.Item) -> set[tuple[str, int]]:
 
 
 def diagonal(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many of the cases: always the one that shows most values which no earlier one has shown."""
+    """So many of the cases: always the one that shows most values which no earlier one has shown; `smoke` ones first."""
     left, chosen, seen = list(cases), [], set()
     while left and len(chosen) < count:
-        best = max(left, key=lambda item: (len(values(item) - seen), zlib.crc32(item.nodeid.encode())))
+        best = max(left, key=lambda item: (is_smoke(item), len(values(item) - seen), zlib.crc32(item.nodeid.encode())))
         left.remove(best)
         chosen.append(best)
         seen |= values(best)
     return chosen
 
 
-def pick(cases: list[pytest.Item], known: dict[str, list[float]]) -> list[pytest.Item]:
-    """Those of a function's cases that `make test` runs."""
+def is_smoke(item: pytest.Item) -> bool:
+    return item.get_closest_marker("smoke") is not None
+
+
+def pick(cases: list[pytest.Item], known: dict[str, list[float]], least: float = SHARE) -> list[pytest.Item]:
+    """Those of a function's cases that fit into `least` seconds; a mark `share` replaces SHARE."""
     seconds, number = known.get(function_of(cases[0].nodeid), [0.0, 1])
     each, mark = seconds / number, cases[0].get_closest_marker("share")
     if cases[0].get_closest_marker("alone"):
         each *= 2
-    share = mark.args[0] if mark else SHARE
+    share = mark.args[0] if mark and least == SHARE else least
     if each * len(cases) <= share:
         return cases
-    smoke = [case for case in cases if case.get_closest_marker("smoke")]
-    return diagonal(smoke or cases, int(share / each) or 1)
+    return diagonal(cases, int(share / each) or 1)
 
 
 def left_out(picked: dict[str, tuple[list[Any], list[Any]]], known: dict[str, list[float]]) -> dict[str, list[int]]:
@@ -71,24 +76,28 @@ def left_out(picked: dict[str, tuple[list[Any], list[Any]]], known: dict[str, li
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("atom_mini")
     group.addoption("--quick", action="store_true", help="what `make test` runs")
-    group.addoption("--rest", action="store_true", help="what `make test` does not run")
+    group.addoption("--rest", action="store_true", help="what `make test-rest` runs")
+    group.addoption("--left", action="store_true", help="what neither runs")
     group.addoption("--record", action="store_true", help="write how long tests take to tests/seconds.json")
 
 
 @pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not (config.option.quick or config.option.rest):
+    option = config.option
+    if not (option.quick or option.rest or option.left):
         return
     functions, known = defaultdict(list), json.loads(SECONDS.read_text())
     for item in items:
         functions[function_of(item.nodeid)].append(item)
     picked = {name: (cases, pick(cases, known)) for name, cases in functions.items()}
     quick = {item for _, some in picked.values() for item in some}
-    left = [item for item in items if (item in quick) == config.option.rest]
-    if config.option.quick and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):
-        _add(COVERED, {config.option.markexpr: [len(quick), len(left), len(functions), left_out(picked, known)]})
+    both = quick | {item for cases, _ in picked.values() for item in pick(cases, known, REST)}
+    runs = quick if option.quick else both - quick if option.rest else {*items} - both
+    left = [item for item in items if item not in runs]
+    if option.quick and not option.users_defaults and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):
+        _add(COVERED, {option.markexpr: [len(quick), len(left), len(functions), left_out(picked, known)]})
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if (item in quick) != config.option.rest]
+    items[:] = [item for item in items if item in runs]
 
 
 class Recorder:
@@ -128,7 +137,7 @@ def covered(runs: Iterable[list[Any]]) -> str:
     tests, left, functions = map(sum, counts)
     every = {name: n for found in names for name, n in found.items()}
     line = f"make test ran {tests:,} of {tests + left:,} tests, at least one of each of {functions:,} test functions;"
-    line += f" make test-all has the other {left:,}, and mypy."
+    line += f" make test-rest and make test-all have the other {left:,}, and mypy."
     long = ", ".join(f"{name} ({n} of {of})" for name, (n, of) in sorted(every.items()))
     return f"{line} Left out of those that take over {LONGEST} s: {long}." if long else line
 

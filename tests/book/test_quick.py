@@ -44,6 +44,14 @@ def test_one_case_of_each_function_runs_however_long_it_takes(name: str, marks: 
     assert len(picked) == 1 or (name == "test_grid" and len(picked) == 2)
 
 
+@pytest.mark.parametrize("marks", [{}, {"alone": []}, {"share": [1.0]}, {"smoke": []}], ids=str)
+def test_the_rest_holds_what_is_quick(marks: dict[str, Any]) -> None:
+    items = cases("test_grid", (4, 3), **marks)
+    known = {"test_x.py::test_grid": [96.0, 12]}
+    quick_ones, more = quick.pick(items, known), quick.pick(items, known, quick.REST)
+    assert len(quick_ones) == 1 and more[:1] == quick_ones and len(more) == (1 if "alone" in marks else 3)
+
+
 def test_long_cases_that_are_left_out_have_names() -> None:
     known = KNOWN | {"test_x.py::test_giant": [27.0, 3]}
     picked = {f"test_x.py::{n}": (all := cases(n, (3,)), quick.pick(all, known)) for n in ("test_giant", "test_short")}
@@ -57,7 +65,7 @@ def test_what_runs_alone_counts_twice() -> None:
 def test_the_last_line() -> None:
     runs = [[10, 90, 5, {"test_x.py::test_b": [2, 3], "test_x.py::test_a": [4, 5]}], [1, 1000, 3, {}]]
     assert quick.covered(runs) == (
-        "make test ran 11 of 1,101 tests, at least one of each of 8 test functions; make test-all has the other 1,090, and mypy."
+        "make test ran 11 of 1,101 tests, at least one of each of 8 test functions; make test-rest and make test-all have the other 1,090, and mypy."
         " Left out of those that take over 4.5 s: test_x.py::test_a (4 of 5), test_x.py::test_b (2 of 3)."
     )
     assert quick.covered([[10, 0, 5, {}]]).endswith("and mypy.")
