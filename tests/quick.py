@@ -54,13 +54,13 @@ def is_smoke(item: pytest.Item) -> bool:
     return item.get_closest_marker("smoke") is not None
 
 
-def pick(cases: list[pytest.Item], known: dict[str, list[float]], least: float = SHARE) -> list[pytest.Item]:
-    """Those of a function's cases that fit into `least` seconds; a mark `share` replaces SHARE."""
+def pick(cases: list[pytest.Item], known: dict[str, list[float]], rest: bool = False) -> list[pytest.Item]:
+    """Those of a function's cases that fit into its seconds: SHARE, or REST; the mark `share(1.0, 60.0)` names others."""
     seconds, number = known.get(function_of(cases[0].nodeid), [0.0, 1])
     each, mark = seconds / number, cases[0].get_closest_marker("share")
     if cases[0].get_closest_marker("alone"):
         each *= 2
-    share = mark.args[0] if mark and least == SHARE else least
+    share = (mark.args if mark else (SHARE, REST))[rest]
     if each * len(cases) <= share:
         return cases
     return diagonal(cases, int(share / each) or 1)
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         functions[function_of(item.nodeid)].append(item)
     picked = {name: (cases, pick(cases, known)) for name, cases in functions.items()}
     quick = {item for _, some in picked.values() for item in some}
-    both = quick | {item for cases, _ in picked.values() for item in pick(cases, known, REST)}
+    both = quick | {item for cases, _ in picked.values() for item in pick(cases, known, rest=True)}
     runs = quick if option.quick else both - quick if option.rest else {*items} - both
     left = [item for item in items if item not in runs]
     if option.quick and not option.users_defaults and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):

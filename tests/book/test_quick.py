@@ -31,24 +31,24 @@ def test_a_function_that_fits_runs_whole() -> None:
 
 @pytest.mark.parametrize(("share", "number"), [(2.0, 2), (4.0, 4), (12.0, 12)])
 def test_of_a_grid_as_much_as_fits_and_every_value_first(share: float, number: int) -> None:
-    picked = quick.pick(cases("test_grid", (4, 3), share=[share]), KNOWN)
+    picked = quick.pick(cases("test_grid", (4, 3), share=[share, 30.0]), KNOWN)
     indices = [item.callspec.indices for item in picked]
     assert len(picked) == number and len({i["a"] for i in indices}) == min(number, 4)
     assert len({i["b"] for i in indices}) == min(number, 3)
 
 
-@pytest.mark.parametrize("marks", [{}, {"alone": []}, {"share": [0.1]}, {"smoke": []}], ids=str)
+@pytest.mark.parametrize("marks", [{}, {"alone": []}, {"share": [0.1, 30.0]}, {"smoke": []}], ids=str)
 @pytest.mark.parametrize("name", ["test_long", "test_giant", "test_grid"])
 def test_one_case_of_each_function_runs_however_long_it_takes(name: str, marks: dict[str, Any]) -> None:
     picked = quick.pick(cases(name, (4, 3) if name == "test_grid" else (1,), **marks), KNOWN)
     assert len(picked) == 1 or (name == "test_grid" and len(picked) == 2)
 
 
-@pytest.mark.parametrize("marks", [{}, {"alone": []}, {"share": [1.0]}, {"smoke": []}], ids=str)
+@pytest.mark.parametrize("marks", [{}, {"alone": []}, {"share": [1.0, 24.0]}, {"smoke": []}], ids=str)
 def test_the_rest_holds_what_is_quick(marks: dict[str, Any]) -> None:
     items = cases("test_grid", (4, 3), **marks)
     known = {"test_x.py::test_grid": [96.0, 12]}
-    quick_ones, more = quick.pick(items, known), quick.pick(items, known, quick.REST)
+    quick_ones, more = quick.pick(items, known), quick.pick(items, known, rest=True)
     assert len(quick_ones) == 1 and more[:1] == quick_ones and len(more) == (1 if "alone" in marks else 3)
 
 

@@ -21,7 +21,7 @@ def test_every_family_is_recorded() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.share(60.0)
+@pytest.mark.share(60, 60)
 @pytest.mark.parametrize("name", golden.FAMILIES)
 def test_small_models_answer_as_they_did(name: str, tmp_path: Path) -> None:
     """With room for all, and through chunks, prefix hits and preemptions; with decodes beside the chunks, too."""
