@@ -31,17 +31,17 @@ def flat(text: str) -> str:
     return re.sub(r"\]\((?:\.\./)*(?:\w+/)*(\w+\.ipynb)", r"](\1", text)
 
 
-def stage_chapter(room: dict) -> str:
+def stage_chapter(node: dict) -> str:
     """The notebook as the site shows it: no hidden cells, no `#|` lines, alt texts, under its title a line of links.
 
     An exercise's solution stands folded under its check; the stylesheet says what the other cells are.
     """
-    notebook, api = room["notebook"], ", ".join(f"[{module}](api/{module}.md)" for module in room["modules"])
+    notebook, api = node["notebook"], ", ".join(f"[{module}](api/{module}.md)" for module in node["modules"])
     notebook.cells = books.unmove_solutions(notebook.cells)
     _, promise, *rest = notebook.cells[0].source.split("\n\n")
-    links = f"{{.lead-links}}\n{room['part']} · {room['minutes']} minutes · this page is a notebook, "
-    links += f"`{books.path_of(room['chapter']).relative_to(ROOT)}` · [open it in Colab]({books.colab(room['chapter'])})"
-    head = [f"# {room['title']}", promise, f"{links} · API of {api}" if api else links]
+    links = f"{{.lead-links}}\n{node['part']} · {node['minutes']} minutes · this page is a notebook, "
+    links += f"`{books.path_of(node['chapter']).relative_to(ROOT)}` · [open it in Colab]({books.colab(node['chapter'])})"
+    head = [f"# {node['title']}", promise, f"{links} · API of {api}" if api else links]
     notebook.cells[0].source = "\n\n".join([*head, *rest])
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -103,21 +103,21 @@ def llms(book: nx.DiGraph) -> str:
     lines += ["- [How to change it](CONTRIBUTING.html)", "- [What goes together](together.html)", "- [API](api.html)"]
     for part, names in parts(book).items():
         lines += ["", f"## {part}", ""]
-        for room in (book.nodes[name] for name in names):
-            promise = room["notebook"].cells[0].source.split("\n\n")[1].lstrip("> ").replace("\n", " ")
-            lines.append(f"- [{room['title']}]({room['chapter']}.html): {promise}")
+        for node in (book.nodes[name] for name in names):
+            promise = node["notebook"].cells[0].source.split("\n\n")[1].lstrip("> ").replace("\n", " ")
+            lines.append(f"- [{node['title']}]({node['chapter']}.html): {promise}")
     return "\n".join(lines) + "\n"
 
 
 def stage() -> dict[str, str]:
     """Every source of the site, by path."""
     book = read_book()
-    modules = {module: room for room in book.nodes.values() for module in room["modules"]}
+    modules = {module: node for node in book.nodes.values() for module in node["modules"]}
     page_of = {module.split(".")[-1]: f"api/{module}" for module in modules}
-    rooms_of = {part: [book.nodes[name] for name in names] for part, names in parts(book).items()}
-    chapters = {part: [room["chapter"] for room in rooms] for part, rooms in rooms_of.items()}
+    nodes_of = {part: [book.nodes[name] for name in names] for part, names in parts(book).items()}
+    chapters = {part: [node["chapter"] for node in nodes] for part, nodes in nodes_of.items()}
     pages = {
-        part: [f"api/{module}" for room in rooms for module in room["modules"]] for part, rooms in rooms_of.items()
+        part: [f"api/{module}" for node in nodes for module in node["modules"]] for part, nodes in nodes_of.items()
     }
     files = {
         "map.html": draw(book),
@@ -132,10 +132,10 @@ def stage() -> dict[str, str]:
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{flat(page.read_text())}"
     modules_cell = r"(?<=[|,] )`([\w./]+)`(?= \||, `)"
     files["chapters.md"] = re.sub(modules_cell, lambda cell: link_module(cell[1], page_of), files["chapters.md"])
-    for room in book.nodes.values():
-        files[f"{room['chapter']}.ipynb"] = stage_chapter(room)
-    for module, room in modules.items():
-        head = f"# {module}\n\n{{.lead-links}}\nWritten in [](../{room['chapter']}.ipynb)."
+    for node in book.nodes.values():
+        files[f"{node['chapter']}.ipynb"] = stage_chapter(node)
+    for module, node in modules.items():
+        head = f"# {module}\n\n{{.lead-links}}\nWritten in [](../{node['chapter']}.ipynb)."
         files[f"api/{module}.md"] = f"{head}\n\n```{{eval-rst}}\n.. automodule:: atom_mini.{module}\n```\n"
     return files
 

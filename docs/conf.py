@@ -38,8 +38,8 @@ html_js_files += [(None, {"body": "if (location.protocol=='file:') DOCUMENTATION
 html_copy_source = html_show_sphinx = False
 
 BOOK = read_book()
-ROOM_OF_MODULE = {module: name for name, room in BOOK.nodes.items() for module in room["modules"]}
-MODULE_OF_PAGE = {room["chapter"]: name for name, room in BOOK.nodes.items()} | {f"api/{m}": m for m in ROOM_OF_MODULE}
+NODE_OF_MODULE = {module: name for name, node in BOOK.nodes.items() for module in node["modules"]}
+MODULE_OF_PAGE = {node["chapter"]: name for name, node in BOOK.nodes.items()} | {f"api/{m}": m for m in NODE_OF_MODULE}
 UPSTREAM = {  # first folder of a path in the chapters -> where that file is on GitHub; the last is vLLM on IBM Spyre
     "atom": "ROCm/ATOM/blob/main", "nanovllm": "GeeeekExplorer/nano-vllm/blob/main",
     "vllm": "vllm-project/vllm/blob/main", "minisgl": "sgl-project/mini-sglang/blob/main/python",
@@ -50,7 +50,7 @@ UPSTREAM = {  # first folder of a path in the chapters -> where that file is on 
 def split(full: str) -> tuple[str, str] | None:
     """The module of a name and the name in it: `atom_mini.refinements.overlap.OverlapCore.step` after the third dot."""
     pieces = full.split(".")[1:]
-    ends = (n for n in range(1, len(pieces)) if ".".join(pieces[:n]) in ROOM_OF_MODULE)
+    ends = (n for n in range(1, len(pieces)) if ".".join(pieces[:n]) in NODE_OF_MODULE)
     return next(((".".join(pieces[:n]), ".".join(pieces[n:])) for n in ends), None)
 
 
@@ -61,8 +61,8 @@ def resolve(text: str, module: str, names: set[str]) -> str | None:
     own = [p for p in parts if p[0] == module]
     exact = [p for p in parts if name.endswith(p[1])]  # a class, a function, or with its class before it
     # Another module's field: if no other has it, and a plain word (`factor`) only if this module imports that one.
-    here = ROOM_OF_MODULE.get(module)
-    known = [p for p in parts if "_" in name or BOOK.has_edge(ROOM_OF_MODULE[p[0]], here)]
+    here = NODE_OF_MODULE.get(module)
+    known = [p for p in parts if "_" in name or BOOK.has_edge(NODE_OF_MODULE[p[0]], here)]
     found = own + exact + known * (len({p[0] for p in parts}) == 1)
     return next((".".join(["atom_mini", *pair]) for pair in found), None)
 
@@ -87,7 +87,7 @@ def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
 
 def find_attributes(app: Sphinx) -> None:
     """Autodoc shows attributes that have a comment with `#:`. Make it see one in each comment, and where none is."""
-    for module in ROOM_OF_MODULE:
+    for module in NODE_OF_MODULE:
         name, source = f"atom_mini.{module}", source_of(module).read_text()
         marked = re.sub(r"(?m)^( +self\.|[A-Z])[\w., ]+(: .*)? = ", r"#:\n\g<0>", source.replace("  # ", "  #: "))
         ModuleAnalyzer.cache["module", name] = analyzer = ModuleAnalyzer.for_string(source, name)

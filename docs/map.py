@@ -1,7 +1,7 @@
 """The book as a graph of what is imported, its parts, and its map: an SVG for each part, and a list for a phone."""
-# A room is a chapter and its modules, above all that it imports. Left, the rooms that never import torch; right, those
-# that do. An arrow leads from a room to one that imports it; none is drawn where a longer path is. Pointing at it says
-# what is taken. What a room takes from an earlier part stands in it, as `on 04`. An import against the order of reading
+# A node is a chapter and its modules, above all that it imports. Left, the nodes that never import torch; right, those
+# that do. An arrow leads from a node to one that imports it; none is drawn where a longer path is. Pointing at it says
+# what is taken. What a node takes from an earlier part stands in it, as `on 04`. An import against the order of reading
 # is not shown: the module that puts the engine together knows every variant.
 
 import ast
@@ -33,13 +33,13 @@ HOUR = {  # an hour's path: chapter -> what it answers
     "03": "Where do the keys and values of a request live?",
     "13": "What happens to one request, from text to text?",
 }
-WIDTH = 114  # of a room
+WIDTH = 114  # of a node
 HEIGHT = 50
-SEAT = 124  # from a room to its neighbour
-AISLE = 12  # between left and right
-FLOOR = 70  # from one floor to the next
-SEATS = 3  # on either side of the aisle
-LINE = 20  # letters in a line of a room
+COLUMN = 124  # from a node to its neighbour
+GUTTER = 12  # between left and right
+LAYER = 70  # from one layer to the next
+COLUMNS = 3  # on either side of the gutter
+LINE = 20  # letters in a line of a node
 
 
 def part_of(chapter: str) -> str:
@@ -51,8 +51,8 @@ def part_of(chapter: str) -> str:
 
 
 def parts(book: nx.DiGraph) -> dict[str, list[str]]:
-    """The rooms of each part, in reading order."""
-    return {part: list(rooms) for part, rooms in groupby(book, key=lambda name: book.nodes[name]["part"])}
+    """The nodes of each part, in reading order."""
+    return {part: list(nodes) for part, nodes in groupby(book, key=lambda name: book.nodes[name]["part"])}
 
 
 def source_of(module: str, root: Path = ROOT) -> Path:
@@ -74,9 +74,9 @@ def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
 def read_book(root: Path = ROOT) -> nx.DiGraph:
     """The chapters in reading order, under the name of the module if they export one, else under their own.
 
-    `modules` of a room are all that its notebook exports. An edge's attributes are the imported names.
+    `modules` of a node are all that its notebook exports. An edge's attributes are the imported names.
     """
-    book, written_in, rooms = nx.DiGraph(), defaultdict(list), {}
+    book, written_in, nodes = nx.DiGraph(), defaultdict(list), {}
     for path in sorted((root / "atom_mini").rglob("*.py")):
         if origin := re.search(r"File to edit: [./]*nbs/(?:\w+/)?(\w+)\.ipynb", path.read_text()):
             module = path.relative_to(root / "atom_mini").with_suffix("")
@@ -91,37 +91,37 @@ def read_book(root: Path = ROOT) -> nx.DiGraph:
         about = {"title": title, "part": part_of(path.stem), "side": side, "modules": modules}
         about["minutes"] = minutes(notebook.cells)
         book.add_node(name, notebook=notebook, chapter=path.stem, **about)
-        rooms |= dict.fromkeys(modules, name)
+        nodes |= dict.fromkeys(modules, name)
         for module, source in zip(modules, sources, strict=True):
-            for low, taken in imports(module, source):  # what is not yet in `rooms` is in a later chapter
-                if rooms.get(low, name) != name:
-                    book.add_edge(rooms[low], name, **{taken: True})
+            for low, taken in imports(module, source):  # what is not yet in `nodes` is in a later chapter
+                if nodes.get(low, name) != name:
+                    book.add_edge(nodes[low], name, **{taken: True})
     return book
 
 
 Point = tuple[float, float]
 
 
-def floors(book: nx.DiGraph, rooms: list[str]) -> dict[str, int]:
-    """The floor of each room of a part: above those of its part that it imports, and beside the one before it if it
+def layers(book: nx.DiGraph, nodes: list[str]) -> dict[str, int]:
+    """The layer of each node of a part: above those of its part that it imports, and beside the one before it if it
     exports nothing."""
     found: dict[str, int] = {}
     taken: Counter[tuple[int, str]] = Counter()
-    for name in rooms:
+    for name in nodes:
         side, below = book.nodes[name]["side"], [found[low] + 1 for low in book.predecessors(name) if low in found]
         before = [] if book.nodes[name]["modules"] else [*found.values()][-1:]
-        floor = max(below + before, default=0)
-        while taken[floor, side] == SEATS:
-            floor += 1
-        taken[floor, side] += 1
-        found[name] = floor
+        layer = max(below + before, default=0)
+        while taken[layer, side] == COLUMNS:
+            layer += 1
+        taken[layer, side] += 1
+        found[name] = layer
     return found
 
 
 def curve(start: Point, end: Point, gap: float | None = None) -> list[Point]:
-    """An arrow from the room at `start` up to the one at `end`, perhaps through the `gap` between two columns: a point,
+    """An arrow from the node at `start` up to the one at `end`, perhaps through the `gap` between two columns: a point,
     then three for each cubic piece."""
-    (x0, y0), (x1, y1), turn = start, (end[0], end[1] + HEIGHT + 2), FLOOR - HEIGHT
+    (x0, y0), (x1, y1), turn = start, (end[0], end[1] + HEIGHT + 2), LAYER - HEIGHT
     if gap is None:
         high = min(30, (y0 - y1) / 2)
         return [(x0, y0), (x0, y0 - high), (x1, y1 + high), (x1, y1)]
@@ -139,49 +139,49 @@ def way(points: list[Point]) -> Iterator[Point]:
 
 
 def hidden(at: dict[str, Point], low: str, up: str, gap: float | None = None) -> int:
-    """How much of an arrow lies under rooms that it does not belong to."""
+    """How much of an arrow lies under nodes that it does not belong to."""
     others = [at[name] for name in at if name not in (low, up) and at[up][1] < at[name][1] < at[low][1]]
     steps = [*way(curve(at[low], at[up], gap))]
     return sum(abs(x - a) < WIDTH / 2 + 3 and b - 1 < y < b + HEIGHT + 1 for x, y in steps for a, b in others)
 
 
 def gap_for(at: dict[str, Point], low: str, up: str) -> float | None:
-    """The gap between columns that an arrow takes; None if it lies under no room without."""
-    gaps = [x + side * SEAT / 2 for x in (at[low][0], at[up][0]) for side in (-1, 1)]
+    """The gap between columns that an arrow takes; None if it lies under no node without."""
+    gaps = [x + side * COLUMN / 2 for x in (at[low][0], at[up][0]) for side in (-1, 1)]
     return min([None, *gaps], key=lambda gap: hidden(at, low, up, gap))
 
 
-def place(book: nx.DiGraph, rooms: list[str]) -> dict[str, Point]:
-    """The middle of each room of a part at its top. Seats are dealt so that arrows are short and lie under no room."""
-    floor_of, edges = floors(book, rooms), inside(book, rooms)
-    groups = [[n for n in rooms if (floor_of[n], book.nodes[n]["side"]) == key] for key in
-              sorted({(floor_of[n], book.nodes[n]["side"]) for n in rooms})]  # fmt: skip
+def place(book: nx.DiGraph, nodes: list[str]) -> dict[str, Point]:
+    """The middle of each node of a part at its top. Columns are dealt so that arrows are short and lie under no node."""
+    layer_of, edges = layers(book, nodes), inside(book, nodes)
+    groups = [[n for n in nodes if (layer_of[n], book.nodes[n]["side"]) == key] for key in
+              sorted({(layer_of[n], book.nodes[n]["side"]) for n in nodes})]  # fmt: skip
     at: dict[str, Point] = {}
 
-    def seat(group: list[str], seats: tuple[int, ...]) -> None:
-        for name, n in zip(group, seats, strict=True):
-            x = n * SEAT + (WIDTH + AISLE) / 2  # from the aisle outwards
-            at[name] = (x if book.nodes[name]["side"] == "right" else -x), -floor_of[name] * FLOOR
+    def put(group: list[str], columns: tuple[int, ...]) -> None:
+        for name, n in zip(group, columns, strict=True):
+            x = n * COLUMN + (WIDTH + GUTTER) / 2  # from the gutter outwards
+            at[name] = (x if book.nodes[name]["side"] == "right" else -x), -layer_of[name] * LAYER
 
     def cost() -> float:
         return sum(abs(at[low][0] - at[up][0]) + 300 * hidden(at, low, up) for low, up in edges)
 
-    def cost_of(group: list[str], seats: tuple[int, ...]) -> float:
-        seat(group, seats)
+    def cost_of(group: list[str], columns: tuple[int, ...]) -> float:
+        put(group, columns)
         return cost()
 
     for group in groups:
-        seat(group, tuple(range(len(group))))
+        put(group, tuple(range(len(group))))
     for _ in range(3):
         for group in groups:
-            ways = permutations(range(SEATS), len(group))
-            seat(group, min(ways, key=lambda seats: cost_of(group, seats)))
+            ways = permutations(range(COLUMNS), len(group))
+            put(group, min(ways, key=lambda columns: cost_of(group, columns)))
     return at
 
 
-def inside(book: nx.DiGraph, rooms: list[str]) -> list[tuple[str, str]]:
+def inside(book: nx.DiGraph, nodes: list[str]) -> list[tuple[str, str]]:
     """The arrows of a part."""
-    return [(low, up) for low, up in nx.transitive_reduction(book).edges if low in rooms and up in rooms]
+    return [(low, up) for low, up in nx.transitive_reduction(book).edges if low in nodes and up in nodes]
 
 
 def arrow(points: list[Point], names: list[str]) -> str:
@@ -191,33 +191,33 @@ def arrow(points: list[Point], names: list[str]) -> str:
     return f'<g class="arrow"><title>{", ".join(names)}</title>{path}</g>'
 
 
-def room_of(room: dict, at: Point, on: str, tip: str) -> str:
+def draw_box(node: dict, at: Point, on: str, tip: str) -> str:
     """A box with the chapter's title, and under it what it stands `on`; pointing at it shows `tip`."""
-    (x, y), lines = at, textwrap.wrap(room["title"], LINE)
+    (x, y), lines = at, textwrap.wrap(node["title"], LINE)
     texts = [("name", line) for line in lines] + [("on", on)] * bool(on)
     step = 11.5 if len(texts) < 4 else 10.5
     first = y + HEIGHT / 2 + 3.5 - step / 2 * (len(texts) - 1)
     spans = "".join(f'<text x="{x:.0f}" y="{first + step * n:.1f}" class="{kind}">{escape(line)}</text>'
                     for n, (kind, line) in enumerate(texts))  # fmt: skip
     return (
-        f'<a href="{room["chapter"]}.html" class="{room["side"]}"><title>{escape(tip)}</title>'
+        f'<a href="{node["chapter"]}.html" class="{node["side"]}"><title>{escape(tip)}</title>'
         f'<rect x="{x - WIDTH / 2:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>{spans}</a>'
     )
 
 
-def draw_part(book: nx.DiGraph, part: str, rooms: list[str]) -> str:
+def draw_part(book: nx.DiGraph, part: str, nodes: list[str]) -> str:
     """The map of one part, as SVG text."""
-    at, drawn = place(book, rooms), nx.transitive_reduction(book)
-    ways = {(low, up): curve(at[low], at[up], gap_for(at, low, up)) for low, up in inside(book, rooms)}
+    at, drawn = place(book, nodes), nx.transitive_reduction(book)
+    ways = {(low, up): curve(at[low], at[up], gap_for(at, low, up)) for low, up in inside(book, nodes)}
     shapes = [arrow(points, [*book.edges[edge]]) for edge, points in ways.items()]
-    for name in rooms:
-        room = book.nodes[name]
-        others = {book.nodes[low]["chapter"].split("_")[0]: low for low in drawn.pred[name] if low not in rooms}
-        tip = room["notebook"].cells[0].source.split("\n\n")[1].lstrip("> ")
-        tip = "\n".join([tip, *map("atom_mini.{}".format, room["modules"])])
+    for name in nodes:
+        node = book.nodes[name]
+        others = {book.nodes[low]["chapter"].split("_")[0]: low for low in drawn.pred[name] if low not in nodes}
+        tip = node["notebook"].cells[0].source.split("\n\n")[1].lstrip("> ")
+        tip = "\n".join([tip, *map("atom_mini.{}".format, node["modules"])])
         tip += "".join(f"\n{number}: {', '.join(book.edges[low, name])}" for number, low in others.items())
-        shapes.append(room_of(room, at[name], f"on {', '.join(others)}" if others else "", tip))
-    right, top = SEATS * SEAT + AISLE // 2, min(y for _, y in at.values())
+        shapes.append(draw_box(node, at[name], f"on {', '.join(others)}" if others else "", tip))
+    right, top = COLUMNS * COLUMN + GUTTER // 2, min(y for _, y in at.values())
     return (
         f'<div class="map-box"><svg class="book-map" viewBox="{-right} {top - 1:.0f} {2 * right} {HEIGHT + 2 - top:.0f}" '
         f'role="group" aria-label="Map of {part}: chapters, and who imports whom"><marker id="tip" refX="7" refY="4" '
@@ -228,23 +228,23 @@ def draw_part(book: nx.DiGraph, part: str, rooms: list[str]) -> str:
 def draw(book: nx.DiGraph) -> str:
     """The map: the first part, and each later one folded. On a phone each is a list."""
     shown = []
-    for part, rooms in parts(book).items():
+    for part, nodes in parts(book).items():
         links = "".join(f'<li><a href="{book.nodes[name]["chapter"]}.html">{escape(book.nodes[name]["title"])}</a></li>'
-                        for name in rooms)  # fmt: skip
-        both = f'{draw_part(book, part, rooms)}<ul class="map-list">{links}</ul>'
+                        for name in nodes)  # fmt: skip
+        both = f'{draw_part(book, part, nodes)}<ul class="map-list">{links}</ul>'
         state = " open" if not shown else ""
         shown.append(
-            f'<details class="part"{state}><summary>{part} <span>{len(rooms)} chapters</span></summary>{both}</details>'
+            f'<details class="part"{state}><summary>{part} <span>{len(nodes)} chapters</span></summary>{both}</details>'
         )
     return "\n".join(shown) + "\n"
 
 
 def hour(book: nx.DiGraph) -> str:
-    """The hour's path, as a line of rooms."""
-    rooms = {room["chapter"].split("_")[0]: room for _, room in book.nodes.items()}
+    """The hour's path, as a line of nodes."""
+    nodes = {node["chapter"].split("_")[0]: node for _, node in book.nodes.items()}
     items = ""
     for number, question in HOUR.items():
-        room = rooms[number]
-        about = f"<b>{escape(room['title'])}</b>{question}<small>{room['minutes']} minutes</small>"
-        items += f'<li><a href="{room["chapter"]}.html">{about}</a></li>'
+        node = nodes[number]
+        about = f"<b>{escape(node['title'])}</b>{question}<small>{node['minutes']} minutes</small>"
+        items += f'<li><a href="{node["chapter"]}.html">{about}</a></li>'
     return f'<ol class="hour">{items}</ol>\n'

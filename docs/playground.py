@@ -26,7 +26,7 @@ from atom_mini.sequence import Sequence
 from atom_mini.systems.spyre import PaddedBatch
 
 SIZE = 4  # tokens of a block
-SEATS = 8  # max_num_seqs
+MAX_NUM_SEQS = 8  # max_num_seqs
 WEIGHTS = 20.0  # ms of every step
 TOKEN = 1.0  # ms for each token that it computes
 READ = 0.05  # ms for each token that it attends to
@@ -107,7 +107,7 @@ class Run(NamedTuple):
 def run(policy: str, blocks: int, budget: int, rate: int | str, cache: str) -> Run:
     """Play the load through the real scheduler; its trace is checked."""
     pool = {"kv_cache_block_size": SIZE, "num_kvcache_blocks": blocks, "max_model_len": 32}
-    limits = {"max_num_seqs": SEATS, "max_num_batched_tokens": budget, "enable_prefix_caching": cache == "on"}
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": budget, "enable_prefix_caching": cache == "on"}
     config = EngineArgs(**pool, **limits, **POLICIES[policy])
     runner, requests = ModelledRunner(), load(rate)
     core = (OverlapCore if config.overlap else EngineCore)(config, runner)

@@ -24,10 +24,10 @@ Table = dict[str, list[str]]  # the name of a row -> its cells
 NAMES = {"transformers generate": "transformers `generate`"}
 DRAFTS = {  # row -> task, drafter
     "lookup, a list that is copied": ("copy", "lookup"),
-    "lookup, questions answered from what was told": ("recall", "lookup"),
+    "lookup, questions about facts in the prompt": ("recall", "lookup"),
     "EAGLE-3 head, stories": ("story", "EAGLE head"),
-    "lookup, stories: its few guesses are wrong": ("story", "lookup"),
-    "lookup, stories, if it never finds anything": ("story", "lookup, in vain"),
+    "lookup, stories (its few guesses are wrong)": ("story", "lookup"),
+    "lookup, stories, when it finds nothing": ("story", "lookup, in vain"),
 }
 
 
@@ -71,14 +71,14 @@ def small(host: dict[str, Any], full: dict[str, Any]) -> Table:
         )
     )
     peak = max(shape["anonymous_share"] for shape in sizes)
-    replay = "host time of a decode step that is replayed on a GPU, 256 sequences, all but the driver's call"
+    replay = "host time of a decode step that is replayed on a GPU, 256 sequences, without the driver's call"
     return {
-        "host time per decode step, everything but the model, 256 / 512 sequences":
+        "host time per decode step, without the model, 256 / 512 sequences":
             [f"{times} ms, for contexts of 128 to 4,096 tokens"],
         "logits against transformers, Qwen3-0.6B and Llama-3.2-1B shapes, float32, random weights":
             [f"differ by at most {errors}"],
         f"loading them ({gigabytes} GB), peak memory": [f"{seconds} s, {peak:.2f} x the weights"],
-        f"{replay} (measured on the CPU alone)": [f"{host['replayed, 256'][0]:.2f} ms"],
+        f"{replay} (measured on a CPU)": [f"{host['replayed, 256'][0]:.2f} ms"],
     }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def drafts_sentence(results: list[dict[str, Any]]) -> str:
     return (
         f"In the same run a lookup that finds nothing costs {100 * statistics.fmean(vain):.1f} % (mean of {len(vain)} cases, "
         f"{100 * max(vain):.0f} % at most), and chapter [54](nbs/speculation/54_when_it_pays.ipynb)'s formula, "
-        f"with the times of steps and drafters measured meanwhile, is {100 * statistics.median(errors):.0f} % off in the "
+        f"with step and drafter times measured in the same run, is {100 * statistics.median(errors):.0f} % off in the "
         f"median, within 20 % in {near} of "
         f"{len(errors)} cases."
     )
@@ -128,7 +128,7 @@ def busy_sentence(busy: dict[str, Any]) -> str:
 
     compiled, torch = ((pair(kind, 2), pair(kind, 0)) for kind in ("", ", torch"))
     return (
-        f"tokens/s: {compiled[0]} (alone {compiled[1]}), for a compiled decode has its own way to wait; where torch decodes "
+        f"tokens/s: {compiled[0]} (alone {compiled[1]}), because the compiled decode has its own barrier; where torch decodes "
         f"(`compiled=False`), {torch[0]} (alone {torch[1]})."
     )
 

@@ -120,10 +120,10 @@ def test_a_name_means_what_its_chapter_says() -> None:
 
 def test_hidden_cells_and_directives_stay_behind() -> None:
     """A staged chapter has no `#|` line, no hidden cell, and a text for every figure."""
-    for name, room in book_map.read_book().nodes.items():
-        hidden = {cell.source for cell in room["notebook"].cells if cell.source.startswith("#| hide\n")}
-        methods = sum(bool(re.match(r"(#\|.*\n)*@patch", cell.source)) for cell in room["notebook"].cells)
-        staged = json.loads(book_site.stage_chapter(room))
+    for name, node in book_map.read_book().nodes.items():
+        hidden = {cell.source for cell in node["notebook"].cells if cell.source.startswith("#| hide\n")}
+        methods = sum(bool(re.match(r"(#\|.*\n)*@patch", cell.source)) for cell in node["notebook"].cells)
+        staged = json.loads(book_site.stage_chapter(node))
         assert sum("".join(cell["source"]).startswith("@patch") for cell in staged["cells"]) == methods
         for cell in staged["cells"]:
             source = "".join(cell["source"])
@@ -135,8 +135,8 @@ def test_hidden_cells_and_directives_stay_behind() -> None:
 
 
 def test_the_map_shows_the_real_imports() -> None:
-    """Every chapter is a room, no two overlap, arrows point up and lie under no room, and sides are what the design says."""
-    rooms, shown = dict(BOOK.nodes.items()), set(nx.transitive_reduction(BOOK).edges)
+    """Every chapter is a node, no two overlap, arrows point up and lie under no node, and sides are what the design says."""
+    nodes, shown = dict(BOOK.nodes.items()), set(nx.transitive_reduction(BOOK).edges)
     whole = book_map.draw(BOOK)
     assert all(
         whole.count(f'href="{chapter}.html"') == 2 for chapter in CHAPTERS.values()
@@ -154,21 +154,21 @@ def test_the_map_shows_the_real_imports() -> None:
         ]
         assert min(gaps) > 0
     for low, up, taken in BOOK.edges(data=True):
-        source = "\n".join(book_map.source_of(module).read_text() for module in rooms[up]["modules"])
-        known = "|".join(module.split(".")[-1] for module in rooms[low]["modules"])
+        source = "\n".join(book_map.source_of(module).read_text() for module in nodes[up]["modules"])
+        known = "|".join(module.split(".")[-1] for module in nodes[low]["modules"])
         assert re.search(rf"from [\w.]+\b({known}) import", source) and all(name in source for name in taken)
-    assert rooms["scheduler"]["side"] == rooms["engine_core"]["side"] == "left"
-    assert rooms["model_runner"]["side"] == "right"
+    assert nodes["scheduler"]["side"] == nodes["engine_core"]["side"] == "left"
+    assert nodes["model_runner"]["side"] == "right"
 
 
 def test_an_hour_is_an_hour() -> None:
     """The path's chapters take one to read, as they say at their heads."""
-    path = [room for _, room in BOOK.nodes.items() if room["chapter"].split("_")[0] in book_map.HOUR]
-    assert len(path) == len(book_map.HOUR) and 50 <= sum(room["minutes"] for room in path) <= 70
+    path = [node for _, node in BOOK.nodes.items() if node["chapter"].split("_")[0] in book_map.HOUR]
+    assert len(path) == len(book_map.HOUR) and 50 <= sum(node["minutes"] for node in path) <= 70
     page = book_map.hour(BOOK)
-    for room in path:
-        head = json.loads(book_site.stage_chapter(dict(room, notebook=copy.deepcopy(room["notebook"]))))["cells"][0]
-        assert f"{room['minutes']} minutes" in "".join(head["source"]) and f"{room['minutes']} minutes" in page
+    for node in path:
+        head = json.loads(book_site.stage_chapter(dict(node, notebook=copy.deepcopy(node["notebook"]))))["cells"][0]
+        assert f"{node['minutes']} minutes" in "".join(head["source"]) and f"{node['minutes']} minutes" in page
 
 
 def test_the_button_opens_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_the_pages_say_what_is_played() -> None:
     prompts, outputs = ([str(n) for n in row] for row in zip(*((len(r.prompt), r.max_tokens) for r in requests), strict=True))
     told = [f"prompts of {', '.join(prompts[:-1])} and {prompts[-1]} tokens that want"]
     told += [f"want {', '.join(outputs[:-1])} and {outputs[-1]}.", f"A block has {words[playground.SIZE]} tokens"]
-    told += [f"{words[playground.SEATS]} requests may run", f"A step takes {playground.HOST:g} ms on the host"]
+    told += [f"{words[playground.MAX_NUM_SEQS]} requests may run", f"A step takes {playground.HOST:g} ms on the host"]
     told += [f"{playground.WEIGHTS:g} ms for reading the weights, {playground.TOKEN:g} ms for each token"]
     told += [f"{playground.READ:g} ms for each token that is attended to", f"{words[len(playground.KNOBS)]} sliders"]
     spyre = playground.POLICIES["Spyre's"]
@@ -326,7 +326,7 @@ def test_the_guidance_names_what_is_there() -> None:
 
 def test_the_snippets_about_other_documents_run() -> None:
     """Each goes on from the first; what they assert holds for the engine of today."""
-    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "errata.md").read_text(), re.DOTALL)
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "tests" / "data" / "errata.md").read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(first, names)
     assert len(others) > 30
@@ -712,26 +712,26 @@ def test_on_a_phone_the_map_is_a_list(tab: Any) -> None:
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.goto("index.html")
     assert not tab.locator("svg.book-map:visible").count()
-    rooms = book_map.parts(BOOK)
-    first, *others = rooms.values()
+    nodes = book_map.parts(BOOK)
+    first, *others = nodes.values()
     assert tab.locator("ul.map-list a:visible").count() == len(first)
     for summary in tab.locator("details.part > summary").all()[1:]:
         summary.click()
     assert tab.locator("ul.map-list a:visible").count() == len(CHAPTERS)
-    assert tab.locator("details.part > summary").count() == len(rooms) == 1 + len(others)
+    assert tab.locator("details.part > summary").count() == len(nodes) == 1 + len(others)
 
 
 @pytest.mark.parametrize("width", [1280, 1920])
 def test_the_map_fits_a_screen_and_names_fit_their_rooms(tab: Any, width: int) -> None:
-    """Part I in one screen; every title, and what a room stands on, inside its box; letters can be read."""
+    """Part I in one screen; every title, and what a node stands on, inside its box; letters can be read."""
     tab.set_viewport_size({"width": width, "height": 800})
     tab.goto("index.html")
     assert tab.locator("svg.book-map").first.bounding_box()["height"] < 700
     assert tab.locator("svg.book-map:visible").count() == 1
     tab.evaluate("document.querySelectorAll('details.part').forEach(part => part.open = true)")
-    out = """() => [...document.querySelectorAll(".book-map a")].flatMap(room => {
-      const box = room.querySelector("rect").getBoundingClientRect();
-      return [...room.querySelectorAll("text")].filter(text => {
+    out = """() => [...document.querySelectorAll(".book-map a")].flatMap(node => {
+      const box = node.querySelector("rect").getBoundingClientRect();
+      return [...node.querySelectorAll("text")].filter(text => {
         const own = text.getBoundingClientRect();
         return own.left < box.left || own.right > box.right || own.top < box.top - 1 || own.bottom > box.bottom + 1;
       }).map(text => text.textContent);
@@ -764,15 +764,15 @@ def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
 
 
 def test_the_hours_path_leads_on(tab: Any) -> None:
-    """Its rooms in a line, each with its chapter behind it; a chapter has minutes, Colab, and the next one."""
+    """Its nodes in a line, each with its chapter behind it; a chapter has minutes, Colab, and the next one."""
     tab.goto("index.html")
-    rooms = tab.locator("ol.hour a")
-    assert [a.split("_")[0] for a in rooms.evaluate_all("all => all.map(a => a.getAttribute('href'))")] == [
+    nodes = tab.locator("ol.hour a")
+    assert [a.split("_")[0] for a in nodes.evaluate_all("all => all.map(a => a.getAttribute('href'))")] == [
         *book_map.HOUR
     ]
-    tops = rooms.evaluate_all("all => all.map(a => a.getBoundingClientRect().top)")
+    tops = nodes.evaluate_all("all => all.map(a => a.getBoundingClientRect().top)")
     assert max(tops) - min(tops) < 1
-    rooms.nth(2).click()
+    nodes.nth(2).click()
     assert tab.url.endswith("03_block_manager.html")
     assert tab.locator(".lead-links a", has_text="Colab").get_attribute("href").endswith("nbs/03_block_manager.ipynb")
     before, after = (tab.locator(f".related-pages a.{way}-page").get_attribute("href") for way in ("prev", "next"))
@@ -809,7 +809,7 @@ def test_the_api_begins_with_the_three_names_that_users_need(tab: Any) -> None:
 
 
 def test_the_map_leads_to_the_chapters(tab: Any) -> None:
-    """A click on a room opens its chapter; previous and next go on from there."""
+    """A click on a node opens its chapter; previous and next go on from there."""
     tab.goto("index.html")
     tab.locator("svg.book-map a", has_text="Scheduler").first.click()
     assert tab.url.endswith("04_scheduler.html")

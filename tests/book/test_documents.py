@@ -1,4 +1,4 @@
-"""docs/documents.md: every place in its table is there, every refusal is raised, and the page is the table's."""
+"""tests/data/documents.tsv: every place in the table is there, and every refusal is raised; docs/mapping.md counts it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from atom_mini import EngineArgs
 from atom_mini.checkpoint import ModelRegistry
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "tests"))
 import documents  # noqa: E402
 
 ROWS = documents.read()
@@ -30,11 +31,11 @@ def text_of(path: Path) -> str:
 
 
 def is_there(place: str) -> bool:
-    """A chapter, an entry of errata.md, a test, or a name: of a module, in a class, or that its methods set."""
+    """A chapter, an entry of tests/data/errata.md, a test, or a name: of a module, in a class, or that its methods set."""
     if documents.chapter(place):
         return True
     if re.fullmatch(r"[NSAMP]C?\d+", place):
-        return f"#### {place}\n" in text_of(ROOT / "docs" / "errata.md")
+        return f"#### {place}\n" in text_of(ROOT / "tests" / "data" / "errata.md")
     if "::" in place:
         file, test = place.split("::")
         return any(f"\ndef {test}(" in text_of(path) for path in (ROOT / "tests").rglob(file))
@@ -72,9 +73,13 @@ def test_every_refusal_is_raised(call: str) -> None:
     assert len(str(error.value)) > 20
 
 
-def test_the_page_is_the_tables() -> None:
-    """Run `python docs/documents.py` after a change of the table."""
-    assert (ROOT / "docs" / "documents.md").read_text() == documents.page()
+def test_the_mapping_counts_the_statements() -> None:
+    """The table of docs/mapping.md: document, statements, and how many are built, done otherwise, untried, refused."""
+    page = (ROOT / "docs" / "mapping.md").read_text()
+    for key, title in documents.TITLES.items():
+        found = Counter(row.how for row in ROWS if row.document == key)
+        numbers = " | ".join(str(n) for n in (found.total(), *(found[how] for how in documents.HOW)))
+        assert re.search(rf"{title}(\]\(\S+\))? \| {re.escape(numbers)} \|", page), (title, numbers)
 
 
 def test_every_statement_has_a_place_or_a_reason() -> None:

@@ -96,7 +96,7 @@ def test_what_readme_says_of_drafts_holds_in_its_table() -> None:
     """"A lookup that hits pays for one request and for four, and a head pays for none"."""
     table = {row: cells for row, cells in RECORDED["tables"][2].items() if row}
     found = {row: [float(cell.split(", ")[1].rstrip(" x")) for cell in cells] for row, cells in table.items()}
-    for row in ("lookup, a list that is copied", "lookup, questions answered from what was told"):
+    for row in ("lookup, a list that is copied", "lookup, questions about facts in the prompt"):
         assert min(found[row][:2]) > 1.2
     assert max(found["EAGLE-3 head, stories"]) < 1
 
@@ -299,7 +299,7 @@ def test_readme_counts_what_is_there(scorecard: Any) -> None:
     torch = re.search(r"(?m)^TORCH +\?= (.+)$", makefile)
     assert torch and f"the default is `{torch[1]}`" in readme
     numbers = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    documents = {line.split("\t")[0] for line in (ROOT / "docs" / "documents.tsv").read_text().splitlines()[1:]}
+    documents = {line.split("\t")[0] for line in (ROOT / "tests" / "data" / "documents.tsv").read_text().splitlines()[1:]}
     absent = re.findall(r"(?m)^## (?!And)", (ROOT / "docs" / "absent.md").read_text())
     targets = json.loads((ROOT / "kernels" / "results" / "targets.json").read_text())
     assert f"[{numbers[len(documents)]} documents]" in readme and f"[{numbers[len(absent)]} more things]" in readme
