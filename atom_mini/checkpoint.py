@@ -33,7 +33,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"{file} is no JSON (partial download?): {error}") from None
+        what = f"{file} is not valid JSON (partial download?)"
+        raise ValueError(f"{what}: {error}") from None
     require(isinstance(raw, dict), f"{file} is a {type(raw).__name__}, not an object")
     return raw
 
@@ -55,7 +56,7 @@ def resolve_model(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=WANTED))
     except Exception as error:  # offline, misspelled, gated: one line, not forty frames
-        why = f"is no folder and could not be fetched ({type(error).__name__})"
+        why = f"is not a folder and could not be fetched ({type(error).__name__})"
         hint = "give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or 'tiny'"
         raise ValueError(f"model {model!r} {why}: {hint}") from None
 
@@ -120,7 +121,7 @@ def read_rope(cfg: Any) -> dict[str, Any]:
         "original_max_position_embeddings": cfg.max_position_embeddings,
     } | given
     what = "the config has neither rope_parameters nor rope_theta"
-    require(rope["rope_theta"] is not None, f"{what}: positions cannot be told")
+    require(rope["rope_theta"] is not None, f"{what}: positions are undefined")
     return rope
 
 # %% ../nbs/01a_checkpoint.ipynb #4bc72cba
@@ -172,7 +173,6 @@ class ModelRegistry:
     """Maps an architecture to the function that reads its spec."""
 
     readers: ClassVar[dict[str, Reader]] = {}
-    hints: ClassVar[dict[str, str]] = {}  # beginning of a name -> what it needs
 
     @classmethod
     def register_model(cls, architecture: str, reader: Reader) -> None:
@@ -184,10 +184,8 @@ class ModelRegistry:
         """The reader for this `config.json`. ValueError lists what is supported."""
         names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
         name = names[0]
-        needs = [why for start, why in cls.hints.items() if name.startswith(start)]
-        hint = f" (it needs {needs[0]})" if needs else ""
         known = ", ".join(cls.readers)
-        what = f"{folder} holds {name}{hint}: supported are {known}"
+        what = f"{folder} holds {name}, which is not supported; these are: {known}"
         require(name in cls.readers, what)
         return cls.readers[name]
 
@@ -199,7 +197,7 @@ for family in ("Llama", "Qwen2", "Qwen3"):
 def read_model(folder: Path) -> ModelSpec:
     """The spec of the checkpoint in `folder`. ValueError if it cannot be read."""
     file = folder / "config.json"
-    require(file.is_file(), f"{folder} has no config.json: it is no checkpoint folder")
+    require(file.is_file(), f"{folder} has no config.json: not a checkpoint folder")
     raw = read_json(file)
     read = ModelRegistry.resolve(folder, raw)
     from transformers import AutoConfig
@@ -227,10 +225,10 @@ def read_defaults(folder: Path, eos: Any) -> tuple[tuple, dict]:
     """
     path = folder / "generation_config.json"
     raw = read_json(path) if path.is_file() else {}
-    said = {name: value for name, value in raw.items() if value is not None}
-    eos = said.get("eos_token_id", eos)
+    given = {name: value for name, value in raw.items() if value is not None}
+    eos = given.get("eos_token_id", eos)
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not said.get("do_sample"):
-        said = {"top_k": 0} | said | {"temperature": 0.0}
-    sampling = {name: said.get(name, value) for name, value in SAMPLING.items()}
+    if not given.get("do_sample"):
+        given = {"top_k": 0} | given | {"temperature": 0.0}
+    sampling = {name: given.get(name, value) for name, value in SAMPLING.items()}
     return tuple(ids), sampling

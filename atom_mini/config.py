@@ -54,7 +54,7 @@ def as_texts(value: Any) -> tuple[str, ...]:
     many = [value] if isinstance(value, str) else value
     is_list = isinstance(many, list | tuple)
     good = is_list and all(isinstance(text, str) and text for text in many)
-    wrong = f"stop={value!r} must be a text or a list of texts, none of them empty"
+    wrong = f"stop={value!r} must be a non-empty string or a list of them"
     require(good, wrong)
     return tuple(many)
 
@@ -107,11 +107,11 @@ class SamplingParams:
 
     def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
         """A copy in which each `None` is replaced by its value in `defaults`, if any."""
-        unsaid = {k: v for k, v in defaults.items() if getattr(self, k) is None}
-        return replace(self, **unsaid)
+        missing = {k: v for k, v in defaults.items() if getattr(self, k) is None}
+        return replace(self, **missing)
 
     @property
-    def is_penalised(self) -> bool:
+    def is_penalized(self) -> bool:
         """Whether the tokens so far change the scores of the next one."""
         more = self.presence_penalty or self.frequency_penalty or self.min_tokens
         return bool(more) or self.repetition_penalty not in (None, 1)

@@ -51,9 +51,14 @@ class EngineCore:
     def is_finished(self) -> bool:
         return self.scheduler.is_finished()
 
+    def note(self, event: str, batch: ScheduledBatch | None = None) -> None:
+        """A hook that is called at "begin", "end", and "rollback" of a transaction, and
+        around the runner: "run", with the batch, and "ran"."""
+
     def rollback(self) -> None:
         """Undo an unfinished call: all requests wait again, with the tokens they have."""
         self.scheduler.rollback()
+        self.note("rollback")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -67,8 +72,10 @@ class EngineCore:
             self.rollback()
         self.is_torn = True
         try:
+            self.note("begin")
             with getattr(self.runner, "on_device", nullcontext)():
                 yield
+            self.note("end")
         except BaseException:  # KeyboardInterrupt too
             self.rollback()
             self.is_torn = False
@@ -88,6 +95,22 @@ class EngineCore:
         with self.transaction():
             return self.scheduler.abort(request_id, why)
 
+    def before_step(
+        self, batch: ScheduledBatch, seqs: list[Sequence]
+    ) -> ScheduledBatch:
+        """The batch to run; a subclass may add to it."""
+        return batch
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """Run `batch`; a subclass may run it in another form."""
+        return self.runner.forward(batch)
+
+    def after_step(
+        self, batch: ScheduledBatch, seqs: list[Sequence],
+        output: ScheduledBatchOutput,
+    ) -> None:
+        """Called with the output of a batch before the scheduler records it."""
+
     def step(self) -> StepOutput | None:
         """Run one step; None if there is nothing to do."""
         with self.transaction():
@@ -96,9 +119,12 @@ class EngineCore:
             if scheduled is None:
                 assert self.is_finished(), "a step schedules something, or all is finished"
                 return None
-            batch = scheduled[0]
             seqs = list(scheduled[1].values())
-            output = self.runner.forward(batch)
+            batch = self.before_step(scheduled[0], seqs)
+            self.note("run", batch)
+            output = self.forward(batch)
+            self.note("ran")
+            self.after_step(batch, seqs, output)
             finished = self.scheduler.postprocess(seqs, output)
             seconds = time.perf_counter() - start
             return StepOutput(batch, seqs, output, finished, seconds)

@@ -75,9 +75,9 @@ def first_decodes(count: int) -> ScheduledBatch:
 
 # %% ../nbs/12a_graphs.ipynb #8334fcc1
 def is_simple(params: SamplingParams) -> bool:
-    """Whether a request asks for a temperature at most."""
+    """Whether a request asks for at most a temperature."""
     filters = params.min_p or params.top_p not in (None, 1) or (params.top_k or 0) > 0
-    extras = params.is_penalised or params.logprobs is not None
+    extras = params.is_penalized or params.logprobs is not None
     return not filters and not extras
 
 

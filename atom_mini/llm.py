@@ -86,13 +86,13 @@ class LLM(ThreadSafe):
         """A request for each answer; ValueError, and nothing queued, if one is wrong."""
         self._require_open()
         many = read_prompts(prompts)
-        wishes: Any = params
+        all_params: Any = params
         if not isinstance(params, list | tuple):
-            wishes = [SamplingParams() if params is None else params] * len(many)
-        both = f"{len(many)} prompts, {len(wishes)} sampling_params"
-        require(len(wishes) == len(many), f"{both}: give one, or one each")
+            all_params = [SamplingParams() if params is None else params] * len(many)
+        both = f"{len(many)} prompts, {len(all_params)} sampling_params"
+        require(len(all_params) == len(many), f"{both}: give one, or one per prompt")
         with self._in_line():
-            requests = [*chain(*map(self.processor.answers, many, wishes))]
+            requests = [*chain(*map(self.processor.answers, many, all_params))]
             for request in requests:
                 self.engine_core.scheduler.check_prompt(request.seq.num_prompt_tokens)
         return requests
@@ -254,7 +254,7 @@ class LLM(ThreadSafe):
     ) -> int:
         """Queue one prompt, for a loop that calls `step`; return the request id."""
         requests = self._prepare([prompt], sampling_params)
-        wrong = f"n={len(requests)} with add_request: set n=1, and add it as often"
+        wrong = f"n={len(requests)} with add_request: set n=1 and call it n times"
         require(len(requests) == 1, wrong)
         self._add(requests)
         return requests[0].seq.id
@@ -290,7 +290,7 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     good = isinstance(prompts, list | tuple)
-    require(good, f"prompts are text or lists, not {type(prompts).__name__}")
+    require(good, f"prompts must be strings or lists, not {type(prompts).__name__}")
     are_ids = prompts and hasattr(prompts[0], "__index__")
     return [prompts] if are_ids else [*prompts]
 
@@ -315,27 +315,27 @@ def check_template_options(options: Any) -> None:
     bad = sorted(ours & options.keys())
     require(not bad, f"{wrong}not have {bad}: leave it out")
 
-# %% ../nbs/28_prompts.ipynb #d550139b
+# %% ../nbs/24_what_every_engine_does.ipynb #00963268
 def unwrap(prompt: Any) -> Any:
-    """A prompt without its wrapping: what an array (NumPy, torch) or a dict holds."""
+    """The content of a dict or an array (NumPy, torch); any other prompt as it is."""
     if isinstance(prompt, dict):
         known = [*prompt] in (["prompt"], ["prompt_token_ids"])
-        names = "'prompt' or 'prompt_token_ids'"
-        require(known, f"a prompt with {[*prompt]}: it has {names}, and nothing else")
+        wrong = f"a prompt with the keys {[*prompt]} is not supported"
+        require(known, f"{wrong}: use either 'prompt' or 'prompt_token_ids'")
         (prompt,) = prompt.values()
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
-# %% ../nbs/28_prompts.ipynb #30d5625a
+
 def read_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, wrapped or not: a list of texts and of lists of ids."""
+    """One prompt or several, in any form, as a list of strings and lists of ids."""
     inner = unwrap(prompts)
     are_many = isinstance(inner, list | tuple)
     return as_list([*map(unwrap, inner)] if are_many else inner)
 
-# %% ../nbs/28_prompts.ipynb #af23daa3
+# %% ../nbs/24_what_every_engine_does.ipynb #a93ea247
 def part_text(part: Any) -> str:
-    """The text of one part of a message. ValueError for any other kind of part, and for
-    a part whose text is not a string."""
+    """The text of one part of a message. Raises ValueError for any other kind of part,
+    and for a text that is not a string."""
     kind = part.get("type") if isinstance(part, dict) else part
     good, what = kind == "text", "a part of a chat message"
     require(good, f"{what} must be a dict of type 'text', not {kind!r}")
@@ -343,21 +343,21 @@ def part_text(part: Any) -> str:
     require(isinstance(text, str), f"text={text!r} in {what} must be a string")
     return text
 
-# %% ../nbs/28_prompts.ipynb #83fb3a68
+
 def content_text(message: dict[str, Any]) -> str:
-    """What a message says: its string, or the texts of its parts joined. ValueError for
-    anything else."""
+    """The text of a message: its string, or the joined texts of its parts. Raises
+    ValueError for anything else."""
     kind = type(message).__name__
-    require(isinstance(message, dict), f"a chat message is a dict, not {kind}")
+    require(isinstance(message, dict), f"a chat message must be a dict, not a {kind}")
     content: Any = message.get("content")
     if isinstance(content, str):
         return content
-    what = f"content={content!r} of a chat message must be a text or a list of parts"
+    what = f"content={content!r} of a chat message must be a string or a list of parts"
     require(isinstance(content, list | tuple), what)
     return "".join(map(part_text, content))
 
-# %% ../nbs/28_prompts.ipynb #5e1fab78
+
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a conversation, each with a text for its content."""
+    """The messages of a conversation, each with a string as its content."""
     texts = [*map(content_text, messages)]
     return [m | {"content": text} for m, text in zip(messages, texts, strict=True)]

@@ -39,8 +39,8 @@ def open_file(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        what = f"{file} ({file.stat().st_size} bytes) is no whole safetensors file "
-        what += f"(partial download or LFS pointer?): {error}"
+        what = f"{file} ({file.stat().st_size} bytes) is not a complete safetensors "
+        what += f"file (partial download or LFS pointer?): {error}"
         raise ValueError(what) from None
 
 

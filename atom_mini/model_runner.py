@@ -5,8 +5,8 @@
 # %% ../nbs/08_model_runner.ipynb #1ba6b5bc
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -28,7 +28,7 @@ from .sequence import SequenceType
 from .uploads import choose_upload
 
 # %% auto #0
-__all__ = ['Inputs', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'made_up_batch']
+__all__ = ['Inputs', 'SMALL_STEP', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'made_up_batch']
 
 # %% ../nbs/08_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -93,6 +93,20 @@ class ModelRunner:
         meta = AttentionMetaData(context_lens, block_tables, slot_mapping, *counts, plan)
         return ids, positions, meta, last
 
+    @contextmanager
+    def threads_for(self, num_tokens: int) -> Iterator[None]:
+        """On a CPU, a context in which a step of few tokens computes on one thread."""
+        threads = torch.get_num_threads()
+        is_small = num_tokens * self.num_weights < SMALL_STEP and threads > 1
+        if self.device.type != "cpu" or not is_small:
+            yield
+            return
+        try:
+            torch.set_num_threads(1)
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
     @torch.inference_mode()
     def compute_hidden(
         self, ids: Tensor, positions: Tensor, meta: AttentionMetaData
@@ -107,8 +121,9 @@ class ModelRunner:
         last: Tensor,
     ) -> Tensor:
         """Logits [R, vocabulary] at the places `last`; stores the K/V of all T tokens."""
-        hidden = self.compute_hidden(ids, positions, meta)
-        return self.model.compute_logits(hidden[last]) if len(last) else hidden[:0]
+        with self.threads_for(len(ids)):
+            hidden = self.compute_hidden(ids, positions, meta)
+            return self.model.compute_logits(hidden[last]) if len(last) else hidden[:0]
 
     @torch.inference_mode()
     def sample(
@@ -140,8 +155,8 @@ class ModelRunner:
         """The output for the scheduler: `token_ids` [R], sampled from `logits` [R, V]."""
         ids = compress(batch.req_ids, batch.is_sampled)
         tokens: dict[int, tuple[int, ...]] = dict(zip(ids, zip(token_ids), strict=True))
-        told = self.extras.report(batch, logits, token_ids)
-        return ScheduledBatchOutput(tokens, told)
+        reported = self.extras.report(batch, logits, token_ids)
+        return ScheduledBatchOutput(tokens, reported)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Run one step; `tolist` is the only wait for the device."""
@@ -159,10 +174,10 @@ class ModelRunner:
         """Sample as many rows as a step may have, each with all filters."""
         rows = self.config.max_decode_rows
         batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
-        wish = SamplingParams(temperature=1, top_p=0.5, min_p=0.1)
+        params = SamplingParams(temperature=1, top_p=0.5, min_p=0.1)
         shape = rows, self.config.spec.vocab_size
         logits = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.sample(replace(batch, sampling_params=[wish] * rows), logits)
+        self.sample(replace(batch, sampling_params=[params] * rows), logits)
 
     def _run_largest_steps(self) -> None:
         """Run the largest prefill and the largest sampling, to measure their memory."""
@@ -223,6 +238,7 @@ class ModelRunner:
         longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
         self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
+        self.num_weights = sum(p.numel() for p in self.model.parameters())
         self.upload = choose_upload(self.device)
         self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)
         config.num_kvcache_blocks = self._decide_num_blocks()
@@ -241,7 +257,7 @@ class ModelRunner:
 
 # %% ../nbs/08_model_runner.ipynb #affdb2c8
 def choose_device(name: str | None) -> torch.device:
-    """The device called `name`, or the best one; ValueError if there is no such one."""
+    """The device called `name`, or the best one; ValueError for an unknown one."""
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     known = ["cuda", *gpus, "cpu"] if torch.cuda.is_available() else ["cpu"]
     right = f"set device to one of {', '.join(known)}"
@@ -250,6 +266,9 @@ def choose_device(name: str | None) -> torch.device:
 
 # %% ../nbs/08_model_runner.ipynb #71abe8f4
 Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]
+
+# %% ../nbs/08_model_runner.ipynb #4712b33b
+SMALL_STEP = 100_000_000  # tokens x weights
 
 # %% ../nbs/08_model_runner.ipynb #15d1d9c3
 FillIn = Callable[[ScheduledBatch, Tensor], None]

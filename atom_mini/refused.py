@@ -24,12 +24,12 @@ def limits_of(hint: Any) -> str:
     """What a type demands of a number, in words; empty for anything else."""
     inner = [limits_of(part) for part in get_args(hint)]
     kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
-    said = [word for kind, word in kinds.items() if hint is kind] + inner
+    must = [word for kind, word in kinds.items() if hint is kind] + inner
     for note in getattr(hint, "__metadata__", ()):
         for rule in getattr(note, "metadata", ()):
             found = {word: getattr(rule, key, None) for key, word in LIMITS.items()}
-            said += [f"{w} {x}" for w, x in found.items() if x is not None and x < 1e30]
-    return " ".join(filter(None, said))
+            must += [f"{w} {x}" for w, x in found.items() if x is not None and x < 1e30]
+    return " ".join(filter(None, must))
 
 # %% ../nbs/14_survives.ipynb #bcca9563
 NOT_HERE = {  # names that vLLM's users try: the reason, or what to use
@@ -39,43 +39,43 @@ NOT_HERE = {  # names that vLLM's users try: the reason, or what to use
     "best_of": "answers are not ranked; set n, ask for logprobs, and choose yourself",
     "compilation_config": "torch compiles nothing here; enforce_eager=True: no graphs",
     "cpu_offload_gb": "weights stay on the device; take a smaller model",
-    "detokenize": "text is always made; out.token_ids has the tokens",
+    "detokenize": "text is always decoded; out.token_ids has the tokens",
     "disable_log_stats": "no statistics are logged; llm.metrics has them",
     "distributed_executor_backend": "ranks are processes; set tensor_parallel_size",
     "download_dir": "the hub's cache is used; set HF_HOME",
     "enable_lora": "adapters are not applied; merge them into the checkpoint first",
-    "generation_config": "the checkpoint's always holds; SamplingParams override it",
-    "guided_choice": "no grammar guides the tokens; ask in the prompt, then check",
-    "guided_decoding": "no grammar guides the tokens; ask in the prompt, then check",
-    "guided_grammar": "no grammar guides the tokens; ask in the prompt, then check",
-    "guided_json": "no grammar guides the tokens; ask in the prompt, then check",
-    "guided_regex": "no grammar guides the tokens; ask in the prompt, then check",
-    "hf_overrides": "config.json holds as it is; change it in a copy of the folder",
+    "generation_config": "the checkpoint's is always used; SamplingParams override it",
+    "guided_choice": "grammars are not supported; ask in the prompt, then check",
+    "guided_decoding": "grammars are not supported; ask in the prompt, then check",
+    "guided_grammar": "grammars are not supported; ask in the prompt, then check",
+    "guided_json": "grammars are not supported; ask in the prompt, then check",
+    "guided_regex": "grammars are not supported; ask in the prompt, then check",
+    "hf_overrides": "config.json is used as it is; change a copy of the folder",
     "include_stop_str_in_output": "a text ends before its stop string; append it",
     "kv_cache_dtype": "the cache has the model's type; set dtype, which sets both",
-    "length_penalty": "it belongs to beam search, which is not here; set n",
-    "limit_mm_per_prompt": "only text is read; there are no images to limit",
+    "length_penalty": "beam search is not supported; set n",
+    "limit_mm_per_prompt": "only text is supported; there are no images to limit",
     "load_format": "weights are read from safetensors; convert the checkpoint first",
     "logit_bias": "single tokens have no bias; use presence_penalty or stop_token_ids",
-    "logits_processors": "no function of yours changes logits; change Sampler",
+    "logits_processors": "functions on logits are not supported; subclass Sampler",
     "max_loras": "adapters are not applied; merge them into the checkpoint first",
     "max_new_tokens": "it is called max_tokens here",
     "num_gpu_blocks_override": "it is called num_kvcache_blocks here",
-    "num_scheduler_steps": "each step is planned anew; overlap hides the planning",
+    "num_scheduler_steps": "each step has its own plan; overlap hides the planning",
     "pipeline_parallel_size": "no model is cut between two layers; use one device",
     "prompt_logprobs": "a prompt's logits are not computed; logprobs has the answer's",
     "quantization": "the checkpoint's own config says how its weights are stored",
-    "revision": "the newest is fetched; download another one, and give its folder",
-    "skip_special_tokens": "a text never has them; out.token_ids has",
+    "revision": "the newest is fetched; download another and pass its folder",
+    "skip_special_tokens": "the text never has them; out.token_ids does",
     "skip_tokenizer_init": "the tokenizer is always loaded; prompts may be token ids",
-    "spaces_between_special_tokens": "a text never has them; out.token_ids has",
-    "structured_outputs": "no grammar guides the tokens; ask in the prompt, then check",
-    "swap_space": "blocks are never swapped; what is preempted is computed again",
+    "spaces_between_special_tokens": "the text never has them; out.token_ids does",
+    "structured_outputs": "grammars are not supported; ask in the prompt, then check",
+    "swap_space": "blocks are not swapped; preempted requests are recomputed",
     "tokenizer": "the checkpoint's own is used; put another into its folder",
     "tokenizer_mode": "AutoTokenizer chooses the kind; leave it out",
     "truncate_prompt_tokens": "prompts stay whole; cut the token ids yourself",
     "trust_remote_code": "code of a checkpoint is never run; leave it out",
-    "use_beam_search": "it is not here; set n, ask for logprobs, and choose",
+    "use_beam_search": "beam search is not supported; set n and logprobs, and choose",
 }
 
 # %% ../nbs/14_survives.ipynb #dd6226ff
@@ -100,9 +100,9 @@ def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> s
         return no_such_option(kind, name, names)
     limit = limits_of(get_type_hints(cls, include_extras=True)[name])
     must = "True or False" if first["type"] == "bool_type" else limit
-    said = re.sub(r"^\w+ should", "must", first["msg"])
-    said = said if said.startswith("must") else f"({said})"
-    must = f"must be {must}" if must else said
+    wrong = re.sub(r"^\w+ should", "must", first["msg"])
+    wrong = wrong if wrong.startswith("must") else f"({wrong})"
+    must = f"must be {must}" if must else wrong
     return f"{name}={given.get(name, first['input'])!r} {must}: set {kind}({name}=...)"
 
 

@@ -17,8 +17,8 @@ from .config import SamplingParams
 from .sequence import NO_TOKEN
 
 # %% auto #0
-__all__ = ['Upload', 'on_cpu', 'NEUTRAL', 'uniforms', 'draw', 'soften', 'without_broken', 'sample', 'keep_mask', 'uploads_to',
-           'SamplingMetaData', 'Sampler']
+__all__ = ['Upload', 'on_cpu', 'NEUTRAL', 'uniforms', 'draw', 'scale_by_temperature', 'without_broken', 'sample', 'keep_mask',
+           'uploads_to', 'SamplingMetaData', 'Sampler']
 
 # %% ../nbs/07_sampler.ipynb #9c764baa
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -46,7 +46,7 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     return torch.where(hits.any(-1), hits.int().argmax(-1), cumulated.argmax(-1))
 
 # %% ../nbs/07_sampler.ipynb #849efe55
-def soften(logits: Tensor, temperature: Tensor) -> Tensor:
+def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     """(logits - their maximum) / temperature [B]: [B, V]; a temperature of 0 is 1."""
     logits = logits - logits.amax(-1, keepdim=True)  # 0 stays 0 when divided
     return logits / temperature.masked_fill(temperature == 0, 1)[:, None]
@@ -62,7 +62,7 @@ def sample(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
 
     The argmax where `temperature` [B] is 0, otherwise drawn with `u` [B].
     """
-    drawn = draw(soften(logits.float(), temperature).softmax(-1), u)
+    drawn = draw(scale_by_temperature(logits.float(), temperature).softmax(-1), u)
     tokens = torch.where(temperature == 0, logits.argmax(-1), drawn)
     return without_broken(tokens, logits)
 
@@ -162,6 +162,6 @@ class Sampler:
         logits = logits.float()
         tokens = logits.argmax(-1)
         if temperature is not None:
-            probs = self.filtered(soften(logits, temperature), meta)
+            probs = self.filtered(scale_by_temperature(logits, temperature), meta)
             tokens = torch.where(temperature == 0, tokens, draw(probs, meta.u))
         return without_broken(tokens, logits)

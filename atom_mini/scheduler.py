@@ -59,7 +59,7 @@ class ScheduledBatch:
             for s in seqs:
                 tokens += s.token_ids[s.num_computed_tokens :][: s.num_scheduled_tokens]
         width = -(-int(context_lens.max()) // manager.block_size)
-        past = {i: s.token_ids[:] for i, s in enumerate(seqs) if params[i].is_penalised}
+        past = {i: s.token_ids[:] for i, s in enumerate(seqs) if params[i].is_penalized}
         return cls(
             type=type, req_ids=[s.id for s in seqs], sampling_params=params, rows=rows,
             scheduled_tokens=np.array(tokens, np.int64), num_scheduled_tokens=scheduled,

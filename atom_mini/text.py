@@ -249,7 +249,7 @@ class InputOutputProcessor:
     def _check(self, prompt: Any, params: Any) -> None:
         """ValueError unless prompt and parameters are valid, and fit together."""
         kind = type(params).__name__
-        require(isinstance(params, SamplingParams), f"{kind} is no SamplingParams")
+        require(isinstance(params, SamplingParams), f"{kind} is not a SamplingParams")
         good, kind = isinstance(prompt, str | list | tuple), type(prompt).__name__
         require(good, f"a prompt is text or token ids, not {kind}")
         has_text = isinstance(prompt, str) or len(params.stop) > 0
@@ -305,8 +305,8 @@ class InputOutputProcessor:
         seq = request.seq
         ids = seq.completion_token_ids
         request.detokenizer.flush(ids)
-        said = request.detokenizer.progress
-        finish_reason, stop_reason = _explain(seq, said.stopped)
+        progress = request.detokenizer.progress
+        finish_reason, stop_reason = _explain(seq, progress.stopped)
         if finish_reason == "error":
             warnings.warn(f"request {seq.id} failed: {stop_reason}", stacklevel=3)
         first = seq.first_token_time or seq.leave_time
@@ -316,14 +316,14 @@ class InputOutputProcessor:
             prompt=request.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
             text=request.detokenizer.text,
-            token_ids=ids[: said.num],
+            token_ids=ids[: progress.num],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=seq.num_cached_tokens,
             ttft=first - seq.arrive_time,
-            tpot=(seq.leave_time - first) / max(1, said.num - 1),
+            tpot=(seq.leave_time - first) / max(1, progress.num - 1),
             latency=seq.leave_time - seq.arrive_time,
-            logprobs=seq.logprobs[: said.num] if has_logprobs else None,
+            logprobs=seq.logprobs[: progress.num] if has_logprobs else None,
             metrics=dict(seq.metrics), index=request.index,
         )
 
@@ -339,7 +339,7 @@ class Request:
     index: int = 0  # among the `n` answers to its prompt
 
 # %% ../nbs/09b_text.ipynb #3557cdf5
-NOT_FINITE = "the model's logits are no finite numbers: its weights are broken, or "
+NOT_FINITE = "the model's logits are not finite: its weights are broken, or "
 NOT_FINITE += "dtype is too small for them (try dtype='float32')"
 
 
@@ -356,44 +356,44 @@ def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
         return "error", reason
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason
 
-# %% ../nbs/25_byte_tokens.ipynb #b7698ec1
+# %% ../nbs/24_what_every_engine_does.ipynb #bfc6556e
 @lru_cache(maxsize=8)
 def byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """The ids of `<0x00>` to `<0xFF>`, if it has bytes for letters that it lacks."""
+    """The ids of `<0x00>` to `<0xFF>`; empty if the tokenizer has no byte tokens."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     ids: Any = getattr(tokenizer, "convert_tokens_to_ids", lambda names: [None])(names)
     known = None not in ids and tokenizer.convert_ids_to_tokens(ids) == names
     return frozenset(ids if known and decode(tokenizer, ids[-1:]) == "\ufffd" else [])
 
-# %% ../nbs/25_byte_tokens.ipynb #9bbc5a0b
+
 class ByteDetokenizer(IncrementalDetokenizer):
-    """For a tokenizer with byte tokens. Runs of them are shown when they have ended."""
+    """A detokenizer for byte tokens. It shows a run of them when the run has ended."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         super().__init__(tokenizer, stop)
         self.bytes = byte_tokens(tokenizer)
 
     def _is_open(self, window: tuple[int, ...]) -> bool:
-        """Whether one broken byte more would change what `window` says."""
+        """Whether one more broken byte would change the text of `window`."""
         broken = self.tokenizer.convert_tokens_to_ids("<0xFF>")
-        said = decode(self.tokenizer, window)
-        return decode(self.tokenizer, (*window, broken)) != said + "\ufffd"
+        text = decode(self.tokenizer, window)
+        return decode(self.tokenizer, (*window, broken)) != text + "\ufffd"
 
     def _moved(self, progress: Progress, news: str) -> Progress:
-        """As ever, but an open run stays held."""
+        """As in the base class, but the tokens of an open run stay in the window."""
         window = progress.context + progress.held
         if not self.bytes.isdisjoint(progress.held) and self._is_open(window):
             return progress
         return super()._moved(progress, news)
 
     def _news(self, progress: Progress) -> str:
-        """As ever, but nothing within a run that no stop string can end."""
+        """As in the base class, but empty within a run if there are no stop strings."""
         if progress.held[-1] in self.bytes and not self.stop:
             return ""
         return super()._news(progress)
 
-# %% ../nbs/25_byte_tokens.ipynb #42994b2b
+# %% ../nbs/24_what_every_engine_does.ipynb #0278c11b
 def make_detokenizer(tokenizer: Any, stop: tuple[str, ...]) -> IncrementalDetokenizer:
-    """The detokenizer that this tokenizer needs."""
+    """Make the detokenizer that this tokenizer needs."""
     kind = ByteDetokenizer if byte_tokens(tokenizer) else IncrementalDetokenizer
     return kind(tokenizer, stop)

@@ -40,7 +40,9 @@ def stage_chapter(node: dict) -> str:
     notebook.cells = books.unmove_solutions(notebook.cells)
     _, promise, *rest = notebook.cells[0].source.split("\n\n")
     links = f"{{.lead-links}}\n{node['part']} · {node['minutes']} minutes · this page is a notebook, "
-    links += f"`{books.path_of(node['chapter']).relative_to(ROOT)}` · [open it in Colab]({books.colab(node['chapter'])})"
+    links += (
+        f"`{books.path_of(node['chapter']).relative_to(ROOT)}` · [open it in Colab]({books.colab(node['chapter'])})"
+    )
     head = [f"# {node['title']}", promise, f"{links} · API of {api}" if api else links]
     notebook.cells[0].source = "\n\n".join([*head, *rest])
     for cell in notebook.cells:
@@ -49,7 +51,7 @@ def stage_chapter(node: dict) -> str:
             prose = re.sub(r"\[([^\]]+)\]\([^)]*\)|[`*$#]", r"\1", cell.source).strip()  # no links, no markup
             sentence = re.split(r"(?<=[.?!:])\s", prose)[-1]
             continue
-        # Who does not see a figure hears the sentence before it, and the words on its axes.
+        # A screen reader reads the sentence before a figure, and the words on its axes.
         alt = " ".join(["Figure:", sentence, *re.findall(r'(?:title|label)\w*[(=]f?"([^"]+)"', cell.source)])
         tags = ["exported"] if "#| export" in cell.source else re.findall(rf"^#\| *({KINDS})\n", cell.source)
         is_folded = bool(re.search(r"(?m)^#\| *fold$", cell.source))
@@ -144,7 +146,9 @@ def build() -> None:
     """Stage, then run Sphinx with warnings as errors; from nothing, so that no warning hides behind an old page."""
     if not MATHJAX.exists():  # fetched once; the site serves this one file of it itself
         subprocess.run(["npm", "install", "--silent", "--prefix", ROOT / "build", "mathjax@3.2.2"], check=True)
-    print("writing the sources of the pages; then Sphinx reads and writes about 150 of them, for some minutes", flush=True)
+    print(
+        "writing the sources of the pages; then Sphinx reads and writes about 150 of them, for some minutes", flush=True
+    )
     for folder in (STAGE, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     for name, content in stage().items():

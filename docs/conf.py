@@ -96,7 +96,7 @@ def find_attributes(app: Sphinx) -> None:
 
 
 def signature(app: Sphinx, what: str, name: str, obj: object, opts: object, args: str, result: str) -> tuple[str, str]:
-    """A dataclass's would repeat its fields. `type` is Python's, not somebody's field of that name."""
+    """A dataclass's would repeat its fields. `type` is Python's, not a field of that name."""
     is_class = isinstance(obj, type) and is_dataclass(obj)
     return ("" if is_class else args and re.sub(r": type\b", ": ~builtins.type", args)), result
 

@@ -13,7 +13,7 @@ PROMPTS = [  # each of as many tokens as its request has
     "3 + 4 =",
 ]  # fmt: skip
 
-# It starts by itself, and again at its end, until somebody touches it; not for those who asked for less motion.
+# It starts by itself, and again at its end, until the reader touches it; it does not if the reader asked for less motion.
 LOOP = """<style>body { font-size: 12px } p { margin: 8px 0 2px } #about { height: 5.2em }</style>
 <script type="module">
 const [scrub, play, speed] = ["scrub", "play", "speed"].map(id => document.getElementById(id));

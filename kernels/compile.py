@@ -384,7 +384,7 @@ def reason(row: Row) -> str:
 
 
 def faults(row: Row) -> list[str]:
-    """What is wrong with a kernel."""
+    """The faults of a kernel."""
     found = [row.error] if row.error else []
     if row.executed:  # its shapes are not a model's
         return found
@@ -426,7 +426,7 @@ def check(target: str, quick: bool = False, executes: bool = False) -> tuple[lis
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """What is recorded of a target: how many kernels, what is refused, and each kind of kernel at its worst."""
+    """The record of a target: how many kernels, what is refused, and the worst case of each kind of kernel."""
     groups, refused = defaultdict(list), [row for row in rows if row.refused]
     for row in rows:
         if not row.refused and not row.executed and not row.error:

@@ -106,7 +106,7 @@ def latents(dtype: str, lens: kernels.Lens) -> Error:
     return LatentStep(lens, 16, 16, TYPES[dtype]).off()
 
 
-# What is executed: name -> a launch that gives its error. A new kernel adds its rows. Lengths end within a tile; where
+# The launches to execute: name -> a launch that returns its error. A new kernel adds its rows. Lengths end within a tile; where
 # errors are planted (tests/kernels/test_amd.py), one just before its end, so that most of it is seen, and one at its beginning.
 CASES: dict[str, Callable[[], Error]] = {
     "silu bf16": lambda: silu("bf16"),
@@ -184,7 +184,7 @@ def print_row(row: Row) -> None:
 
 
 def summary(rows: list[Row]) -> dict[str, int]:
-    """What is recorded of a target."""
+    """The record of a target."""
     count = sum(sum(row.counts.values()) for row in rows)
     return {"cases": len(rows), "right": sum(not row.fault for row in rows), "instructions": count}
 

@@ -1,4 +1,4 @@
-"""Kernels of three lines, whose machine code chapter 32 reads: `python kernels/lessons.py FILE` pickles their launches.
+"""Kernels of three lines, whose machine code chapter 94 reads: `python kernels/lessons.py FILE` pickles their launches.
 
 A process of its own, because one that has imported triton to interpret cannot compile.
 """

@@ -1,4 +1,4 @@
-"""What is known of each GPU: recorded by `make kernels` and `make execute`, shown in README and, whole, on the site.
+"""The facts of each GPU: recorded by `make kernels` and `make execute`, shown in README and, whole, on the site.
 
 `kernels/results/targets.json` says for each target what the compiler made of the kernels and what their machine code
 did when it was executed; and with which Triton, and of which kernels. A test fails once these have changed.
@@ -74,7 +74,7 @@ def measured_on(cards: str) -> str:
     """The GPUs of a target that `make gpu` has been run on, by their own names."""
     records = [json.loads(path.read_text()) for path in sorted(RESULTS.parent.glob("*.json")) if path != RESULTS]
     devices = {record["machine"]["device"] for record in records}
-    is_one = re.compile(rf"\b({cards.replace(', ', '|')})\b(?! XT| GRE)")  # an RX 9070 is no RX 9070 XT
+    is_one = re.compile(rf"\b({cards.replace(', ', '|')})\b(?! XT| GRE)")  # an RX 9070 is not an RX 9070 XT
     return ", ".join(sorted(device for device in devices if is_one.search(device))) or NEVER
 
 

@@ -165,7 +165,7 @@ def flex_decode(case: PagedCase) -> float | str:
             k, v = (bench.random(case.batch, heads.kv_heads, case.context, heads.dim) for _ in range(2))
             flex: Any = flex_attention if bench.dry else torch.compile(flex_attention, dynamic=False)
             return bench.seconds([lambda: flex(q, k, v, scale=heads.scale, enable_gqa=True)] * bench.number(20))
-    except Exception as error:  # an opinion on somebody else's compiler is no failure of ours
+    except Exception as error:  # a failure of another project's compiler is not ours
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 

@@ -153,14 +153,14 @@ def stand_in_for_flash_attention() -> str:
 def import_nano_vllm(checkout: Path) -> Any:
     """nano-vLLM from the user's own checkout, with what it reads from disk replaced: weights and tokeniser."""
     if not (checkout / "nanovllm").is_dir():
-        raise ValueError(f"{checkout} has no folder nanovllm: it is no checkout of nano-vLLM")
+        raise ValueError(f"{checkout} has no folder nanovllm: pass a checkout of nano-vLLM")
     sys.path.insert(0, str(checkout))
     nano: Any = importlib.import_module("nanovllm")
     runner: Any = importlib.import_module("nanovllm.engine.model_runner")
     engine: Any = importlib.import_module("nanovllm.engine.llm_engine")
     qwen: Any = importlib.import_module("nanovllm.models.qwen3")
     if getattr(sys.modules.get("flash_attn"), "__spec__", None) is None:
-        sys.modules.pop("flash_attn", None)  # the stand-in: nobody else shall take it for the package
+        sys.modules.pop("flash_attn", None)  # the stand-in: no other import must find it
     runner.load_model = fill_randomly
     tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda ids: "", encode=lambda text: [0])
     engine.AutoTokenizer = SimpleNamespace(from_pretrained=lambda *a, **k: tokenizer)

@@ -75,7 +75,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Return what nobody holds any more to the device."""
+        """Return memory without an owner to the device."""
         if not self.dry:
             gc.collect()
             torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from typing import Any
 from atom_mini.config import Config
 from atom_mini.processes import ranks, replicas
 from atom_mini.processes.engine_process import decode
-from atom_mini.processes.ranks import Known, ToRank, pack_batch, unpack_batch
+from atom_mini.processes.ranks import ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import make_rank, open_group
 from atom_mini.refinements import parts
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -30,7 +30,6 @@ class SideBySide:
         blocks = {r.config.num_kvcache_blocks for r in self.runners}
         (config.num_kvcache_blocks,) = blocks
         self.model, self.kv_cache, self.num_steps = Face(self), Pools(self), 0
-        self.sent, *self.known = (Known(config.max_num_seqs) for _ in range(n))
 
     def all(self, work: Callable[[int], Any]) -> list[Any]:
         """`work(rank)` on every rank's thread at the same time."""
@@ -44,13 +43,13 @@ class SideBySide:
         """One step; what the others get went over the wire."""
         if "sample" in vars(self):  # a test listens
             self.runners[0].sample = self.sample
-        frame = pack_batch(batch, self.sent)
+        frame = pack_batch(batch)
         self.num_steps += 1
 
-        def told(rank: int) -> ScheduledBatch:
-            return unpack_batch(decode(frame, ToRank), self.known[rank - 1])
+        def received() -> ScheduledBatch:
+            return unpack_batch(decode(frame, ToRank))
 
-        first, *others = self.all(lambda r: self.runners[r].forward(told(r) if r else batch))
+        first, *others = self.all(lambda r: self.runners[r].forward(received() if r else batch))
         assert all(other == first for other in others), "the ranks drew different tokens"
         return first
 

@@ -32,7 +32,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, Verifier
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler
 
 
 def mix(state: int, value: int) -> int:
@@ -371,7 +371,7 @@ def run_trial(
             scheduler = SpecScheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
             drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
-            core = SpecCore(trial.config, Verifier(runner, drafter), scheduler)
+            core = SpecCore(trial.config, runner, drafter, scheduler)
             stats = play(trial, core, runner, strict, clock.perf_counter)
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()

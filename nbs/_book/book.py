@@ -244,11 +244,15 @@ def export(paths: list[Path]) -> None:
     settings.ini's `lib_path` is no folder on purpose: nbdev_export, which folds nothing, stops there before it writes.
     """
     package = ROOT / get_config().lib_name
-    grown = set().union(*map(continued, notebooks([])))  # by several chapters: written anew by all of them
-    names = grown & ({module_of(path) for path in paths} | set().union(*map(continued, paths)))
-    others = {path for path in notebooks([]) if {module_of(path), *continued(path)} & names}
+    writes = {path.resolve(): {module_of(path), *continued(path)} for path in notebooks([])}
+    grown = set().union(*map(continued, notebooks([])))  # modules that several chapters write: exported by all of them
+    chosen, before = {path.resolve() for path in paths}, 0
+    while len(chosen) > before:  # a chapter that is added may write into another shared module
+        before = len(chosen)
+        names = grown & set().union(*(writes[path] for path in chosen))
+        chosen |= {path for path in writes if writes[path] & names}
     FoldingMaker.begun = set()
-    for path in sorted({*(path.resolve() for path in paths), *others}, key=lambda path: path.name):
+    for path in sorted(chosen, key=lambda path: path.name):
         nb_export(path, lib_path=package, mod_maker=FoldingMaker)
     add_init(package)
     (package / "_modidx.py").unlink(missing_ok=True)  # nbdev's index of names, which nothing reads

@@ -1,4 +1,4 @@
-"""The compiled decode of a CPU (chapters 21b to 21d): bfloat16 beside float32, and what it costs at the start.
+"""The compiled decode of a CPU (chapter 93): bfloat16 beside float32, and what it costs at the start.
 
 Decodes of one, eight and 32 sequences of 64 tokens, of two shapes with random weights: the 29 M of `cpu.py`, and
 Qwen3-0.6B's. Steps in float32 and in bfloat16 take turns in one process; figures are medians, tokens per second of

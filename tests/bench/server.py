@@ -203,7 +203,7 @@ def where(count: int) -> dict[str, float]:
     loop = took["MainThread"] - took["JSON"] - took["HTTP and socket"] - took["merge"]
     border = took["engine 0"] + took["others"] + took["rows"]
     parts = {
-        "engine": took["engine's process"], "border": border, "text": took["text"],
+        "engine": took["engine's process"], "border": border, "text": took["text"] + took["tokenizer"],
         "thread": took["engine loop"] - took["text"] - took["rows"], "merge": took["merge"], "JSON": took["JSON"],
         "HTTP": took["HTTP and socket"] - took["socket"], "socket": took["socket"], "tasks": loop,
         "of these, collector": took.get("collector", 0.0),

@@ -134,7 +134,7 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
     assert_same_figures(page, new)
     told = ["**123**", "0.88", "46 %", "0.3 to 0.5 / 0.3 to 0.5 ms", "3e-5 and 3e-5", "7 and 7 s, 1.10 x", "0.2 s",
             "0.64 ms", "4.4, 0.75 x", "40 (42)", "2031-05-06", "3 cores of an Abacus",
-            "1,234 and 22 (alone 1,234 and 20), for a",
+            "1,234 and 22 (alone 1,234 and 20), because",
             "costs 25.0 % (mean of 4 cases, 25 %", "20 % off in the median, within 20 % in 20 of 20"]  # fmt: skip
     assert all(text in page for text in told), [text for text in told if text not in page]
     with pytest.raises(AssertionError):

@@ -26,7 +26,9 @@ CHAPTERS = chapters()
 PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
 # of every engine; a first reading can wait
-EXPLAINED_LATER = {"extras", "file_checks", "refused", "rope_scaling", "sampling_kernels", "thread_safe", "uploads"}
+EXPLAINED_LATER = {
+    "cpu_decode", "cpu_products", "extras", "file_checks", "refused", "rope_scaling", "sampling_kernels", "thread_safe", "uploads",
+}  # fmt: skip
 WITHOUT_EDITABLE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f)]  # it would find the whole house

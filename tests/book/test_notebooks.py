@@ -199,7 +199,7 @@ def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
         assert (tmp_path / module.relative_to(ROOT)).read_text() == module.read_text(), module.name
 
 
-@pytest.mark.parametrize("chapter", ["04_scheduler", "08_model_runner", "14_survives", "13_one_request_through"])
+@pytest.mark.parametrize("chapter", ["04_scheduler", "08_model_runner", "14_survives", "13_one_request_through", "09c_llm"])
 def test_one_chapter_is_exported_with_those_that_share_its_module(chapter: str, tmp_path: Path) -> None:
     """Alone it would write a part of the module, or add its cells a second time."""
     copy_tree(tmp_path)

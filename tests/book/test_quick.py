@@ -20,7 +20,9 @@ def cases(name: str, shape: tuple[int, ...] = (1,), **marks: Any) -> list[Any]:
         indices = {"a": n % shape[0], "b": n // shape[0]}
         at = {k: SimpleNamespace(args=v) for k, v in marks.items()}
         nodeid = f"tests/test_x.py::{name}[{n}]"
-        found.append(SimpleNamespace(nodeid=nodeid, callspec=SimpleNamespace(indices=indices), get_closest_marker=at.get))
+        found.append(
+            SimpleNamespace(nodeid=nodeid, callspec=SimpleNamespace(indices=indices), get_closest_marker=at.get)
+        )
     return found
 
 
@@ -65,8 +67,9 @@ def test_what_runs_alone_counts_twice() -> None:
 def test_the_last_line() -> None:
     runs = [[10, 90, 5, {"test_x.py::test_b": [2, 3], "test_x.py::test_a": [4, 5]}], [1, 1000, 3, {}]]
     assert quick.covered(runs) == (
-        "make test ran 11 of 1,101 tests, at least one of each of 8 test functions; make test-rest and make test-all have the other 1,090, and mypy."
-        " Left out of those that take over 4.5 s: test_x.py::test_a (4 of 5), test_x.py::test_b (2 of 3)."
+        "make test ran 11 of 1,101 tests, at least one of each of 8 test functions; make test-rest and make test-all "
+        "have the other 1,090, and mypy. Left out of those that take over 4.5 s: test_x.py::test_a (4 of 5), "
+        "test_x.py::test_b (2 of 3)."
     )
     assert quick.covered([[10, 0, 5, {}]]).endswith("and mypy.")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atom_mini.attention import AttentionMetaData, paged_attention, store_kv_cache
 from atom_mini.config import SamplingParams
-from atom_mini.cpu_decode import CpuOps, SparseTable, decode_attention
+from atom_mini.cpu_decode import CpuOps, decode_attention
 from atom_mini.model_runner import locate
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -70,11 +70,11 @@ def fill(
 
 
 def cpu_attention(q: Tensor, pool: Tensor, meta: AttentionMetaData, scale: float) -> Tensor:
-    """What the engine does on a CPU: `CpuOps` chooses. The sparse table for float32 decodes, and only for them."""
+    """The engine's attention on a CPU: `CpuOps` takes the sparse table for float32 decodes, and only for them."""
     meta = replace(meta, plan=None)
     out = CpuOps().attend(q, pool, meta, scale)
     is_sparse = max(meta.query_lens) == 1 and q.dtype == torch.float32
-    assert isinstance(meta.plan, SparseTable) == is_sparse
+    assert (meta.plan is not None) == is_sparse
     return out
 
 

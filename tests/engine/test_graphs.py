@@ -38,7 +38,7 @@ from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.verify import SpecCore, Verifier
+from atom_mini.speculation.verify import SpecCore
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -76,7 +76,7 @@ def run(
     """(tokens, log probabilities) of one request per wish, and the engine they went through."""
     rng, core = random.Random(seed), EngineCore(runner.config, runner)
     if drafter:
-        core = SpecCore(runner.config, Verifier(runner, drafter))
+        core = SpecCore(runner.config, runner, drafter)
     if overlap:
         core = OverlapCore(runner.config, Launcher(runner.config, lambda config: runner))
     seqs = []

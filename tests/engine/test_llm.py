@@ -1320,7 +1320,7 @@ BROKEN_WISHES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 0.8, "seed": 3},
     "filtered": {"temperature": 0.8, "seed": 3, "top_p": 0.9, "min_p": 0.01},
-    "penalised": {"temperature": 0, "repetition_penalty": 1.2, "logprobs": 2},
+    "penalized": {"temperature": 0, "repetition_penalty": 1.2, "logprobs": 2},
 }
 
 

@@ -564,11 +564,11 @@ def test_an_index_with_a_number_for_a_file(sharded: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_tokenizer_that_has_broken_off(name: str, tmp_path: Path) -> None:
-    """The realistic partial download: which file, and that it is no JSON."""
+    """The realistic partial download: which file, and that it is not valid JSON."""
     tiny = Path(atom_mini.__file__).parent / "tiny"
     folder = shutil.copytree(tiny, tmp_path / "tiny", ignore=shutil.ignore_patterns("eagle3"))
     (folder / name).write_text((folder / name).read_text()[:99])
-    assert f"{folder / name} is no JSON" in refusal(folder)
+    assert f"{folder / name} is not valid JSON" in refusal(folder)
     (folder / name).write_text('{"model": {"type": "nobody knows"}}')
     if name == "tokenizer.json":  # JSON, and no tokenizer
         assert f"the tokenizer in {folder} cannot be read" in refusal(folder)

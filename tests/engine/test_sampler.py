@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from atom_mini.config import SamplingParams
-from atom_mini.extras import Extras, gather_logprobs, penalise
+from atom_mini.extras import Extras, gather_logprobs, penalize
 from atom_mini.sampler import Sampler, SamplingMetaData, draw, keep_mask, on_cpu, uniforms
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -252,7 +252,7 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     ids = torch.tensor([[1, 5, 5, 7, 29], [0, 1, 2, 3, 4], [9, 9, 9, 9, 9]])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     seen = torch.tensor([(row, token) for row in range(3) for token in set(ids[row].tolist())]).T
-    assert torch.equal(penalise(logits, torch.full((3,), penalty), seen), expected)
+    assert torch.equal(penalize(logits, torch.full((3,), penalty), seen), expected)
     assert torch.equal(adjusted(logits, [{"repetition_penalty": penalty}] * 3,
                                 {row: ids[row].tolist() for row in range(3)}), expected)  # fmt: skip
     assert sample(logits, [{"temperature": 0, "repetition_penalty": penalty}] * 3,
@@ -362,7 +362,7 @@ def test_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
 
 
 def test_places_are_counted_among_the_rows_that_sample_and_the_newest_is_filled_in() -> None:
-    """A prompt that goes on has no row; -1 is the token that only the device knows, here the penalised 2."""
+    """A prompt that goes on has no row; -1 is the token that only the device knows, here the penalized 2."""
     params = [SamplingParams(), SamplingParams(repetition_penalty=2.0, logprobs=0)]
     ones = np.ones(2, np.int32)
     batch = ScheduledBatch(

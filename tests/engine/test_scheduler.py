@@ -638,7 +638,7 @@ def test_a_batch_is_frozen_and_a_snapshot() -> None:
     assert batch.block_tables[:, 0].tolist() == [one.block_table[0], two.block_table[0]]
     dtypes = [batch.scheduled_tokens, batch.num_scheduled_tokens, batch.context_lens, batch.block_tables]
     assert [a.dtype for a in dtypes] == [np.int64, np.int32, np.int32, np.int32]
-    assert batch.histories == {0: [9, 8, 7]}  # only for those who are penalised
+    assert batch.histories == {0: [9, 8, 7]}  # only for those who are penalized
     with pytest.raises(FrozenInstanceError):
         batch.req_ids = []  # type: ignore[misc]
     before = batch.block_tables.copy()

@@ -15,9 +15,9 @@ from atom_mini.checkpoint import ModelSpec
 from atom_mini.models import MLP, CausalLM, RotaryEmbedding, SelfAttention
 
 KINDS = ["qwen3", "qwen2", "llama"]
-# The CPU's decode attention, chapter 21; the `LLM` that knows the options of all parts.
+# The CPU's decode attention, chapter 93; the `LLM` that knows the options of all parts.
 OTHERS = {"atom_mini.cpu_decode", "atom_mini.refinements.parts"}
-COMPILED = "atom_mini.refinements.compiled_step"  # where Numba is installed: chapters 21b to 21d
+COMPILED = "atom_mini.refinements.compiled_step"  # where Numba is installed: chapter 93
 
 
 def classes_of(llm: Any) -> set[type]:

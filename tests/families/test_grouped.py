@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarn
 
 
 class Layer:
-    """Random experts, off the tile in both sizes, and T tokens with k different ones each."""
+    """Random experts whose sizes are not multiples of a tile, and T tokens with k different ones each."""
 
     def __init__(
         self, tokens: int, k: int = 4, hidden: int = 40, inner: int = 24, biased: bool = True, limit: float = 0.0,
@@ -77,7 +77,7 @@ class Layer:
         return inner @ self.mats[1][e].float().T + biases[1]
 
     def wanted(self) -> Tensor:
-        """The definition, in float32: nobody's choices count nothing."""
+        """The definition, in float32: choices of padding add nothing."""
         out = torch.zeros_like(self.x, dtype=torch.float32)
         for e in self.ids[self.ids < len(self.mats[0])].unique().tolist():
             token, choice = (self.ids == e).nonzero(as_tuple=True)
@@ -87,7 +87,7 @@ class Layer:
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_the_loop_and_the_definition_agree(limit: float) -> None:
-    """Chapter 61's loop and activation, in their own words, give what this file holds the kernel against."""
+    """Chapter 61's loop and activation give this file's reference."""
     layer = Layer(7, limit=limit)
 
     def expert(rows: Tensor, e: int) -> Tensor:
@@ -115,7 +115,7 @@ def test_grouped(tokens: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("hidden", "inner"), [(16, 8), (64, 64), (65, 33), (130, 1), (300, 160)])
 def test_sizes_on_and_off_the_tile(hidden: int, inner: int) -> None:
-    """Both sizes, each of which is once the length of a sum and once a number of columns."""
+    """Both sizes: each is the length of a sum in one product and the number of columns in the other."""
     layer = Layer(2, 3, hidden, inner, dtype=torch.float16 if hidden == 300 else torch.float32)
     assert relative_error(layer.run(), layer.wanted()) < LIMITS[layer.x.dtype]
 
@@ -123,7 +123,7 @@ def test_sizes_on_and_off_the_tile(hidden: int, inner: int) -> None:
 @pytest.mark.parametrize("tokens", [3, 16, 17, 40])
 @pytest.mark.parametrize("expert", [0, E - 1])
 def test_all_tokens_to_one_expert(tokens: int, expert: int) -> None:
-    """Several tiles of the first expert or of the last, and none of the others, even twice for a token."""
+    """Several tiles of the first or the last expert and none of the others, even twice for a token."""
     layer = Layer(tokens, 2)
     layer.ids[:] = expert
     for w in (*layer.mats, *layer.biases):
@@ -132,8 +132,8 @@ def test_all_tokens_to_one_expert(tokens: int, expert: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_rows_of_nobody_fetch_nothing(dtype: torch.dtype) -> None:
-    """Their row is 0, and neither they nor their x, which is NaN, touch anybody else's; alone they read nothing."""
+def test_padding_rows_fetch_nothing(dtype: torch.dtype) -> None:
+    """Their rows are 0. Their x is NaN and does not affect other rows. Alone they read nothing."""
     layer, rows = Layer(6), [1, 4, 5]
     layer.ids = layer.ids.to(dtype)
     wanted = Layer(6).wanted()
@@ -149,8 +149,8 @@ def test_rows_of_nobody_fetch_nothing(dtype: torch.dtype) -> None:
     assert not layer.run().any()
 
 
-def test_one_choice_of_nobody() -> None:
-    """A single choice may be nobody's, too: its weight, and what stands in its place, count nothing."""
+def test_one_choice_of_no_expert() -> None:
+    """A single choice may be the padding id: its weight and its row add nothing."""
     layer = Layer(5)
     layer.ids[2, 1], layer.weights[2, 1] = E, math.nan
     out = layer.run()
@@ -160,7 +160,7 @@ def test_one_choice_of_nobody() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_the_same_bits_again_alone_and_in_another_order(dtype: torch.dtype) -> None:
-    """A row's bits depend neither on the run nor on its company nor on its place."""
+    """A row's bits do not depend on the run, on the other rows, or on its place."""
     layer, order = Layer(7, 2, dtype=dtype), torch.tensor([4, 0, 2, 6, 1, 3, 5], device=DEVICE)
     together = layer.run()
     assert torch.equal(layer.run(), together)
@@ -171,7 +171,7 @@ def test_the_same_bits_again_alone_and_in_another_order(dtype: torch.dtype) -> N
 
 
 def test_slices_may_lie_apart() -> None:
-    """Ids, weights and x that are parts of larger tensors are taken as they look."""
+    """Ids, weights, and x may be views of larger tensors."""
     layer = Layer(5)
     wanted = layer.run()
     layer.x, layer.ids, layer.weights = (
@@ -183,7 +183,7 @@ def test_slices_may_lie_apart() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
 def test_sort(tokens: int, k: int, experts: int, seed: int) -> None:
-    """A stable sort by expert, with nobody's pairs behind, in one chunk of ids or several."""
+    """A stable sort by expert, with the padding pairs last, in one chunk of ids or several."""
     ids = torch.randint(0, experts + 1, (tokens, k), generator=torch.Generator().manual_seed(seed))
     starts, pairs = sort_pairs(ids.to(DEVICE), experts)
     assert pairs.tolist() == ids.flatten().argsort(stable=True).tolist()
@@ -200,7 +200,7 @@ def test_sort_many() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([16, 64, 128]))
 def test_most_tiles(counts: list[int], rows: int) -> None:
-    """The number for which programs are launched is never below the number of tiles."""
+    """The launch never assumes fewer tiles than there are."""
     pairs = sum(counts)
     busy = min(len(counts), pairs)
     assert sum(-(-n // rows) for n in counts) <= busy + (pairs - busy) // rows
@@ -215,7 +215,7 @@ def pack(experts: int, rows: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers in float32, one by one as the format says."""
+    """The numbers in float32, unpacked one by one."""
     halves = torch.stack([blocks % 16, blocks // 16], -1).flatten(-2).long().cpu()
     numbers = VALUES[halves % 8] * torch.where(halves < 8, 1.0, -1.0)
     return (numbers * torch.exp2(scales.cpu().float() - 127).repeat_interleave(32, -1)).to(blocks.device)
@@ -225,7 +225,7 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize("tokens", [3, 50])
 def test_packed(tokens: int, both: bool, dtype: torch.dtype) -> None:
-    """Packed weights are the numbers they stand for: near the loop, and in the interpreter the unpacked one's bits."""
+    """Packed weights give the results of the numbers they encode: near the loop, and in the interpreter the unpacked one's bits."""
     layer = Layer(tokens, 2, 160, 96, limit=1.0, experts=6, dtype=dtype)
     packed = [pack(6, 192, 160), pack(6, 160, 96)]
     layer.mats = [unpack(*w).to(dtype) for w in packed]
@@ -239,18 +239,18 @@ def test_packed(tokens: int, both: bool, dtype: torch.dtype) -> None:
 def test_packed_weights_are_not_for_float32() -> None:
     layer = Layer(3, 2, 64, 32)
     layer.mats[1] = pack(E, 64, 32)
-    with pytest.raises(ValueError, match="float16, not by float32: set dtype='bfloat16'"):
+    with pytest.raises(ValueError, match=r"dtype=torch.float32 does not go with packed experts; use bfloat16"):
         layer.run()
 
 
 def test_matrices_of_another_size_are_refused() -> None:
-    """Not read beyond their ends; the same for packed ones, whose rows look half as long."""
+    """They are not read beyond their ends. Packed rows look half as long."""
     layer = Layer(3, 2, 64, 32, dtype=torch.float16)
     layer.mats[1] = layer.mats[1][..., :0]
-    with pytest.raises(ValueError, match="a row of x has 32 numbers, one of the experts' 0"):
+    with pytest.raises(ValueError, match="x has rows of 32 numbers, but the experts need 0"):
         layer.run()
     layer.mats[0] = pack(E, 64, 96)
-    with pytest.raises(ValueError, match="a row of x has 64 numbers, one of the experts' 96"):
+    with pytest.raises(ValueError, match="x has rows of 64 numbers, but the experts need 96"):
         layer.run()
 
 
@@ -265,14 +265,14 @@ def far_product(module: ModuleType = grouped) -> float:
     except RuntimeError:
         pytest.skip("8 GiB of address space are not to be had")
     g = torch.Generator().manual_seed(0)
-    x, far = torch.randn(2, size, generator=g).half(), (torch.randn(64, size, generator=g) * size**-0.5).half()
-    w[0], w[-1] = math.nan, far.to(DEVICE)
+    x, last = torch.randn(2, size, generator=g).half(), (torch.randn(64, size, generator=g) * size**-0.5).half()
+    w[0], w[-1] = math.nan, last.to(DEVICE)
     starts = torch.zeros(experts + 2, dtype=torch.int32, device=DEVICE)
     starts[-1] = 2
     order = starts, torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     weights = torch.ones(2, 1, device=DEVICE)
     out = module.expert_product(x.to(DEVICE), (w, None, None), weights, order, 0.0, True).cpu()
-    gate, up = (x.float() @ far.float().T).chunk(2, 1)
+    gate, up = (x.float() @ last.float().T).chunk(2, 1)
     return relative_error(out, (F.silu(gate) * up)[[1, 0]])
 
 
@@ -282,7 +282,7 @@ def test_experts_far_away() -> None:
 
 
 def mixed(module: ModuleType) -> float:
-    """Biases, a limit that clamps, 20 tokens of one expert, and a row of nobody, which must be 0."""
+    """Biases, a limit that clamps, 20 tokens of one expert, and a padding row, which must be 0."""
     layer = Layer(24, 2, biased=True, limit=0.5)
     layer.ids[:20, 0], layer.ids[3] = 5, E
     out, wanted = layer.run(module), layer.wanted()
@@ -310,7 +310,7 @@ MUTANTS = {
     "an expert begins one late": ("starts_ptr + e, start)", "starts_ptr + e, start + (e == 5))", mixed),
     "the expert of a tile": ("before = ends <= tile", "before = ends < tile", mixed),
     "the first tile again": ("(tile - first) * ROWS", "(tile - tile) * ROWS", mixed),
-    "nobody's rows not cleared": ("x.new_empty if is_up else x.new_zeros", "x.new_empty", mixed),
+    "padding rows not cleared": ("x.new_empty if is_up else x.new_zeros", "x.new_empty", mixed),
     "another token": ("target // CHOICES", "target % CHOICES", mixed),
     "no bias": ("if bias_ptr is not None:", "if False:", mixed),
     "offsets in 32 bits": ("return e.to(tl.int64), rows", "return e, rows", far_product),

@@ -1,4 +1,4 @@
-"""Latent attention: transformers' logits by every path, the expanded form as oracle, and each of its traps planted."""
+"""Latent attention: transformers' logits on every path, the expanded form as oracle, and each trap planted."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_bias_beside_none_is_refused() -> None:
 
 
 def test_rows_are_sorted_once() -> None:
-    """Each head's; other weights are left alone."""
+    """The rows of each head are sorted; other weights stay as they are."""
     cfg = KINDS["deepseek_v3"](**checkpoints.SMALL | V3 | GROUPS)
     rows = torch.arange(4.0 * 48).view(-1, 1)
     readers: Any = {"a.q_b_proj.weight": lambda: rows, "a.o_proj.weight": lambda: rows, "lm_head.weight": lambda: rows}
@@ -251,7 +251,7 @@ def test_rows_are_sorted_once() -> None:
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "GLM-4.7-Flash"])
 def test_info_counts_latents(name: str, tmp_path: Path) -> None:
-    """`atom-mini info` before any engine was made: the bytes of latents, not of keys and values."""
+    """`atom-mini info` without an engine: the bytes of latents, not of keys and values."""
     cfg, wanted = PUBLISHED[name]
     cfg.num_hidden_layers, layers = 1, cfg.num_hidden_layers  # a table of weights is enough
     cfg.dtype, cfg.architectures = torch.bfloat16, [type(cfg).__name__.replace("Config", "ForCausalLM")]
@@ -279,8 +279,8 @@ def test_layers_for_mtp_are_left_out_if_the_config_says_so(announced: int, tmp_p
 
 
 def test_fp8_as_deepseek_v3_is_published(tmp_path: Path) -> None:
-    """Packed in blocks, sorted after that: what transformers computes of the unpacked weights."""
-    from test_quantised import save_fp8_twin  # not before all families are there
+    """Packed in blocks and sorted after unpacking: transformers' logits for the unpacked weights."""
+    from test_quantised import save_fp8_twin  # which imports all families
 
     save_mixture("deepseek_v3", tmp_path / "plain", **V3 | GROUPS)
     save_fp8_twin(tmp_path, lambda n: n.endswith(("_proj.weight", "_mqa.weight")))

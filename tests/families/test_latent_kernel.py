@@ -35,7 +35,7 @@ if FULL:
 
 
 class LatentStep(Step):
-    """A `Step` over rows of latents; the rows in nobody's slots are NaN."""
+    """A `Step` over rows of latents; the rows in unused slots are NaN."""
 
     def __init__(self, lens: Lens, block_size: int, heads: int, dtype: torch.dtype) -> None:
         self.latent, self.rope = SHAPES[heads]
@@ -44,7 +44,7 @@ class LatentStep(Step):
         self.ops = LatentOps(torch.device(DEVICE), heads, self.latent, self.rope, dtype)
 
     def wanted(self) -> Tensor:
-        """Of the oracle, in float32."""
+        """The oracle's result, in float32."""
         args = self.q.float(), self.pool.float(), self.meta(), self.q.shape[-1] ** -0.5
         return reference_attention(*args)[..., : self.latent]
 
@@ -73,7 +73,7 @@ def test_kernel_equals_torch(heads: int, size: int, kind: str, dtype: torch.dtyp
 
 
 def test_torch_takes_the_same_view() -> None:
-    """The view that is twice the same memory, through the torch path: the result cut to the latent."""
+    """The torch path on the view that shows the memory twice: the result is cut to the latent."""
     step = LatentStep([(1, 70), (3, 20)], 16, 16, torch.float32)
     out = latent.attend_latent(TorchOps(), step.latent, step.q, step.pool[:1], step.meta(), step.q.shape[-1] ** -0.5)
     assert relative_error(out, step.wanted()) < 1e-6
@@ -144,11 +144,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_replays_equal_eager_steps(overlap: bool, folder: Path, record: Any) -> None:
     """Recorded decodes, batches that shrink and grow, preemption."""
-    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}]
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}]
     runner = GraphRunner(test_graphs.make_config(folder, num_kvcache_blocks=9), record)
     counts = count_replays(runner)
-    replayed, core = run(runner, wishes, max_tokens=9, overlap=overlap)
-    eager, _ = run(test_graphs.plain_runner(folder, num_kvcache_blocks=9), wishes, max_tokens=9)
+    replayed, core = run(runner, options, max_tokens=9, overlap=overlap)
+    eager, _ = run(test_graphs.plain_runner(folder, num_kvcache_blocks=9), options, max_tokens=9)
     assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in eager]
     assert sum(counts.values()) > 3 and core.scheduler.num_preemptions > 0
     assert type(runner.ops) is LatentOps
@@ -157,16 +157,16 @@ def test_replays_equal_eager_steps(overlap: bool, folder: Path, record: Any) -> 
 def test_drafts_on_the_kernel(folder: Path) -> None:
     """Verify steps have several queries per sequence: the same tokens as in torch without drafts."""
     drafts: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
-    prompts, texts, wish = [[5, 6, 7] * 6, [1, 2]], [], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts, texts, params = [[5, 6, 7] * 6, [1, 2]], [], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     for kind, options in (("torch", {}), ("triton", drafts)):
         with LLM(str(folder), attention=kind, dtype="float32", num_kvcache_blocks=60, **options) as llm:
-            texts.append([out.token_ids for out in llm.generate(prompts, wish, use_tqdm=False)])
+            texts.append([out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
     assert texts[0] == texts[1]
 
 
 def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """RDNA 3, float32 on RDNA 4 and odd widths are refused with the knob to turn; torch is taken without a word where
-    it is asked for."""
+    """RDNA 3, float32 on RDNA 4 and odd widths are refused with the option to change. An explicit attention='torch' works
+    without a message."""
     with pytest.raises(ValueError, match=r"500 and 64 numbers .* set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 500, 64, torch.bfloat16)
     monkeypatch.setattr(launches, "architecture", lambda device: "gfx1100")

@@ -1,4 +1,4 @@
-"""Packed weights are read as their formats say, lazily, and what is not read is refused before a file is opened."""
+"""Packed weights are unpacked lazily, by their formats; other formats are refused before a file is opened."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plain_fp8(weight: Tensor, scale: Tensor, size: int = 128) -> Tensor:
 
 
 def save_fp8_twin(home: Path, is_packed: Callable[[str], bool]) -> None:
-    """Pack some weights of the checkpoint `home`/plain in squares of 16, as `home`/fp8; plain gets what they then are."""
+    """Pack some weights of the checkpoint `home`/plain in squares of 16, as `home`/fp8; plain gets the rounded weights."""
     shutil.copytree(home / "plain", home / "fp8")
     plain = load_file(home / "plain" / "model.safetensors")
     packed = dict(plain)
@@ -226,7 +226,7 @@ def logits(folder: Path) -> Tensor:
     ids=lambda value: value if isinstance(value, str) else str(value)[:20],
 )
 def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Its logits are those of the same weights stored whole, exactly, and transformers' for those to 1e-4."""
+    """Its logits equal those of the same weights stored unpacked, and transformers' for these to 1e-4."""
     packed, whole, model = quantise(tmp_path, kind, **options)
     assert EngineArgs(str(packed)).spec.storage.method == "fp8"
     ours = logits(packed)
@@ -236,7 +236,7 @@ def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("error", ["transposed", "inverse", "none", "size by shape"])
 def test_planted_errors_in_a_checkpoint(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the comparison above would see."""
+    """The comparison above notices these errors."""
     packed, _, model = quantise(tmp_path, num_attention_heads=8)  # q_proj: 2 x 2 squares
     right = dequantise_fp8
     wrong: dict[str, Callable[..., Tensor]] = {
@@ -251,7 +251,7 @@ def test_planted_errors_in_a_checkpoint(error: str, tmp_path: Path, monkeypatch:
 
 
 def test_transformers_unpacks_the_same(tmp_path: Path) -> None:
-    """Somebody else's code for the format, on shapes that are multiples of 128, as published models are."""
+    """transformers' code for the format, on shapes that are multiples of 128, as published models are."""
     packed, _, _ = quantise(tmp_path, hidden_size=256, intermediate_size=384, num_attention_heads=8)
     options = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(packed, **options)
@@ -259,7 +259,7 @@ def test_transformers_unpacks_the_same(tmp_path: Path) -> None:
 
 
 def test_modules_that_are_not_converted(tmp_path: Path) -> None:
-    """Whatever has no scale is read as it is, listed or not."""
+    """A tensor without a scale is read as it is, listed or not."""
     packed, whole, _ = quantise(tmp_path)
     small, tensors = (load_file(folder / "model.safetensors") for folder in (packed, whole))
     name = "model.layers.1.mlp.down_proj"
@@ -299,7 +299,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a single tensor is opened; and what to do is said."""
+    """Refused before a tensor is opened, with what to do instead."""
     folder = tmp_path / "whole"
     save_checkpoint("qwen3", folder, **SHAPE)
     edit_json(folder / "config.json", quantization_config=REFUSED[name])
@@ -327,7 +327,7 @@ def test_reading_changes_no_config(tmp_path: Path) -> None:
 
 
 def test_peak_memory(tmp_path: Path) -> None:
-    """Beside the weights, no more than a tensor or two at a time: reading all of the file first would take 66 MB."""
+    """Loading takes a tensor or two in addition to the weights. Reading the whole file first would take 66 MB."""
     shape = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 512}
     packed, _, _ = quantise(tmp_path, **shape | {"num_hidden_layers": 24, "head_dim": 64})
     measured = measure_loading(packed)
@@ -374,7 +374,7 @@ def experts(tmp_path: Path) -> tuple[dict[str, Any], Tensor, list]:
 
 @pytest.mark.parametrize("part", [None, 0, 4, slice(1, 3), slice(4, 5), slice(3, None), slice(None)], ids=str)
 def test_parts_of_experts(part: Any, experts: tuple) -> None:
-    """As an index into what the file in 16 bits holds; of other experts nothing is read."""
+    """A part selects from the 16-bit layout, and other experts are not read."""
     readers, wanted, reads = experts
     adapted = unpack(readers, Storage("mxfp4"))
     assert adapted.keys() == {NAME, f"{NAME}_bias"} and not reads
@@ -392,7 +392,7 @@ def test_other_tensors_stay(experts: tuple) -> None:
 
 
 def test_blocks_without_scales(experts: tuple) -> None:
-    """They keep their name, for which the loader has no place; scales without blocks are refused."""
+    """Blocks without scales keep their name, which the loader refuses; scales without blocks are refused."""
     readers, _, _ = experts
     alone = {name: read for name, read in readers.items() if not name.endswith("_scales")}
     adapted = unpack(alone, Storage("mxfp4"))
@@ -405,7 +405,7 @@ def test_blocks_without_scales(experts: tuple) -> None:
 
 
 def test_the_layout_of_transformers() -> None:
-    """Its own unpacking of MXFP4 gives the same bits in the same orientation."""
+    """transformers' unpacking of MXFP4 gives the same bits in the same orientation."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     g = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 8, 4, 16), generator=g).byte()
@@ -464,7 +464,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
 def test_gpt_oss_stays_packed(tmp_path: Path) -> None:
-    """With a kernel that reads MXFP4 the experts stay as they are in the file; the logits are those of whole ones."""
+    """With a kernel that reads MXFP4 the experts stay packed; the logits are those of unpacked ones."""
     found, rooms = [], {"device": "cpu", "attention": "triton", "dtype": "bfloat16", "num_kvcache_blocks": 8}
     for folder in save_gpt_oss(tmp_path, num_hidden_layers=2):
         with LLM(str(folder), **rooms) as llm, recorded(llm) as recorder:  # type: ignore[arg-type]

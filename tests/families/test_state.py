@@ -1,4 +1,4 @@
-"""Recurrent states: transformers' logits by every path, the loop as oracle of the chunks, slots under a fuzz, mistakes."""
+"""Recurrent states: transformers' logits on every path, the loop as oracle, slots under a fuzz, and planted mistakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families import mixture, state
-from atom_mini.families.records import FamilySpec, StateSpec, read_experts, read_family, read_routing
+from atom_mini.families.records import FamilySpec, StateSpec, read_family
 from atom_mini.instruments.command_line import describe
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
@@ -55,7 +55,7 @@ TIGHT: dict[str, Any] = {"kv_cache_block_size": 4, "num_kvcache_blocks": 31, "ma
 
 
 def spread_weights(model: Any) -> Any:
-    """Every weight visible: norms that differ, decays of a few tokens to many, strengths and gates that are no constants."""
+    """Every weight visible: norms that differ, decays of a few tokens to many, strengths and gates that vary."""
     for name, weight in model.named_parameters():
         kind = name.split(".")[-1]
         mean = {"A_log": -2.0}.get(kind, 1.0 if "linear_attn.norm" in name else 0.0)
@@ -86,7 +86,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def generate(folder: Path, prompts: list[list[int]], **engine: Any) -> tuple[Recorder, dict[int, list[int]], LLM]:
-    """All logits of a run, the tokens by request, and the engine; what nobody has stored or cleared is NaN."""
+    """All logits of a run, the tokens by request, and the engine; slots that were never stored or cleared are NaN."""
     with LLM(str(folder), **{"device": "cpu", "dtype": "float32"} | engine) as llm, recorded(llm) as recorder:
         runner: Any = llm.engine_core.runner
         for tensor in (runner.kv_cache, runner.pool.state, runner.pool.past):
@@ -192,7 +192,7 @@ def test_the_state_that_comes_in_is_left_alone() -> None:
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_convolution_in_any_pieces(width: int) -> None:
-    """Also pieces shorter than what the filter sees."""
+    """Including pieces shorter than the filter."""
     torch.manual_seed(0)
     x, weight, past = torch.randn(2, 19, 3), torch.randn(3, 1, width), torch.randn(2, width - 1, 3)
     padded = torch.cat([past, x], 1)
@@ -272,7 +272,7 @@ def test_a_mistake_moves_a_logit(mistake: str, tmp_path: Path, monkeypatch: pyte
 
 
 def kept_after_preemption(patch: pytest.MonkeyPatch) -> None:
-    """A sequence that comes back goes on from the state that it had, which has seen its tokens already."""
+    """A resumed sequence continues from its old state, which has already seen its tokens."""
     prepare = state.StateRunner.prepare_model
     kept: dict[int, Tensor] = {}
 
@@ -296,7 +296,7 @@ def slots_by_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def whole_head_turns(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FamilySpec, "turned_dim", property(lambda spec: spec.head_dim))
+    patch.setattr(FamilySpec, "rotated_dim", property(lambda spec: spec.head_dim))
 
 
 @pytest.mark.parametrize("plant", [kept_after_preemption, slots_by_place, whole_head_turns])
@@ -307,7 +307,7 @@ def test_a_larger_mistake_moves_a_logit(plant: Any, tmp_path: Path, monkeypatch:
 
 
 def test_query_scale_and_epsilons_show_on_crafted_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The norm after the state hides the queries' scale, unless what it norms is as small as its epsilon; so for keys."""
+    """The norm after the state hides the queries' scale, unless its input is as small as its epsilon; likewise for keys."""
     model = make_model("qwen3_5_text", rms_norm_eps=1e-3)
     for layer in model.model.layers[:3]:
         layer.linear_attn.in_proj_qkv.weight.data[64:] *= 0.05
@@ -352,7 +352,7 @@ class WithStates:
 
 
 def run_with_states(patch: pytest.MonkeyPatch, trials: int, caching: bool = False, **how: Any) -> Any:
-    """`symbolic.run_trial` for some seeds, with states beside the K/V."""
+    """`symbolic.run_trial` for some seeds, with states in addition to the K/V."""
     make = symbolic.make_trial
 
     def made(seed: int) -> symbolic.Trial:
@@ -368,7 +368,7 @@ def run_with_states(patch: pytest.MonkeyPatch, trials: int, caching: bool = Fals
 
 
 def test_slots_under_a_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adds, aborts, preemptions, failing steps, steps launched in vain: a state is that of its own sequence."""
+    """Adds, aborts, preemptions, failing steps, and discarded steps: each state belongs to its own sequence."""
     stats = run_with_states(monkeypatch, 400)
     for name in ("preemptions", "failures", "aborts_running", "aborts_waiting", "chunks", "ahead", "put_back"):
         assert stats[name] > 10, name
@@ -377,13 +377,13 @@ def test_slots_under_a_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("how", [{"clears": False}, {"by_row": False}, {"caching": True}], ids=str)
 def test_the_fuzz_sees_mistakes(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that is not cleared, slots by place; and why prefix caching is off."""
+    """Uncleared slots, slots by place in the batch, and prefix caching are noticed."""
     with pytest.raises((AssertionError, KeyError)):
         run_with_states(monkeypatch, 60, **how)
 
 
 def test_an_engine_under_a_fuzz(tmp_path: Path) -> None:
-    """The real runner, in tiny pools: requests that come and go as they like have the texts they have alone."""
+    """The real runner, in tiny pools: requests that come and go get the texts that they get alone."""
     save("dense", tmp_path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     rng, alone = random.Random(3), {}
     prompts = [[rng.randrange(300) for _ in range(rng.choice((1, 2, 5, 9, 20)))] for _ in range(12)]
@@ -414,7 +414,7 @@ def test_an_engine_under_a_fuzz(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_half_way_leaves_no_trace(tmp_path: Path) -> None:
-    """Some layers have their new states, others not; all sequences begin again."""
+    """Only some layers have their new states; all sequences restart."""
     save("dense", tmp_path)
     with LLM(str(tmp_path), device="cpu", **ROOMY) as llm:
         right = [out.token_ids for out in llm.generate(make_prompts(), GREEDY, use_tqdm=False)]
@@ -458,7 +458,7 @@ def test_the_pool_is_what_was_counted(tmp_path: Path) -> None:
         assert runner.kv_cache.shape[0] == 1 and runner.kv_cache.nbytes == runner.block_bytes * TIGHT["num_kvcache_blocks"]
 
 
-def test_a_batch_of_nobody_touches_no_sequences_state(tmp_path: Path) -> None:
+def test_a_batch_without_sequences_changes_no_state(tmp_path: Path) -> None:
     """The dummy step of an idle engine in lockstep (chapter 73b) may run between two steps of live sequences."""
     save("mixture", tmp_path)
     with LLM(str(tmp_path), device="cpu", **TIGHT) as llm:
@@ -474,14 +474,14 @@ def test_a_batch_of_nobody_touches_no_sequences_state(tmp_path: Path) -> None:
 
 
 def test_states_count_in_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the states take is not there for blocks; and if there is no room for them, the error says how many fit."""
+    """The memory of the states is not used for blocks; if they do not fit, the error says how many would."""
     save("dense", tmp_path)
     each = state.state_bytes(EngineArgs(str(tmp_path)).spec, torch.float32)
     monkeypatch.setattr(state, "free_host_bytes", lambda: 100 * each)
     with LLM(str(tmp_path), device="cpu", max_num_seqs=60) as llm:
         used = (llm.config.num_kvcache_blocks or 0) * llm.engine_core.runner.block_bytes  # type: ignore[attr-defined]
         assert 38 * each < used <= 39 * each  # one is a spare
-    with pytest.raises(ValueError, match=f"max_num_seqs=101 states of {each} bytes.*lower it, 99 would"):
+    with pytest.raises(ValueError, match=r"max_num_seqs=101 needs .* bytes of states.*set it to at most 99"):
         LLM(str(tmp_path), device="cpu", max_num_seqs=101)
 
 
@@ -503,7 +503,7 @@ def test_info_says_both_prices(tmp_path: Path) -> None:
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
 ], ids=str)  # fmt: skip
 def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
-    """Before a weight is read: there are none here."""
+    """Refused before a weight is read: the folder has none."""
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     name = next(iter(knobs))
@@ -512,7 +512,7 @@ def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_it_cannot_draft(tmp_path: Path) -> None:
-    """Before its weights are read."""
+    """Refused before its weights are read."""
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="cannot draft: its layers keep a state"):
@@ -520,7 +520,7 @@ def test_it_cannot_draft(tmp_path: Path) -> None:
 
 
 def test_defaults_that_fit(tmp_path: Path) -> None:
-    """What nobody set is set; what fits may be said, too."""
+    """Options that were not given are set; given ones that fit are kept."""
     save("dense", tmp_path)
     rows = [row for row in TOGETHER if row.asked == STATE]
     fitting: dict[str, Any] = {name: values[0] for row in rows for name, values in row.needs.items()}
@@ -549,7 +549,7 @@ def test_the_log_says_what_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_no_graphs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner is ours, which records nothing, whatever the device."""
+    """The runner is `StateRunner`, which records no graphs, on any device."""
     save("dense", tmp_path)
     monkeypatch.setattr(state, "StateRunner", lambda config: "ours")
     assert make_runner(EngineArgs(str(tmp_path), device="cuda")) == "ours"
@@ -561,7 +561,7 @@ def test_no_graphs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def wrap(kind: str, folder: Path, **more: Any) -> Any:
-    """A model with a vision encoder around the decoder, as it is published."""
+    """A decoder in a model with an image encoder, as it is published."""
     torch.manual_seed(0)
     text = {name: n for name, n in SMALL.items() if name != "intermediate_size" or "moe" not in kind}
     if "moe" in kind:
@@ -595,7 +595,7 @@ def test_the_decoder_in_a_wrapper(kind: str, tmp_path: Path) -> None:
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
-    """As the published files have them."""
+    """The experts are stored as in the published files."""
     model = save("mixture", tmp_path)
 
     def fuse(tensors: dict[str, Tensor]) -> None:
@@ -612,8 +612,8 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
 
 
 def test_fp8_in_a_wrapper(tmp_path: Path) -> None:
-    """Packed in blocks, as the wrapper's config says, and taken apart after that."""
-    from test_quantised import save_fp8_twin  # not before all families are there
+    """Packed in blocks, as the wrapper's config says, and split after unpacking."""
+    from test_quantised import save_fp8_twin  # which imports all families
 
     wrap("qwen3_5", tmp_path / "plain")
     save_fp8_twin(tmp_path, lambda n: n.endswith("_proj.weight") and "visual" not in n)
@@ -651,14 +651,7 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], words: str, tm
 
 
 def test_routing_of_the_mixture() -> None:
-    """The config does not say that weights are renormalised; transformers always does it."""
-    config = transformers.Qwen3_5MoeTextConfig()
-    assert read_routing(config).renormalize and read_routing(config).scoring == "softmax"
-    experts = read_experts(config)
-    assert experts is not None and experts.is_gated and (experts.count, experts.shared) == (256, 512)
-
-
-def test_qwen3_next_says_what_it_needs(tmp_path: Path) -> None:
-    edit_json(tmp_path / "config.json", architectures=["Qwen3NextForCausalLM"])
-    with pytest.raises(ValueError, match="in_proj_qkvz"):
-        EngineArgs(str(tmp_path))
+    """The config does not say that weights are renormalized; transformers always does it."""
+    spec = read_family(transformers.Qwen3_5MoeTextConfig())
+    assert spec.routing.renormalize and spec.routing.scoring == "softmax"
+    assert spec.experts.is_gated and (spec.experts.count, spec.experts.shared) == (256, 512)

@@ -22,7 +22,7 @@ from atom_mini import LLM, EngineArgs
 from atom_mini.attention import gather_kv
 from atom_mini.families import mixture, windows
 from atom_mini.families.mixture import split_experts
-from atom_mini.families.records import read_experts
+from atom_mini.families.records import read_gpt_oss
 from atom_mini.families.windows import windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
@@ -44,7 +44,7 @@ Attend = Callable[..., Tensor]
 
 
 def by_column(step: Step, window: int = 0, sinks: Tensor | None = None) -> Tensor:
-    """The oracle: every score in one row, hidden ones -inf, a sink as one score more; in float64."""
+    """The oracle, in float64: all scores in one row, masked ones -inf, a sink as an extra score."""
     out = []
     rows = zip(step.q.cpu().double().split([n for n, _ in step.lens]), step.tables, step.lens, strict=True)
     for q, table, (n, length) in rows:
@@ -68,7 +68,7 @@ def in_torch(step: Step, window: int = 0, sinks: Tensor | None = None) -> Tensor
 def in_triton(
     step: Step, window: int = 0, sinks: Tensor | None = None, change: Callable[[Any, Any], object] | None = None
 ) -> Tensor:
-    """`change(ops, plan)` may spoil or enlarge the plan."""
+    """`change(ops, plan)` may corrupt or enlarge the plan."""
     kv_heads, dim = step.pool.shape[2], step.q.shape[-1]
     ops = make_ops(kv_heads, step.q.shape[1] // kv_heads, dim, step.q.dtype)
     plan = ops.plan(*np.array(step.lens).T, step.tables)
@@ -80,7 +80,7 @@ def in_triton(
 
 
 def some_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """From next to nothing to nearly everything."""
+    """From almost no weight to almost all."""
     return torch.linspace(-4, 7, heads).to(dtype).to(DEVICE)
 
 
@@ -92,7 +92,7 @@ KINDS = ["decode", "several", "mixed"]
 @with_triton
 @pytest.mark.parametrize(("shape", "kind"), [*itertools.product(SHAPES, KINDS)], ids=str)
 def test_torch_equals_a_column_more(shape: tuple[int, int, int, int], kind: str) -> None:
-    """Whatever the window: shorter than a block, not a multiple of one, longer than the context."""
+    """Windows shorter than a block, not a multiple of one, and longer than the context."""
     step = Step(make_lens(kind, shape[0]), *shape, torch.float32)
     for window, has_sinks in LOOKS:
         sinks = some_sinks(shape[1] * shape[2]) if has_sinks else None
@@ -126,7 +126,7 @@ def planted(step: Step, query: int, ahead: int) -> Step:
 
 
 def moved(attend: Attend, step: Step, window: int, query: int, ahead: int) -> tuple[bool, bool]:
-    """Whether that huge value moves (any, every) output of these queries at all, where it found a place."""
+    """Whether that huge value changes (any, every) output of these queries."""
     lens = [(n, length, min(query, n - 1)) for n, length in step.lens]
     ends = np.cumsum([n for n, _ in step.lens])
     rows = [end - n + i for end, (n, length, i) in zip(ends, lens, strict=True) if length - n + i >= ahead]
@@ -178,7 +178,7 @@ def test_what_lies_before_the_window_is_not_read(lens: list[tuple[int, int]], wi
 
 @with_triton
 def test_all_parts_empty_but_one() -> None:
-    """A window of 1 at the start of the last part: every other part of the keys weighs nothing, and is no NaN."""
+    """A window of 1 at the start of the last part: every other part of the keys has weight 0, and does not give NaN."""
     step = Step([(1, 257), (1, 1025), (2, 770)], 16, 1, 2, 32, torch.float32)
     for sinks in (None, some_sinks(2)):
         assert relative_error(in_triton(step, 1, sinks), by_column(step, 1, sinks)) < 1e-5
@@ -220,7 +220,7 @@ if HAS_TRITON:
 @pytest.mark.parametrize("mistake", ["missing", "twice", "in every part"])
 @pytest.mark.parametrize("window", [0, 300])
 def test_a_wrong_sink_is_seen(mistake: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sink weighs once, in the first of three parts of the keys, also where that lies before the window."""
+    """A sink counts once, in the first of three parts of the keys, even where that part lies before the window."""
     step, sinks = Step([(1, 600)], 16, 1, 4, 32, torch.float32), some_sinks(4)
     wanted = by_column(step, window, sinks)
 
@@ -309,11 +309,11 @@ def window_off(by: int) -> Callable[..., Tensor]:
     return attend
 
 
-IN_TURNS = mixture.in_turns
+IN_TURNS = mixture.is_interleaved
 
 
 def take_halves(read: Any, i: int, n: int) -> Tensor:
-    """As if gate and up lay one behind the other in the file."""
+    """As if gate and up were contiguous in the file."""
     return IN_TURNS(read, 0, 1).chunk(n)[i]
 
 
@@ -330,13 +330,13 @@ ATTEND: dict[str, Attend] = {
 }
 MISTAKES = {name: (windows, "windowed_attention", attend) for name, attend in ATTEND.items()}
 MISTAKES["plain SwiGLU"] = (mixture, "activate", lambda gate_up, limit: ACTIVATE(gate_up))
-MISTAKES["halves, not turns"] = (mixture, "in_turns", take_halves)
+MISTAKES["halves, not turns"] = (mixture, "is_interleaved", take_halves)
 MISTAKES["softmax over all"] = (mixture, "route", route_over_all)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_moves_a_logit(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these moves some logit by more than 1; nothing but the mistake does."""
+    """Each mistake moves some logit by more than 1."""
     model = save("gpt-oss", tmp_path)
     monkeypatch.setattr(*MISTAKES[mistake])
     assert largest_error(model, tmp_path) > 1
@@ -344,7 +344,7 @@ def test_a_mistake_moves_a_logit(mistake: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("limit", [7.0, 1e9])
 def test_the_clamp(limit: float, tmp_path: Path) -> None:
-    """Activations beyond the limit, which random weights never reach: clamped, all is right; if not, much is wrong."""
+    """Activations beyond the limit, which random weights never reach: right with the clamp, wrong without it."""
     model = save("gpt-oss", tmp_path)
     for layer in model.model.layers:
         layer.mlp.experts.gate_up_proj.data *= 8
@@ -357,9 +357,8 @@ def test_the_clamp(limit: float, tmp_path: Path) -> None:
 
 def test_a_config_may_leave_the_limit_out() -> None:
     """Transformers' own had no such field in 5.17, and clamped at 7."""
-    config = SimpleNamespace(model_type="gpt_oss", num_local_experts=4, intermediate_size=8)
-    experts = read_experts(config)
-    assert experts and experts.limit == 7
+    config = SimpleNamespace(num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=1, intermediate_size=8)
+    assert read_gpt_oss(config)["experts"].limit == 7
 
 
 # Loading, and the rest of the engine
@@ -380,7 +379,7 @@ def test_every_weight_finds_its_place_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_every_expert_is_read_once(tmp_path: Path) -> None:
-    """The slices cover the file; another number of experts is a wrong shape, not another model."""
+    """The slices cover the file; another number of experts is a wrong shape."""
     model = save("gpt-oss", tmp_path)
     file = torch.arange(8 * 4 * 6.0).view(8, 4, 6)
     adapted = split_experts({"x.experts.gate_up_proj": lambda part: file[part]}, spec_of(model.config))
@@ -396,7 +395,7 @@ def test_every_expert_is_read_once(tmp_path: Path) -> None:
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 ])  # fmt: skip
 def test_with_the_rest(other: dict[str, Any], tmp_path: Path) -> None:
-    """The same tokens with each of the other parts."""
+    """The same tokens with each of the engine's other options."""
     save("gpt-oss", tmp_path)
     texts = []
     for chosen in ({}, other):
@@ -408,7 +407,7 @@ def test_with_the_rest(other: dict[str, Any], tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     save("gpt-oss", tmp_path)
     options = {"scheduler": "spyre", "max_model_len": 128, "max_num_batched_tokens": 512}
-    with pytest.raises(ValueError, match=r"scheduler='spyre' lacks sinks, windows"):
+    with pytest.raises(ValueError, match=r"scheduler='spyre' does not support windows or sinks"):
         LLM(str(tmp_path), device="cpu", **options)
     edit_json(tmp_path / "config.json", hidden_act="gelu")
     with pytest.raises(ValueError, match="hidden_act='gelu' is not supported"):
@@ -437,9 +436,9 @@ def test_replays_equal_eager_steps(tmp_path: Path) -> None:
 
         record = load_recorded_graph()
     runner = graphs.GraphRunner(graphs.make_config(tmp_path, max_num_seqs=2), record)
-    counts, wishes = graphs.count_replays(runner), [{}, {"temperature": 0.9}]
-    replayed, _ = graphs.run(runner, wishes, max_tokens=5)
-    eager, _ = graphs.run(graphs.plain_runner(tmp_path), wishes, max_tokens=5)
+    counts, options = graphs.count_replays(runner), [{}, {"temperature": 0.9}]
+    replayed, _ = graphs.run(runner, options, max_tokens=5)
+    eager, _ = graphs.run(graphs.plain_runner(tmp_path), options, max_tokens=5)
     assert replayed == eager and sum(counts.values()) > 3
 
 

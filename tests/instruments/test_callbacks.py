@@ -1,4 +1,4 @@
-"""A request's own function: it hears every piece in order, outside any transaction, and ends no request but its own."""
+"""A request's callback gets every piece in order, outside any transaction, and can end only its own request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from checkpoints import is_empty
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.instruments.callbacks import StreamParams
+from atom_mini.instruments.callbacks import Callbacks, StreamParams
 from atom_mini.text import TextPiece
 
 torch.set_num_threads(1)
@@ -27,25 +27,30 @@ CASES: list[dict[str, Any]] = [{}, {"overlap": True}, {"speculative_config": DRA
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """A pool in which somebody is preempted; each test leaves it empty."""
+    """A pool that forces preemptions; each test leaves it empty."""
     with LLM("tiny", **OPTIONS) as llm:
         yield llm
 
 
-def wishes(calls: list[Callable[[TextPiece], Any]], **options: Any) -> list[StreamParams]:
+def open_requests(llm: Any) -> dict[Any, Any]:
+    """The requests whose functions will be called again."""
+    return next(each for each in llm.listeners if isinstance(each, Callbacks))._requests
+
+
+def params_of(calls: list[Callable[[TextPiece], Any]], **options: Any) -> list[StreamParams]:
     options["ignore_eos"] = True
     return [StreamParams(max_tokens=4 + 9 * (i % 4), stream_callback=call, **options) for i, call in enumerate(calls)]
 
 
 def plain(llm: LLM, **options: Any) -> list[tuple[str, list[int], str]]:
-    asked = [SamplingParams(max_tokens=4 + 9 * (i % 4), ignore_eos=True, **options) for i in range(len(TEXTS))]
-    return [(out.text, out.token_ids, out.finish_reason) for out in llm.generate(TEXTS, asked, use_tqdm=False)]
+    params = [SamplingParams(max_tokens=4 + 9 * (i % 4), ignore_eos=True, **options) for i in range(len(TEXTS))]
+    return [(out.text, out.token_ids, out.finish_reason) for out in llm.generate(TEXTS, params, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda o: next(iter(o), "plain"))
 @pytest.mark.parametrize("stop", [(), ("a", "ed c")], ids=["", "stop"])
 def test_the_pieces_are_the_text(options: dict[str, Any], stop: tuple[str, ...]) -> None:
-    """In order, none twice, the last with the whole result; under preemption, drafts, a step ahead, stop strings."""
+    """In order and once each, the last with the whole result; with preemption, drafts, overlap, and stop strings."""
     with LLM("tiny", **OPTIONS | options) as llm:
         wanted = plain(llm, stop=stop)
         heard: list[list[TextPiece]] = [[] for _ in TEXTS]
@@ -55,9 +60,9 @@ def test_the_pieces_are_the_text(options: dict[str, Any], stop: tuple[str, ...])
             heard[i].append(piece)
 
         calls = [lambda piece, i=i: hear(i, piece) for i in range(len(TEXTS))]
-        outs = llm.generate(TEXTS, wishes(calls, stop=stop), use_tqdm=False)
+        outs = llm.generate(TEXTS, params_of(calls, stop=stop), use_tqdm=False)
         assert stop or llm.engine_core.scheduler.num_preemptions > 0
-        assert is_empty(llm) and not llm.metrics._requests
+        assert is_empty(llm) and not open_requests(llm)
     for out, pieces, (text, token_ids, reason) in zip(outs, heard, wanted, strict=True):
         assert ("".join(p.text for p in pieces), [i for p in pieces for i in p.token_ids]) == (text, token_ids)
         assert [p.finished for p in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -76,10 +81,10 @@ def test_what_it_raises_ends_its_request_alone(llm: LLM, seed: int) -> None:
         if count[i] == fails_at[i] or (piece.finished and fails_at[i] == -1):
             raise KeyError(f"no {i}")
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         calls = [lambda piece, i=i: call(i, piece) for i in range(len(TEXTS))]
-        outs = llm.generate(TEXTS, wishes(calls), use_tqdm=False)
+        outs = llm.generate(TEXTS, params_of(calls), use_tqdm=False)
     failed = 0
     for i, (out, (text, token_ids, reason)) in enumerate(zip(outs, wanted, strict=True)):
         if fails_at[i] == -1 or count[i] == fails_at[i]:
@@ -88,12 +93,12 @@ def test_what_it_raises_ends_its_request_alone(llm: LLM, seed: int) -> None:
             assert token_ids[: len(out.token_ids)] == out.token_ids
         else:
             assert (out.text, out.token_ids, out.finish_reason) == (text, token_ids, reason)
-    assert 0 < failed < len(TEXTS) and sum("failed" in str(w.message) for w in told) >= failed
-    assert is_empty(llm) and not llm.metrics._requests
+    assert 0 < failed < len(TEXTS) and sum("failed" in str(w.message) for w in caught) >= failed
+    assert is_empty(llm) and not open_requests(llm)
 
 
 def test_it_may_abort_itself_and_others(llm: LLM) -> None:
-    """Nobody who has been taken back hears anything more; the third is what it would have been."""
+    """An aborted request gets no more calls; the third request is not affected."""
     alone = llm.generate(TEXTS[2], SamplingParams(max_tokens=12), use_tqdm=False)[0]
     heard: dict[int, list[TextPiece]] = defaultdict(list)
     ids: list[int] = []
@@ -108,11 +113,11 @@ def test_it_may_abort_itself_and_others(llm: LLM) -> None:
     while llm.step():
         pass
     assert [len(heard[i]) for i in ids[:2]] == [2, 1] and "".join(p.text for p in heard[ids[2]]) == alone.text
-    assert is_empty(llm) and not llm.metrics._requests
+    assert is_empty(llm) and not open_requests(llm)
 
 
 def test_it_may_ask_for_more(llm: LLM) -> None:
-    """A function that calls `generate` runs steps inside its call; all texts are right."""
+    """A function may call `generate`, which runs steps inside the call; all texts are right."""
     first, second = (llm.generate(t, SamplingParams(max_tokens=8), use_tqdm=False)[0].text for t in TEXTS[:2])
     inner: list[str] = []
     heard: list[str] = []
@@ -127,19 +132,19 @@ def test_it_may_ask_for_more(llm: LLM) -> None:
 
 
 def test_an_interrupt_in_it_leaves_an_engine_that_is_right(llm: LLM) -> None:
-    """Ctrl-C is no error of a request: it goes to whoever waits, and what was asked is taken back."""
+    """Ctrl-C is not an error of a request: it reaches the caller, and all requests are removed."""
     wanted = plain(llm)
 
     def interrupted(piece: TextPiece) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(TEXTS, wishes([interrupted] * len(TEXTS)), use_tqdm=False)
+        llm.generate(TEXTS, params_of([interrupted] * len(TEXTS)), use_tqdm=False)
     assert is_empty(llm) and plain(llm) == wanted
 
 
-def test_threads_hear_their_own(llm: LLM) -> None:
-    """Four threads with a function each, in the same steps; one's function fails all the time."""
+def test_threads_get_their_own_pieces(llm: LLM) -> None:
+    """Four threads with a function each, in the same steps; one function always fails."""
     wanted = plain(llm)
     errors: list[BaseException] = []
 
@@ -154,7 +159,7 @@ def test_threads_hear_their_own(llm: LLM) -> None:
                         raise RuntimeError("mine")
 
                 calls = [lambda piece, i=i, hear=hear: hear(i, piece) for i in range(len(TEXTS))]
-                outs = llm.generate(TEXTS, wishes(calls), use_tqdm=False)
+                outs = llm.generate(TEXTS, params_of(calls), use_tqdm=False)
                 for out, texts, (text, _, reason) in zip(outs, heard, wanted, strict=True):
                     assert out.finish_reason == ("error" if fails else reason)
                     assert "".join(texts) == (texts[0] if fails else text)
@@ -168,11 +173,11 @@ def test_threads_hear_their_own(llm: LLM) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert not errors and is_empty(llm) and not llm.metrics._requests
+    assert not errors and is_empty(llm) and not open_requests(llm)
 
 
 def test_in_front_of_another_process() -> None:
-    """The function stays in the front; what it raises ends the request there, too."""
+    """The function runs in the caller's process; an error ends the request there, too."""
     pytest.importorskip("zmq")
     texts: list[str] = []
 
@@ -184,7 +189,7 @@ def test_in_front_of_another_process() -> None:
 
     with LLM("tiny", engine_process=True, **OPTIONS) as llm, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        outs = llm.generate(TEXTS[:2], wishes([hear, fails]), use_tqdm=False)
+        outs = llm.generate(TEXTS[:2], params_of([hear, fails]), use_tqdm=False)
         assert "".join(texts) == outs[0].text and outs[0].finish_reason == "length"
         assert (outs[1].finish_reason, outs[1].stop_reason) == ("error", "error: ValueError: no")
 
@@ -196,24 +201,24 @@ def test_refused(call: Any) -> None:
 
 
 def test_a_limit_of_the_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """With the request, its tokens, its wish and the knob; what a request asked for itself is not."""
+    """With the request, its tokens, its max_tokens, and the option; a text that ends at its own limit is not logged."""
     with LLM("tiny", device="cpu", kv_cache_block_size=4, num_kvcache_blocks=6, max_model_len=16) as llm:
         short, long = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 40))
         out = llm.generate([[5, 6, 7], [5, 6, 8]], [short, long], use_tqdm=False)[1]
     assert out.stop_reason == "max_model_len"
-    said = f"request {out.request_id} ends after 13 of 40 tokens, at the limit of max_model_len"
-    assert [r.getMessage() for r in caplog.records if r.name == "atom_mini"] == [said]
+    line = f"request {out.request_id} ends after 13 of 40 tokens, at the limit of max_model_len"
+    assert [r.getMessage() for r in caplog.records if r.name == "atom_mini"] == [line]
 
 
 def test_acceptance_is_logged_every_thousand_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    """At the level INFO, with the numbers of the statistics; at the level that is the default nothing is said."""
-    wish = SamplingParams(max_tokens=60, ignore_eos=True)
+    """At the level INFO, with the numbers of the statistics; the default level logs nothing."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
     for level, count in (("INFO", 2), ("WARNING", 0)):
         caplog.clear()
         with caplog.at_level(level, "atom_mini"), LLM("tiny", device="cpu", speculative_config=DRAFTS) as llm:
             while llm.engine_core.scheduler.spec_stats.proposed.total() < 2000:  # type: ignore[attr-defined]
-                llm.generate(["red, blue, red, blue, red,"] * 4, wish, use_tqdm=False)
-        told = [r.getMessage() for r in caplog.records if r.name == "atom_mini"]
-        assert len(told) == count
-        for thousands, line in enumerate(told, 1):
+                llm.generate(["red, blue, red, blue, red,"] * 4, params, use_tqdm=False)
+        lines = [r.getMessage() for r in caplog.records if r.name == "atom_mini"]
+        assert len(lines) == count
+        for thousands, line in enumerate(lines, 1):
             assert thousands * 1000 <= int(line.split()[0]) < thousands * 1000 + 100 and "accepted" in line

@@ -55,20 +55,20 @@ def llm() -> Iterator[LLM]:
 
 
 def run_shell(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """A real process."""
+    """Run the command in a real process."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "atom_mini", *arguments]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, env=env, timeout=300)
 
 
 def run_json(capsys: Capture, *arguments: str) -> Any:
-    """What a command says with --json, and that it says nothing else on stdout."""
+    """The JSON document of a command, which prints nothing else on stdout."""
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def assert_figures(shown: str) -> None:
-    """`shown` has the four figures, and they fit each other: a step, at its rate, gives one token at least."""
+    """`shown` has the four figures, and they agree: a step generates at least one token."""
     found = FIGURES.search(shown)
     assert found is not None, shown
     prefill, decode, ttft, tpot = (float(text.replace(",", "")) for text in found.groups())
@@ -218,7 +218,7 @@ def test_bench(capsys: Capture) -> None:
 
 
 def test_info(capsys: Capture, monkeypatch: Patch) -> None:
-    """What it says without reading a weight is what the files hold and what an engine has."""
+    """The report, made without reading a weight, agrees with the files and with an engine."""
     monkeypatch.setattr("atom_mini.loading.load_weights", None)
     report = run_json(capsys, "info", "tiny", "--device", "cpu")
     half = run_json(capsys, "info", "--dtype", "bfloat16", "--device", "cpu")
@@ -242,7 +242,7 @@ def test_info(capsys: Capture, monkeypatch: Patch) -> None:
 
 
 def test_info_on_a_gpu(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
-    """The checkpoint's own type, and of the memory the share that is asked for, less what others and weights hold."""
+    """The checkpoint's own type; the allowed share of the memory, less what others and the weights hold."""
     save_checkpoint("qwen3", tmp_path, dtype=torch.bfloat16)
     monkeypatch.setattr("atom_mini.model_runner.choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70_000_000, 100_000_000))
@@ -273,7 +273,7 @@ def test_info_of_shards_in_the_hub_cache(capsys: Capture, monkeypatch: Patch, tm
 
 
 def chat(*lines: str, arguments: tuple[str, ...] = ()) -> None:
-    """`atom-mini chat`, and somebody who types."""
+    """`atom-mini chat` with typed lines."""
     typed = iter(lines)
     run_chat(parse(["chat", *CPU, *arguments]), lambda prompt: next(typed, "/exit"))
 
@@ -292,7 +292,7 @@ def test_chat(capsys: Capture, monkeypatch: Patch, llm: LLM) -> None:
     greeting, talk = shown.split("\n", 1)
     assert greeting.startswith("tiny, ") and "/help" in greeting
     assert seen == [*turns, turns[0]] and talk.startswith(first.text) and second.text in talk
-    assert "/nonsense is no command" in shown and shown.count("num_decode_tokens") == 2
+    assert "/nonsense is not a command" in shown and shown.count("num_decode_tokens") == 2
     assert shown.count("\n1: 18 prompt tokens") == 2 and shown.count("\n2: ") == 1  # what each answer took
     chat("/help")
     helped = capsys.readouterr().out
@@ -337,7 +337,7 @@ def test_chat_writes_its_trace(capsys: Capture, tmp_path: Path) -> None:
     chat(*lines, arguments=("--max-tokens", "3", "--trace"))
     assert "<title>" in (tmp_path / "a file.html").read_text() and "No such file" in capsys.readouterr().out
     chat("/trace")
-    assert "nothing is recorded" in capsys.readouterr().out
+    assert "there is no trace" in capsys.readouterr().out
 
 
 def test_chat_without_a_template(capsys: Capture, tmp_path: Path) -> None:
@@ -363,13 +363,13 @@ def test_drafts_change_no_text(capsys: Capture, tmp_path: Path) -> None:
     steps = json.loads(file.read_text())["steps"]
     verdicts = [e for step in steps for e in step["after"] if e["event"] == "verified"]
     assert traced["text"] == plain[0]["text"] and sum(e["accepted"] for e in verdicts) > 0
-    said = []
+    shown = []
     for more in ((), DRAFTS):
         chat("Mia has a red cat. What does Mia have?", arguments=("--max-tokens", "9", "--temperature", "0", *more))
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
     assert main([REPEATS, "--speculative-config", "ngram", *CPU]) == 2
-    assert "is no JSON" in capsys.readouterr().err
+    assert "is not JSON" in capsys.readouterr().err
 
 
 def test_bench_counts_drafts(capsys: Capture) -> None:
@@ -392,12 +392,12 @@ def test_bench_counts_drafts(capsys: Capture) -> None:
 
 
 def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
-    """Of a draft model what it needs besides, without a weight being read; of a lookup, which needs nothing, 0."""
+    """The memory of a draft model, without reading a weight; 0 for a lookup."""
     draft = save_checkpoint("llama", tmp_path / "draft")
     monkeypatch.setattr("atom_mini.loading.load_weights", None)
     plain, ngram = (run_json(capsys, "info", "--device", "cpu", *more) for more in ([], DRAFTS))
-    besides = {"draft_weight_bytes": 0, "draft_kvcache_bytes_per_token": 0}
-    assert ngram.items() >= besides.items() and plain.items() >= besides.items()
+    extra = {"draft_weight_bytes": 0, "draft_kvcache_bytes_per_token": 0}
+    assert ngram.items() >= extra.items() and plain.items() >= extra.items()
     wanted = {"method": "draft_model", "num_speculative_tokens": 2, "model": str(tmp_path / "draft")}
     asked = ["info", "--device", "cpu", "--max-model-len", "256", "--speculative-config", json.dumps(wanted)]
     report = run_json(capsys, *asked)
@@ -408,7 +408,7 @@ def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> 
     half = run_json(capsys, *asked, "--dtype", "bfloat16")
     assert half["draft_weight_bytes"] == report["draft_weight_bytes"] // 2
     off = run_json(capsys, "info", "--device", "cpu", "--speculative-config", '{"num_speculative_tokens": 0}')
-    assert off.items() >= besides.items()
+    assert off.items() >= extra.items()
 
 
 # mistakes
@@ -424,7 +424,7 @@ def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> 
         (["--scheduler", "fifo"], False, "scheduler='fifo'"),
         (["--seed", "x"], True, "--seed: invalid int value: 'x'"),
         (["--seed", "-3"], False, "seed=-3 must be a whole number from 0"),
-        (["chat", "--n", "2"], False, "n=2 with chat"),
+        (["chat", "--n", "2"], False, "n=2 must be 1 with chat"),
         (["--model", "tiny", "info"], False, "put the command first: atom-mini info --model tiny"),
         (["--no-trace", "info", "tiny"], False, "put the command first: atom-mini info --no-trace tiny"),
         (["--temprature", "1"], True, "--temprature"),
@@ -441,7 +441,7 @@ def test_info_of_drafts(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> 
 def test_mistakes(
     arguments: list[str], is_unreadable: bool, words: str, capsys: Capture, monkeypatch: Patch, tmp_path: Path
 ) -> None:
-    """One line (behind the usage, if it is that), nothing on stdout; with --debug the error itself."""
+    """One line (after the usage, if arguments are unreadable), nothing on stdout; with --debug the error itself."""
     monkeypatch.chdir(tmp_path)
     arguments = [*arguments, "--device", "cpu"]
     if is_unreadable:
@@ -515,10 +515,10 @@ def test_options_are_not_abbreviated(capsys: Capture) -> None:
     cases = {"--num": "unrecognized arguments: --num", "--temprature": "(did you mean --temperature?)"}
     cases |= {"--jsn": "(did you mean --json?)", "--chta": "(did you mean --chat?)", "--debgu": "(did you mean --debug?)"}
     cases |= {"--no-ignore-oes": "(did you mean --no-ignore-eos?)"}
-    for option, said in cases.items():
+    for option, text in cases.items():
         with pytest.raises(SystemExit, match="2"):
             main(["Hi", option, "2"])
-        assert said in capsys.readouterr().err
+        assert text in capsys.readouterr().err
 
 
 def test_each_request_gets_its_line(capsys: Capture) -> None:
@@ -541,7 +541,7 @@ for words in sys.argv[1:]:
     except SystemExit as end:
         print("exit code", end.code)
 """
-OWN = {"serve": ["--port", "--api-key"], "fleet": ["--port", "--replicas", "--route"], "batch": ["--batch-size", "target"]}
+OWN = {"serve": ["--port", "--api-key"], "fleet": ["--port", "--replicas", "--max-ongoing"], "batch": ["--batch-size", "target"]}
 
 
 def test_without_extras() -> None:
@@ -556,7 +556,7 @@ def test_without_extras() -> None:
         assert f"usage: atom-mini {command}" in text and all(word in text for word in OWN.get(command, []))
     assert rest.count("exit code 2") == 5
     hints = re.findall(r'error: .*run pip install -e "\.\[(\w+)\]"', done.stderr)
-    assert hints == ["server", "ray", "ray", "processes", "cpu"], done.stderr
+    assert hints == ["server", "ray", "server", "processes", "cpu"], done.stderr
 
 
 def test_hints_are_commands_that_work_in_a_clone() -> None:
@@ -647,8 +647,8 @@ def test_the_environment_is_left_alone_once_torch_is_loaded(monkeypatch: Patch) 
     assert main(["--max-tokens", "1", *CPU]) == 0 and "GOMP_SPINCOUNT" not in os.environ
 
 
-def test_whoever_reads_may_stop() -> None:
-    """As in `atom-mini ... | head -1`: no traceback, nothing to be said."""
+def test_the_reader_may_close_the_pipe() -> None:
+    """As in `atom-mini ... | head -1`: no traceback and no error line."""
     command = [sys.executable, "-m", "atom_mini", "info", "--device", "cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -1,4 +1,4 @@
-"""The trace says what the scheduler did: compared with the live engine, step by step, on random loads; and its files."""
+"""The trace agrees with the live engine, step by step, on random loads; and its files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIGHT = [(9, 18), (6, 22), (13, 6), (3, 12), (5, 4)]  # prompt and output tokens
 
 
 class WatchedCore(EngineCore):
-    """Copies the books at the moment the runner is called: what the trace must have."""
+    """Copies the queues and blocks when the runner is called: what the trace must have."""
 
     def __init__(self, config: Config, runner: Any, scheduler: Any = None) -> None:
         super().__init__(config, runner, scheduler)
@@ -64,7 +64,7 @@ class WatchedCore(EngineCore):
 
 
 def agree(core: WatchedCore) -> Trace:
-    """The trace against the snapshots, the ends, and the scheduler's own count of preemptions."""
+    """Compare the trace with the snapshots, the ends, and the scheduler's count of preemptions."""
     trace, blocks = core.trace, dict[int, Any]()
     show.check_trace(trace)
     for step, seen in zip(trace.steps, core.snapshots, strict=True):
@@ -84,7 +84,7 @@ def agree(core: WatchedCore) -> Trace:
 
 
 def miscounts(trace: Trace) -> bool:
-    """Wrong if what was found and scheduled since the last admission is not all but the last token."""
+    """Whether some request was not cached or scheduled up to its last token since its last admission."""
     computed: dict[int, int] = {}
     for step in trace.steps:
         for event in step.events:
@@ -101,7 +101,7 @@ def miscounts(trace: Trace) -> bool:
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, name: str, kind: Callable[[Config, Any], Any]) -> list[Any]:
-    """From now on trials run in a `kind` that is traced in the place of `symbolic.name`; the cores that they make."""
+    """Run later trials in a traced `kind` instead of `symbolic.name`; returns the list of their cores."""
     cores: list[Any] = []
 
     def make(config: Config, runner: Any) -> Any:
@@ -123,14 +123,14 @@ def test_traces_of_random_loads_agree_with_the_engine(monkeypatch: pytest.Monkey
         trace = agree(cores.pop())
         assert len(json.loads(trace.to_json())["steps"]) == len(trace.steps)
         whys.update(e["why"].split(":")[0] for step in trace.steps for e in step.events if e["event"] == "refused")
-        assert not any("unsaid" in why for id in trace.requests for why in trace.waits(id).values() if seed % 10 == 0)
+        assert not any("unknown" in why for id in trace.requests for why in trace.waits(id).values() if seed % 10 == 0)
     assert all(
         stats[name] > 5 for name in ("failures", "aborts_running", "aborts_waiting", "preemptions", "same_step_hits")
     )
     assert set(whys) == {"no blocks", "token budget", "max_num_seqs", "delay", "decode first"}
 
 
-def test_a_run_a_step_ahead_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_overlap_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps under way: the events explain the counts, also when a step fails or a request is aborted in one."""
     stats, cores = Counter[str](), traced(monkeypatch, "OverlapCore", OverlapCore)
     for seed in range(200):
@@ -174,8 +174,8 @@ def trace() -> Trace:
 )  # fmt: skip
 def test_every_refusal_says_why(why: str, shapes: list[tuple[int, int]], options: dict[str, Any]) -> None:
     trace, last = play(shapes, **options), len(shapes) - 1
-    told = trace.waits(last).values()
-    assert any(text.startswith(f"{why}: ") and "{" not in text for text in told), told
+    reasons = trace.waits(last).values()
+    assert any(text.startswith(f"{why}: ") and "{" not in text for text in reasons), reasons
 
 
 def test_of_a_mixed_step_each_row_has_its_own_phase() -> None:
@@ -204,7 +204,7 @@ def test_a_scheduler_that_gives_no_reason_is_traced_all_the_same() -> None:
             super().__setattr__(name, deaf if name == "note" else value)
 
     trace = play(TIGHT, Silent, max_num_batched_tokens=16)
-    assert trace.waits(2)[1] == "unsaid" and trace.scheduler == "Silent"
+    assert trace.waits(2)[1] == "unknown" and trace.scheduler == "Silent"
 
 
 def test_a_failed_step_and_an_abort_are_in_the_trace() -> None:
@@ -227,12 +227,12 @@ def test_a_failed_step_and_an_abort_are_in_the_trace() -> None:
     assert {"event": "finished", "id": 4, "why": "abort"} in trace.steps[3].events and trace.tail == []
 
 
-def test_off_means_nothing_listens_and_the_tokens_are_the_same() -> None:
+def test_without_a_trace_no_hook_is_replaced_and_the_tokens_are_the_same() -> None:
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4) as plain:
         out = plain.generate(["Once", "12 + 7 ="], SamplingParams(max_tokens=8))
         core = plain.engine_core
         assert plain.trace is None and "note" not in vars(core.scheduler) and type(core) is EngineCore
-        assert not {"forward", "transaction", "rollback"} & {*vars(core), *vars(core.runner)}, "somebody listens"
+        assert not {"note", "forward", "transaction", "rollback"} & {*vars(core), *vars(core.runner)}, "it is recorded"
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, trace=True) as llm:
         again = llm.generate(["Once", "12 + 7 ="], SamplingParams(max_tokens=8))
         assert llm.trace is not None and [o.token_ids for o in out] == [o.token_ids for o in again]
@@ -245,7 +245,7 @@ def test_off_means_nothing_listens_and_the_tokens_are_the_same() -> None:
 
 
 def test_what_is_wrong_is_noticed(trace: Trace) -> None:
-    """Any event lost but a refusal, any queue, count or table that is not as it was."""
+    """Every lost event except a refusal, and every changed queue, count, and table."""
 
     def noticed(change: Callable[[Any], Any], n: int) -> bool:
         broken = deepcopy(trace)

@@ -168,7 +168,7 @@ def test_the_common_trace_and_its_ideal(engines: Any) -> None:
 
 
 def test_bytes_of_a_mixtures_step(engines: Any) -> None:
-    """Qwen3-30B-A3B in bfloat16: the GB of chapter 60, which counts attention, router, experts and head."""
+    """Qwen3-30B-A3B in bfloat16: the GB of chapter 61, which counts attention, router, experts and head."""
     shape = engines.QWEN3_30B_A3B
     experts = 2 * 48 * 128 * 3 * 2048 * 768
     weights = 2 * (engines.num_params(shape) + 48 * 128 * 2048 - 151936 * 2048)  # the table is looked up, not read

@@ -56,7 +56,7 @@ from atom_mini.processes.engine_process import (
     Wave,
     decode,
     encode,
-    wishes,
+    pack_params,
 )
 from atom_mini.processes.lockstep import Agreement, LockstepProc, dummy_batch, make_member, with_spare_block
 from atom_mini.processes.replicas import Replica, Replicas, chain, devices, longest_match, make_loop
@@ -131,7 +131,7 @@ def test_same_answers_in_mixed_steps(here: Any) -> None:
 
 @alone
 def test_many_threads(both: LLM) -> None:
-    """Eight threads, in calls and streams, some dropped; everyone gets the answers that it gets alone."""
+    """Eight threads, in calls and streams, some dropped: each gets the answers that it gets alone."""
     jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(20)]
     alone = [facts(both.generate(*job)[0]) for job in jobs]
 
@@ -169,7 +169,7 @@ def test_ctrl_c_at_any_line(both: LLM) -> None:
 
 @alone
 def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Each gets its own tokens, and all of them; others are taken back in between. None is lost, doubled or crossed."""
+    """Each gets all of its own tokens, while others are aborted: none is lost, doubled or swapped."""
     monkeypatch.setenv("FAKE_STEP", "0")
     llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=2000, max_num_seqs=512)
     assert ask_from_eight_threads(llm) == 10_000
@@ -187,7 +187,7 @@ def cpu_seconds(pid: int) -> float:
 
 @alone
 def test_idle_engines_sleep(both: LLM) -> None:
-    """With nothing to do they take less than a twentieth of a core; and they wake up."""
+    """Without work they take less than a twentieth of a core, and they wake up."""
     both.generate("Once", SamplingParams(max_tokens=4))
     pids = pids_of(replicas_of(both))
     time.sleep(0.2)
@@ -199,7 +199,7 @@ def test_idle_engines_sleep(both: LLM) -> None:
 
 
 @alone
-def test_nobody_listens_but_on_loopback(both: LLM) -> None:
+def test_it_listens_on_loopback_alone(both: LLM) -> None:
     for pid in (os.getpid(), *pids_of(replicas_of(both))):
         inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
         for name, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
@@ -213,7 +213,7 @@ def test_nobody_listens_but_on_loopback(both: LLM) -> None:
 
 
 def on_page(config: Config, runner: Any) -> Any:
-    """The loop of a replica, without sockets: what it says is in `said`."""
+    """The loop of a replica, without sockets: its messages are in `said`."""
     said: list[Any] = []
     outbox = SimpleNamespace(send=lambda frame: said.append(decode(frame, FromEngine)))
     loop = make_loop(EngineCore(config, runner), None, outbox)
@@ -236,8 +236,8 @@ def near_config(**options: Any) -> Config:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_front_knows_what_is_in_the_index(seed: int) -> None:
-    """After every step its set is the block manager's own, whatever was added, aborted, preempted, rolled back."""
+def test_the_fronts_hashes_are_those_of_the_index(seed: int) -> None:
+    """After every step the front's set equals the index, after adds, aborts, preemptions, and rollbacks."""
     rng = random.Random(seed)
     loop = on_page(near_config(num_kvcache_blocks=rng.choice([12, 40]), max_num_batched_tokens=24), Counting())
     core, known = loop.core, SimpleNamespace(hashes=set[int]())
@@ -254,7 +254,7 @@ def test_the_front_knows_what_is_in_the_index(seed: int) -> None:
         if not (step := core.step()):
             continue
         loop.steps += 1
-        loop._tell(step)
+        loop._report(step)
         for message in loop.said:
             if isinstance(message, Output):
                 Replica.note(known, message)  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ def test_without_prefix_routing_nothing_is_noted(locked: LLM) -> None:
     loop = on_page(near_config(routing="load"), Counting())
     assert type(loop.core.scheduler.block_manager.index).__name__ == "PrefixIndex"
     loop.core.add(Sequence([1] * 20, 4))
-    loop._tell(loop.core.step())
+    loop._report(loop.core.step())
     (output,) = loop.said
     assert isinstance(output, Output) and not output.blocks and not output.is_new
     assert not any(engine.hashes for engine in replicas_of(locked).engines)
@@ -312,7 +312,7 @@ def test_prefix_routing_beats_least_load(fake: Callable[..., Any]) -> None:  # n
 
 @alone
 def test_prefix_routing_starves_nobody(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Everybody has the same beginning, and one replica has it: it gets some more than its share, and no more."""
+    """All prompts begin alike, and one replica has the beginning: it gets little more than its share."""
     monkeypatch.setenv("FAKE_STEP", "0.002")
     llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=500)
     core, popular = replicas_of(llm), [3] * 40
@@ -475,7 +475,7 @@ def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa
 
 @alone
 def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> None:  # noqa: F811
-    """They find nobody, and leave no folder, neither of sockets nor to meet in."""
+    """The replicas end, and no folder is left, neither for sockets nor for the group."""
     import json
 
     slow = 'import sys, time\nif "atom_mini.processes.engine_process:load_engine" in sys.orig_argv:\n    time.sleep(2)\n'
@@ -523,7 +523,7 @@ def test_death_in_lockstep_is_the_death_of_all(tidy: Path) -> None:  # noqa: F81
 
 
 class Inbox:
-    """As much of a socket as a loop reads."""
+    """The part of a socket that a loop uses."""
 
     def __init__(self) -> None:
         self.frames: deque[bytes] = deque()
@@ -545,7 +545,7 @@ class Inbox:
 
 
 class Outbox:
-    """Takes what it says, as long as the front reads."""
+    """Collects its messages, as long as the front reads."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -559,7 +559,7 @@ class Outbox:
 
 
 class Noting(Counting):
-    """Counts, and notes of every step what it may replay and how many rows its collectives have."""
+    """Counts, and notes for every step the graphs it may replay and the rows of its collectives."""
 
     num_spare_blocks = 1
     on_device = staticmethod(nullcontext)
@@ -624,7 +624,7 @@ class Together:
             inbox.put(Wave(self.num_waves))
 
     def add(self, rank: int, id: int, length: int = 3, **wish: Any) -> None:
-        self.inboxes[rank].put(Add(id, [5] * length, wishes(SamplingParams(**{"ignore_eos": True, **wish}))))
+        self.inboxes[rank].put(Add(id, [5] * length, pack_params(SamplingParams(**{"ignore_eos": True, **wish}))))
 
     def tokens(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -649,7 +649,7 @@ class Together:
             time.sleep(0.002)
 
     def is_asleep(self) -> bool:
-        """All have heard of all waves, and wait for a message."""
+        """All waves have reached all ranks, and they wait for a message."""
         return all(loop.slept == self.num_waves and not loop.inbox.frames for loop in self.loops)
 
     def close(self) -> None:
@@ -664,7 +664,7 @@ class Together:
 @alone
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_collectives_on_all_ranks(seed: int) -> None:
-    """Requests, aborts, pings and waves, each to whom it concerns, in any order and at any time."""
+    """Requests, aborts, pings and waves, in any order and at any time."""
     rng, together = random.Random(seed), Together(2 + seed % 2)
     pause = lambda: time.sleep(rng.choice([0, 0, 0.0005, 0.003]))  # noqa: E731
     wanted = {}
@@ -694,7 +694,7 @@ def test_the_same_collectives_on_all_ranks(seed: int) -> None:
 
 @alone
 def test_a_dummy_is_not_noticed() -> None:
-    """Rank 1 has nothing: it comes along, and nothing that can be asked for says so but the count of dummies."""
+    """Rank 1 has no work: its dummy steps change no count but their own."""
     together = Together()
     loop = together.loops[1]
     manager, before = loop.core.scheduler.block_manager, loop.metrics()
@@ -712,7 +712,7 @@ def test_a_dummy_is_not_noticed() -> None:
 
 @alone
 def test_a_message_to_one_wakes_only_that_one() -> None:
-    """A ping is answered, a request without its wave waits; nobody sets out alone. The wave brings it."""
+    """A ping is answered, and a request without its wave waits: no rank starts alone. The wave starts it."""
     together = Together(limit=1.0)
     calls = together.loops[0].ranks.num_calls
     together.inboxes[0].put(Utility(7))
@@ -727,7 +727,7 @@ def test_a_message_to_one_wakes_only_that_one() -> None:
 
 @alone
 def test_a_wave_that_comes_late_to_one_rank() -> None:
-    """One has heard of the next wave when both agree that nobody has work: they turn on until the other has, too."""
+    """The next wave has reached one rank when both agree that none has work: they go on until it has reached both."""
     together = Together()
     for id in range(1, 6):
         first, last = Wave(together.num_waves + 1), Wave(together.num_waves + 2)
@@ -743,7 +743,7 @@ def test_a_wave_that_comes_late_to_one_rank() -> None:
 
 
 @alone
-def test_who_is_told_to_end_waits_for_the_others() -> None:
+def test_shutdown_waits_for_the_others() -> None:
     together = Together()
     together.inboxes[1].put(Shutdown(0))
     together.num_waves += 1
@@ -757,7 +757,7 @@ def test_who_is_told_to_end_waits_for_the_others() -> None:
 
 @alone
 def test_it_does_not_run_ahead_nor_spin() -> None:
-    """Who is too far ahead of its front sleeps like everybody, and goes on when the front does."""
+    """An engine with a full queue of results sleeps, and goes on when the front reads."""
     together = Together()
     together.add(0, 1, max_tokens=60)
     together.wake()
@@ -780,7 +780,7 @@ def test_the_dummy_writes_to_the_spare_block_alone() -> None:
 
 @alone
 def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
-    """For eight rows, of which it has none: the recorded step runs, and touches no block."""
+    """An idle rank replays the graph for eight rows, and no block changes."""
     pytest.importorskip("triton")
     from recording import load_recorded_graph
 
@@ -807,7 +807,7 @@ def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
 
 @alone
 def test_engines_that_cannot_meet_end(tidy: Path) -> None:  # noqa: F811
-    """A rank that does not come to the group's folder: the others wait as long as `ready_timeout` says."""
+    """If a rank does not join the group, the others wait for `ready_timeout`."""
     start = time.perf_counter()
     with pytest.raises(EngineDead, match="ready_timeout"):
         LLM("tiny", lockstep=True, ready_timeout=0.5, **PAIR)
@@ -830,7 +830,7 @@ HOW = [SamplingParams(max_tokens=4 + 3 * i, temperature=0.8 * (i % 2), seed=i, l
 
 @alone
 def test_experts_over_ranks(mixture: Path) -> None:
-    """The same tokens as one engine that has them all; also when one rank only comes along."""
+    """The tokens of one engine with all experts, also if one rank has no request."""
     with LLM(str(mixture), **SMALL) as llm:
         expected = [facts(out) for out in llm.generate(IDS, HOW)]
     with LLM(str(mixture), enable_expert_parallel=True, routing="prefix", **PAIR) as llm:
@@ -844,7 +844,7 @@ def test_experts_over_ranks(mixture: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "glm4_moe"])
 def test_each_rank_has_its_own_experts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It opens no other's, and the logits of a batch over three ranks are those of one."""
+    """A rank opens no other's experts, and the logits over three ranks are those of one."""
     import atom_mini.loading as loading
 
     options: dict[str, Any] = {"olmoe": {"num_experts": 6, "num_experts_per_tok": 2}, "qwen3_moe": MOE}.get(kind, {})
@@ -899,7 +899,7 @@ def logits(runner: Any, ids: list[int]) -> torch.Tensor:
     return runner.run_model(*runner.prepare_model(batch))
 
 
-# The knobs
+# The options
 
 
 @pytest.mark.parametrize(
@@ -957,7 +957,7 @@ def test_a_gpu_for_each() -> None:
     asks = lambda device, gpus: devices(EngineArgs(data_parallel_size=2, device=device), gpus)  # noqa: E731
     assert asks(None, 8) == asks("cuda", 2) == ["cuda:0", "cuda:1"]
     assert asks(None, 0) == [None, None] and asks("cpu", 8) == ["cpu", "cpu"]
-    for device, gpus, words in ((None, 1, "2 needs 2 GPUs, here are 1"), ("cuda:0", 8, "one device")):
+    for device, gpus, words in ((None, 1, "2 needs 2 GPUs, and there are 1"), ("cuda:0", 8, "one device")):
         with pytest.raises(ValueError, match=words):
             asks(device, gpus)
 
@@ -972,6 +972,6 @@ def test_one_is_off() -> None:
     assert not EngineArgs("tiny", data_parallel_size=1).engine_process
 
 
-def test_it_has_the_cores_face() -> None:
+def test_it_has_the_methods_of_a_core() -> None:
     used = {"add", "abort", "step", "is_finished", "metrics"}
     assert used <= {*dir(Replicas)}

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: the same tokens, and every death is noticed, by everybody, at once."""
+"""The engine in its own process: the same tokens, and every waiting caller gets an error when it dies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIMIT = 30.0  # seconds: longer than anything here takes
 
 @pytest.fixture(autouse=True)
 def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that hangs is ended, with a stack; its file may have a `LIMIT` of its own."""
+    """End a test that hangs, with a stack; its file may set `LIMIT`."""
     limit = getattr(request.module, "LIMIT", LIMIT)
 
     def give_up(*_: object) -> None:
@@ -66,7 +66,7 @@ def wait_for(holds: Callable[[], object], limit: float = 10.0) -> float:
 
 
 def processes() -> dict[int, str]:
-    """Our engines' process ids and command lines, of all the machine."""
+    """The process ids and command lines of all our engines on this machine."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -81,7 +81,7 @@ def processes() -> dict[int, str]:
 
 @pytest.fixture
 def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # tmp_path: is made first, elsewhere
-    """A folder for temporary files that must be empty afterwards, and no process more than before."""
+    """A folder for temporary files that must be empty afterwards, without a new process left."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: sockets under a long path would lie elsewhere
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -134,7 +134,7 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
 
 @pytest.fixture
 def fake(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineCoreClient]:
-    """Makes a far core whose runner only counts: there in a moment, and it can be told to fail."""
+    """Makes a client whose engine only counts: it starts fast, and a test can make it fail."""
     (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading="pass"))
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -181,7 +181,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Close(float):
-    """A log probability: who else is in a batch may change its last bits."""
+    """A log probability, whose last bits depend on the rest of the batch."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and abs(self - other) < 1e-3
@@ -190,14 +190,14 @@ class Close(float):
 
 
 def facts(out: Any) -> dict[str, Any]:
-    """What does not depend on the clock."""
+    """The parts of an answer that do not depend on the clock."""
     found = {name: value for name, value in vars(out).items() if name not in TIMES}
     found["logprobs"] = [{i: Close(p) for i, p in entry.items()} for entry in out.logprobs or ()]
     return found
 
 
 def answers(llm: LLM) -> list[Any]:
-    """Every way to ask."""
+    """Calls, streams, and chats."""
     prompts = [p for p in PROMPTS for _ in WISHES] + [[40, 206, 75]]
     found = [facts(out) for out in llm.generate(prompts, WISHES * len(PROMPTS) + WISHES[:1])]
     pieces = [(p.index, p.text, p.finish_reason) for p in llm.stream(PROMPTS, WISHES[3])]
@@ -209,7 +209,7 @@ def answers(llm: LLM) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def far() -> Iterator[LLM]:
+def remote() -> Iterator[LLM]:
     with LLM("tiny", engine_process=True, **SMALL) as llm:
         yield llm
 
@@ -217,12 +217,12 @@ def far() -> Iterator[LLM]:
 @alone
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.smoke
-def test_same_answers(name: str, far: LLM) -> None:
+def test_same_answers(name: str, remote: LLM) -> None:
     """Tokens, texts, log probabilities and reasons, from a pool that is too small for all."""
     with LLM("tiny", **SMALL, **OPTIONS[name]) as here:
         expected = answers(here)
     if name == "plain":
-        assert answers(far) == expected
+        assert answers(remote) == expected
     else:
         with LLM("tiny", engine_process=True, **SMALL, **OPTIONS[name]) as other:
             assert answers(other) == expected
@@ -232,82 +232,82 @@ def test_same_answers(name: str, far: LLM) -> None:
 
 
 @alone
-def test_many_threads(far: LLM) -> None:
-    """Eight threads, in calls and streams; everyone gets the answers that it gets alone."""
+def test_many_threads(remote: LLM) -> None:
+    """Eight threads, in calls and streams: each gets the answers that it gets alone."""
     jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(24)]
-    alone = [facts(far.generate(*job)[0]) for job in jobs]
+    alone = [facts(remote.generate(*job)[0]) for job in jobs]
 
     def ask(i: int) -> Any:
         if i % 3 == 0:
-            *_, last = far.stream(*jobs[i])
+            *_, last = remote.stream(*jobs[i])
             return facts(last.output)
-        return facts(far.generate(*jobs[i])[0])
+        return facts(remote.generate(*jobs[i])[0])
 
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(ask, range(len(jobs)))] == alone
-    expect_empty(far.engine_core)  # type: ignore[arg-type]
+    expect_empty(remote.engine_core)  # type: ignore[arg-type]
 
 
 def expect_empty(core: EngineCoreClient) -> None:
-    """Nothing waits or runs there, and every block is free."""
+    """The engine has no request, and every block is free."""
     assert core.is_finished()
     whole = {"waiting": 0, "running": 0, "free_blocks": core.config.num_kvcache_blocks}
     wait_for(lambda: whole.items() <= core.metrics().items())
 
 
 @alone
-def test_a_stop_string_ends_the_request_there_too(far: LLM) -> None:
-    """The engine knows nothing of texts: the front cuts, drops what comes later, and takes the request back."""
-    (out,) = far.generate("Once upon a time", SamplingParams(max_tokens=200, stop="a", ignore_eos=True))
+def test_a_stop_string_ends_the_request_there_too(remote: LLM) -> None:
+    """The front cuts at the stop string, drops later tokens, and aborts the request."""
+    (out,) = remote.generate("Once upon a time", SamplingParams(max_tokens=200, stop="a", ignore_eos=True))
     assert out.finish_reason == "stop" and "a" not in out.text
-    expect_empty(far.engine_core)  # type: ignore[arg-type]
-    while far.engine_core.step():  # what it did in vain
+    expect_empty(remote.engine_core)  # type: ignore[arg-type]
+    while remote.engine_core.step():  # what it did in vain
         pass
 
 
 @alone
-def test_dropped_and_aborted(far: LLM) -> None:
-    stream = far.stream("Once upon a time", SamplingParams(max_tokens=500, ignore_eos=True))
+def test_dropped_and_aborted(remote: LLM) -> None:
+    stream = remote.stream("Once upon a time", SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
     stream.close()
-    asked = far.add_request("Once", SamplingParams(max_tokens=500, ignore_eos=True))
-    far.step()
-    assert far.abort(asked) and not far.abort(asked)
-    expect_empty(far.engine_core)  # type: ignore[arg-type]
+    asked = remote.add_request("Once", SamplingParams(max_tokens=500, ignore_eos=True))
+    remote.step()
+    assert remote.abort(asked) and not remote.abort(asked)
+    expect_empty(remote.engine_core)  # type: ignore[arg-type]
 
 
 @alone
-def test_refusals_are_those_of_the_engine_here(far: LLM) -> None:
+def test_refusals_are_those_of_the_engine_here(remote: LLM) -> None:
     with pytest.raises(ValueError, match="prompt of 300 tokens"):
-        far.generate([[5] * 300])
+        remote.generate([[5] * 300])
     with pytest.raises(ValueError, match="vocabulary"):
-        far.generate([[10**6]])
+        remote.generate([[10**6]])
     with pytest.raises(ValueError, match="id 7 is in the engine"):
         for _ in range(2):
-            far.engine_core.add(Sequence([5], 4, id=7))
-    far.abort(7)
+            remote.engine_core.add(Sequence([5], 4, id=7))
+    remote.abort(7)
 
 
 @alone
-def test_ctrl_c_at_any_line(far: LLM) -> None:
+def test_ctrl_c_at_any_line(remote: LLM) -> None:
     """As in `test_interrupt`: some lines of a call of the front, and the next call is right."""
     prompts, wish = PROMPTS[:3], SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
-    expected = [(out.text, out.token_ids) for out in far.generate(prompts, wish)]
+    expected = [(out.text, out.token_ids) for out in remote.generate(prompts, wish)]
     at, places = 1, set()
     while True:
         wire = Tripwire(at)
-        if not wire.run(lambda: far.generate(prompts, wish)):
+        if not wire.run(lambda: remote.generate(prompts, wish)):
             break
         at += 23
         places.add(wire.where)
-        assert [(out.text, out.token_ids) for out in far.generate(prompts, wish)] == expected, wire.where
+        assert [(out.text, out.token_ids) for out in remote.generate(prompts, wish)] == expected, wire.where
     assert sum("core_client" in place for place in places) > 5
-    expect_empty(far.engine_core)  # type: ignore[arg-type]
+    expect_empty(remote.engine_core)  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C is an exception, also where whoever started the tests ignores it, as a shell's background jobs do."""
+    """Ctrl-C raises an exception, even if the tests' parent ignores it, as a shell does for background jobs."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -315,23 +315,23 @@ def ctrl_c() -> Iterator[None]:
 
 @alone
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_while_it_waits(far: LLM) -> None:
+def test_ctrl_c_while_it_waits(remote: LLM) -> None:
     """A real signal, to the whole group as a terminal sends it, while a step is awaited."""
-    expected = far.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text
-    steps = far.metrics.num_steps
+    expected = remote.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text
+    steps = remote.metrics.num_steps
 
     def strike() -> None:
-        wait_for(lambda: far.metrics.num_steps > steps + 5)
+        wait_for(lambda: remote.metrics.num_steps > steps + 5)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     striker = threading.Thread(target=strike)
     striker.start()
     with pytest.raises(KeyboardInterrupt):
-        far.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
+        remote.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True))
     striker.join()
-    assert os.getpgid(manager_of(far).process.pid) != os.getpgid(0), "a terminal's Ctrl-C would reach it"
-    assert far.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text == expected
-    expect_empty(far.engine_core)  # type: ignore[arg-type]
+    assert os.getpgid(manager_of(remote).process.pid) != os.getpgid(0), "a terminal's Ctrl-C would reach it"
+    assert remote.generate("12 + 7 =", SamplingParams(max_tokens=8))[0].text == expected
+    expect_empty(remote.engine_core)  # type: ignore[arg-type]
 
 
 def manager_of(llm: LLM) -> Any:
@@ -339,12 +339,12 @@ def manager_of(llm: LLM) -> Any:
     return core.engines[0]
 
 
-# The wire
+# Messages
 
 
 @alone
 def test_ten_thousand_bad_frames(fake: Callable[..., EngineCoreClient]) -> None:
-    """Random, cut, wrongly tagged, oversized and pickled: a request that runs meanwhile gets its tokens."""
+    """Random, cut, wrongly tagged, oversized and pickled frames: a running request gets its tokens."""
     core, rng = fake(), random.Random(0)
     seq = request(core, max_tokens=200)
     good = [encode(Abort(seq.id)), encode(Utility(3))]
@@ -372,8 +372,8 @@ def test_ten_thousand_bad_frames(fake: Callable[..., EngineCoreClient]) -> None:
 
 
 @alone
-def test_the_engine_believes_no_front(fake: Callable[..., EngineCoreClient]) -> None:
-    """A request that the front let through by mistake ends, and the others go on."""
+def test_the_engine_checks_requests_itself(fake: Callable[..., EngineCoreClient]) -> None:
+    """A request that the front accepted by mistake ends, and the others go on."""
     core = fake()
     fine, bad = request(core, max_tokens=5), Sequence([5], 4)
     bad.token_ids = [10**6]
@@ -385,8 +385,8 @@ def test_the_engine_believes_no_front(fake: Callable[..., EngineCoreClient]) -> 
 
 
 @alone
-def test_frames_that_end_no_engine(fake: Callable[..., EngineCoreClient]) -> None:
-    """Each of them well-formed, and one thing wrong: an answer, and a request that runs gets its tokens."""
+def test_bad_frames_do_not_end_the_engine(fake: Callable[..., EngineCoreClient]) -> None:
+    """Well-formed frames with one wrong value are refused, and a running request gets its tokens."""
     core, prompt = fake(), [0]
     seq = request(core, max_tokens=200)
     frames = [
@@ -434,7 +434,7 @@ def test_added_and_aborted_at_once(fake: Callable[..., EngineCoreClient]) -> Non
 
 
 def ask_from_eight_threads(llm: LLM) -> int:
-    """How many of 10,000 requests got their own tokens, all of them; others are taken back in between."""
+    """How many of 10,000 requests got all of their own tokens, while others are aborted."""
 
     def ask(thread: int) -> int:
         rng, good = random.Random(thread), 0
@@ -454,7 +454,7 @@ def ask_from_eight_threads(llm: LLM) -> int:
 
 @alone
 def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets its own tokens, and all of them; others are taken back in between. None is lost, doubled or crossed."""
+    """Each gets all of its own tokens, while others are aborted: none is lost, doubled or swapped."""
     monkeypatch.setenv("FAKE_STEP", "0")
     llm = fake(kind=LLM, num_kvcache_blocks=4000, max_num_seqs=512)
     assert ask_from_eight_threads(llm) == 10_000
@@ -464,7 +464,7 @@ def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkey
 
 @alone
 def test_it_does_not_run_ahead(fake: Callable[..., EngineCoreClient]) -> None:
-    """Of a front that does not read; and it goes on when the front does."""
+    """An engine whose front does not read pauses, and goes on when the front reads."""
     core = fake(num_kvcache_blocks=1200)
     seq = request(core, max_tokens=2000)
     time.sleep(3)  # for 2,000 steps
@@ -475,8 +475,8 @@ def test_it_does_not_run_ahead(fake: Callable[..., EngineCoreClient]) -> None:
 
 
 @alone
-def test_deaths_behind_results_that_nobody_reads(fake: Callable[..., EngineCoreClient]) -> None:
-    """It dies while the street is full: the results are used, then everybody hears of it."""
+def test_deaths_behind_unread_results(fake: Callable[..., EngineCoreClient]) -> None:
+    """The engine dies with a full queue: its results are used, and then every caller gets the error."""
     core = fake(num_kvcache_blocks=1200)
     seq = request(core, max_tokens=2000)
     wait_for(lambda: len(core.engines[0].messages) >= core_client.AHEAD)
@@ -489,7 +489,7 @@ def test_deaths_behind_results_that_nobody_reads(fake: Callable[..., EngineCoreC
 
 @alone
 def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., EngineCoreClient], tidy: Path) -> None:
-    """The folder of the sockets goes with the handshake; nobody else can come in, and no port was ever opened."""
+    """The folder of the sockets is removed after READY, and no port is open."""
     core = fake()
     assert [*tidy.iterdir()] == []
     for pid in (os.getpid(), core.engines[0].process.pid):
@@ -507,7 +507,7 @@ def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., EngineCoreCli
 @alone
 @pytest.mark.smoke
 def test_kill_the_engine_while_threads_wait(tidy: Path) -> None:
-    """Every call and stream ends with EngineDead, soon; the next call at once; the log's end is told."""
+    """Every call and stream soon raises EngineDead with the end of the log; the next call does so at once."""
     llm = LLM("tiny", engine_process=True, **SMALL)
     wish, errors = SamplingParams(max_tokens=200, ignore_eos=True), []
 
@@ -538,7 +538,7 @@ def test_kill_the_engine_while_threads_wait(tidy: Path) -> None:
 
 @alone
 def test_a_row_without_a_token_crosses(fake: Callable[..., EngineCoreClient]) -> None:
-    """What was generated before stays; the request ends with an error, the others run on."""
+    """The request keeps its tokens and ends with an error; the others run on."""
     rows = "zip(batch.req_ids, batch.context_lens.tolist())"
     core = fake(in_forward=f"return ScheduledBatchOutput({{i: (-1,) if n == 6 else (n,) for i, n in {rows}}})")
     short, long = request(core, 3, max_tokens=9), request(core, 2, max_tokens=4)
@@ -563,7 +563,7 @@ class NewestFirst(Scheduler):
 def test_a_scheduler_of_the_users_own_crosses(
     by_name: bool, fake: Callable[..., EngineCoreClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same order of ends there as here; by the name of its module."""
+    """A scheduler class is sent by name: requests end in the same order as in this process."""
     name = f"own_{by_name}"
     (tmp_path / f"{name}.py").write_text(NEWEST_FIRST)
     monkeypatch.syspath_prepend(tmp_path)
@@ -606,7 +606,7 @@ def test_its_last_words(fake: Callable[..., EngineCoreClient], capfd: pytest.Cap
 
 @alone
 def test_a_stopped_engine_is_noticed(fake: Callable[..., EngineCoreClient]) -> None:
-    """SIGSTOP: no pipe ends, no exit code comes; a ping stays unanswered."""
+    """SIGSTOP: no pipe ends and no exit code arrives, but a ping is not answered."""
     core = fake(ping_timeout=1.0)
     seq = request(core, max_tokens=200)
     core.step()
@@ -632,9 +632,9 @@ def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., Eng
 
 @alone
 def test_an_idle_engine_answers_pings(fake: Callable[..., EngineCoreClient]) -> None:
-    """For several times the limit nothing is asked of it, and it is not thought dead."""
+    """Without requests for several times the limit, it is not declared dead."""
     core, heard = fake(ping_timeout=0.4), set[float]()
-    wait_for(lambda: heard.add(core.engines[0].heard) or len(heard) > 5)
+    wait_for(lambda: heard.add(core.engines[0].last_heard) or len(heard) > 5)
     seq = request(core, max_tokens=2)
     finish(core, seq)
     core.close()
@@ -660,7 +660,7 @@ def test_dies_while_loading(fake: Callable[..., EngineCoreClient], capfd: pytest
 
 @alone
 def test_a_bad_checkpoint_is_refused_as_ever(tidy: Path, tmp_path: Path) -> None:
-    """The loader's own words, from the other process."""
+    """The loader's own error, from the other process."""
     shutil.copytree(Path(atom_mini.__file__).parent / "tiny", tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -687,7 +687,7 @@ print(core.engines[0].process.pid, core.step() is not None, flush=True)
 
 
 def front(then: str) -> tuple[subprocess.Popen[str], int]:
-    """A process with an engine of its own, and the engine's process id."""
+    """A front in another process, and its engine's process id."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(SMALL)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
@@ -700,7 +700,7 @@ def front(then: str) -> tuple[subprocess.Popen[str], int]:
 @alone
 @pytest.mark.parametrize("how", ["kill", "kill, and a fork holds the pipe", "exit", "del"])
 def test_death_of_the_front(how: str, fake: Callable[..., EngineCoreClient]) -> None:
-    """However it ends, the engine ends with it; `tidy` looks at what is left."""
+    """The engine ends with its front; `tidy` checks what is left."""
     then = {
         "kill": "signal.pause()",
         "kill, and a fork holds the pipe": "if os.fork() == 0: os.setsid(); signal.alarm(5)\nsignal.pause()",
@@ -758,7 +758,7 @@ def test_interrupted_while_it_starts(fake: Callable[..., EngineCoreClient]) -> N
 
 @alone
 def test_closed_where_warnings_are_errors(fake: Callable[..., EngineCoreClient]) -> None:
-    """No socket is left to the garbage collector, which would complain and not close it."""
+    """No socket is left to the garbage collector, which would warn and not close it."""
     process, _ = front("import warnings\nwarnings.simplefilter('error')\ncore.close()")
     assert process.wait(10) == 0 and process.stdout
     process.stdout.close()
@@ -766,7 +766,7 @@ def test_closed_where_warnings_are_errors(fake: Callable[..., EngineCoreClient])
 
 @alone
 def test_a_fork_has_no_engine(fake: Callable[..., EngineCoreClient]) -> None:
-    """It is told so, whatever it calls; the engine goes on for its owner."""
+    """Every call in a fork raises an error, and the engine goes on for its owner."""
     then = """
 from atom_mini.processes.engine_process import EngineCoreProc
 from atom_mini.processes.core_client import EngineDead
@@ -808,17 +808,17 @@ def test_nothing_is_imported_from_the_current_folder(fake: Callable[..., EngineC
     subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path / "here", check=True)
 
 
-def test_what_is_told_of_an_end() -> None:
+def test_how_an_end_is_described() -> None:
     ends = [core_client.describe_end(code) for code in (-9, -35, 3)]
     assert ends == ["killed by SIGKILL", "killed by signal 35", "exit code 3"]
 
 
-def test_only_texts_are_places_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_strings_of_sys_path_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [Path("/x"), "/y", "/z"])
     assert core_client.environment()["PYTHONPATH"] == os.pathsep.join(["/y", "/z"])
 
 
-# The knobs
+# The options
 
 
 @pytest.mark.parametrize(
@@ -851,11 +851,11 @@ def test_only_what_was_given_is_sent() -> None:
     assert there.speculative_config == config.speculative_config and not there.engine_process
 
 
-def test_it_has_the_cores_face() -> None:
-    """Whatever an LLM uses of an engine core."""
+def test_it_has_the_methods_of_a_core() -> None:
+    """The methods of an engine core that an LLM uses."""
     used = {"add", "abort", "step", "is_finished", "close", "scheduler"}
     have = {*dir(EngineCoreClient), "scheduler", "close"}
-    assert used <= have and {"check_prompt", "check"} <= {*dir(EngineCoreClient)}
+    assert used <= have
 
 
 @alone

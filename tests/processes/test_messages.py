@@ -1,4 +1,4 @@
-"""What crosses between processes: every message there and back, and nothing else gets in."""
+"""Messages between processes: each is encoded and decoded, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from atom_mini.processes.engine_process import (
     ToEngine,
     decode,
     encode,
+    pack_params,
     read_id,
-    wishes,
 )
 from atom_mini.sequence import SequenceType
 
@@ -74,7 +74,7 @@ def test_each_end_reads_only_what_may_come_to_it() -> None:
     @given(anything)
     def check(message: Message) -> None:
         wrong = FromEngine if type(message) in get_args(ToEngine) else ToEngine
-        with pytest.raises(ValueError, match="no message"):
+        with pytest.raises(ValueError, match="not a valid message"):
             decode(encode(message), wrong)
 
     check()
@@ -83,12 +83,12 @@ def test_each_end_reads_only_what_may_come_to_it() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=64) | st.builds(lambda m, n: encode(m)[:-n], anything, st.integers(1, 30)))
 def test_garbage_and_truncated_frames(frame: bytes) -> None:
-    """ValueError or, by chance, a message; nothing else is raised, whatever comes."""
+    """Random bytes are a ValueError or, by chance, a message; no other error is raised."""
     for kind in (ToEngine, FromEngine):
         try:
             assert isinstance(decode(frame, kind), Message)
         except ValueError as error:
-            assert "no message" in str(error)
+            assert "not a valid message" in str(error)
     assert type(read_id(frame)) is int
 
 
@@ -110,24 +110,24 @@ WENT_OFF: list[str] = []
 
 
 class Bomb:
-    """Whoever loads a pickle of it runs what it says."""
+    """Unpickling this class runs code."""
 
     def __reduce__(self) -> Any:
         return WENT_OFF.extend, (["bang"],)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_is_no_message(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_is_refused(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle, "loads", None)
     frame = pickle.dumps(Bomb(), protocol=protocol)
     for kind in (ToEngine, FromEngine):
-        with pytest.raises(ValueError, match="no message"):
+        with pytest.raises(ValueError, match="not a valid message"):
             decode(frame, kind)
     assert read_id(frame) == 0 and not WENT_OFF
 
 
 def test_there_is_no_pickle_in_the_part() -> None:
-    """Nothing is imported that can run what it reads, and nobody sends Python objects through a socket."""
+    """No module imports code that runs its input, or sends Python objects through a socket."""
     files = [*FOLDER.rglob("*.py")]
     assert len(files) >= 4
     for path in files:
@@ -168,7 +168,7 @@ def raw(ids: Any = (7,), id: Any = 5, more: Any = ()) -> bytes:
 )  # fmt: skip
 def test_wrong_fields_are_refused_and_the_id_is_read(frame: bytes) -> None:
     assert isinstance(decode(raw(), ToEngine), Add)
-    with pytest.raises(ValueError, match="no message"):
+    with pytest.raises(ValueError, match="not a valid message"):
         decode(frame, ToEngine)
     assert read_id(frame) == 5
 
@@ -177,31 +177,31 @@ def test_wrong_fields_are_refused_and_the_id_is_read(frame: bytes) -> None:
                                    *(raw(id=id) for id in ("five", None, True, -1, 2**63))])  # fmt: skip
 def test_no_id_to_read(frame: bytes) -> None:
     assert read_id(frame) == 0
-    with pytest.raises(ValueError, match="no message"):
+    with pytest.raises(ValueError, match="not a valid message"):
         decode(frame, ToEngine)
 
 
 @given(st.integers(0) | st.none(), st.integers(1, 10**6), st.none() | st.integers(0, 20))
-def test_wishes_arrive(seed: int | None, max_tokens: int, logprobs: int | None) -> None:
-    """All of them but the stop strings; of a seed the 64 bits that count."""
+def test_params_arrive(seed: int | None, max_tokens: int, logprobs: int | None) -> None:
+    """All parameters but the stop strings arrive, and the 64 bits of a seed that count."""
     asked = SamplingParams(seed=seed, max_tokens=max_tokens, logprobs=logprobs, stop=["x"], stop_token_ids=[1, 2], min_p=0.5)
-    add: Any = decode(encode(Add(1, [0], wishes(asked))), ToEngine)
+    add: Any = decode(encode(Add(1, [0], pack_params(asked))), ToEngine)
     got = SamplingParams(**add.params)
     mask = 2**64 - 1
     assert (got.seed is None) == (seed is None) and (got.seed or 0) & mask == (seed or 0) & mask
     assert vars(got) | {"seed": 0, "stop": ()} == vars(asked) | {"seed": 0, "stop": ()}
 
 
-def test_large_wishes_cross() -> None:
-    """What works in-process: no number is too large to be sent, and it says the same."""
+def test_large_params_cross() -> None:
+    """Any number that is valid in-process can be sent, and means the same."""
     asked = SamplingParams(max_tokens=10**30, top_k=2**70, temperature=10**30, stop_token_ids=[3, 2**70], ignore_eos=True)
-    add: Any = decode(encode(Add(1, [0], wishes(asked))), ToEngine)
+    add: Any = decode(encode(Add(1, [0], pack_params(asked))), ToEngine)
     got, most = SamplingParams(**add.params), 2**64 - 1
     assert [got.max_tokens, got.top_k, got.temperature, *got.stop_token_ids] == [most, most, 1e30, 3, most]
     assert got.ignore_eos is True and got.min_p is None
 
 
 @pytest.mark.parametrize("name", ["cls", "self", "nothing"])
-def test_a_wish_of_an_unknown_name(name: str) -> None:
+def test_a_parameter_of_an_unknown_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"no option '{name}'"):
         SamplingParams(**{name: 1})

@@ -61,7 +61,7 @@ def requests(count: int, vocabulary: int) -> list[tuple[list[int], SamplingParam
 
 
 def run(llm: LLM, asked: list[tuple[list[int], SamplingParams]], rng: random.Random | None) -> dict[int, Any]:
-    """Place -> (token ids, number of log probabilities, reason), asked twelve at a time; with `rng`, some are taken back."""
+    """Place -> (token ids, number of log probabilities, reason), twelve at a time; with `rng`, some are aborted."""
     waiting, alive, found = [*enumerate(asked)], dict[int, Any](), dict[int, Any]()
     while waiting or alive:
         for place, (prompt, wish) in waiting[:12]:
@@ -115,7 +115,7 @@ def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
 
 @pytest.mark.alone
 def test_a_rank_of_one_engine_dies(tidy: Path) -> None:
-    """Its engine goes, and says why; the other, with its own rank, runs on."""
+    """Its engine ends with the cause; the other engine, with its own rank, runs on."""
     llm = LLM("tiny", **SMALL, data_parallel_size=2, tensor_parallel_size=2)
     core: Any = llm.engine_core
     first, second = (engine.process.pid for engine in core.engines)
@@ -139,7 +139,7 @@ def test_a_rank_of_one_engine_dies(tidy: Path) -> None:
 @pytest.mark.parametrize("name", ["a step ahead over ranks", "EAGLE over ranks"])
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_dies(name: str, blow: int, tidy: Path) -> None:
-    """Killed, it is named; stopped, it is missed within the group's limit."""
+    """A killed rank is named; a stopped one is noticed within the group's limit."""
     llm = LLM("tiny", **SMALL, **TOGETHER[name], collective_timeout=5.0)
     llm.generate(TEXTS, SamplingParams(max_tokens=4), use_tqdm=False)
     core: Any = llm.engine_core

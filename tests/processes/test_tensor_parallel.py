@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("msgspec", reason="the extra processes is not installed")
 pytest.importorskip("zmq", reason="the extra processes is not installed")
 
-from show import children
+from show import children, run_ranks
 from side_by_side import SideBySide, in_this_process
 from test_engine_process import answers, ctrl_c, expect_empty, time_limit, wait_for  # noqa: F401
 from test_families import CASES as MIXTURES
@@ -49,20 +49,19 @@ import atom_mini.processes.knobs as knobs
 import atom_mini.processes.ranks as ranks
 import atom_mini.processes.shards as shards
 from atom_mini import LLM, Config, EngineArgs, SamplingParams, loading
-from atom_mini.engine_core import EngineCore
 from atom_mini.families.dealt import DealtMLP
 from atom_mini.families.records import Experts, FamilySpec
-from atom_mini.graphs import GraphRunner
+from atom_mini.graphs import GraphRunner, first_decodes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import CausalLM, RMSNorm
 from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.engine_process import Ready, decode, encode
-from atom_mini.processes.ranks import Known, Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
+from atom_mini.processes.ranks import Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import Group, cut_spec
 from atom_mini.refinements import parts
 from atom_mini.refinements.parts import make_runner
-from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
-from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import SequenceType
 from atom_mini.speculation.verify import as_rows
 
 alone = pytest.mark.alone  # it starts processes or looks at the clock
@@ -302,7 +301,7 @@ def test_a_mistake_is_seen(mistake: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a dense checkpoint 1/n, and a little that all have; of dealt experts nobody else's at all."""
+    """A rank reads 1/n of a dense checkpoint and the uncut weights; of dealt experts, only its own."""
     read, sizes = loading.read_tensor, {}
 
     def counting(file: Path, name: str, part: Any = None) -> torch.Tensor:
@@ -333,7 +332,7 @@ def test_a_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("axis", ["rows", "columns", "vocabulary"])
 @pytest.mark.parametrize("by", [-2, 2])
 def test_a_tensor_of_another_size_is_refused(axis: str, by: int, tmp_path: Path) -> None:
-    """A slice past the end is silently short, and one that ends early misses nothing: some rank sees it."""
+    """A tensor that is too long or too short is refused by a rank, though slices are silently short."""
     save_checkpoint("llama", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -352,18 +351,18 @@ def test_a_tensor_of_another_size_is_refused(axis: str, by: int, tmp_path: Path)
     assert errors and name in errors[0]
 
 
-# The wire
+# Messages
 
 
 def test_a_step_crosses_whole() -> None:
-    """Every field, with drafts and without; a frame that is none is a ValueError."""
-    wishes = [SamplingParams(temperature=0.5, seed=2**64 - 3, top_k=4), SamplingParams(repetition_penalty=1.5, logprobs=2)]
+    """Every field, with drafts and without; a frame that is not a step is a ValueError."""
+    params = [SamplingParams(temperature=0.5, seed=2**64 - 3, top_k=4), SamplingParams(repetition_penalty=1.5, logprobs=2)]
     batch = ScheduledBatch(
         SequenceType.DECODE, [7, 9], np.array([1, 5, 6, 2]), np.array([3, 1], np.int32), np.array([8, 30], np.int32),
-        np.arange(16, dtype=np.int32).reshape(2, 8), np.array([True, True]), wishes, {1: [4, 2]}, [0, 3],
+        np.arange(16, dtype=np.int32).reshape(2, 8), np.array([True, True]), params, {1: [4, 2]}, [0, 3],
     )  # fmt: skip
     for sent in (batch, as_rows(batch)):
-        found = cross(sent, Known(4), Known(4))
+        found = cross(sent)
         assert type(found) is type(sent) and found.type is sent.type
         for name, value in vars(sent).items():
             other = getattr(found, name)
@@ -374,83 +373,40 @@ def test_a_step_crosses_whole() -> None:
                 assert [p.top_k for p in value] == [p.top_k for p in other]
             elif name != "whole":
                 assert value == other
-    table = np.arange(10_000_000, dtype=np.int32).reshape(40, -1)
-    large = replace(batch, block_tables=table[:2], rows=[0, 3])  # more than an array may have
-    sent, known = Known(4), Known(4)
-    assert np.array_equal(cross(large, sent, known).block_tables, large.block_tables)
-    large = replace(large, block_tables=table[2:4])
-    assert np.array_equal(cross(large, sent, known).block_tables, large.block_tables)
-    frame = pack_batch(batch, Known(4))
+    large = replace(batch, block_tables=np.arange(500_000, dtype=np.int32).reshape(2, -1))
+    assert np.array_equal(cross(large).block_tables, large.block_tables)
+    frame = pack_batch(batch)
     for bad in (pickle.dumps(batch), frame[:-1], b""):
         with pytest.raises(ValueError):
             decode(bad, ToRank)
     step: Any = decode(frame, Step)
     *arrays, last = step.arrays
-    for wrong in (arrays, [*step.arrays, b""], [b"\0" * 7, *arrays[1:], last]):
+    for wrong in (arrays, [*step.arrays, b""], [b"\0" * 7, *arrays[1:], last], [*arrays, last[:-4]]):
         step.arrays = wrong
         with pytest.raises(ValueError):
-            unpack_batch(decode(encode(step), ToRank), Known(4))
-    for changes, wish in (([4, 0, 0], {}), ([-1, 0, 0], {}), ([0, -1, 0], {}), ([0, 0], {}), ([], {4: {}}), ([0, 0, -1], {})):
-        step.arrays, step.wishes = [*arrays, np.array(changes, np.int32).tobytes()], wish
-        with pytest.raises(ValueError):
-            unpack_batch(decode(encode(step), ToRank), Known(4))
+            unpack_batch(decode(encode(step), ToRank))
 
 
-def cross(batch: ScheduledBatch, sent: Known, known: Known) -> ScheduledBatch:
-    """What a rank that knows `known` makes of what a leader sends that has `sent` the rest before."""
-    return unpack_batch(decode(pack_batch(batch, sent), ToRank), known)
+def cross(batch: ScheduledBatch) -> ScheduledBatch:
+    """What a rank makes of what a leader sends."""
+    return unpack_batch(decode(pack_batch(batch), ToRank))
 
 
-class Crossing:
-    """The next token of a sequence is its length plus 100; each batch crosses first, and must be the same there."""
-
-    def __init__(self, rows: int) -> None:
-        self.sent, self.known, self.sizes, self.fails = Known(rows), Known(rows), list[int](), False
-
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        found = cross(batch, self.sent, self.known)
-        self.sizes.append(len(pack_batch(batch, self.sent)))
-        assert np.array_equal(found.block_tables, batch.block_tables)
-        assert [p.max_tokens for p in found.sampling_params] == [p.max_tokens for p in batch.sampling_params]
-        assert np.array_equal(self.sent.tables, self.known.tables)
-        if self.fails:
-            raise KeyboardInterrupt
-        rows = zip(batch.req_ids, batch.context_lens.tolist(), batch.is_sampled, strict=True)
-        return ScheduledBatchOutput({i: (100 + n,) for i, n, gets in rows if gets})
+def test_equal_parameters_are_made_once() -> None:
+    """A rank validates the parameters of a request in its first step only."""
+    params = SamplingParams(temperature=0.3, seed=12345)
+    batch = replace(first_decodes(2), sampling_params=[params, SamplingParams()], rows=[0, 1])
+    first, second = cross(batch), cross(batch)
+    assert all(a is b for a, b in zip(first.sampling_params, second.sampling_params, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_ranks_tables_are_the_leaders(seed: int) -> None:
-    """In every step, whatever was added, aborted, preempted, found in the cache or rolled back before it."""
-    rng, runner = random.Random(seed), Crossing(4)
-    config = EngineArgs("tiny", **SMALL | {"num_kvcache_blocks": rng.choice([12, 40])}, max_num_batched_tokens=24)
-    core, texts = EngineCore(config, runner), [[rng.randint(1, 3)] * rng.randint(1, 30) for _ in range(6)]
-    preempted = hits = interrupts = 0
-    for _ in range(400):
-        if rng.random() < 0.3 and len(core.scheduler.seqs) < 8:
-            text = rng.choice(texts)[: rng.randint(1, 30)] + [rng.randint(5, 9)] * rng.randint(0, 6)
-            core.add(Sequence(text, 4, SamplingParams(max_tokens=rng.randint(1, 25), ignore_eos=True)))
-        if rng.random() < 0.1 and core.scheduler.seqs:
-            core.abort(rng.choice([*core.scheduler.seqs]))
-        runner.fails = rng.random() < 0.03
-        try:
-            for seq in ((step := core.step()) and step.seqs) or ():
-                hits += seq.num_cached_tokens > 0
-        except KeyboardInterrupt:
-            interrupts += 1
-        preempted = core.scheduler.num_preemptions
-    assert hits > 20 and interrupts > 2 and (preempted > 2 or config.num_kvcache_blocks == 40)
-    assert min(runner.sizes) < 150, "a decode that changes nothing sends nothing about it"
-
-
-def test_what_has_not_changed_is_not_sent() -> None:
-    """A request of 500 tokens takes a block every four steps: three of four steps say nothing of its table."""
-    runner = Crossing(4)
-    core = EngineCore(EngineArgs("tiny", **SMALL | {"num_kvcache_blocks": 200}), runner)
-    core.add(Sequence([1] * 500, 4, SamplingParams(max_tokens=40, ignore_eos=True)))
-    while not core.is_finished():
-        core.step()
-    assert max(runner.sizes[1:]) < 200, runner.sizes
+def test_four_ranks_have_the_same_bits() -> None:
+    """Of a sum of numbers whose order matters: two ranks cannot show it, because a + b = b + a."""
+    numbers = torch.randn(4, 10_000, generator=torch.Generator().manual_seed(0))
+    assert not (numbers[0] + numbers[1] + numbers[2] + numbers[3]).equal(numbers[3] + numbers[2] + numbers[1] + numbers[0])
+    folder = tempfile.mkdtemp()
+    sums = run_ranks(4, lambda r: shards.open_group(folder, r, 4, LIMIT).all_reduce(numbers[r].clone()))
+    assert all(one.equal(sums[0]) for one in sums)
 
 
 # Processes
@@ -484,7 +440,7 @@ def module_patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 def start(folder: Path, patch: pytest.MonkeyPatch, early: str = "pass", in_step: str = "pass", **options: Any) -> LLM:
-    """The built-in model on two ranks; rank 1 writes down what it draws, and can be told to fail."""
+    """The built-in model on two ranks; rank 1 records its tokens, and a test can make it fail."""
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(NOTING.format(early=early, in_step=in_step))
     patch.syspath_prepend(folder)
@@ -561,7 +517,7 @@ def test_two_engines_in_one_process(pair: tuple[LLM, Path]) -> None:
 @alone
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_steps(pair: tuple[LLM, Path]) -> None:
-    """At many moments of a step, between telling the others and running it too: the engine runs on, the ranks in step."""
+    """At many moments of a step, also between sending it and running it: the engine and its ranks go on together."""
     llm, _ = pair
     wish = SamplingParams(max_tokens=6, temperature=0.8, seed=1, ignore_eos=True)
     expected = [o.token_ids for o in llm.generate(PROMPTS, wish, use_tqdm=False)]
@@ -597,7 +553,7 @@ def listeners(pid: int) -> set[str]:
 
 
 @alone
-def test_nobody_listens_but_on_loopback(pair: tuple[LLM, Path]) -> None:
+def test_it_listens_on_loopback_alone(pair: tuple[LLM, Path]) -> None:
     llm, _ = pair
     assert not listeners(os.getpid())
     for pid in (engine_of(llm), rank_of(llm)):
@@ -640,7 +596,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 def until_dead(llm: LLM, match: str, limit: float = SOON, notes: Path | None = None) -> str:
-    """The error of a call that runs, and of all later ones. The time counts from when rank 1 last wrote `notes`."""
+    """The error of a running call and of all later ones; the time counts from rank 1's last entry in `notes`."""
     began = time.time()
     with pytest.raises(EngineDead, match=match) as caught:
         llm.generate(PROMPTS, LONG, use_tqdm=False)
@@ -668,7 +624,7 @@ def strike(llm: LLM, pid: int, blow: int) -> None:
 @alone
 @pytest.mark.smoke
 def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With open streams: everybody hears it, with the cause and the end of its log; a new engine starts at once."""
+    """With open streams: each caller gets the cause and the end of the log; a new engine starts at once."""
     llm = start(tmp_path / "noted", monkeypatch, early="print('here I am', flush=True)")
     strike(llm, rank_of(llm), signal.SIGKILL)
     text = until_dead(llm, "rank 1 is dead: killed by SIGKILL", notes=tmp_path / "noted" / "tokens1")
@@ -698,7 +654,7 @@ def test_stop_a_rank(tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @alone
 def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:
-    """Nobody asks anything of it, and it ends."""
+    """An idle engine ends with its rank."""
     llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
     manager: Any = llm.engine_core.engines[0]  # type: ignore[attr-defined]
     os.kill(*ranks_alive(str(tidy)), signal.SIGKILL)
@@ -710,7 +666,7 @@ def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:
 
 @alone
 def test_a_stopped_rank_ends_with_the_engine(tidy: Path) -> None:
-    """One group of processes: whoever ends the engine ends a rank that hears nothing."""
+    """Killing the engine's process group also ends a stopped rank."""
     llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
     os.kill(rank_of(llm), signal.SIGSTOP)
     llm.close()
@@ -719,7 +675,7 @@ def test_a_stopped_rank_ends_with_the_engine(tidy: Path) -> None:
 
 @alone
 def test_kill_rank_0(tidy: Path) -> None:
-    """The others go, too."""
+    """The other ranks end, too."""
     llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
     strike(llm, engine_of(llm), signal.SIGKILL)
     until_dead(llm, "engine 0 is dead: killed by SIGKILL")
@@ -730,7 +686,7 @@ def test_kill_rank_0(tidy: Path) -> None:
 @alone
 @pytest.mark.smoke
 def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises in a step: its traceback is in the message."""
+    """A rank raises in a step: its traceback is in the error."""
     fails = "if max(batch.context_lens) > 30: raise MemoryError('no room for 3 GiB')"
     llm = start(tmp_path / "noted", monkeypatch, in_step=fails)
     text = until_dead(llm, "(?s)rank 1 is dead: MemoryError: no room for 3 GiB", notes=tmp_path / "noted" / "tokens1")
@@ -750,7 +706,7 @@ def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeyp
 
 
 def test_a_rank_refuses_before_all_have_loaded() -> None:
-    """One was ready; the other says why it cannot be, and rank 0 goes to no meeting."""
+    """One rank is ready and the other refuses: rank 0 raises its error and opens no group."""
     leader, config = Leader.__new__(Leader), EngineArgs("tiny", tensor_parallel_size=2)
     leader.managers = [RankManager(rank, config.recipe, config) for rank in (1, 2)]
     leader.managers[0].ready, leader.managers[1].dead = Ready(0), ValueError("no such weight")
@@ -807,7 +763,7 @@ STUCK = """
 import json, os, signal, sys, threading
 from atom_mini import LLM
 llm = LLM("tiny", tensor_parallel_size=2, **json.loads(sys.argv[1]))
-from show import children
+from show import children, run_ranks
 (rank,) = children(llm.engine_core.engines[0].process.pid)
 os.kill(rank, signal.SIGSTOP)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -838,7 +794,7 @@ def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_p
     assert out == "stuck\n" if how == "stopped" else "rank 1 is dead: exit code 3" in errors
 
 
-# The knobs
+# The options
 
 
 @pytest.mark.parametrize(
@@ -847,7 +803,7 @@ def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_p
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be a whole number from 1"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_attention_heads=4: set it to 2"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "qwen3 has no experts"),
-        ({"enable_expert_parallel": True}, "with one rank: raise tensor_parallel_size"),
+        ({"enable_expert_parallel": True}, "needs several ranks or engines: raise tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "collective_timeout": 0}, "collective_timeout=0 must be a number above 0"),
         ({"tensor_parallel_size": 2, "collective_timeout": 1e300}, r"collective_timeout=1e\+300 must be a number above 0"),
         ({"collective_timeout": 5.0}, "collective_timeout has no effect with tensor_parallel_size=1: change that"),
@@ -868,7 +824,7 @@ def test_bad_knobs(options: dict[str, Any], words: str) -> None:
     [
         ({"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 510}, 3, False, "one must divide"),
         ({"intermediate_size": 510}, 4, False, "does not divide intermediate_size=510: set it to 3"),
-        ({"vocab_size": 5}, 4, False, "a vocabulary of 5 is too small"),
+        ({"vocab_size": 5}, 4, False, "a vocabulary of 5 can be cut into"),
         ({"experts": Experts(6, 8), "sparse": (True,)}, 4, True, "does not divide num_experts=6: set it to 3"),
     ],
 )
@@ -887,10 +843,10 @@ def test_sizes_that_cannot_be_cut(changes: dict[str, Any], n: int, is_dealt: boo
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
-def test_what_is_not_computed_starts_no_rank(
+def test_a_refused_option_starts_no_rank(
     changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a rank's config does not say is refused by whoever would start the ranks."""
+    """An option that ranks do not support is refused before a rank starts."""
     save_family("qwen3_moe", tmp_path, **MIXTURES["Qwen3-MoE"][1])
     edit_json(tmp_path / "config.json", **changes)
     monkeypatch.setattr(ranks, "Leader", None)
@@ -901,7 +857,7 @@ def test_what_is_not_computed_starts_no_rank(
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2, and there are 1 GPUs"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 needs a GPU for each rank, and there are 1 GPUs"):
         ranks.Leader(EngineArgs("tiny", tensor_parallel_size=2))
 
 

@@ -1,4 +1,4 @@
-"""A host that is a step ahead of its device: the same tokens, whatever happens while a step is under way."""
+"""A host that plans a step ahead of its device: the same tokens, whatever happens while a step runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_outputs_equal_the_oracle_a_step_ahead() -> None:
 
 
 def test_roomy_pools_and_the_radix_cache() -> None:
-    """The loads of the plain fuzz, and a tree in place of hashes."""
+    """The loads of the plain fuzz, and a radix tree instead of hashes."""
     assert run_many(500)["prefix_hits"] > 300
     assert run_many(300, cache="radix")["prefix_hits"] > 100
 
@@ -73,7 +73,7 @@ def plant(patch: Patch, name: str, old: str, new: str) -> None:
 
 
 def keeps_placeholders(patch: Patch) -> None:
-    """ATOM, defect A: what stood for a token to come stays in the context of a sequence that lost its blocks."""
+    """ATOM, defect A: a placeholder stays in the context of a sequence that lost its blocks."""
     mutate(patch, Sequence, "restart", "del self.token_ids[self.num_known_tokens :]", "self.num_known_tokens = self.num_tokens")
 
 
@@ -85,7 +85,7 @@ def drops_one_placeholder_of_two(patch: Patch) -> None:
 
 
 def preempts_under_a_step(patch: Patch) -> None:
-    """The victim's blocks go to somebody else in the next step."""
+    """The preempted sequence's blocks get another owner in the next step."""
     plant(patch, "_schedule_decode", "if self.num_launched and", "if False and")
 
 
@@ -96,18 +96,18 @@ def publishes_unknown_tokens(patch: Patch) -> None:
 
 
 def maps_by_place_in_the_batch(patch: Patch) -> None:
-    """ATOM once: deferred inputs by position, though the batch has changed."""
+    """ATOM, an earlier version: deferred inputs by position, although the batch has changed."""
     old = "self.runner.token_pool.get(self.batch.rows[i], 0)"
     mutate(patch, symbolic.SymbolicStep, "fill_in", old, "self.runner.token_pool.get(i, 0)")
 
 
 def delivers_to_the_finished(patch: Patch) -> None:
-    """The extra step's token is handed on after the end."""
+    """The token of the superfluous step is delivered after the end."""
     plant(patch, "deliver", "for seq in seqs if not seq.is_finished]", "for seq in seqs]")
 
 
 def gives_up_one_step_of_two(patch: Patch) -> None:
-    """The step after the failed one read what that never wrote."""
+    """The step after the failed one reads keys and values that were never written."""
     mutate(patch, OverlapCore, "rollback", "self.in_flight.clear()", "pass")
 
 
@@ -128,7 +128,7 @@ def test_the_fuzz_catches(bug: Callable[[Patch], None], monkeypatch: Patch) -> N
 
 
 class Waiting:
-    """A device that runs nothing until it is told to; the next token is the sequence's length."""
+    """A device that runs nothing before its result is asked for; the next token is the sequence's length."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[ScheduledBatch, Future[ScheduledBatchOutput]]] = []
@@ -151,7 +151,7 @@ class Waiting:
 
 
 class Answering:
-    """It answers the last step, if it is the only one left."""
+    """Run the last step, if it is the only one left."""
 
     def __init__(self, future: Future[ScheduledBatchOutput], device: Waiting) -> None:
         self.future, self.device = future, device
@@ -171,7 +171,7 @@ def tables(core: OverlapCore) -> list[list[int]]:
 
 
 def test_the_next_step_is_launched_before_the_last_is_looked_at() -> None:
-    """And a request that ends by length costs no step in vain."""
+    """And a request that ends by length costs no superfluous step."""
     core = make_core()
     seq = Sequence([1, 2, 3], 4, SamplingParams(max_tokens=3, ignore_eos=True))
     core.add(seq)
@@ -197,7 +197,7 @@ def test_an_end_token_costs_one_step_and_frees_its_blocks_at_once() -> None:
     assert core.scheduler.block_manager.num_free_blocks == 16 and seq.completion_token_ids == [3, 4]
 
 
-def test_abort_under_way_frees_once() -> None:
+def test_abort_in_flight_frees_once() -> None:
     core = make_core(prefix_cache="radix")
     seqs = [Sequence([1, 2, 3, 4, 5], 4, SamplingParams(max_tokens=9, ignore_eos=True)) for _ in range(2)]
     for seq in seqs:
@@ -211,7 +211,7 @@ def test_abort_under_way_frees_once() -> None:
 
 
 def test_middle_chunks_sample_nothing_and_shift_nothing() -> None:
-    """A prompt in three chunks beside a decode: tokens arrive for whom they were sampled."""
+    """A prompt in three chunks, and a decode: each token reaches the request for which it was sampled."""
     core = make_core(max_num_batched_tokens=4, interleave_decode=True)
     short, long = (Sequence([i] * n, 4, SamplingParams(max_tokens=6, ignore_eos=True)) for i, n in ((1, 2), (2, 11)))
     core.add(short)
@@ -271,8 +271,8 @@ def test_the_models_tokens_are_the_same(options: dict[str, Any]) -> None:
 
 
 def arrivals(llm: LLM, kept: dict[int, list[int]]) -> int:
-    """Sixteen requests, one every third step, of which every fourth is aborted on the way; `kept`: the others' tokens by
-    their number. Returns how many sequences have lost their blocks so far."""
+    """Run sixteen requests, one every third step, of which every fourth is aborted. `kept` gets the tokens of the others by
+    number. Return how many sequences have lost their blocks so far."""
     rng, ids, steps = random.Random(1), list[int](), 0
     while len(ids) < 16 or not llm.engine_core.is_finished():
         if steps % 3 == 0 and (number := len(ids)) < 16:
@@ -287,7 +287,7 @@ def arrivals(llm: LLM, kept: dict[int, list[int]]) -> int:
 
 
 def test_arrivals_aborts_and_preemptions_change_no_token_and_leave_nothing() -> None:
-    """A step ahead or not. The same arrivals again and again leave no more objects behind than before."""
+    """With and without overlap. Repeating the same arrivals leaves no more objects behind than before."""
     room: dict[str, Any] = {"num_kvcache_blocks": 30, "kv_cache_block_size": 4, "max_num_seqs": 6}
     with LLM("tiny", device="cpu", **room) as plain, LLM("tiny", device="cpu", overlap=True, **room) as ahead:
         wanted, found = dict[int, list[int]](), dict[int, list[int]]()
@@ -304,7 +304,7 @@ def test_arrivals_aborts_and_preemptions_change_no_token_and_leave_nothing() -> 
 
 
 def test_streams_and_dropped_streams() -> None:
-    """A stream shows whole tokens only; dropping one while a step is under way leaves nothing behind."""
+    """A stream shows only whole tokens; dropping one while a step runs leaves nothing behind."""
     params = SamplingParams(max_tokens=12, temperature=0)
     with LLM("tiny", device="cpu") as plain, LLM("tiny", device="cpu", overlap=True) as llm:
         wanted = "".join(piece.text for piece in plain.stream("Once upon a time", params))
@@ -318,7 +318,7 @@ def test_streams_and_dropped_streams() -> None:
 
 
 def test_closing_waits_and_gives_the_memory_back() -> None:
-    """With a step under way: it ends first, and then its memory and its thread go, without a garbage collection."""
+    """While a step runs: it ends first, and then its memory and its thread are freed, without a garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -342,24 +342,24 @@ def test_engines_side_by_side_do_not_see_each_others_step() -> None:
         for i in range(64):
             ahead.add_request([i + 5] * 40, SamplingParams(max_tokens=40, ignore_eos=True))
         for _ in range(8):
-            ahead.step()  # leaves a step under way
+            ahead.step()  # leaves a step in flight
             assert plain.generate("The cat", params, use_tqdm=False)[0].token_ids == wanted
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-@pytest.mark.parametrize("under_way", [False, True])
-def test_a_fork_has_no_device_and_says_so(under_way: bool) -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_fork_has_no_device_and_says_so(in_flight: bool) -> None:
     """The thread stays behind in the parent: waiting for it would never end."""
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=True) as llm:
         pieces = llm.stream("Once", SamplingParams(max_tokens=20))
-        if under_way:
+        if in_flight:
             next(pieces)
         child = os.fork()
         if child == 0:
             signal.alarm(20)
             try:
-                list(pieces) if under_way else llm.generate("Once")
+                list(pieces) if in_flight else llm.generate("Once")
             except ValueError as error:
                 os._exit(0 if "fork" in str(error) else 1)
             os._exit(2)

@@ -1,5 +1,5 @@
-"""Options that meet: pairs and triples of all of them are refused by name, or give the plain engine's tokens; and a
-scheduler of the reader's own is never dropped in silence."""
+"""Pairs and triples of all options are refused by name, or give the plain engine's tokens; and a user's own scheduler is
+never dropped silently."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def draw(rng: random.Random, values: dict[str, list[Any]], count: int) -> dict[str, Any]:
-    """`count` options with a value each, and what Spyre's scheduler cannot do without."""
+    """`count` options with a value each, and the options that Spyre's scheduler needs."""
     options = {name: rng.choice(values[name]) for name in rng.sample(sorted(values), count)}
     return SPYRE | options if options.get("scheduler") == "spyre" else options
 
@@ -55,7 +55,7 @@ def test_every_option_is_drawn() -> None:
 
 
 def settled(options: dict[str, Any]) -> Any:
-    """The settings that come of `options`; a text that names one of them if they are refused."""
+    """The settings that follow from `options`, or "refused" if the error names one of them."""
     try:
         known = vars(EngineArgs("tiny", **options))
     except ValueError as error:
@@ -76,7 +76,7 @@ def test_a_config_is_pickled_and_copied_whole() -> None:
 def test_what_goes_together_has_no_order(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All pairs, and triples that are drawn: the same settings in whatever order the table stands."""
+    """All pairs, and drawn triples, give the same settings in any order of the table."""
     rng = random.Random(seed)
     everything = {n: [rng.choice(v)] for n, v in (VALUES | PROCESSES).items()}
     asked = [{a: everything[a][0], b: everything[b][0]} for a, b in combinations(sorted(everything), 2)]
@@ -158,7 +158,7 @@ OTHERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda o: next(iter(o)))
 def test_a_scheduler_of_the_users_own_is_never_dropped(other: dict[str, Any]) -> None:
-    """Nor is an option that it does not know: those that are the scheduler's work are refused, the others go with any."""
+    """Nor is an option that it does not know: options of schedulers are refused, the others go with any."""
     options: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 50, "scheduler_cls": NewestFirst}
     name = next(iter(other))
     if name not in ("trace", "prefix_cache", "enable_chunked_prefill"):
@@ -211,7 +211,7 @@ def test_a_scheduler_is_named_by_a_text_too() -> None:
 
 @pytest.mark.alone
 def test_a_scheduler_of_the_users_own_crosses_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process imports it by its name; from a place that cannot be imported it is refused."""
+    """Another process imports it by its name; a class that cannot be imported is refused."""
     monkeypatch.setattr(NewestFirst, "__module__", "__main__")
     with pytest.raises(ValueError, match="NewestFirst is defined in __main__"):
         EngineArgs("tiny", engine_process=True, scheduler_cls=NewestFirst)
@@ -232,7 +232,7 @@ def test_mixed_steps_go_with_no_other_plan(options: dict[str, Any]) -> None:
 
 
 def test_options_are_a_field_of_a_users_own_class() -> None:
-    """pydantic takes an object that is there already as it is, and settles nothing twice."""
+    """pydantic accepts an existing object as it is, and settles nothing twice."""
     holder = TypeAdapter(dict[str, EngineArgs])
     config = EngineArgs(prefix_cache="none", max_num_seqs=3)
     assert holder.validate_python({"a": config})["a"] is config and not config.enable_prefix_caching
@@ -255,8 +255,8 @@ def test_the_page_has_the_table() -> None:
     ],
     ids=str,
 )
-def test_a_config_is_told_apart_and_copied_with_all_options(options: dict[str, Any]) -> None:
-    """Comparing, printing, `asdict` and `replace` see the options of later parts, too."""
+def test_a_config_is_compared_and_copied_with_all_options(options: dict[str, Any]) -> None:
+    """Comparing, printing, `asdict`, and `replace` include the options of later parts."""
     config = EngineArgs(**options)
     assert (config == EngineArgs()) is (not options) and config == EngineArgs(**options)
     for name in options:

@@ -1,4 +1,4 @@
-"""The asynchronous engine: the same tokens, one abort for each who leaves, and nobody waits for ever."""
+"""The asynchronous engine: the same tokens, one abort for each client that leaves, and no request hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atom_mini.processes.core_client import EngineDead
 from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.text import TextPiece
 
-alone = pytest.mark.alone  # it starts a process, or looks at the clock
+alone = pytest.mark.alone  # it starts a process, or reads the clock
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 900, "max_num_seqs": 256}
 STORY = SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True)
 PROMPT = "Once upon a time"
@@ -40,7 +40,7 @@ async def leave(pieces: AsyncIterator[TextPiece], after: int) -> None:
 
 
 async def until_idle(engine: AsyncLLM) -> None:
-    """Until no request is in it, and the thread has nothing to do; every block is free then."""
+    """Wait until the engine has no request; then every block must be free."""
     for _ in range(500):
         if await engine.submit(engine.llm.engine_core.is_finished):
             break
@@ -49,7 +49,7 @@ async def until_idle(engine: AsyncLLM) -> None:
     assert not engine.streams and manager.num_free_blocks == SMALL["num_kvcache_blocks"]
 
 
-def wishes(count: int, **changes: Any) -> list[SamplingParams]:
+def options(count: int, **changes: Any) -> list[SamplingParams]:
     return [replace(STORY, seed=i, **changes) for i in range(count)]
 
 
@@ -63,7 +63,7 @@ def engine() -> Iterator[AsyncLLM]:
 
 @pytest.fixture
 def aborts(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The requests that were taken back."""
+    """The requests that were aborted."""
     found, plain = [], engine.llm.engine_core.abort
 
     def counted(request_id: int, why: str = "abort") -> Any:
@@ -75,27 +75,27 @@ def aborts(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_each_of_many_gets_its_solo_text(engine: AsyncLLM, aborts: list[int]) -> None:
-    """And whoever stays to the end is no abort (ATOM #1589: 58,455 of them)."""
+    """And a client that reads to the end causes no abort (ATOM #1589: 58,455 of them)."""
     with LLM("tiny", **SMALL) as llm:
-        solo = [(out.text, "length") for out in llm.generate([PROMPT] * 50, wishes(50))]
+        solo = [(out.text, "length") for out in llm.generate([PROMPT] * 50, options(50))]
 
     async def main() -> list[tuple[str, str | None]]:
-        return await asyncio.gather(*(read(engine.generate(PROMPT, wish)) for wish in wishes(50)))
+        return await asyncio.gather(*(read(engine.generate(PROMPT, params)) for params in options(50)))
 
     assert asyncio.run(main()) == solo and aborts == []
 
 
 def test_several_prompts_in_one_call(engine: AsyncLLM, aborts: list[int]) -> None:
-    """As `LLM.stream` answers them; whoever leaves takes all of them back."""
+    """As `LLM.stream` answers them; leaving aborts all of them."""
     prompts = [PROMPT, "12 + 7 =", PROMPT]
     with LLM("tiny", **SMALL) as llm:
-        solo = [out.text for out in llm.generate(prompts, wishes(3))]
+        solo = [out.text for out in llm.generate(prompts, options(3))]
 
     async def main() -> list[str]:
         texts = [""] * 3
-        async for piece in engine.generate(prompts, wishes(3)):
+        async for piece in engine.generate(prompts, options(3)):
             texts[piece.index] += piece.text
-        await leave(engine.generate(prompts, wishes(3, max_tokens=500)), after=5)
+        await leave(engine.generate(prompts, options(3, max_tokens=500)), after=5)
         await until_idle(engine)
         return texts
 
@@ -103,16 +103,16 @@ def test_several_prompts_in_one_call(engine: AsyncLLM, aborts: list[int]) -> Non
 
 
 @pytest.mark.parametrize("how", ["break", "cancel"])
-def test_who_leaves_is_one_abort(engine: AsyncLLM, aborts: list[int], how: str) -> None:
-    """100 of 200 leave in mid-stream: exactly 100 aborts, and all blocks are back."""
+def test_leaving_is_one_abort(engine: AsyncLLM, aborts: list[int], how: str) -> None:
+    """100 of 200 clients leave in mid-stream: exactly 100 aborts, and all blocks are free again."""
 
     async def main() -> None:
-        def client(number: int, wish: SamplingParams) -> Any:
-            stays = number % 2 or how == "cancel"  # so far
-            return (read if stays else partial(leave, after=3 + number % 5))(engine.generate(PROMPT, wish))
+        def client(number: int, params: SamplingParams) -> Any:
+            stays = number % 2 or how == "cancel"  # until it is cancelled
+            return (read if stays else partial(leave, after=3 + number % 5))(engine.generate(PROMPT, params))
 
-        asked = enumerate(wishes(200, max_tokens=60))
-        tasks = [asyncio.create_task(client(i, wish)) for i, wish in asked]
+        asked = enumerate(options(200, max_tokens=60))
+        tasks = [asyncio.create_task(client(i, params)) for i, params in asked]
         if how == "cancel":
             while await engine.submit(lambda: min((len(s.requests[i].seq) for s, i in engine.streams.values()), default=0)) < 8:
                 await asyncio.sleep(0.001)
@@ -142,8 +142,8 @@ def test_an_abort_never_overtakes_its_request(engine: AsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_a_slow_reader_gets_larger_pieces_and_keeps_nobody(engine: AsyncLLM) -> None:
-    """One piece waits for it; the others are not later than it."""
+def test_a_slow_reader_gets_larger_pieces_and_delays_no_other(engine: AsyncLLM) -> None:
+    """At most one piece waits for it, and the others finish first."""
 
     async def slow() -> list[int]:
         sizes = []
@@ -155,7 +155,7 @@ def test_a_slow_reader_gets_larger_pieces_and_keeps_nobody(engine: AsyncLLM) -> 
     async def main() -> None:
         task = asyncio.create_task(slow())
         await asyncio.sleep(0.05)
-        await asyncio.gather(*(read(engine.generate(PROMPT, wish)) for wish in wishes(8)))
+        await asyncio.gather(*(read(engine.generate(PROMPT, params)) for params in options(8)))
         assert not task.done()
         sizes = await task
         assert sum(sizes) == 120 and max(sizes) > 4 and len(sizes) < 60, sizes
@@ -182,9 +182,9 @@ def test_a_partial_stop_string_never_leaks(engine: AsyncLLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "says"),
     [([9] * 5000, None, "prompt of 5000 tokens"), ([10**9], None, "token id"), ("", None, "empty prompt"),
-     (PROMPT, "hot", "is no SamplingParams"), (None, None, "prompts are text or lists")],
+     (PROMPT, "hot", "is not a SamplingParams"), (None, None, "prompts must be strings or lists")],
 )  # fmt: skip
-def test_a_mistake_is_told_to_who_made_it(engine: AsyncLLM, prompt: Any, params: Any, says: str) -> None:
+def test_an_invalid_request_raises_where_it_was_made(engine: AsyncLLM, prompt: Any, params: Any, says: str) -> None:
     async def main() -> None:
         good = asyncio.create_task(read(engine.generate(PROMPT, replace(STORY, seed=1))))
         with pytest.raises(ValueError, match=says):
@@ -195,8 +195,37 @@ def test_a_mistake_is_told_to_who_made_it(engine: AsyncLLM, prompt: Any, params:
     asyncio.run(main())
 
 
+def test_tokenizing_does_not_delay_a_step(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests generate while a prompt is tokenized, and its text is in its output."""
+    plain, tokenizing, go_on = engine.llm.processor.encode, threading.Event(), threading.Event()
+
+    def slow(text: str, **more: Any) -> list[int]:
+        if text == "slow":
+            tokenizing.set()
+            assert go_on.wait(30)
+        return plain(text, **more)
+
+    async def last(prompt: str | list[int]) -> TextPiece:
+        pieces = [piece async for piece in engine.generate(prompt, STORY)]
+        return pieces[-1]
+
+    async def main() -> None:
+        other = asyncio.create_task(last([5, 6]))
+        while not engine.streams:
+            await asyncio.sleep(0.001)
+        task = asyncio.create_task(last("slow"))
+        await asyncio.to_thread(tokenizing.wait, 30)
+        assert (await other).finished and not task.done()
+        go_on.set()
+        output = (await task).output
+        assert output is not None and output.prompt == "slow"
+
+    monkeypatch.setattr(engine.llm.processor, "encode", slow)
+    asyncio.run(main())
+
+
 def test_abort_by_name(engine: AsyncLLM) -> None:
-    """Also of one that no step has touched since: it is told all the same."""
+    """A request ends even if no step has run since."""
 
     async def main() -> None:
         task = asyncio.create_task(read(engine.generate(PROMPT, replace(STORY, max_tokens=2000), request_id="x")))
@@ -208,13 +237,13 @@ def test_abort_by_name(engine: AsyncLLM) -> None:
     asyncio.run(main())
 
 
-def test_a_failed_step_is_told_and_the_engine_goes_on(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner: Any = engine.llm.engine_core.runner
 
     async def main() -> None:
         with monkeypatch.context() as patched:
             patched.setattr(runner, "forward", lambda batch: 1 / 0)
-            tasks = (read(engine.generate(PROMPT, wish)) for wish in wishes(10))
+            tasks = (read(engine.generate(PROMPT, params)) for params in options(10))
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             assert [type(end) for end in ends] == [ZeroDivisionError] * 10
             assert isinstance(engine.error, ZeroDivisionError)
@@ -225,7 +254,7 @@ def test_a_failed_step_is_told_and_the_engine_goes_on(engine: AsyncLLM, monkeypa
 
 
 def test_tasks_of_several_loops(engine: AsyncLLM) -> None:
-    """A loop that ends in the middle harms nobody: its requests go, too."""
+    """A loop that ends in mid-stream harms no other, and its requests are aborted."""
     found = []
 
     def short() -> None:
@@ -250,7 +279,7 @@ def test_tasks_of_several_loops(engine: AsyncLLM) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_is_refused(engine: AsyncLLM) -> None:
-    """The engine's thread is not in it: a call would wait for ever."""
+    """A fork has no engine thread, so a call would never return."""
     params = replace(STORY, seed=1)
     wanted = asyncio.run(read(engine.generate(PROMPT, params)))
     if (child := os.fork()) == 0:
@@ -283,11 +312,11 @@ def test_close_ends_streams_and_twice_is_once() -> None:
 
 @alone
 def test_an_engine_killed_under_50_streams() -> None:
-    """Everybody knows within two seconds, and so does who asks later (ATOM #680: a silent hang)."""
+    """All clients get the error within two seconds, and so do later ones (ATOM #680: a silent hang)."""
 
     async def main() -> None:
         async with AsyncLLM("tiny", engine_process=True, **SMALL) as engine:
-            made = [engine.generate(PROMPT, wish) for wish in wishes(50, max_tokens=500)]
+            made = [engine.generate(PROMPT, params) for params in options(50, max_tokens=500)]
             tasks = [asyncio.create_task(read(pieces)) for pieces in made]
             while len(engine.streams) < 50:
                 await asyncio.sleep(0.01)

@@ -1,5 +1,5 @@
-"""The server tells the truth, stays within its bounds, and notices who has left. Each fault of others that a test stands
-for is named with its public thread."""
+"""The server reports what the engine did, keeps its limits, and notices clients that leave. Tests name the public threads of
+the faults that they cover."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ import pytest
 from atom_mini import LLM, SamplingParams
 from atom_mini.refused import NOT_HERE
 from atom_mini.serving.async_llm import AsyncLLM
-from atom_mini.serving.protocol import SILENT
-from atom_mini.serving.server import Front, Serve, Server
+from atom_mini.serving.protocol import NEUTRAL
+from atom_mini.serving.server import GracefulServer, Serve, Server
 
 alone = pytest.mark.alone  # it starts a process, or looks at the clock
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 900, "max_num_seqs": 256}
@@ -51,13 +51,13 @@ class Served:
         options = SMALL | settings.pop("engine", {})
         self.engine = AsyncLLM(settings.pop("model", "tiny"), **options)
         self.app = Server(self.engine, Serve(**settings))
-        self.front = Front(self.app)
+        self.graceful = GracefulServer(self.app)
         self.thread = threading.Thread(target=lambda: asyncio.run(self.run()))
         self.thread.start()
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     async def run(self) -> None:
-        await self.front.serve([self.listener])
+        await self.graceful.serve([self.listener])
         await self.engine.close()
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
@@ -69,7 +69,7 @@ class Served:
 
     def close(self) -> None:
         self.client.close()
-        self.front.should_exit = True
+        self.graceful.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive()
 
@@ -164,7 +164,7 @@ def test_a_failure_is_never_a_stop(served: Served, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_fault_of_our_own_is_told_too(served: Served, monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
+def test_an_internal_error_is_a_500(served: Served, monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
     """Whatever a handler raises: a document with status 500, or a stream's last event."""
 
     def broken(_: Any) -> None:
@@ -187,7 +187,7 @@ def test_the_role_comes_first_with_an_empty_content(served: Served) -> None:
 
 
 def test_an_error_before_generation_is_an_http_error(served: Served) -> None:
-    """ATOM #1710: no headers and no role before the engine has taken it."""
+    """ATOM #1710: no headers and no first chunk before the engine has accepted the request."""
     assert "2049" in complain(served.post(TEXT, {"model": "tiny", "prompt": [7] * 2049, "stream": True}), 400)
     assert complain(served.post(TALK, CHAT | {"stream": True, "temperature": -1}), 400, "temperature")
 
@@ -208,7 +208,7 @@ def test_usage_is_counted_only_when_asked_for(served: Served, options: Any, coun
 
 
 def test_each_chunk_counts_if_that_is_asked_for(served: Served) -> None:
-    """guidellm asks vLLM's servers for it; of several answers all tokens so far are counted."""
+    """guidellm asks vLLM's servers for it; counts are over all answers."""
     asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "max_tokens": 6, "n": 2}
     *chunks, last = served.events(TEXT, STORY | asked)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -218,7 +218,7 @@ def test_each_chunk_counts_if_that_is_asked_for(served: Served) -> None:
     assert all("usage" not in chunk for chunk in served.events(TEXT, STORY | alone))
 
 
-def test_cached_tokens_are_told(served: Served) -> None:
+def test_cached_tokens_are_counted(served: Served) -> None:
     """ATOM #1422."""
     body = {"model": "tiny", "prompt": [*range(100, 164)], "max_tokens": 1}
     cached = [served.post(TEXT, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
@@ -256,9 +256,9 @@ def test_prompts_of_every_form(served: Served) -> None:
     """Text, texts, ids, lists of ids; `n` answers to each, in order, and one count of each prompt."""
     with LLM("tiny", **SMALL) as llm:
         ids = llm.tokenizer.encode("12 + 7 =")
-        (told,) = llm.generate("12 + 7 =")
+        (out,) = llm.generate("12 + 7 =")
     for prompt in ("12 + 7 =", ["12 + 7 ="], ids, [ids]):
-        assert served.post(TEXT, {"model": "tiny", "prompt": prompt}).json()["choices"][0]["text"] == told.text
+        assert served.post(TEXT, {"model": "tiny", "prompt": prompt}).json()["choices"][0]["text"] == out.text
     found = served.post(TEXT, {"model": "tiny", "prompt": ["12 + 7 =", "5 + 4 ="], "n": 2}).json()
     assert [c["text"] for c in found["choices"]] == [" 19", " 19", " 9", " 9"]
     assert [c["index"] for c in found["choices"]] == [0, 1, 2, 3] and found["usage"]["prompt_tokens"] == 2 * len(ids) - 1
@@ -282,12 +282,12 @@ def test_logprobs_streamed_are_those_of_the_whole(served: Served, path: str) -> 
     assert tops and all(len(top) <= 2 for top in tops)
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> None:
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_an_unserved_field_is_refused_by_name(served: Served, name: str) -> None:
     """Never ignored; null, and a value that asks for nothing, pass."""
     assert name in complain(served.post(TALK, CHAT | {name: [{"type": "x"}]}), 400, name)
     assert served.post(TALK, CHAT | {name: None, "max_tokens": 1}).status_code == 200
-    for value in SILENT[name]:
+    for value in NEUTRAL[name]:
         assert served.post(TALK, CHAT | {name: value, "max_tokens": 1}).status_code == 200
 
 
@@ -301,7 +301,7 @@ def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> Non
         (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
         (TEXT, X | {"stop": [""]}, "stop"),
         (TEXT, X | {"stop": ["x"] * 17}, "stop"), (TEXT, X | {"logprobs": 21}, "logprobs"),
-        (TEXT, X | {"stream_options": {"x": 1}}, "x"), (TEXT, X | {"prompt": {"a": 1}}, "prompt"),
+        (TEXT, X | {"stream_options": {"x": 1}}, "stream_options"), (TEXT, X | {"prompt": {"a": 1}}, "prompt"),
         (TALK, CHAT | {"messages": []}, "messages"), (TALK, {"model": "tiny"}, "messages"),
         (TALK, CHAT | {"top_logprobs": 2}, "top_logprobs"),
         (TALK, CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages"), (TALK, CHAT | {"logprobs": 1}, "logprobs"),
@@ -310,9 +310,28 @@ def test_what_is_not_served_is_refused_by_name(served: Served, name: str) -> Non
         (TALK, CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_a_400_that_names_the_field(served: Served, path: str, body: Any, param: str) -> None:
+def test_a_wrong_field_is_a_400_that_names_it(served: Served, path: str, body: Any, param: str) -> None:
     """No template comes from a request (CVE-2025-62426), and a misspelt field is not ignored."""
     complain(served.post(path, body), 400, param)
+
+
+def test_a_developer_message_is_a_system_message(served: Served) -> None:
+    llm = served.engine.llm
+    template = llm.tokenizer.chat_template
+    llm.tokenizer.chat_template = "{{ messages[0]['role'] }}{{ messages[1]['role'] }}"
+    try:
+        talk = [{"role": role, "content": "x"} for role in ("developer", "user")]
+        found = served.post(TALK, CHAT | {"messages": talk, "max_tokens": 1}).json()
+        assert found["usage"]["prompt_tokens"] == len(llm.tokenizer.encode("systemuser"))
+    finally:
+        llm.tokenizer.chat_template = template
+
+
+def test_the_engines_log_lines_remain(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """The server's counters listen beside the engine's own listener, which logs."""
+    with caplog.at_level("WARNING", logger="atom_mini"):
+        served.post(TEXT, {"model": "tiny", "prompt": [7] * 2040, "ignore_eos": True})
+    assert "at the limit of max_model_len" in caplog.text
 
 
 def test_an_image_is_refused(served: Served) -> None:
@@ -335,18 +354,18 @@ def test_a_part_without_a_text_is_a_400(served: Served, part: dict[str, Any]) ->
      b'{"model": "tiny", "prompt": 1e999}'],
     ids=lambda body: repr(body[:12]),
 )  # fmt: skip
-def test_what_is_no_request_is_a_400(served: Served, body: bytes) -> None:
+def test_an_invalid_body_is_a_400(served: Served, body: bytes) -> None:
     response = served.client.post(TEXT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["message"]
 
 
-def test_what_users_of_vllm_ask_for(served: Served) -> None:
+def test_requests_of_vllm_users(served: Served) -> None:
     """The server's answers are the engine's own: penalties, a least length, a template's options; no model is the model."""
     llm = served.engine.llm
     for asked in ({"presence_penalty": 1.5}, {"frequency_penalty": -0.5}, {"min_tokens": 20, "stop": ["."]}):
-        told = llm.generate(PROMPT, SamplingParams(max_tokens=30, **asked))[0]  # type: ignore[arg-type]
+        out = llm.generate(PROMPT, SamplingParams(max_tokens=30, **asked))[0]  # type: ignore[arg-type]
         found = served.post(TEXT, {"prompt": PROMPT, "max_tokens": 30} | asked).json()
-        assert (found["model"], found["choices"][0]["text"]) == ("tiny", told.text)
+        assert (found["model"], found["choices"][0]["text"]) == ("tiny", out.text)
     assert "presence_penalty=3.0 must be" in complain(served.post(TEXT, X | {"presence_penalty": 3}), 400, "presence_penalty")
     template = llm.tokenizer.chat_template
     llm.tokenizer.chat_template = "{% if enable_thinking is false %}12 + 7 ={% endif %}{% if add_generation_prompt %} {% endif %}"
@@ -362,7 +381,7 @@ def test_names_of_vllm_are_refused_with_the_engines_reason(served: Served, name:
     assert NOT_HERE[name] in complain(served.post(TEXT, X | {name: 5}), 400, name)
 
 
-def test_nothing_asked_for_by_vllms_names_is_served(served: Served) -> None:
+def test_vllms_names_with_neutral_values_pass(served: Served) -> None:
     """Clients send each field with null or with vLLM's default."""
     nothing = dict.fromkeys(NOT_HERE) | {"guided_json": None, "skip_special_tokens": True, "include_stop_str_in_output": False}
     nothing |= {"spaces_between_special_tokens": True, "detokenize": True, "length_penalty": 1.0, "bad_words": []}
@@ -377,7 +396,7 @@ def test_paths_methods_models_and_types(served: Served) -> None:
     assert TEXT in complain(wrong, 405) and wrong.headers["allow"] == "POST"
     assert "gpt-7" in complain(served.post(TEXT, {"model": "gpt-7", "prompt": "x"}), 404, "model", "model_not_found")
     assert served.post(TEXT, {"model": "tiny", "prompt": "x", "max_tokens": 1}).status_code == 200
-    form = {"content-type": "text/plain"}  # what a page of somebody else's may send unasked
+    form = {"content-type": "text/plain"}  # what another site's page may send
     complain(served.client.post(TEXT, content=json.dumps(STORY), headers=form), 415)
     (model,) = served.client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny" and set(model) >= {"id", "object", "created", "owned_by"}
@@ -455,7 +474,7 @@ def send(served: Served, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_100_of_200_clients_leave(served: Served, aborts: list[int], is_stream: bool) -> None:
     """ATOM #1562 (no handler is cancelled that does not stream), vLLM #54947, SGLang #37833: exactly 100 aborts, and all blocks
-    are back. ATOM #1589: whoever stays to the end is none."""
+    are back. ATOM #1589: clients that read to the end cause none."""
     bodies = [STORY | {"stream": is_stream, "seed": i, "max_tokens": 60} for i in range(200)]
     connections = [send(served, body) for body in bodies]
     while len(served.engine.streams) < 200:
@@ -473,8 +492,8 @@ def test_100_of_200_clients_leave(served: Served, aborts: list[int], is_stream: 
     assert len(aborts) == len(set(aborts)) == 100
 
 
-def test_a_client_that_reads_nothing_keeps_nobody(served: Served) -> None:
-    """One piece waits for it; fifty others have their whole answers meanwhile. Then it goes, and its request with it."""
+def test_a_client_that_reads_nothing_delays_no_other(served: Served) -> None:
+    """One piece waits for it, and fifty others get their whole answers. Then it leaves, and its request is aborted."""
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     slow.connect(("127.0.0.1", served.port))
@@ -507,14 +526,14 @@ def test_a_key_is_asked_for_on_every_route_but_health() -> None:
         assert served.client.get("/", auth=("anybody", "s3cret")).status_code == 200
 
 
-def test_the_end_tells_who_still_waits() -> None:
+def test_shutdown_ends_unfinished_answers() -> None:
     """Answers under way get `grace` seconds, then an error; a new one is refused."""
     served = Served(grace=0.5)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(served.events, TEXT, STORY | {"max_tokens": 1900})
         while not served.engine.streams:
             time.sleep(0.001)
-        served.front.should_exit = True
+        served.graceful.should_exit = True
         *_, last = waiting.result(20)
     assert last["error"]["code"] == "leaving"
     served.close()
@@ -540,8 +559,8 @@ def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @alone
-def test_the_engine_is_killed_under_50_streams_and_a_restart_serves() -> None:
-    """ATOM #680 (a silent hang), vLLM #24897: all are told within two seconds, and /health is 503."""
+def test_a_killed_engine_ends_50_streams_and_a_restart_serves() -> None:
+    """ATOM #680 (a silent hang), vLLM #24897: all clients get an error within two seconds, and /health is 503."""
     with command() as (process, url), ThreadPoolExecutor(50) as pool:
         children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
         assert len(children) == 1  # the engine's
@@ -577,7 +596,7 @@ async def read_to_the_end(port: int, seed: int) -> None:
 
 
 async def read_slowly(port: int, seen: list[bytes]) -> None:
-    """A byte a second, with little room for more, of a stream that is longer than those of the others."""
+    """Read a byte a second, with a small buffer, of a stream that is longer than those of the others."""
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     slow.connect(("127.0.0.1", port))
@@ -600,7 +619,7 @@ def test_a_reader_of_a_byte_a_second_costs_50_others_less_than_a_tenth() -> None
         await asyncio.gather(*(read_to_the_end(int(url.rpartition(":")[2]), seed) for seed in range(50)))
         return time.perf_counter() - start
 
-    async def beside(url: str, client: httpx.AsyncClient) -> float:
+    async def with_slow(url: str, client: httpx.AsyncClient) -> float:
         seen: list[bytes] = []
         slow = asyncio.create_task(read_slowly(int(url.rpartition(":")[2]), seen))
         while not seen:
@@ -619,7 +638,7 @@ def test_a_reader_of_a_byte_a_second_costs_50_others_less_than_a_tenth() -> None
             while len(ratios) < 15 and (not ratios or statistics.median(ratios) >= 1.1):
                 for _ in range(5):
                     alone_first = await fast(url)
-                    with_it = await beside(url, client)
+                    with_it = await with_slow(url, client)
                     ratios.append(with_it / ((alone_first + await fast(url)) / 2))
         return ratios
 
@@ -701,8 +720,8 @@ def test_openais_async_client(served: Served, openai: Any) -> None:
 
             found = await asyncio.gather(*map(one, range(16)))
         with LLM("tiny", **SMALL) as llm:
-            wishes = [SamplingParams(seed=i, max_tokens=12, temperature=0.8) for i in range(16)]
-            assert found == [out.text for out in llm.generate([PROMPT] * 16, wishes)]
+            params = [SamplingParams(seed=i, max_tokens=12, temperature=0.8) for i in range(16)]
+            assert found == [out.text for out in llm.generate([PROMPT] * 16, params)]
 
     asyncio.run(main())
 
@@ -738,9 +757,9 @@ def test_schemathesis(served: Served, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_1000_streams_equal_their_solo_runs() -> None:
     count, options = 1000, SMALL | {"num_kvcache_blocks": 4000}
-    wishes = [SamplingParams(seed=i, max_tokens=20, temperature=0.8, ignore_eos=True) for i in range(count)]
+    params = [SamplingParams(seed=i, max_tokens=20, temperature=0.8, ignore_eos=True) for i in range(count)]
     with LLM("tiny", **options) as llm:
-        solo = [out.text for out in llm.generate([PROMPT] * count, wishes, use_tqdm=False)]
+        solo = [out.text for out in llm.generate([PROMPT] * count, params, use_tqdm=False)]
 
     async def one(client: httpx.AsyncClient, seed: int) -> str:
         body = STORY | {"seed": seed, "max_tokens": 20, "stream": True}
@@ -771,7 +790,7 @@ def browser() -> Iterator[Any]:
 
 @alone
 def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> None:
-    """It asks nobody else for anything; its answer is the engine's; its timeline moves, and says why the first one waits."""
+    """It loads nothing from other sites; its answer is the engine's; its timeline moves, and shows why the first request waits."""
     page, asked, wrong = browser.new_page(), [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -794,10 +813,10 @@ def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> No
     served.wait_idle()
     assert not wrong and asked and all(url.startswith(served.url) for url in asked)
     for _ in range(100):
-        if not served.app.meters.watchers:  # the page has left, and nobody records for it any more
+        if not served.app.meters.num_pages:  # the page is closed, and no steps are recorded for it
             return
         time.sleep(0.05)
-    raise AssertionError("somebody watches")
+    raise AssertionError("the server still counts the page")
 
 
 @alone
@@ -818,8 +837,8 @@ def test_stop_on_the_page_takes_the_request_back(served: Served, browser: Any) -
 
 
 @pytest.mark.parametrize("wrong", [{"api_key": ""}, {"port": -1}, {"max_queue": 0}, {"grace": 0}, {"health_timeout": True}])
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    """An empty key would let everybody in."""
+def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
+    """An empty key would admit every client."""
     (name,) = wrong
     with pytest.raises(ValueError, match=rf"{name}=.* must .*: set Serve\({name}="):
         Serve(**wrong)

@@ -1,4 +1,4 @@
-"""A lookup and a draft model: what they guess, what they have seen, and that bad ones do no harm."""
+"""A lookup and a draft model: what they draft, what they have read, and that bad drafts do no harm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from checkpoints import save_checkpoint
 from defaults import as_users_have_it
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
-from test_speculation import BASE, PROMPTS, ROOMS, WISHES, outcome
+from test_speculation import BASE, PROMPTS, SAMPLING, SETUPS, outcome
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atom_mini import LLM, EngineArgs, SamplingParams
@@ -94,20 +94,20 @@ def test_the_lookup_is_the_definition() -> None:
             if luck.random() < 0.1:
                 seq.restart()
         drafter.keep({trial + 1})
-        assert not drafter.known
+        assert not drafter.by_request
 
 
-@pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_lookup_changes_no_text(room: str, wish: str) -> None:
-    options = BASE | ROOMS[room]
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_lookup_changes_no_text(setup: str, sampling: str) -> None:
+    options = BASE | SETUPS[setup]
     with LLM("tiny", **options) as llm:
-        plain = llm.generate(LONG, WISHES[wish], use_tqdm=False)
+        plain = llm.generate(LONG, SAMPLING[sampling], use_tqdm=False)
     with LLM("tiny", **options, speculative_config={"method": "ngram", "prompt_lookup_min": 1}) as llm:
-        assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
+        assert outcome(llm.generate(LONG, SAMPLING[sampling], use_tqdm=False)) == outcome(plain)
         scheduler: Any = llm.engine_core.scheduler
         assert scheduler.spec_stats.proposed.total() > 0
-        assert not llm.engine_core.drafter.known, "it remembers those who have left"  # type: ignore[attr-defined]
+        assert not llm.engine_core.drafter.by_request, "it remembers those who have left"  # type: ignore[attr-defined]
 
 
 def test_recall_takes_fewer_steps() -> None:
@@ -122,21 +122,21 @@ def test_recall_takes_fewer_steps() -> None:
 # ---- the draft model ----
 
 
-@pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_draft_model_changes_no_text(room: str, wish: str, short: str) -> None:
-    options = BASE | ROOMS[room]
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_draft_model_changes_no_text(setup: str, sampling: str, short: str) -> None:
+    options = BASE | SETUPS[setup]
     with LLM("tiny", **options) as llm:
-        plain = llm.generate(LONG, WISHES[wish], use_tqdm=False)
-    with drafting(short, **ROOMS[room]) as llm:
-        assert outcome(llm.generate(LONG, WISHES[wish], use_tqdm=False)) == outcome(plain)
+        plain = llm.generate(LONG, SAMPLING[sampling], use_tqdm=False)
+    with drafting(short, **SETUPS[setup]) as llm:
+        assert outcome(llm.generate(LONG, SAMPLING[sampling], use_tqdm=False)) == outcome(plain)
         scheduler: Any = llm.engine_core.scheduler
         assert scheduler.spec_stats.accepted.total() > 0
-        assert not llm.engine_core.drafter.known  # type: ignore[attr-defined]
+        assert not llm.engine_core.drafter.by_request  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("room", ["plain", "chunks", "tight", "radix"])
-def test_a_model_accepts_all_of_its_own_drafts(room: str) -> None:
+@pytest.mark.parametrize("setup", ["plain", "chunks", "tight", "radix"])
+def test_a_model_accepts_all_of_its_own_drafts(setup: str) -> None:
     """Greedily, whatever happens on the way: text cannot show that a drafter reads wrong K/V, this does."""
     prompts = [[5 + i, *range(20, 33 + i)] for i in range(5)]
     with LLM("tiny", **BASE) as llm:
@@ -144,10 +144,10 @@ def test_a_model_accepts_all_of_its_own_drafts(room: str) -> None:
             *prompts,
             *([*p, *o.token_ids[:9]] for p, o in zip(prompts, llm.generate(prompts, GREEDY), strict=True)),
         ]
-    with drafting("tiny", **ROOMS[room]) as llm:
+    with drafting("tiny", **SETUPS[setup]) as llm:
         assert acceptance(llm, twice) == 1.0
         assert acceptance(llm, twice[::-1]) == 1.0  # many of them found in the cache
-        if room != "tight":
+        if setup != "tight":
             assert llm.engine_core.scheduler.num_preemptions == 0
         else:
             assert llm.engine_core.scheduler.num_preemptions > 0
@@ -169,7 +169,7 @@ def restless(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    "room",
+    "setup",
     [
         {},
         {"prefix_cache": "radix"},
@@ -180,9 +180,9 @@ def restless(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=str,
 )
-def test_a_conversation_goes_on_with_all_accepted(restless: str, room: dict[str, Any]) -> None:
+def test_a_conversation_goes_on_with_all_accepted(restless: str, setup: dict[str, Any]) -> None:
     """Each turn finds the last one's answer in the cache: with K/V of the drafter, too, whatever was asked of it."""
-    options: dict[str, Any] = {"kv_cache_block_size": 4, "num_kvcache_blocks": 300, "device": "cpu"} | room
+    options: dict[str, Any] = {"kv_cache_block_size": 4, "num_kvcache_blocks": 300, "device": "cpu"} | setup
     drafts = {"method": "draft_model", "model": restless, "num_speculative_tokens": 4}
     prompts: list[list[int]] = [[5, 6, 7], [9] * 12, [5, 6, 7, 8, 5, 6, 7], list(range(3, 40)), [2]]
     with LLM(restless, **options, speculative_config=drafts) as llm:
@@ -196,8 +196,8 @@ def test_a_conversation_goes_on_with_all_accepted(restless: str, room: dict[str,
             outs = llm.generate(prompts, params, use_tqdm=False)
             prompts = [out.prompt_token_ids + out.token_ids for out in outs]
         assert max(most_rows) <= 5 * (4 + 2), "it reads what is unread of a block, and no more"
-        if "num_kvcache_blocks" not in room:
-            assert (outs[3].num_cached_tokens > 40) == (room.get("prefix_cache") != "none")
+        if "num_kvcache_blocks" not in setup:
+            assert (outs[3].num_cached_tokens > 40) == (setup.get("prefix_cache") != "none")
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
@@ -250,7 +250,7 @@ def test_a_step_that_fails_costs_the_drafter_nothing(short: str, monkeypatch: py
         with drafting("tiny") as llm:
             core: Any = llm.engine_core
             drafter, calls = core.drafter, iter(range(10**6))
-            for runner in (drafter.runner, core.runner.runner):
+            for runner in (drafter.runner, core.runner):
                 compute = runner.compute_hidden
 
                 def failing(*args: Any, compute: Any = compute, calls: Any = calls) -> Any:
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path / "short", max_position_embeddings=64)
     with pytest.raises(ValueError, match=r"max_model_len=\d+ is over the checkpoint's 64"):
         drafting(str(tmp_path / "short"))
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         drafting(str(tmp_path / "nowhere"))
 
 
@@ -304,9 +304,9 @@ class Words:
 def test_the_first_difference_between_tokenizers_is_named() -> None:
     check_same_tokens(Words("a", "b"), Words("a", "b"))
     check_same_tokens(None, Words("a"))
-    with pytest.raises(ValueError, match="2 tokens: 'b' is 1 here and 2 there"):
+    with pytest.raises(ValueError, match="2 tokens: 'b' is 1 in the target and 2 in it"):
         check_same_tokens(Words("a", "b", "c"), Words("a", "c", "b"))
-    with pytest.raises(ValueError, match="1 tokens: 'c' is 2 here and None there"):
+    with pytest.raises(ValueError, match="1 tokens: 'c' is 2 in the target and None in it"):
         check_same_tokens(Words("a", "b", "c"), Words("a", "b"))
 
 
@@ -320,12 +320,12 @@ def drawing(model: str, k: int = 3, **options: Any) -> LLM:
 
 def test_drawn_drafts_leave_the_distribution(short: str) -> None:
     """Four tokens of 2,000 texts with and without: what they are, place by place, is the same within chance."""
-    wishes = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(2000)]
-    prompts = ["Once upon a time there was a"] * len(wishes)
+    samplings = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(2000)]
+    prompts = ["Once upon a time there was a"] * len(samplings)
     with LLM("tiny", **BASE | {"num_kvcache_blocks": 400, "max_num_seqs": 64}) as llm:
-        plain = [o.token_ids for o in llm.generate(prompts, wishes, use_tqdm=False)]
+        plain = [o.token_ids for o in llm.generate(prompts, samplings, use_tqdm=False)]
     with drawing(short) as llm:
-        drawn = [o.token_ids for o in llm.generate(prompts, wishes, use_tqdm=False)]
+        drawn = [o.token_ids for o in llm.generate(prompts, samplings, use_tqdm=False)]
         stats = llm.engine_core.scheduler.spec_stats  # type: ignore[attr-defined]
         assert stats.accepted.total() > 1000 and stats.accepted.total() < stats.proposed.total() - 1000
     for place in range(4):
@@ -336,11 +336,11 @@ def test_drawn_drafts_leave_the_distribution(short: str) -> None:
 
 def test_greedy_requests_stay_exact_among_drawn_ones(short: str) -> None:
     """A row of temperature 0 has one token; log probabilities are the target's; reproducible by the seed."""
-    wishes = [WISHES["greedy"], WISHES["all of it"], SamplingParams(temperature=0, logprobs=2, max_tokens=20)]
+    samplings = [SAMPLING["greedy"], SAMPLING["all of it"], SamplingParams(temperature=0, logprobs=2, max_tokens=20)]
     with LLM("tiny", **BASE) as llm:
-        plain = llm.generate(PROMPTS[:3], wishes, use_tqdm=False)
+        plain = llm.generate(PROMPTS[:3], samplings, use_tqdm=False)
     with drawing(short) as llm:
-        outs, again = (llm.generate(PROMPTS[:3], wishes, use_tqdm=False) for _ in range(2))
+        outs, again = (llm.generate(PROMPTS[:3], samplings, use_tqdm=False) for _ in range(2))
         assert [o.token_ids for o in outs] == [o.token_ids for o in again]
     for i in (0, 2):
         assert outs[i].token_ids == plain[i].token_ids
@@ -351,9 +351,9 @@ def test_greedy_requests_stay_exact_among_drawn_ones(short: str) -> None:
 
 def test_a_model_keeps_all_that_it_draws_itself() -> None:
     """p and q are one distribution: 1 - TV is 1."""
-    wishes = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(3)]
+    samplings = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(3)]
     with drawing("tiny") as llm:
-        assert acceptance(llm, PROMPTS[:3], wishes) > 0.99  # the two runs round differently
+        assert acceptance(llm, PROMPTS[:3], samplings) > 0.99  # the two runs round differently
 
 
 class Given:
@@ -369,11 +369,11 @@ class Given:
 
 
 def test_a_step_is_judged_sequence_by_sequence() -> None:
-    """Ragged drafts, one wish each, one with a history: what each keeps is what it keeps alone; rows know their drafts."""
+    """Ragged drafts, different parameters, one with a history: each keeps what it keeps alone."""
     generator, lists = torch.Generator().manual_seed(10), [[3, 1], [], [2], [0, 0, 0]]
-    wishes = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.9, 1.2, 0.0))]
-    wishes.append(SamplingParams(temperature=1.0, seed=9, repetition_penalty=1.8))
-    seqs = [Sequence([1, 2] * (i + 2), 4, wish, id=i) for i, wish in enumerate(wishes)]
+    samplings = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.9, 1.2, 0.0))]
+    samplings.append(SamplingParams(temperature=1.0, seed=9, repetition_penalty=1.8))
+    seqs = [Sequence([1, 2] * (i + 2), 4, sampling, id=i) for i, sampling in enumerate(samplings)]
     manager, drafter = BlockManager(40, 4), DraftModel.__new__(DraftModel)
     drafter.draws, drafter.vocab_size = True, 5
     drafter.probs = {i: [*torch.randn(4, 5, generator=generator).softmax(-1)] for i in range(4)}  # one too many
@@ -395,7 +395,7 @@ def test_a_step_is_judged_sequence_by_sequence() -> None:
     assert alone[2][0] == logits[ends[2] - 2].argmax()  # greedy
     seen: set[tuple[int, ...]] = set()
     for seed in range(40):
-        seqs[3].sampling_params = replace(wishes[3], seed=seed)
+        seqs[3].sampling_params = replace(samplings[3], seed=seed)
         seen.add(kept([3], logits[ends[2] :])[3])
     assert len({len(tokens) for tokens in seen}) > 1  # each seed has its own numbers
 
@@ -415,7 +415,7 @@ def test_closing_gives_the_drafters_memory_back(short: str) -> None:
     assert cache() is None
 
 
-# ---- what a drafter costs, and what is said of it ----
+# ---- what a drafter costs, and what is reported ----
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
@@ -427,7 +427,7 @@ def test_memory_of_a_drafter_is_set_aside(method: str, short: str, monkeypatch: 
     with LLM("tiny", device="cpu") as plain, LLM("tiny", device="cpu", speculative_config=wanted) as llm:
         core: Any = llm.engine_core
         own = core.drafter
-        pools = [core.runner.kv_cache, own.kv_cache if method == "eagle3" else own.runner.kv_cache]
+        pools = [core.runner.kv_cache, own.runner.kv_cache]
         weights, block = own.memory(llm.config, torch.float32)
         used = weights + sum(pool.nbytes for pool in pools)
         assert used <= free < used + core.runner.block_bytes + block
@@ -474,15 +474,15 @@ def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=1, **shape)
     wanted = {"method": "draft_model", "model": str(tmp_path), "draft_sampling": True}
-    room = {"num_kvcache_blocks": 8, "max_num_seqs": 2, "max_model_len": 64, "attention": "triton"}
+    setup = {"num_kvcache_blocks": 8, "max_num_seqs": 2, "max_model_len": 64, "attention": "triton"}
     found = []
     for graphs in (False, True):
-        config = EngineArgs(str(tmp_path), device="cpu", speculative_config=wanted, **room)
+        config = EngineArgs(str(tmp_path), device="cpu", speculative_config=wanted, **setup)
         drafter, manager = DraftModel(config, None), BlockManager(8, 16)
         if graphs:
             drafter.runner = GraphRunner(read_draft_config(config), load_recorded_graph())
-        wish = SamplingParams(temperature=0.9, seed=3)
-        seqs = [Sequence([*range(30, 37 + n)], 16, wish, id=n) for n in range(2)]
+        sampling = SamplingParams(temperature=0.9, seed=3)
+        seqs = [Sequence([*range(30, 37 + n)], 16, sampling, id=n) for n in range(2)]
         for seq in seqs:
             manager.allocate(seq, [])
             seq.num_scheduled_tokens = len(seq)
@@ -491,7 +491,7 @@ def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
             manager.may_append(seq, 4)
         drafts, num_probs = drafter.propose(seqs, [1, 3]), len(drafter.probs[1])
         kind: Any = GraphRunner if graphs else ModelRunner
-        target = kind(EngineArgs(str(tmp_path), device="cpu", **room), *[load_recorded_graph()] * graphs)
+        target = kind(EngineArgs(str(tmp_path), device="cpu", **setup), *[load_recorded_graph()] * graphs)
         for seq in seqs:
             seq.num_computed_tokens = 0
             target.forward(ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager))

@@ -23,7 +23,7 @@ from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.eagle import EagleDrafter, Taps, find_taps
-from atom_mini.speculation.verify import SpecCore, SpecStats, Verifier
+from atom_mini.speculation.verify import SpecCore, SpecStats
 
 torch.set_num_threads(1)
 tiny = load("90_tiny_model")
@@ -111,8 +111,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_drafter(target: Path, head: Path, **options: Any) -> tuple[Any, EagleDrafter]:
     """(the runner of `target`, a drafter for it)."""
     wanted = {"method": "eagle3", "model": str(head)}
-    room = {"kv_cache_block_size": 4, "num_kvcache_blocks": 40}
-    config = EngineArgs(str(target), device="cpu", speculative_config=wanted, **room, **options)
+    setup = {"kv_cache_block_size": 4, "num_kvcache_blocks": 40}
+    config = EngineArgs(str(target), device="cpu", speculative_config=wanted, **setup, **options)
     runner = make_runner(config)
     return runner, EagleDrafter(config, runner)
 
@@ -122,7 +122,7 @@ def test_head_equals_the_formulas(style: str, target: Path, tmp_path: Path) -> N
     """Every state and logit, through the paged pool: two chunks, rows one by one, and beyond the head's own positions."""
     weights = save_head(tmp_path, style)
     runner, drafter = make_drafter(target, tmp_path)
-    drafter.kv_cache.fill_(torch.nan)  # what was not stored is not read
+    drafter.runner.kv_cache.fill_(torch.nan)  # what was not stored is not read
     head, g = drafter.model, torch.Generator().manual_seed(1)
     ids, hidden = torch.randint(0, 300, (50,), generator=g), torch.randn(50, 64, generator=g)
     seq, manager, states = Sequence(ids.tolist(), 4), BlockManager(40, 4), list[Tensor]()
@@ -173,7 +173,7 @@ def test_whose_layer_ids() -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}
     assert find_taps(ids, 94) == [1, 46, 90]
     assert find_taps({"eagle_config": ids}, 94) == find_taps({"eagle_config": None}, 94) == [2, 47, 91]
-    with pytest.raises(ValueError, match=r"layers \[2, 1, -1\], the target has 2"):
+    with pytest.raises(ValueError, match=r"layers \[2, 1, -1\], the target has 2 layers"):
         find_taps({}, 2)
 
 
@@ -183,9 +183,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers of the head is 2, it must be 1"),
     "taps": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\], the target has 3"),
     "draft vocabulary": ({"draft_vocab_size": 71}, r"lm_head.weight is \[70, 64\] in the file, \[71, 64\] in"),
-    "another model": ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM: supported are"),
+    "another model": ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM, which is not supported; these are:"),
     "EAGLE-3.1": ({"norm_before_fc": True}, "norm_before_fc: only false"),
-    "untold": ({"architectures": ["Eagle3DraftModel"]}, "does not say norm_before_residual"),
+    "untold": ({"architectures": ["Eagle3DraftModel"]}, "does not say norm_before_residual: set it"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
 }
 
@@ -206,10 +206,10 @@ def test_tensors_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> No
     cases: list[tuple[dict[str, Any], str]] = [({name: None}, rf"lacks 1 weight.s.: {name}") for name in missing]
     cases += [({"score.weight": torch.ones(2)}, r"1 weight.s. that the model has no place for: score.weight")]
     cases += [
-        ({"d2t": d2t[:-1]}, "must lead draft_vocab_size=70 tokens"),
-        ({"d2t": d2t + 300}, "must lead .* to 0..299"),
+        ({"d2t": d2t[:-1]}, "must map draft_vocab_size=70 tokens"),
+        ({"d2t": d2t + 300}, "must map .* to 0..299"),
     ]
-    cases += [({"d2t": None}, "d2t leads 300 tokens")]
+    cases += [({"d2t": None}, "d2t maps 300 tokens")]
     for change, message in cases:
         save_file({k: v for k, v in (tensors | change).items() if v is not None}, file)
         with pytest.raises(ValueError, match=message):
@@ -229,7 +229,7 @@ def test_a_pickle_is_refused(target: Path, tmp_path: Path) -> None:
 
 
 def test_no_head(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no config.json.*set model to the folder of one"):
+    with pytest.raises(ValueError, match=r"lacks config.json: set model to a head's folder"):
         make_drafter(target, tmp_path)
 
 
@@ -246,14 +246,14 @@ def make_prompts(kind: str, count: int) -> list[list[int]]:
     return [tok.encode(tiny.prompt_and_answer(doc)[0]) for doc in docs]
 
 
-def run(prompts: list[Any], wishes: Any, k: int = 3, **options: Any) -> tuple[list[list[int]], Any]:
+def run(prompts: list[Any], samplings: Any, k: int = 3, **options: Any) -> tuple[list[list[int]], Any]:
     """(token ids of each, statistics) of the built-in model with `k` drafts; without any at k = 0."""
     wanted = {"method": "eagle3", "num_speculative_tokens": k} if k else None
     with LLM("tiny", **TINY | options, speculative_config=wanted) as llm:
-        outs = llm.generate(prompts, wishes, use_tqdm=False)
+        outs = llm.generate(prompts, samplings, use_tqdm=False)
         scheduler: Any = llm.engine_core.scheduler
         if k:
-            assert not llm.engine_core.drafter.known, "somebody left and was not forgotten"
+            assert not llm.engine_core.drafter.by_request, "somebody left and was not forgotten"
         return [out.token_ids for out in outs], (getattr(scheduler, "spec_stats", None), scheduler)
 
 
@@ -296,7 +296,7 @@ def lost_prompt(drafter: Any, target: Any) -> None:
     def forgetful(seqs: Any, batch: Any, output: Any) -> None:
         observe(seqs, batch, output)
         if batch.type is SequenceType.PREFILL:
-            drafter.kv_cache.zero_()
+            drafter.runner.kv_cache.zero_()
 
     drafter.observe = forgetful
 
@@ -332,13 +332,13 @@ def test_text_is_the_same_with_and_without(engine: str) -> None:
     """Whatever the temperature and k, and through chunks, prefix hits and preemptions."""
     prompts = [*make_prompts("stories", 6), *make_prompts("recall", 3)]
     prompts += [prompts[0], prompts[1][:5]]
-    wishes = [
+    samplings = [
         SamplingParams(temperature=0.8 * (n % 2), seed=n, max_tokens=30 + n, repetition_penalty=1.1 if n == 3 else 1.0)
         for n in range(len(prompts))
     ]
-    plain, _ = run(prompts, wishes, 0)
+    plain, _ = run(prompts, samplings, 0)
     for k in (1, 4):
-        text, (_, scheduler) = run(prompts, wishes, k, **ENGINES[engine])
+        text, (_, scheduler) = run(prompts, samplings, k, **ENGINES[engine])
         assert text == plain
     assert (scheduler.num_preemptions > 0) == (engine in ("tight", "blocks of 1"))
 
@@ -363,10 +363,10 @@ def test_replayed_steps_feed_the_head() -> None:
     found = []
     for graphs in (True, False):
         wanted = {"method": "eagle3", "num_speculative_tokens": 2}
-        room = {"num_kvcache_blocks": 24, "max_num_seqs": 1, "max_model_len": 128, "attention": "triton"}
-        config = EngineArgs("tiny", device="cpu", speculative_config=wanted, **room)
+        setup = {"num_kvcache_blocks": 24, "max_num_seqs": 1, "max_model_len": 128, "attention": "triton"}
+        config = EngineArgs("tiny", device="cpu", speculative_config=wanted, **setup)
         runner = GraphRunner(config, load_recorded_graph()) if graphs else make_runner(config)
-        core = SpecCore(config, Verifier(runner, EagleDrafter(config, runner)))
+        core = SpecCore(config, runner, EagleDrafter(config, runner))
         core.add(seq := Sequence(make_prompts("stories", 1)[0], 16, SamplingParams(temperature=0, max_tokens=9)))
         while core.step():
             pass
@@ -404,8 +404,8 @@ def test_a_draft_depends_on_its_place_alone(engine: str) -> None:
 def test_chunks_and_prefix_hits_cost_next_to_nothing() -> None:
     """Draft K/V at the end of a shared prefix saw another next token: within 2 % of the drafts."""
     prompts = make_prompts("stories", 24)
-    told = [*chain(*make_prompts("recall", 3))]
-    prompts = [told + prompt for prompt in prompts]  # a long beginning that all share
+    shared = [*chain(*make_prompts("recall", 3))]
+    prompts = [shared + prompt for prompt in prompts]  # a long beginning that all share
     small = {"kv_cache_block_size": 4, "num_kvcache_blocks": 2000}
     text, (plain, _) = run(prompts, GREEDY, 3, enable_prefix_caching=False, **small)
     with LLM("tiny", **TINY | small, speculative_config={"method": "eagle3", "num_speculative_tokens": 3}) as llm:
@@ -413,9 +413,9 @@ def test_chunks_and_prefix_hits_cost_next_to_nothing() -> None:
         llm.generate(prompts[:1], GREEDY, use_tqdm=False)
         stats = scheduler.spec_stats = SpecStats()
         outs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert min(out.num_cached_tokens for out in outs) >= len(told) // 4 * 4 and [out.token_ids for out in outs] == text
-    chunks = {"max_num_batched_tokens": 4 * len(prompts), "enable_prefix_caching": False}  # room for all drafts
-    assert len(told) > 2 * 4 * len(prompts)
+    assert min(out.num_cached_tokens for out in outs) >= len(shared) // 4 * 4 and [out.token_ids for out in outs] == text
+    chunks = {"max_num_batched_tokens": 4 * len(prompts), "enable_prefix_caching": False}  # enough for all drafts
+    assert len(shared) > 2 * 4 * len(prompts)
     _, (chunked, _) = run(prompts, GREEDY, 3, **chunks, **small)
     shares = [sum(s.accepted.values()) / sum(s.proposed.values()) for s in (plain, stats, chunked)]
     assert shares[0] > 0.3 and max(abs(share - shares[0]) for share in shares) < 0.02, shares

@@ -77,7 +77,7 @@ def run(folder: Path, k: int = 3, params: Any = GREEDY, **options: Any) -> tuple
     with drafting(folder, k, **options) as llm:
         outs = llm.generate(PROMPTS, params, use_tqdm=False)
         if k:
-            assert not llm.engine_core.drafter.known, "somebody left and was not forgotten"  # type: ignore[attr-defined]
+            assert not llm.engine_core.drafter.by_request, "somebody left and was not forgotten"  # type: ignore[attr-defined]
         return [(out.token_ids, out.logprobs and len(out.logprobs)) for out in outs], llm.engine_core.scheduler
 
 
@@ -172,13 +172,13 @@ def test_drafts_are_those_of_the_formulas(kind: str, engine: str, tmp_path: Path
     assert count > 100
 
 
-@pytest.mark.parametrize("wish", ["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_no_text_changes(kind: str, engine: str, wish: str, tmp_path: Path) -> None:
+def test_no_text_changes(kind: str, engine: str, sampling: str, tmp_path: Path) -> None:
     """With prefix hits, preemptions, penalties, log probabilities and stops, for k of 1 and 4."""
     save_module(kind, tmp_path)
-    warm = 0.9 * (wish == "sampled")
+    warm = 0.9 * (sampling == "sampled")
     params = [SamplingParams(temperature=warm, seed=n, max_tokens=14 + n, logprobs=2 if n == 1 else None,
                              repetition_penalty=1.2 if n == 3 else 1.0, stop_token_ids=[7] if n == 4 else [])
               for n in range(len(PROMPTS))]  # fmt: skip
@@ -260,7 +260,7 @@ def test_its_memory_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             if f"layers.{LAYERS}." in n and not n.endswith(("tokens.weight", "head.weight"))
         ]
         assert weights == sum(4 * t.numel() for t in mine)
-        used = weights + core.runner.kv_cache.nbytes + core.drafter.kv_cache.nbytes
+        used = weights + core.runner.kv_cache.nbytes + core.drafter.runner.kv_cache.nbytes
         assert used <= free < used + core.runner.block_bytes + block
         assert core.runner.block_bytes == LAYERS * block
 
@@ -296,7 +296,7 @@ def test_who_has_no_module_is_refused(tmp_path: Path) -> None:
     edit_json(tmp_path / "config.json", num_nextn_predict_layers=0)
     wanted = {"method": "mtp", "num_speculative_tokens": 2}
     for model in ("tiny", str(tmp_path)):
-        with pytest.raises(ValueError, match=r"announces no layer for it \(num_nextn_predict_layers\)"):
+        with pytest.raises(ValueError, match=r"needs a checkpoint with num_nextn_predict_layers"):
             EngineArgs(model, speculative_config=wanted)
     with pytest.raises(ValueError, match=r"model='x' is for .*, not for method='mtp'"):
         EngineArgs("tiny", speculative_config=wanted | {"model": "x"})

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from atom_mini.config import SamplingParams
-from atom_mini.extras import penalise
-from atom_mini.sampler import NEUTRAL, Sampler, SamplingMetaData, draw, soften
+from atom_mini.extras import penalize
+from atom_mini.sampler import NEUTRAL, Sampler, SamplingMetaData, draw, scale_by_temperature
 from atom_mini.speculation import rejection
 from atom_mini.speculation.rejection import RejectionSampler, draft_tokens, final_probs, numbers
 
@@ -25,7 +25,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 TARGET = torch.randn(V, V, generator=GENERATOR)  # logits of what follows each token
 DRAFT = TARGET + 0.8 * torch.randn(V, V, generator=GENERATOR)
 PLAIN = {"temperature": 0.9}
-WISHES = [
+SAMPLING = [
     PLAIN,
     PLAIN | {"repetition_penalty": 1.8},
     PLAIN | {"min_p": 0.25},
@@ -53,33 +53,33 @@ def closed_form(logits: np.ndarray, seen: set[int], temperature: float = 1.0, to
     return weights / weights.sum()
 
 
-def joint(wish: dict[str, Any]) -> np.ndarray:
+def joint(sampling: dict[str, Any]) -> np.ndarray:
     """[V, V, V]: the probability of each text of three tokens, after token 0."""
     table, found = TARGET.numpy(), np.zeros((V,) * LENGTH)
     for text in np.ndindex(*found.shape):
-        known = [0, *text]
-        rows = [closed_form(table[known[j]], set(known[: j + 1]), **wish)[known[j + 1]] for j in range(LENGTH)]
+        prefix = [0, *text]
+        rows = [closed_form(table[prefix[j]], set(prefix[: j + 1]), **sampling)[prefix[j + 1]] for j in range(LENGTH)]
         found[text] = np.prod(rows)
     return found
 
 
-def probs_after(table: Tensor, last: Tensor, seen: Tensor, wish: dict[str, Any]) -> Tensor:
+def probs_after(table: Tensor, last: Tensor, seen: Tensor, sampling: dict[str, Any]) -> Tensor:
     """Final probabilities [B, V] after tokens `last` [B], where `seen` [B, V] have been seen."""
     B, rows, logits = len(last), torch.arange(len(last)), table[last]
-    meta = SamplingMetaData(temperature=torch.full((B,), wish["temperature"]))
-    if "min_p" in wish:
-        meta.min_p = torch.full((B,), wish["min_p"])
-    if "top_k" in wish:
-        meta.sorted_rows, meta.top_k = rows, torch.full((B,), wish["top_k"])
-        meta.top_p = torch.full((B,), wish.get("top_p", 1.0))
-    if "repetition_penalty" in wish:
-        logits = penalise(logits, torch.full((B,), wish["repetition_penalty"]), seen.nonzero().T)
+    meta = SamplingMetaData(temperature=torch.full((B,), sampling["temperature"]))
+    if "min_p" in sampling:
+        meta.min_p = torch.full((B,), sampling["min_p"])
+    if "top_k" in sampling:
+        meta.sorted_rows, meta.top_k = rows, torch.full((B,), sampling["top_k"])
+        meta.top_p = torch.full((B,), sampling.get("top_p", 1.0))
+    if "repetition_penalty" in sampling:
+        logits = penalize(logits, torch.full((B,), sampling["repetition_penalty"]), seen.nonzero().T)
     return rejection.final_probs(logits, meta)
 
 
 Drafter = Callable[
     [Tensor, list[int], np.ndarray], tuple[Tensor, Tensor]
-]  # q -> (tokens, the q they are said to be from)
+]  # q -> (tokens, the q that they claim)
 
 
 def keep(
@@ -92,9 +92,9 @@ def keep(
     q = pad(q, (0, 0, 0, 1)).masked_fill((drafts < 0)[..., None], 0)
     at = (positions[:, None] + np.arange(rows)).ravel()
     flat = p.flatten(0, 1), q.flatten(0, 1), drafts.flatten()
-    said = (sampler or RejectionSampler())(*flat, [s for s in seeds for _ in range(rows)], at).view(-1, rows)
-    counts = ((said == drafts).int().cumprod(-1).sum(-1) + 1).tolist()
-    return [tokens[:n] for tokens, n in zip(said.tolist(), counts, strict=True)]
+    found = (sampler or RejectionSampler())(*flat, [s for s in seeds for _ in range(rows)], at).view(-1, rows)
+    counts = ((found == drafts).int().cumprod(-1).sum(-1) + 1).tolist()
+    return [tokens[:n] for tokens, n in zip(found.tolist(), counts, strict=True)]
 
 
 def by_drawing(q: Tensor, seeds: list[int], positions: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -106,15 +106,15 @@ def by_argmax(q: Tensor, seeds: list[int], positions: np.ndarray) -> tuple[Tenso
 
 
 def generate(
-    wish: dict[str, Any], k: int = 2, sampler: RejectionSampler | None = None, drafter: Drafter = by_drawing,
+    sampling: dict[str, Any], k: int = 2, sampler: RejectionSampler | None = None, drafter: Drafter = by_drawing,
     penalise_drafts: bool = True, n: int = N,
 ) -> np.ndarray:  # fmt: skip
     """Counts [V, V, V] of texts made step by step: ragged drafts, and drafts again where some were rejected."""
     texts = torch.zeros(n, LENGTH + 1, dtype=torch.long)
-    known = torch.ones(n, dtype=torch.long)
+    done = torch.ones(n, dtype=torch.long)
     step = 0
-    while len(who := (known <= LENGTH).nonzero()[:, 0]):
-        rows, start, seeds = torch.arange(len(who)), known[who], who.tolist()
+    while len(who := (done <= LENGTH).nonzero()[:, 0]):
+        rows, start, seeds = torch.arange(len(who)), done[who], who.tolist()
         counts = ((who + step) % (k + 1)).clamp(max=LENGTH + 1 - start)  # 0 to k, nobody the same for long
         last, drafts = texts[who, start - 1], torch.full((len(who), k), -1)
         places = torch.arange(LENGTH + 1) < start[:, None]
@@ -124,10 +124,10 @@ def generate(
         target_seen = seen.clone()
         for j in range(k + 1):
             has = counts >= j
-            p[has, j] = probs_after(TARGET, last[has], target_seen[has], wish)
+            p[has, j] = probs_after(TARGET, last[has], target_seen[has], sampling)
             if j < k and (has := counts > j).any():
                 at = (start[has] + j).numpy()
-                tokens, q[has, j] = drafter(probs_after(DRAFT, last[has], seen[has], wish), who[has].tolist(), at)
+                tokens, q[has, j] = drafter(probs_after(DRAFT, last[has], seen[has], sampling), who[has].tolist(), at)
                 drafts[has, j] = last[has] = tokens
                 seen[rows[has], tokens] = True
                 target_seen = seen if penalise_drafts else target_seen
@@ -137,30 +137,30 @@ def generate(
         for j in range(k + 1):
             fits = (filled[:, j] >= 0) & (start + j <= LENGTH)
             texts[who[fits], start[fits] + j] = filled[fits, j]
-        known[who] = start + (filled >= 0).sum(-1)
+        done[who] = start + (filled >= 0).sum(-1)
         step += 1
     return np.bincount((texts[:, 1:] * torch.tensor([V * V, V, 1])).sum(-1).numpy(), minlength=V**LENGTH)
 
 
-def is_exact(counts: np.ndarray, wish: dict[str, Any]) -> bool:
+def is_exact(counts: np.ndarray, sampling: dict[str, Any]) -> bool:
     """Nothing impossible; chi-square; a total variation distance as small as chance leaves it."""
-    p, n = joint(wish).ravel(), counts.sum()
+    p, n = joint(sampling).ravel(), counts.sum()
     rare = p * n < 5
     observed, expected = np.append(counts[~rare], counts[rare].sum()), np.append(p[~rare], p[rare].sum()) * n
     if counts[p == 0].sum():
         return False
-    far, by_chance = abs(counts / n - p).sum() / 2, math.sqrt(p.size / (2 * math.pi * n))  # at most, in the mean
-    return bool(far < 1.5 * by_chance and chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3)
+    distance, by_chance = abs(counts / n - p).sum() / 2, math.sqrt(p.size / (2 * math.pi * n))  # at most, in the mean
+    return bool(distance < 1.5 * by_chance and chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3)
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_three_tokens_follow_the_target(wish: dict[str, Any]) -> None:
-    assert is_exact(generate(wish), wish)
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_three_tokens_follow_the_target(sampling: dict[str, Any]) -> None:
+    assert is_exact(generate(sampling), sampling)
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_however_many_drafts(k: int) -> None:
-    assert is_exact(generate(WISHES[1], k, n=FEW), WISHES[1])
+    assert is_exact(generate(SAMPLING[1], k, n=FEW), SAMPLING[1])
 
 
 def test_drafts_that_are_an_argmax_and_say_so() -> None:
@@ -234,18 +234,18 @@ def test_a_q_before_its_filters_is_seen() -> None:
 
 def test_penalties_without_the_drafts_are_seen() -> None:
     """vLLM 18902: row j must know the drafts before it."""
-    assert not is_exact(generate(WISHES[1], penalise_drafts=False, n=FEW), WISHES[1])
+    assert not is_exact(generate(SAMPLING[1], penalise_drafts=False, n=FEW), SAMPLING[1])
 
 
 def test_probabilities_that_do_not_sum_to_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """min-p only cuts: to draw from the rest is no harm, to divide it by q is."""
+    """min-p only cuts: drawing from the rest does no harm, dividing it by q does."""
 
     def unscaled(logits: Tensor, meta: SamplingMetaData) -> Tensor:
         assert meta.temperature is not None
-        return Sampler().filtered(soften(logits, meta.temperature), meta)
+        return Sampler().filtered(scale_by_temperature(logits, meta.temperature), meta)
 
     monkeypatch.setattr(rejection, "final_probs", unscaled)
-    assert not is_exact(generate(WISHES[2], n=FEW), WISHES[2])
+    assert not is_exact(generate(SAMPLING[2], n=FEW), SAMPLING[2])
 
 
 # ---- how much is accepted ----
@@ -401,19 +401,19 @@ def test_seeds_of_any_size_and_sign() -> None:
 # ---- final probabilities, and a whole step ----
 
 
-def pack(wishes: list[dict[str, Any]], lens: list[int], size: int) -> SamplingMetaData:
-    params = [SamplingParams(**({**NEUTRAL, "repetition_penalty": 1} | wish)) for wish in wishes]
+def pack(samplings: list[dict[str, Any]], lens: list[int], size: int) -> SamplingMetaData:
+    params = [SamplingParams(**({**NEUTRAL, "repetition_penalty": 1} | sampling)) for sampling in samplings]
     return SamplingMetaData.pack(params, np.array(lens), size)
 
 
 def test_final_probs_are_what_the_sampler_draws_from() -> None:
     """The same numbers give the same tokens; greedy rows among the others, and rows that see their own history."""
-    wishes: list[dict[str, Any]] = [{}, *WISHES, {"repetition_penalty": 3.0}, {"temperature": 2.0, "top_p": 0.6}]
-    rows = [{"seed": i, **wishes[i % len(wishes)]} for i in range(4000)]
+    samplings: list[dict[str, Any]] = [{}, *SAMPLING, {"repetition_penalty": 3.0}, {"temperature": 2.0, "top_p": 0.6}]
+    rows = [{"seed": i, **samplings[i % len(samplings)]} for i in range(4000)]
     logits = torch.randn(4000, 30, generator=torch.Generator().manual_seed(9)).bfloat16()
-    past = [(i, token) for i, wish in enumerate(rows) if "repetition_penalty" in wish for token in {i % 30, i % 7}]
-    by = torch.tensor([wish.get("repetition_penalty", 1.0) for wish in rows])
-    logits = penalise(logits.float(), by, torch.tensor(past).T)
+    past = [(i, token) for i, sampling in enumerate(rows) if "repetition_penalty" in sampling for token in {i % 30, i % 7}]
+    by = torch.tensor([sampling.get("repetition_penalty", 1.0) for sampling in rows])
+    logits = penalize(logits.float(), by, torch.tensor(past).T)
     meta = pack(rows, list(range(4000)), 30)
     probs, tokens = final_probs(logits, meta), Sampler()(logits, meta)
     assert probs.dtype == torch.float32 and torch.allclose(probs.sum(-1), torch.ones(4000))
@@ -425,6 +425,6 @@ def test_final_probs_are_what_the_sampler_draws_from() -> None:
 
 def test_all_greedy_with_a_penalty() -> None:
     logits = torch.tensor([[2.0, 1.9, 0.0]])
-    logits = penalise(logits, torch.tensor([2.0]), torch.tensor([[0], [0]]))
+    logits = penalize(logits, torch.tensor([2.0]), torch.tensor([[0], [0]]))
     meta = pack([{"repetition_penalty": 2.0}], [4], 3)
     assert final_probs(logits, meta).tolist() == [[0, 1, 0]]

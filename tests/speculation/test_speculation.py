@@ -31,7 +31,6 @@ from atom_mini.speculation.verify import (
     SpecCore,
     SpecScheduler,
     SpecStats,
-    Verifier,
 )
 
 Patch = pytest.MonkeyPatch
@@ -91,7 +90,7 @@ def test_drafts_change_nothing_in_the_pool(monkeypatch: Patch) -> None:
 def plant(patch: Patch, name: str, old: str, new: str, owner: Any = SpecScheduler) -> None:
     """Break the method `name` of `owner`."""
     source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
-    assert source.count(old) == 1, f"{old!r} must stand once in {name}"
+    assert source.count(old) == 1, f"{old!r} must occur once in {name}"
     namespace: dict[str, Any] = {}
     source = source.replace(old, new).replace("super()", f"super({owner.__name__}, self)")
     exec("from __future__ import annotations\n" + source, vars(verify), namespace)
@@ -125,14 +124,14 @@ def publishes_drafts(patch: Patch) -> None:
 
 def takes_the_bonus_from_the_next_row(patch: Patch) -> None:
     """The row after the first rejected draft saw a past that never was."""
-    new = "tuple(said[:good] + (said[good + 1 : good + 2] or said[good : good + 1]))"
-    mutate(patch, verify, "accept", "tuple(said[: good + 1])", new)
+    new = "tuple(found[:good] + (found[good + 1 : good + 2] or found[good : good + 1]))"
+    mutate(patch, verify, "accept", "tuple(found[: good + 1])", new)
 
 
 def accepts_after_a_rejection(patch: Patch) -> None:
     """Drafts are compared one by one, not up to the first that is wrong."""
-    old = "next((j for j, d in enumerate(drafts) if d != said[j]), n - 1)"
-    mutate(patch, verify, "accept", old, "sum(d == s for d, s in zip(drafts, said))")
+    old = "next((j for j, d in enumerate(drafts) if d != found[j]), n - 1)"
+    mutate(patch, verify, "accept", old, "sum(d == s for d, s in zip(drafts, found))")
 
 
 def forgets_the_limit(patch: Patch) -> None:
@@ -190,7 +189,7 @@ def test_an_oracle_takes_as_few_steps_as_can_be(k: int) -> None:
         runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
         runner.max_rows = 16
         scheduler.num_drafts = k
-        core = SpecCore(config, Verifier(runner, SymbolicDrafter(12, 1.0, random.Random(0))), scheduler)
+        core = SpecCore(config, runner, SymbolicDrafter(12, 1.0, random.Random(0)), scheduler)
         core.add(seq := Sequence([1, 2, 3], 4, SamplingParams(max_tokens=1 + n)))
         while core.step():
             pass
@@ -207,7 +206,7 @@ def test_statistics_do_not_count_what_an_end_token_cuts_off() -> None:
     last = next(i for i in range(2, 6) if tokens[i] not in tokens[:i])
     runner, scheduler = SymbolicRunner(config, 12), SpecScheduler(config)
     scheduler.num_drafts = 8
-    core = SpecCore(config, Verifier(runner, SymbolicDrafter(12, 1.0, random.Random(0))), scheduler)
+    core = SpecCore(config, runner, SymbolicDrafter(12, 1.0, random.Random(0)), scheduler)
     core.add(seq := Sequence([1, 2, 3], 4, SamplingParams(max_tokens=20, stop_token_ids=[tokens[last]])))
     core.step()
     step = core.step()
@@ -230,7 +229,7 @@ def make_core() -> SpecCore:
     scheduler = SpecScheduler(config)
     scheduler.num_drafts = 3
     runner = SymbolicRunner(config, 12, strict=False)
-    return SpecCore(config, Verifier(runner, SymbolicDrafter(12, 0.8, random.Random(1))), scheduler)
+    return SpecCore(config, runner, SymbolicDrafter(12, 0.8, random.Random(1)), scheduler)
 
 
 @pytest.mark.parametrize("trace", [False, True])
@@ -278,7 +277,7 @@ PROMPTS = [
     "12 + 7 =",
     "3 + 3 = 6 3 + 3 =",
 ]
-WISHES = {
+SAMPLING = {
     "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     "sampled": SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True),
     "all of it": SamplingParams(
@@ -286,7 +285,7 @@ WISHES = {
     ),
     "stops": SamplingParams(temperature=0, max_tokens=24, stop=["One day", " cat"], stop_token_ids=[17]),
 }
-ROOMS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"max_num_batched_tokens": 9, "max_num_seqs": 3},
     "tight": {"num_kvcache_blocks": 22, "kv_cache_block_size": 4},
@@ -318,19 +317,19 @@ def outcome(outs: list[Any]) -> list[Any]:
     return [(o.text, o.token_ids, o.finish_reason, o.stop_reason, [sorted(p) for p in o.logprobs or []]) for o in outs]
 
 
-@pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("room", ROOMS)
-def test_text_is_what_it_is_without(room: str, wish: str) -> None:
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_text_is_what_it_is_without(setup: str, sampling: str) -> None:
     """Token for token, with whatever else is asked; log probabilities within rounding."""
-    options = BASE | ROOMS[room]
+    options = BASE | SETUPS[setup]
     with LLM("tiny", **options) as llm:
-        plain = llm.generate(PROMPTS, WISHES[wish], use_tqdm=False)
+        plain = llm.generate(PROMPTS, SAMPLING[sampling], use_tqdm=False)
     books = {tuple(o.prompt_token_ids): o.token_ids for o in plain}
     for k, gap in ((1, 10**6), (3, 4), (5, 2), (8, 7)):
         with LLM("tiny", **options, speculative_config={"num_speculative_tokens": k}) as llm:
             core: Any = llm.engine_core
-            core.runner.drafter, scheduler = FromABook(books, gap), core.scheduler
-            outs = llm.generate(PROMPTS, WISHES[wish], use_tqdm=False)
+            core.drafter, scheduler = FromABook(books, gap), core.scheduler
+            outs = llm.generate(PROMPTS, SAMPLING[sampling], use_tqdm=False)
             assert outcome(outs) == outcome(plain)
             for ours, theirs in zip(outs, plain, strict=True):
                 for found, wanted in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
@@ -347,8 +346,8 @@ def test_metrics_count_tokens_that_came() -> None:
     with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 4}) as llm:
         core: Any = llm.engine_core
         scheduler = core.scheduler
-        core.runner.drafter = type("Wrong", (Drafter,), {"propose": lambda self, seqs, most: [[1] * n for n in most]})()
-        llm.generate("Once", WISHES["greedy"], use_tqdm=False)
+        core.drafter = type("Wrong", (Drafter,), {"propose": lambda self, seqs, most: [[1] * n for n in most]})()
+        llm.generate("Once", SAMPLING["greedy"], use_tqdm=False)
         assert llm.metrics.num_decode_tokens == 19 and scheduler.spec_stats.proposed.total() > 30
 
 
@@ -365,7 +364,7 @@ def test_metrics_count_tokens_that_came() -> None:
         ({"speculative_config": {"num_speculative_tokens": 16}, "max_num_batched_tokens": 16}, ["16", "17", "lower k"]),
         ({"speculative_config": {"prompt_lookup_min": 9}}, ["9", "prompt_lookup_max=4"]),
         ({"speculative_config": {"prompt_lookup_max": 0}}, ["prompt_lookup_max=0"]),
-        ({"speculative_config": "{'method': 1}"}, ["no JSON"]),
+        ({"speculative_config": "{'method': 1}"}, ["not JSON"]),
         ({"speculative_config": 4}, ["=4", "dict"]),
         ({"speculative_config": {"method": ["ngram"]}}, ["method=['ngram']", "string"]),
         ({"speculative_config": {"num_speculative_tokens": True}}, ["num_speculative_tokens=True", "whole"]),

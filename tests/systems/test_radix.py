@@ -1,4 +1,4 @@
-"""The radix tree itself: against an oracle without a tree, block by block; and bugs planted in it are found."""
+"""The radix tree against an oracle without a tree, block by block; and the fuzz finds planted bugs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atom_mini.systems.radix_cache import RadixCache
 
 
 class Tree:
-    """A tree of `size`-token blocks, and beside it the oracle: what each block holds, from the first token on."""
+    """A tree of `size`-token blocks and its oracle: the tokens up to the end of each block."""
 
     def __init__(self, size: int, num_blocks: int = 400) -> None:
         self.size, self.index = size, RadixCache([Block(i) for i in range(num_blocks)], size)
@@ -180,7 +180,7 @@ class Both:
         return [i for i in range(len(self.pools[0])) if i not in owned]
 
     def fresh(self) -> int:
-        """A block that nobody owns, whatever it held."""
+        """A random block without an owner."""
         block_id = self.rng.choice(self.free())
         for index, pool in zip(self.indexes, self.pools, strict=True):
             index.forget(pool[block_id])

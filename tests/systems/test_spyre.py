@@ -1,4 +1,4 @@
-"""Spyre's scheduler: the published runs step for step, the limits in every step, the oracle's tokens whatever the padding."""
+"""Spyre's scheduler: the published runs step for step, the limits in every step, the oracle's tokens with any padding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Row:
 
 
 class Runner:
-    """Token 1 for everybody, and the end of text after as many as the run is known to have had."""
+    """Generates a token for each request, and the end of text after its published number of tokens."""
 
     def __init__(self, stops: dict[int, int]) -> None:
         self.stops, self.counts = stops, dict.fromkeys(stops, 0)
@@ -133,7 +133,7 @@ ADMISSION = [request(0, 0, 40, 300, 20), request(1, 0, 260, 40, 40), request(2, 
 
 
 def test_the_admission_run() -> None:
-    """Eight requests: capacity, interleaving, the model's length and the volume each hold somebody back."""
+    """Eight requests: capacity, interleaving, the model's length, and the volume each delay a request."""
     rows = list(replay(make_config(512, 1536), ADMISSION))
     assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, 3, 5, 23, 25, 27, 29, 31, 33, 46, 48, 55, 71, 73]
     finished = [(i, sorted(row.finished)) for i, row in enumerate(rows, 1) if row.finished]
@@ -172,7 +172,7 @@ def test_a_waiting_request_counts_each_token_that_others_may_still_make() -> Non
 
 @pytest.mark.parametrize(("max_tokens", "start"), [(55, 3), (56, 21)])
 def test_a_newcomer_must_fit_the_context_itself(max_tokens: int, start: int) -> None:
-    """10 tokens pushed beside 70 begin at 74, so that 55 more end at 128 and 56 wait until the other has ended."""
+    """10 tokens aligned with 70 begin at 74, so 55 more end at 128, and 56 wait until the other request has ended."""
     rows = list(replay(make_config(128, 2048, max_num_seqs=2), [request(0, 0, 70, 20), request(1, 0, 10, max_tokens)]))
     assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, start]
     assert max(row.tkv for row in rows) <= 128
@@ -180,10 +180,10 @@ def test_a_newcomer_must_fit_the_context_itself(max_tokens: int, start: int) -> 
 
 @pytest.mark.parametrize(("limit", "interleave", "requests", "start"), [
     (9, True, [request(0, 0, 1, 3), request(1, 2, 1, 1)], 4),  # the other's last step is at 3: 2 x (4 + 2) is too much
-    (8, False, [request(0, 0, 1, 2), request(1, 0, 1, 7)], 2),  # 1 x 10 would be too much; alone, nobody is padded
+    (8, False, [request(0, 0, 1, 2), request(1, 0, 1, 7)], 2),  # 1 x 10 would be too much; alone, a sequence has no padding
 ])  # fmt: skip
 def test_the_smallest_volumes(limit: int, interleave: bool, requests: list[dict[str, Any]], start: int) -> None:
-    """Everybody's end counts, at the place of its last step, as long as there is somebody else in the batch."""
+    """Every end counts, at the column of its last step, while another sequence is in the batch."""
     config = EngineArgs(scheduler="spyre", kv_cache_block_size=2, chunk_size=4, max_model_len=8, max_batch_tkv_limit=limit,
                     interleave=interleave, num_kvcache_blocks=20, max_num_seqs=2)
     rows = list(replay(config, requests))
@@ -284,14 +284,14 @@ def test_a_failed_step_does_not_change_what_others_had_computed() -> None:
         assert [s.num_cached_tokens for s in seqs] == [0, 8], failing
 
 
-@pytest.mark.parametrize(("said", "options", "expected"), [
+@pytest.mark.parametrize(("value", "options", "expected"), [
     ("0", {}, False), ("1", {}, True), ("", {}, True), ("0", {"interleave": True}, True), ("1", {"interleave": False}, False),
 ])  # fmt: skip
 def test_spyres_own_variable(
-    monkeypatch: pytest.MonkeyPatch, said: str, options: dict[str, Any], expected: bool
+    monkeypatch: pytest.MonkeyPatch, value: str, options: dict[str, Any], expected: bool
 ) -> None:
-    """It says whether decodes come between chunks, if no option does, and is read for this scheduler only."""
-    monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", said)
+    """It sets `interleave` if no option does, and is read for this scheduler only."""
+    monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", value)
     assert make_config(512, 1024, **options).interleave is expected
     monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", "2")
     assert EngineArgs().scheduler == "atom"
@@ -300,7 +300,7 @@ def test_spyres_own_variable(
 
 
 def test_the_tkv_jumps() -> None:
-    """264, 45 and 115 tokens: backward where a padding block goes, forward where everybody needs one more."""
+    """264, 45 and 115 tokens: backward where a padding block goes, forward where all rows need one more."""
     requests = [request(0, 0, 264, 100, 62), request(1, 0, 45, 100, 71), request(2, 0, 115, 100, 67)]
     rows = list(replay(make_config(512, 1536), requests))[7:]  # the figure begins with the first decode of all three
     shown = []  # and counts the token just made, which the next step attends to
@@ -471,7 +471,7 @@ class RectangularSymbols(SymbolicRunner):
         redirected = self.redirected
         read = {slot + self.size for seq, computed, _ in self.readers for slot in self._slots(seq.block_table)[:computed]}
         if batch.type is SequenceType.PREFILL:
-            assert not read & set(slots[redirected:]), "a block that somebody reads is written"
+            assert not read & set(slots[redirected:]), "a block that another sequence reads is written"
             assert set(slots[:redirected]) <= {0}
         assert len(set(slots[redirected:])) == len(slots) - redirected and 0 not in slots[redirected:]
 
@@ -565,7 +565,7 @@ class OncePerOwner(SpyreScheduler):
         return reason
 
 
-def test_nobody_runs_out_of_blocks_where_prompts_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_runs_out_of_blocks_where_prompts_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 crowded runs: many admissions that only sharing makes possible, and the oracle's tokens for all."""
     OncePerOwner.late = 0
     for seed in range(400):
@@ -574,7 +574,7 @@ def test_nobody_runs_out_of_blocks_where_prompts_share_them(monkeypatch: pytest.
 
 
 def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's timeline, replayed, gives the queues and the pool of every step, and says why the first one waits."""
+    """The replayed trace gives the queues and the pool of every step, and the reason of each refusal."""
     reasons: Counter[str] = Counter()
     for seed in range(200):
         trial = make_spyre_trial(seed)
@@ -725,8 +725,8 @@ def test_llm_with_spyres_scheduler() -> None:
     ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor=0.5 does not go with scheduler='spyre'"),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "enable_chunked_prefill=False does not go"),
     ({"attention": "triton"}, "attention='triton' does not go with scheduler='spyre': set it to 'torch'"),
-    ({"max_num_batched_tokens": 256}, "chunk_size=512 is over max_num_batched_tokens=256"),
-    ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 is over max_num_batched_tokens=512"),
+    ({"max_num_batched_tokens": 256}, "chunk_size=512 exceeds max_num_batched_tokens=256"),
+    ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 exceeds max_num_batched_tokens=512"),
     ({"scheduler": "atom", "chunk_size": 32}, "chunk_size has no effect with scheduler='atom': change that"),
     ({"scheduler": "spire"}, "scheduler='spire' must be 'atom' or 'spyre'"),
     ({"max_model_len": None}, "needs max_model_len"),

@@ -1,17 +1,21 @@
 # %% 1
+def text_of(chunks):
+    text = ""
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            text += choice["delta"].get("content", "")
+    if not chunk["choices"] or choice["finish_reason"] is None:
+        raise ValueError("it broke off")
+    return text
+# %% 2
 class Fair(Server):
-    async def pieces(self, asked, stream):
+    async def pieces(self, request, stream):
         busy = vars(self).setdefault("busy", [])
         if len(busy) >= 2:
-            raise ApiError(429, "2 answers are under way: wait")
-        busy.append(asked.user)
+            raise ApiError(429, "2 answers are unfinished: wait")
+        busy.append(request.user)
         try:
-            async for piece in super().pieces(asked, stream):
+            async for piece in super().pieces(request, stream):
                 yield piece
         finally:
-            busy.remove(asked.user)
-# %% 2
-class Told(Server):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.routes.append(Route(f"/v1/models/{self.model}", self.models))
+            busy.remove(request.user)

@@ -7,6 +7,6 @@ def place(session: str, replicas: list[str]) -> str:
 
 # %% 2
 def in_order(source: Path, target: Path) -> list[dict | None]:
-    # as their names are sorted, which is not as they were asked for
-    told = sorted(map(json.loads, target.read_text().splitlines()), key=lambda one: one["custom_id"])
-    return [one["response"]["body"] for one in told]
+    # sorted by name, which is not the order of the requests
+    rows = sorted(map(json.loads, target.read_text().splitlines()), key=lambda row: row["custom_id"])
+    return [row["response"]["body"] for row in rows]

@@ -11,3 +11,6 @@ def makespan(lens, T):
     for length in sorted(lens, reverse=True):  # they come in their own order
         free[free.index(min(free))] += length
     return max(free)
+# %% 3
+def rows_for_arithmetic(weights, kv, bytes_per_second, flops_per_second):
+    return int(2 * flops_per_second / bytes_per_second) + 1  # each sequence has its own keys and values

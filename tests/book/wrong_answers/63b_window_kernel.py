@@ -1,6 +1,0 @@
-# %% 1
-def times_counted(length):
-    return length // 256  # the last part is a part, too
-# %% 2
-def blocks_read(length, window, tile):
-    return -(-length // 16) - max(0, length - window) // 16  # as if loads began at any block
