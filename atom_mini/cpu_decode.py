@@ -68,7 +68,7 @@ class CpuOps(TorchOps):
     """`TorchOps` with oneDNN's products, and decodes that read the pool in place."""
 
     def prepare(self, model: nn.Module) -> None:
-        """Let oneDNN compute the products of a model that has its weights."""
+        """Let oneDNN compute the products of a loaded model."""
         prepare(model)
 
     def attend(

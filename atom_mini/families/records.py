@@ -256,7 +256,8 @@ def read_glm4_moe(cfg: Any) -> Fields:
 def read_gpt_oss(cfg: Any) -> Fields:
     """A mixture with biases and a clamped activation, and sinks."""
     check_only(cfg, "swiglu_alpha", 1.702)
-    own = {"is_biased": True, "limit": get(cfg, "swiglu_limit", 7.0), "is_interleaved": True}
+    limit = get(cfg, "swiglu_limit", 7.0)
+    own = {"is_biased": True, "limit": limit, "is_interleaved": True}
     rule = {"scoring": "chosen"}
     return {"has_sinks": True} | read_mixture(cfg, cfg.num_local_experts, rule, **own)
 

@@ -173,7 +173,7 @@ def reading(cls: Any, f: Field[Any]) -> dict[str, Any]:
 def add_fields(
     parser: argparse.ArgumentParser, cls: Any, others: set[str] | None = None
 ) -> None:
-    """Add an option for each field of the dataclass `cls` except `others`, in groups."""
+    """Add an option for each field of the dataclass `cls` but `others`, by group."""
     groups: dict[str, Any] = {}
     for f in [f for f in options_of(cls) if f.name not in (others or ())]:
         title, line = help_of(cls, f.name)
@@ -201,12 +201,12 @@ def answers_in(outs: list[RequestOutput]) -> list[RequestOutput]:
 
 
 def draft_stats(llm: LLM) -> Any:
-    """What became of the drafts (chapter 50's `SpecStats`); None without speculation."""
+    """The counts of drafts (chapter 50's `SpecStats`); None without speculation."""
     return getattr(llm.engine_core.scheduler, "spec_stats", None)
 
 
 def figures(llm: LLM, outs: list[RequestOutput]) -> dict[str, Any]:
-    """Counts, seconds, and tokens per second of an engine; the mean TTFT and TPOT of the
+    """Counts, seconds, and tokens/s of an engine; the mean TTFT and TPOT of the
     answers in `outs`, in milliseconds; of drafts, the tokens per step and sequence, the
     accepted share of each place, and how many steps accepted 0, 1, 2 ... drafts."""
     rates = ("prefill_tokens_per_second", "decode_tokens_per_second")
@@ -521,7 +521,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
                  "help": "the timeline's file: a page, or .json"},
     "--num-requests": {"type": int, "default": 32, "help": "requests (default: 32)"},
     "--input-len": {"type": int, "default": 128, "help": "most tokens (default: 128)"},
-    "--json": {"action": "store_true", "help": "print one JSON document and nothing else"},
+    "--json": {"action": "store_true", "help": "print one JSON document only"},
     "--debug": {"action": "store_true", "help": "show an error's traceback"},
     "model": {"nargs": "?", "default": argparse.SUPPRESS, "help": "as --model"},
     "source": {"type": Path, "help": "requests, a line each"},

@@ -28,7 +28,7 @@ LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # for small tiles, for large one
     "gfx1100": (Launch(16, 2**12, 8, 2, 3, amd(6)), Launch(32, 2**12, 8, 1, 3, amd(5))),
     "gfx1102": (Launch(16, 2**12, 8, 2, 2, amd(4)), Launch(32, 2**12, 8, 1, 2, amd(4))),
     "gfx1201": (Launch(16, 2**13, 4, 1, 7, amd()), Launch(128, 2**13, 8, 1, 2, amd())),
-    "float32": 2 * (Launch(16, 0, 8, 1, 2),),  # not on CDNA: its matrix unit takes float32
+    "float32": 2 * (Launch(16, 0, 8, 1, 2),),  # CDNA's matrix unit takes float32
 }
 
 # %% ../../nbs/appendix/94_machine_code.ipynb #32b0000b
@@ -39,7 +39,7 @@ RELATIVES = {
 
 
 def nearest(name: str) -> str:
-    """The row of `LAUNCHES` for an AMD GPU: its own, or that of a relative by prefix."""
+    """The row of `LAUNCHES` for an AMD GPU: its own, or a relative's by prefix."""
     if name in LAUNCHES:
         return name
     starts = (name[:n] for n in range(len(name), 2, -1))

@@ -80,7 +80,7 @@ class BlockRecord(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """One step of the engine, with the state when it was scheduled. Times: milliseconds."""
+    """One step of the engine, with the state when it was scheduled. Times are in ms."""
 
     kind: str  # "prefill", "decode" or "mixed"
     tokens: dict[int, int]  # request -> tokens computed
@@ -224,7 +224,9 @@ class Recorder:
             facts = {"why": self._why(seq, **facts)}
         self.trace.tail.append({"event": event, "id": seq.id, **facts})
 
-    def _changes(self, before: Snapshot) -> tuple[Snapshot, dict[int, BlockRecord]]:
+    def _changes(
+        self, before: Snapshot
+    ) -> tuple[Snapshot, dict[int, BlockRecord]]:
         """The present tables and blocks, and the blocks that differ from those `before`."""
         old_tables, blocks = before[0], dict(before[1])
         tables = {seq.id: seq.block_table for seq in self.scheduler.running}

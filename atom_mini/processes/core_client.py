@@ -50,7 +50,7 @@ def describe_end(code: int) -> str:
 # %% ../../nbs/processes/70_engine_process.ipynb #535c77b2
 LOG = 4000  # characters of the log to keep
 GRACE = 2.0  # seconds to end without force
-TICK, PAUSE = 0.25, 0.01  # seconds between two looks; while it does not read
+TICK, PAUSE = 0.25, 0.01  # seconds between two checks, and while it is full
 
 
 class CoreManager(Thread):

@@ -99,7 +99,8 @@ class Group:
         try:
             work().wait()
         except RuntimeError:
-            why = f"another rank has died, or did not arrive within {1e3 * self.limit:.0f}ms"
+            late = f"did not arrive within {1e3 * self.limit:.0f}ms"
+            why = f"another rank has died, or {late}"
             raise RuntimeError(f"a collective failed: {why}") from None
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:

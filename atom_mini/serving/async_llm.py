@@ -80,7 +80,7 @@ class AsyncLLM:
         self.tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self.closing: Future[None] | None = None  # the last job
         self.error: Exception | None = None  # of the last step, if it failed
-        # only the engine's thread uses these: request id -> stream, number of the answer;
+        # only the engine's thread uses these: request id -> stream, answer's number;
         # whether a step has been submitted
         self.streams: dict[int, tuple[Stream, int]] = {}
         self.is_stepping = False

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..sampler import Sampler, SamplingMetaData, draw, scale_by_temperature, uniforms
+from ..sampler import Sampler, SamplingMetaData, draw, uniforms
+from ..sampler import scale_by_temperature
 
 # %% auto #0
 __all__ = ['DRAFT', 'ACCEPT', 'RESIDUAL', 'NO_DRAFT', 'numbers', 'draft_tokens', 'RejectionSampler', 'final_probs']

@@ -135,7 +135,9 @@ class SpyreScheduler(BaseScheduler):
         self.last_was_prefill = batch.type is SequenceType.PREFILL
         return batch, {s.id: s for s in seqs}
 
-    def _note_refusals(self, seq: Sequence | None, reason: str | None) -> None:
+    def _note_refusals(
+        self, seq: Sequence | None, reason: str | None
+    ) -> None:
         """Report why `seq`, and the first waiting request, are not in this step."""
         if seq is not None and reason:
             self.note("refused", seq, why=reason)
@@ -275,7 +277,7 @@ def _check_shape(config: EngineArgs) -> None:
 
 
 def check_spyre(config: EngineArgs, given: set[str]) -> None:
-    """Raise ValueError for options that Spyre's scheduler cannot work with. `interleave`
+    """Raise ValueError for options that Spyre's scheduler refuses. `interleave`
     comes from the environment unless it is among the `given` options."""
     value = os.environ.get(INTERLEAVE)
     if value and "interleave" not in given:

@@ -56,7 +56,7 @@ class RectangularOps(TorchOps):
 
 # %% ../../nbs/systems/41_spyre.ipynb #6a93c598
 class RectangularRunner(ModelRunner):
-    """Runs each `PaddedBatch` as it is: dummies are computed, and hidden from others."""
+    """Runs each `PaddedBatch`: it computes dummies, and hides them from others."""
 
     config: EngineArgs
     num_spare_blocks = 1  # block 0, the dummy

@@ -190,7 +190,7 @@ def test_what_is_absent_would_attach_to_what_is_there() -> None:
     assert len(names) > 20
     assert not [name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", source)]
     assert re.findall(r"(?m)^## (.*)$", page)[:5] == [
-        "LoRA: many adapters, one model", "A KV cache in FP8", "Pipeline parallel", "Attention backends", "Vision"
+        "LoRA: many adapters, one model", "A KV cache in FP8", "Pipeline parallelism", "Attention backends", "Vision"
     ]  # fmt: skip
 
 
@@ -282,8 +282,8 @@ def test_the_pages_say_what_is_played() -> None:
     words = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     requests = book_player.five_requests()
     prompts, outputs = ([str(n) for n in row] for row in zip(*((len(r.prompt), r.max_tokens) for r in requests), strict=True))
-    told = [f"prompts of {', '.join(prompts[:-1])} and {prompts[-1]} tokens that want"]
-    told += [f"want {', '.join(outputs[:-1])} and {outputs[-1]}.", f"A block has {words[playground.SIZE]} tokens"]
+    told = [f"prompts of {', '.join(prompts[:-1])} and {prompts[-1]} tokens that ask for"]
+    told += [f"ask for {', '.join(outputs[:-1])} and {outputs[-1]}.", f"A block holds {words[playground.SIZE]} tokens"]
     told += [f"{words[playground.MAX_NUM_SEQS]} requests may run", f"A step takes {playground.HOST:g} ms on the host"]
     told += [f"{playground.WEIGHTS:g} ms for reading the weights, {playground.TOKEN:g} ms for each token"]
     told += [f"{playground.READ:g} ms for each token that is attended to", f"{words[len(playground.KNOBS)]} sliders"]

@@ -4,10 +4,12 @@ memory plan measures."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from atom_mini import EngineArgs
+from atom_mini import EngineArgs, model_runner
 from atom_mini.config import SamplingParams
 from atom_mini.memory import cgroup_free_bytes
 from atom_mini.model_runner import ModelRunner, made_up_batch
@@ -114,3 +116,36 @@ def test_a_gpus_pool_gets_what_the_measured_steps_leave(monkeypatch: pytest.Monk
     monkeypatch.setattr(runner, "_set_kv_cache", lambda count: None)
     monkeypatch.setattr(runner, "_run_largest_steps", lambda: peak.__setitem__(0, 50 * GIB))
     assert runner._free_bytes() == (900 - 7 - 50) * GIB
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_small_step_runs_on_one_thread_and_then_the_callers_count_is_back(
+    error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after Ctrl-C; a large step keeps all threads, and so does a runner on a GPU."""
+    runner = ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8, max_model_len=64))
+    monkeypatch.setattr(model_runner, "SMALL_STEP", 20 * runner.num_weights)
+    seen: list[int] = []
+
+    def model(ids: Any, positions: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        if error is not None:
+            raise error
+        return torch.zeros(len(ids), runner.config.spec.hidden_size)
+
+    monkeypatch.setattr(runner, "model", SimpleNamespace(compute_logits=lambda x: x), raising=False)
+    monkeypatch.setattr(runner, "compute_hidden", lambda ids, positions, meta: model(ids, positions))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for length in (19, 20):
+            batch = made_up_batch(SequenceType.PREFILL, length, np.arange(2, dtype=np.int32)[None])
+            with pytest.raises(error) if error else nullcontext():
+                runner.run_model(*runner.prepare_model(batch))
+            assert torch.get_num_threads() == 2
+        runner.device = torch.device("cuda")
+        with runner.threads_for(1):
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 2, 2]

@@ -137,7 +137,7 @@ def test_a_failure_is_reported_and_the_others_still_run(tmp_path: Path) -> None:
     done = run_bench("--dry-run", "--only", "common", "nano_vllm", "--nano-vllm", str(tmp_path), "--json", str(out))
     assert done.returncode == 1
     figures = json.loads(out.read_text())
-    assert figures["failures"] == ["nano_vllm"] and "no checkout of nano-vLLM" in figures["parts"]["nano_vllm"]["error"]
+    assert figures["failures"] == ["nano_vllm"] and "pass a checkout of nano-vLLM" in figures["parts"]["nano_vllm"]["error"]
     assert figures["parts"]["common"]["tokens_per_second"] > 0
 
 
