@@ -17,9 +17,9 @@ from numba.extending import intrinsic, models, register_model
 # %% auto #0
 __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'ROWS', 'tile', 'tile_of_one', 'PIECE', 'kernel',
            'Vector', 'VectorModel', 'pointer', 'load', 'call', 'fma', 'broadcast', 'sum_lanes', 'fma_four', 'store_four',
-           'prefetch', 'make_tile', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece', 'sched_yield', 'LOG2_E',
-           'fetch_add', 'pieces', 'linear', 'exp2', 'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score',
-           'add_values', 'exponentials', 'attend_head', 'attend', 'decode_step']
+           'prefetch', 'make_tile', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece', 'LOG2_E', 'fetch_add',
+           'pieces', 'linear', 'exp2', 'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'add_values',
+           'exponentials', 'attend_head', 'attend', 'decode_step']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
@@ -255,7 +255,7 @@ def fetch_add(typing, counts, place, value):
     return types.int64(counts, types.intp, types.int64), generate
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #959e52af
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @njit(**OPTIONS)
@@ -273,7 +273,7 @@ def pieces(counts, n):
     while fetch_add(counts, 8, 0) < n:
         tries += 1
         if tries > 2000:
-            sched_yield()
+            _sched_yield()
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #95364785
 @kernel

@@ -785,7 +785,7 @@ def test_the_sidebar_names_the_parts(tab: Any) -> None:
     captions = tab.locator(".sidebar-tree .caption-text").all_text_contents()
     assert captions == ["Start here", *book_map.parts(BOOK), "Look it up"]
     first = tab.locator(".sidebar-tree ul").first.locator("li a").all_text_contents()
-    pages = ["All chapters", "Using the engine", "Play", "What goes together", "Documents", "Glossary"]
+    pages = ["All chapters", "Using the engine", "Play", "What goes together", "Glossary"]
     assert first == [*pages, "Names in other engines"]
 
 
