@@ -88,7 +88,7 @@ serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
 # What tests/quick.py picks, side by side, JOBS at a time; then, one by one, tests that look at a clock or at other processes. CI runs
-# `make test-rest` as well. `make test-all` adds the combinations that are left. No case runs twice.
+# `make test-rest` as well. `make test-all` adds the combinations that are left.
 test: $(VENV)/dev
 	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples

@@ -49,6 +49,7 @@ K = 4
 SLICE = 0.03  # seconds
 SIZES: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320)
+WARM = 5  # runs of a step, of which the last is timed
 MOST_ROWS = 128  # of the recorded step times
 now = time.process_time  # of one thread: what else the machine does costs it nothing but caches
 sys.path.append(str(Path(__file__).resolve().parents[2] / "nbs" / "_book"))
@@ -157,12 +158,13 @@ class StepClock:
         self.found: dict[int, list[float]] = {n: [] for n in ROWS if n < 2 * most}
 
     def sample(self, sizes: Iterable[int]) -> None:
-        """A step of each; of two runs the second counts, since the first finds cold caches."""
+        """A step of each; of WARM runs the last counts, since those before it find the caches of another size."""
         for rows in sizes:
             plain, width = first_decodes(rows), -(-self.context // 16)
             tables = np.arange(rows * width, dtype=np.int32).reshape(rows, width) % SIZES["num_kvcache_blocks"]
             batch = replace(plain, context_lens=np.full(rows, self.context, np.int32), block_tables=tables)
-            self.runner.forward(batch)
+            for _ in range(WARM - 1):
+                self.runner.forward(batch)
             start = now()
             self.runner.forward(batch)
             self.found[rows].append(now() - start)
