@@ -25,11 +25,12 @@ help:
 	'To change it' \
 	'  make export      notebooks -> package' \
 	'  make book        export, run all notebooks, write README' \
-	'  make test        lint, and at least one case of every test' \
+	'  make test        lint, and a case of every test that takes seconds' \
+	'  make test-rest   the tests that take longer, and mypy' \
 	'  make test-all    every test' \
 	'  make gpu         on a GPU machine: tests and measurements' \
 	'' \
-	'Also: test-rest test-real test-ray test-docs test-seconds; bench figures score kernels execute;' \
+	'Also: test-real test-ray test-docs test-seconds; bench figures score kernels execute;' \
 	'      measure pdf docs-serve clean-book clean'
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
@@ -88,7 +89,7 @@ serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
 # What tests/quick.py picks, side by side, JOBS at a time; then, one by one, tests that look at a clock or at other processes. CI runs
-# `make test-rest` as well. `make test-all` adds the combinations that are left.
+# `make test-rest` as well, which has the tests that take longer. `make test-all` adds the combinations that are left.
 test: $(VENV)/dev
 	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
@@ -183,8 +184,8 @@ pdf: docs
 docs-serve: $(VENV)/docs
 	$(PY) docs/book_site.py --serve
 
-test-docs: $(VENV)/docs
-	$(PY) -m pytest tests/book/test_docs.py -rs
+test-docs: docs
+	SITE_IS_BUILT=1 $(PY) -m pytest tests/book/test_docs.py -n $(JOBS) -rs
 
 # How the book reads, in numbers: cells, words, lines, and minutes.
 measure: $(VENV)/dev

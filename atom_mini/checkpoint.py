@@ -158,8 +158,8 @@ def read_dense(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
     slides = getattr(cfg, "use_sliding_window", False)
     wrong = f"layers with {[*others] or 'sliding-window attention'} are not supported"
     require(not (others or slides), f"{wrong}: full attention is")
-    is_quantised = getattr(cfg, "quantization_config", None) is not None
-    require(not is_quantised, "quantised weights are not supported: float ones are")
+    is_quantized = getattr(cfg, "quantization_config", None) is not None
+    require(not is_quantized, "quantized weights are not supported: float ones are")
     spec = read_spec(cfg)
     part = spec.rope["partial_rotary_factor"]
     require(part == 1, f"partial_rotary_factor={part} is not supported: 1 is")

@@ -26,7 +26,7 @@ def uses_onednn(x: Tensor) -> bool:
 
 # %% ../nbs/appendix/92_cpu_products.ipynb #7acdd840
 def round_rows(n: int) -> int:
-    """The next of a few sizes, eight to each doubling: at most an eighth more."""
+    """`n` rounded up to one of eight sizes per doubling: at most an eighth more."""
     step = 1 << max(0, n.bit_length() - 4)
     return -(-n // step) * step
 

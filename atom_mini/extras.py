@@ -35,19 +35,19 @@ def penalize(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
 class Extras:
     """Penalties before sampling, and log probabilities after it."""
 
-    newest: Tensor | None = None  # [R]: the tokens that the histories hold as -1
+    newest: Tensor | None = None  # [R]: the tokens that are -1 in the histories
 
     def __init__(self, ends: tuple[int, ...] = ()) -> None:
         self.ends = ends  # token ids that end a text, unless a request ignores them
 
     def find_seen(self, batch: ScheduledBatch) -> np.ndarray:
-        """(row, token id) of the different tokens of each penalized request: [2, N]."""
+        """The distinct tokens of penalized requests, as (row, token id) pairs [2, N]."""
         rows = sampled_rows(batch)
         return as_pairs((row, token) for row, _, past, _ in rows for token in set(past))
 
     def find_generated(self, batch: ScheduledBatch) -> np.ndarray:
-        """(row, token id) of each generated token of requests with one of these penalties:
-        [2, N]."""
+        """The generated tokens of requests with one of these penalties, as (row, token id)
+        pairs [2, N]."""
         return as_pairs(
             (row, token) for row, params, past, prompt in sampled_rows(batch)
             if params.presence_penalty or params.frequency_penalty
@@ -55,8 +55,8 @@ class Extras:
         )  # fmt: skip
 
     def find_barred(self, batch: ScheduledBatch) -> np.ndarray:
-        """(row, token id) of all tokens that would end a request before its `min_tokens`:
-        [2, N]."""
+        """The tokens that would end a request before its `min_tokens`, as (row, token id)
+        pairs [2, N]."""
         return as_pairs(
             (row, token) for row, params, past, prompt in sampled_rows(batch)
             if len(past) - prompt < params.min_tokens
@@ -66,7 +66,7 @@ class Extras:
     def change(
         self, logits: Tensor, costs: Tensor, *found: Tensor
     ) -> Tensor:
-        """float32 `logits` [R, V] after the penalties `costs` [R, 3]. `found`: the seen,
+        """Apply the penalties `costs` [R, 3] to float32 `logits` [R, V]. `found`: the seen,
         the generated, and the barred tokens, each [2, N]."""
         seen, generated, barred = found
         if (newest := self.newest) is not None:
@@ -80,8 +80,8 @@ class Extras:
     def adjust(
         self, batch: ScheduledBatch, logits: Tensor, upload: Any
     ) -> Tensor:
-        """The logits to sample from: float32 and changed if a request is penalized, else
-        `logits` [R, V] itself."""
+        """The logits to sample from: a float32 copy with the penalties, or `logits` [R, V]
+        itself if no request has any."""
         seen = self.find_seen(batch) if batch.histories else np.empty((2, 0))
         if not seen.size:
             return logits
@@ -137,7 +137,7 @@ def gather_logprobs(
 ) -> dict[int, dict[int, float]]:
     """Row -> {token id: log probability}, for rows whose k is not None.
 
-    Holds the k likeliest tokens and the one that was sampled from `logits` [R, V].
+    A row has its k likeliest tokens in `logits` [R, V], and the sampled one.
     """
     wanted = {row: k for row, k in enumerate(num_logprobs) if k is not None}
     if not wanted:

@@ -23,7 +23,7 @@ def is_number(value: Any, kinds: Any = (int, float)) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number from 1."""
+    """Whether `value` is a whole number of at least 1."""
     return is_number(value, int) and value >= 1
 
 
@@ -72,7 +72,7 @@ def check_index(file: Path, raw: dict[str, Any]) -> None:
 
 
 def check_end(file: Path) -> None:
-    """Raise ValueError for an incomplete JSON file, which lacks its closing brace."""
+    """Raise ValueError for a JSON file that was cut off before its closing brace."""
     if not file.read_bytes().rstrip().endswith(b"}"):
         read_json(file)
 

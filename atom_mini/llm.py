@@ -317,7 +317,7 @@ def check_template_options(options: Any) -> None:
 
 # %% ../nbs/24_what_every_engine_does.ipynb #00963268
 def unwrap(prompt: Any) -> Any:
-    """The content of a dict or an array (NumPy, torch); any other prompt as it is."""
+    """The content of a dict or an array (NumPy, torch); any other prompt unchanged."""
     if isinstance(prompt, dict):
         known = [*prompt] in (["prompt"], ["prompt_token_ids"])
         wrong = f"a prompt with the keys {[*prompt]} is not supported"

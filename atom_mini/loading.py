@@ -75,7 +75,7 @@ def fill(target: Tensor, tensor: Tensor, what: str) -> None:
     require(
         target.is_floating_point() == tensor.is_floating_point(),
         f"{what} is {tensor.dtype}, and the model computes in {target.dtype}: "
-        "quantised weights need their scales",
+        "quantized weights need their scales",
     )
     total = target.copy_(tensor).sum(dtype=torch.float32)
     what = f"{what} has NaN or inf in {target.dtype}: the file is broken"

@@ -367,7 +367,7 @@ def byte_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 class ByteDetokenizer(IncrementalDetokenizer):
-    """A detokenizer for byte tokens. It shows a run of them when the run has ended."""
+    """A detokenizer for byte tokens. It shows a run only when the run has ended."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         super().__init__(tokenizer, stop)

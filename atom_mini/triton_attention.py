@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -160,8 +159,11 @@ def _load(ptr, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _causal(keys, seen_to):
-    return keys[None, :] < seen_to[:, None]
+def _sees(keys, seen_to, WINDOW: tl.constexpr):
+    sees = keys[None, :] < seen_to[:, None]
+    if WINDOW:
+        sees = sees & (keys[None, :] >= seen_to[:, None] - WINDOW)
+    return sees
 
 # %% ../nbs/10_triton_attention.ipynb #69421f6d
 @triton.jit
@@ -179,9 +181,9 @@ def _load_blocks(
 def _attend(
     q, acc, top, total, begin, end, seen_to, cache_ptr, v_offset, block_stride,
     table_ptr, scale, D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
-    SEES: tl.constexpr, STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
-    MASKED: tl.constexpr = SEES is not None
     BLOCK_D: tl.constexpr = q.shape[1]
     LOAD_MASKED: tl.constexpr = MASKED or D != BLOCK_D
     n = tl.arange(0, KEYS)
@@ -200,7 +202,8 @@ def _attend(
         k = _load(at, inside, LOAD_MASKED)
         scores = tl.dot(q, tl.trans(k).to(PRODUCT), input_precision="ieee") * scale
         if MASKED:
-            scores = tl.where(SEES(start + n, seen_to), scores, float("-inf"))
+            seen = _sees(start + n, seen_to, WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -249,16 +252,27 @@ def _store(
         tl.store(partial_ptr + row[:, None] * D + dims[None, :], acc, mask=inside)
         tl.store(lse_ptr + row, top + tl.log2(total), mask=valid)
 
+# %% ../nbs/10_triton_attention.ipynb #10a00011
+@triton.jit
+def _start(begin, head, sink_ptr):
+    top = tl.full(head.shape, -1e30, tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634  # log2(e)
+        top = tl.where(begin == 0, sink, top)
+        total = tl.where(begin == 0, 1.0, total)
+    return top, total
+
 # %% ../nbs/10_triton_attention.ipynb #e7fa7a93
 @triton.jit
 def paged_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, v_offset, block_stride,
     scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     S: tl.constexpr, LARGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr, PRODUCT: tl.constexpr, WINDOW: tl.constexpr, sink_ptr,
 ):
     """Attend to the small or the LARGE items: q, out [T, H, D], cache [2, N, K, S, D].
-    Parts write `partial` [R, H, D] and `lse` [R, H]."""
+    Parts write `partial` [R, H, D] and `lse` [R, H]. Sinks: [H] or None."""
     num_items = tl.load(plan_ptr + 4 * LARGE)
     items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)
     for i in range(tl.program_id(0), num_items * K, tl.num_programs(0)):
@@ -275,18 +289,20 @@ def paged_attention_kernel(
         end = tl.load(item + 5)
         seen_to = position + token + 1
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        top = tl.full([ROWS], -1e30, tl.float32)
+        top, total = _start(begin, head, sink_ptr)
         heads_ptr = cache_ptr + kv_head * S * D
-        seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)  # by all
-        full = begin + seen // KEYS * KEYS
-        acc, top, total = _attend(
-            q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset, block_stride,
-            table_ptr, scale, D, S, KEYS, None, STAGES, PRODUCT,
-        )
+        if WINDOW:
+            full = tl.maximum(begin, (position + 1 - WINDOW) // KEYS * KEYS)
+        else:
+            seen = tl.maximum(tl.minimum(end, position + 1) - begin, 0)  # by all
+            full = begin + seen // KEYS * KEYS
+            acc, top, total = _attend(
+                q, acc, top, total, begin, full, seen_to, heads_ptr, v_offset,
+                block_stride, table_ptr, scale, D, S, KEYS, 0, False, STAGES, PRODUCT,
+            )
         acc, top, total = _attend(
             q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride,
-            table_ptr, scale, D, S, KEYS, _causal, 1, PRODUCT,
+            table_ptr, scale, D, S, KEYS, WINDOW, True, 1, PRODUCT,
         )
         _store(
             acc, top, total, first, count, partial, token, head, out_ptr, partial_ptr,
@@ -351,8 +367,9 @@ def launches(device: torch.device, dtype: torch.dtype) -> tuple[Launch, Launch]:
     """The launches for small and for large tiles, from the table if it has this GPU."""
     if find_spec("atom_mini.instruments") is None:
         return ANYWHERE, ANYWHERE
-    table = import_module("atom_mini.instruments.launches")
-    return table.launches_for(device, dtype, table.LAUNCHES)
+    from atom_mini.instruments.launches import LAUNCHES, launches_for
+
+    return launches_for(device, dtype, LAUNCHES)
 
 
 def product_type(dtype: torch.dtype) -> tl.dtype:
@@ -424,11 +441,11 @@ class PagedAttention:
 
     def __call__(
         self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan,
-        scale: float, kernel: Any = paged_attention_kernel, **more: Any,
+        scale: float, window: int = 0, sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of `q` [T, H, D] -> [T, H, D]; `plan.data` is on the device.
 
-        `kernel`, with `more` arguments, attends to the items.
+        A query sees its newest `window` keys (0: all). `sinks` [H] has one score per head.
         """
         out = torch.empty_like(q)
         lse = q.new_empty(plan.num_partials, self.heads, dtype=torch.float32)
@@ -438,11 +455,11 @@ class PagedAttention:
             if count:
                 launch = self.launches[large]
                 programs = min(self.units * launch.programs, count * self.kv_heads)
-                kernel[(programs,)](
+                paged_attention_kernel[(programs,)](
                     q, kv_cache, out, partial, lse, plan.data, *kv_cache.stride()[:2],
                     scale * math.log2(math.e), self.heads, self.kv_heads, self.dim, block_d,
                     kv_cache.shape[3], large, *self.tiles[large], launch.stages,
-                    product_type(q.dtype), **more, **launch.options(),
+                    product_type(q.dtype), window, sinks, **launch.options(),
                 )
         self.merge(plan, partial, lse, out)
         return out

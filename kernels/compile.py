@@ -39,9 +39,12 @@ from triton.runtime.jit import JITFunction
 
 from atom_mini import sampling_kernels
 from atom_mini.attention import AttentionMetaData
-from atom_mini.families import grouped, window_kernel
+from atom_mini.families import grouped
 from atom_mini.families.latent_kernel import LatentOps
+from atom_mini.families.windows import kernel_attention
 from atom_mini.instruments import launches as table
+from atom_mini.models import Linear
+from atom_mini.refinements.fused import FusedOps
 from atom_mini.triton_attention import AttentionPlan
 from atom_mini.triton_ops import TritonOps
 
@@ -206,7 +209,7 @@ def attend_windows(shape: Shape, phase: str, dtype: str, window: int, has_sinks:
     q, cache = empty((64, shape.heads, shape.dim), number), empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
     meta = AttentionMetaData(*[empty([8], torch.int32)] * 3, [], [], plan=make_plan(phase))
     sinks = empty([shape.heads]) if has_sinks else None  # in 32 bits: no narrow loads, which are a fault of rows
-    window_kernel.attend(make_ops(shape, dtype), q, cache, meta, 0.1, window, sinks)
+    kernel_attention(make_ops(shape, dtype), q, cache, meta, 0.1, window, sinks)
 
 
 def make_ops(shape: Shape, dtype: str) -> TritonOps:
@@ -242,6 +245,25 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
     sampling_kernels.sample(empty((tokens, shape.vocab), number, misaligned), empty([tokens]), empty([tokens]))
 
 
+def run_fused(shape: Shape, rows: int, dtype: str = "bf16", units: int = 132) -> None:
+    """Launch the fused products of a layer, on a GPU of so many units."""
+    number = TYPES[dtype]
+    ops = FusedOps(torch.device("cpu"), shape.heads, shape.kv_heads, shape.dim, number)
+    ops.units = units  # decides how many columns a program has
+
+    def linear(size: int, columns: int) -> Linear:
+        return Linear(size, {"w": columns}).to(device="meta", dtype=number)
+
+    x, angles = empty((rows, shape.hidden), number), empty((rows, 1, shape.dim), number)
+    for size in (shape.heads * shape.dim, shape.inner):
+        ops.add_product(empty((rows, size), number), linear(size, shape.hidden), x)
+    ops.gated_product(x, linear(shape.hidden, 2 * shape.inner), 1e-6)
+    qkv = linear(shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.dim)
+    norm = empty((2, shape.dim), number) if shape.qk_norm else None
+    cache = empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
+    ops.heads_product(x, qkv, 1e-6, norm, 1e-6, angles, angles, cache, empty([rows], torch.int64))
+
+
 def run_experts(shape: Mixture, tokens: int, dtype: str = "bf16") -> None:
     """Launch the product with the chosen experts."""
     number, E = TYPES[dtype], shape.experts
@@ -272,7 +294,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
                 name = f"{phase} {shape.dim} {dtype}, {shape.heads}/{shape.kv_heads} heads, blocks of {size}, {pool}"
                 yield name, lambda a=(shape, phase, dtype, size, pool): attend(*a)
     windows = [(GPT, 128, True), (GPT, 0, True), (LLAMA, 4096, False)]
-    for shape, window, has_sinks in windows[: 1 if quick else None]:
+    for shape, window, has_sinks in windows[:: 2 if quick else 1]:
         for phase in ("decode", "prefill"):
             name = f"{phase} {shape.dim} bf16, window of {window}" + ", sinks" * has_sinks
             yield name, lambda a=(shape, phase, "bf16", window, has_sinks): attend_windows(*a)
@@ -285,6 +307,10 @@ def cases(quick: bool = False) -> Iterator[Case]:
     for shape in [QWEN] if quick else [QWEN, LLAMA]:
         for tokens in (64, 4096):
             yield f"{shape.name}, {tokens} tokens", lambda a=(shape, tokens): run_small(*a)
+    fused = [(QWEN, 16, "bf16", 132), (QWEN, 64, "bf16", 132), (QWEN, 64, "fp32", 132), (LLAMA, 64, "bf16", 4),
+             (LLAMA_1B, 32, "fp16", 132)]  # fmt: skip
+    for shape, rows, dtype, units in fused[: 2 if quick else None]:
+        yield f"fused {shape.name}, {rows} rows, {dtype}, {units} units", lambda a=(shape, rows, dtype, units): run_fused(*a)
     mixtures = [(shape, "bf16") for shape in MIXTURES[: 2 if quick else None]]
     for mixture, dtype in mixtures if quick else [*mixtures, (MIXTURES[0], "fp16"), (MIXTURES[0], "fp32")]:
         for phase, tokens in (("decode", 32), ("prefill", 8192)):
@@ -373,7 +399,8 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
     return rows
 
 
-ATTENTION = ("paged_attention_kernel", "windowed_kernel", "latent_attention_kernel")
+ATTENTION = ("paged_attention_kernel", "latent_attention_kernel")
+FUSED = ("add_product_kernel", "gated_product_kernel", "heads_kernel")
 STREAMS = (*ATTENTION, "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
 
 
@@ -396,12 +423,12 @@ def faults(row: Row) -> list[str]:
     if row.lds > TARGETS[row.target].program_lds:
         found.append(f"{row.lds} bytes of LDS, the limit is {TARGETS[row.target].program_lds}")
     has_matrix = "fp32" not in row.case or row.target in ("gfx90a", "gfx942", "gfx950")
-    if row.kernel in (*ATTENTION, "expert_kernel") and has_matrix:
+    if row.kernel in (*ATTENTION, *FUSED, "expert_kernel") and has_matrix:
         is_wide = row.kernel != "latent_attention_kernel" and "prefill" in row.case  # 64 rows and more
         wanted = "wgmma" if row.target == "sm_90" and is_wide else ""
         if not row.matrix or wanted not in row.matrix:
             found.append(f"no {wanted or 'matrix'} instructions")
-    if row.kernel == "expert_kernel" and not row.wide:  # a bias, or scales, may be narrow
+    if row.kernel in (*FUSED, "expert_kernel") and not row.wide:  # a bias, or scales, may be narrow
         found.append("no 128-bit loads")
     if row.kernel in STREAMS and (row.narrow or not row.wide):  # the plan's 32-bit numbers are loaded one by one
         found.append(f"no 128-bit loads of rows ({row.narrow} of 16 bits)")
@@ -444,10 +471,11 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def label(row: Row) -> str:
-    """The kernel, in what phase, and what makes it another one: the size of heads, float32."""
+    """The kernel, in what phase, and what makes it another one: the size of heads, a window or sinks, float32."""
     name, found = row.kernel.removesuffix("_kernel").replace("_", " "), re.match(r"(decode|prefill)( \d+)?", row.case)
-    if found and name in ("paged attention", "windowed", "latent attention", "expert"):
+    if found and name in ("paged attention", "latent attention", "expert"):
         name += f", {found[1]}" + f", heads of{found[2]}" * bool(found[2])
+        name += ", window or sinks" * ("window" in row.case)
     return name + ", float32" * ("fp32" in row.case)
 
 

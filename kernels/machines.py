@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "results" / "targets.json"
 MODULES = ("triton_attention", "triton_ops", "sampling_kernels", "instruments/launches", "families/grouped",
-           "families/window_kernel", "families/latent_kernel")  # fmt: skip
+           "families/latent_kernel", "refinements/fused")  # fmt: skip
 HOST = ("Launch", "amd", "product_type")  # what a launch's options depend on, beside kernels and tables
 NEVER = "**never**"
 Facts = dict[str, Any]

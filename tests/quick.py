@@ -1,10 +1,12 @@
 """How tests are divided: this file holds the rule, seconds.json the times that it is applied to.
 
 `--quick` (`make test`) gives every test function SHARE seconds. Of a function whose cases take longer it runs as many
-cases as fit, chosen so that each value of each parameter turns up as soon as it can, and at least one case, so that no
-function is left out. Cases marked `smoke` come first. Cases longer than LONGEST that are left out are named at the end.
-Tests marked `alone` keep two cores from work and count twice. A function that seconds.json does not know takes no time.
-`--rest` (`make test-rest`; CI runs both) gives every function REST seconds and runs what `--quick` has left of those cases.
+cases as fit, chosen so that each value of each parameter turns up as soon as it can, and at least one case. A function
+whose cases take more than LONGEST each is left to `make test-rest`, unless some are marked `smoke` or `share`: `smoke`
+ones come first. Tests marked `alone` keep two cores from work and count twice. A function that seconds.json does not
+know takes no time.
+`--rest` (`make test-rest`; CI runs both) gives every function REST seconds and runs what `--quick` has left of those
+cases, so that both together leave no function out.
 `--left` (`make test-all` runs all three) runs what is left then: more combinations of values that were each tested.
 `--record` writes seconds.json for the tests it runs: do that on a quiet machine.
 
@@ -22,11 +24,11 @@ from typing import Any
 
 import pytest
 
-SHARE, REST = 2.0, 30.0  # seconds
+SHARE, REST = 2.0, 20.0  # seconds
 LONGEST = 4.5
 WORTH_RECORDING = 0.4
 SECONDS = Path(__file__).with_name("seconds.json")  # function -> [seconds, of how many cases]
-COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, left, functions, long
+COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, left, functions, long ones
 
 
 def function_of(nodeid: str) -> str:
@@ -60,17 +62,12 @@ def pick(cases: list[pytest.Item], known: dict[str, list[float]], rest: bool = F
     each, mark = seconds / number, cases[0].get_closest_marker("share")
     if cases[0].get_closest_marker("alone"):
         each *= 2
+    if each > LONGEST and not (rest or mark or any(map(is_smoke, cases))):
+        return []
     share = (mark.args if mark else (SHARE, REST))[rest]
     if each * len(cases) <= share:
         return cases
     return diagonal(cases, int(share / each) or 1)
-
-
-def left_out(picked: dict[str, tuple[list[Any], list[Any]]], known: dict[str, list[float]]) -> dict[str, list[int]]:
-    """Of each function with cases longer than LONGEST, how many are not picked, of how many."""
-    found = {name: [len(cases) - len(some), len(cases)] for name, (cases, some) in picked.items()}
-    seconds = {name: known.get(name, [0.0, 1]) for name in found}
-    return {name: n for name, n in found.items() if n[0] and seconds[name][0] / seconds[name][1] > LONGEST}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,7 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     runs = quick if option.quick else both - quick if option.rest else {*items} - both
     left = [item for item in items if item not in runs]
     if option.quick and not option.users_defaults and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):
-        _add(COVERED, {option.markexpr: [len(quick), len(left), len(functions), left_out(picked, known)]})
+        none_of = [name for name, (_, some) in picked.items() if not some]
+        _add(COVERED, {option.markexpr: [len(quick), len(left), len(functions), none_of]})
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item in runs]
 
@@ -132,14 +130,13 @@ def _add(path: Path, found: dict[str, list]) -> None:
 
 
 def covered(runs: Iterable[list[Any]]) -> str:
-    """The last line of `make test`."""
+    """The last line of `make test`. It names the functions that wait for `make test-rest`."""
     *counts, names = zip(*runs, strict=True)
     tests, left, functions = map(sum, counts)
-    every = {name: n for found in names for name, n in found.items()}
-    line = f"make test ran {tests:,} of {tests + left:,} tests, at least one of each of {functions:,} test functions;"
-    line += f" make test-rest and make test-all have the other {left:,}, and mypy."
-    long = ", ".join(f"{name} ({n} of {of})" for name, (n, of) in sorted(every.items()))
-    return f"{line} Left out of those that take over {LONGEST} s: {long}." if long else line
+    long = sorted(name for found in names for name in found)
+    line = f"make test ran {tests:,} of {tests + left:,} tests, at least one of each of {functions - len(long):,} test functions;"
+    line += " make test-rest has more of them, and mypy; make test-all has every case."
+    return f"{line} Only in make test-rest, as a case takes over {LONGEST} s: {', '.join(long)}." if long else line
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .mixture import ExpertLinear, MixtureMLP
-from .quantised import FamilyModel
+from .quantized import FamilyModel
 from .records import FamilySpec
 from ..loading import Readers
 

@@ -25,7 +25,7 @@ from atom_mini.models import (
 # %% auto #0
 __all__ = ['NUM_ROWS', 'RENAMED', 'FUSED', 'PARTS', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate',
            'MixtureMLP', 'VariedAttention', 'rotary_order', 'PartialRotary', 'rename', 'is_announced', 'rename_weights',
-           'read_expert', 'in_halves', 'is_interleaved', 'split_experts', 'reorder', 'sort_rows', 'sort_heads',
+           'read_expert', 'in_halves', 'interleaved', 'split_experts', 'reorder', 'sort_rows', 'sort_heads',
            'MixtureModel']
 
 # %% ../../nbs/families/61_mixture.ipynb #b4b998a9
@@ -42,7 +42,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """The chosen (weights, ids) [T, top_k], from `logits` [T, E] in float32.
 
-    `correction` [E] is added to the scores, for the choice alone.
+    `correction` [E] is added to the scores to choose experts, and not to the weights.
     """
     if routing.scoring == "chosen":
         chosen, ids = logits.topk(routing.top_k)
@@ -60,8 +60,10 @@ def route(
 
 # %% ../../nbs/families/61_mixture.ipynb #bfc5c6cf
 class ExpertLinear(Linear):
-    """One matrix per expert, together [count * rows, size]; each has `parts`
-    (name -> rows)."""
+    """The stacked matrices of `count` experts: [count * rows, size].
+
+    `parts` (name -> rows) are the rows of one expert.
+    """
 
     def __init__(
         self, size: int, count: int, parts: dict[str, int], bias: bool = False
@@ -91,8 +93,10 @@ class ExpertLinear(Linear):
 def loop_over_experts(
     x: Tensor, ids: Tensor, weights: Tensor, expert: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """The sum of weights [T, k] * expert(row, id) over the ids [T, k] of each row:
-    x [T, H] -> [T, H]. `expert(rows, e)` gets all rows of one expert at once."""
+    """The weighted sum of the chosen experts' outputs: x [T, H] -> [T, H].
+
+    `ids` and `weights` are [T, k]. `expert(rows, e)` gets all rows of expert `e`.
+    """
     order, counts = ids.flatten().argsort(stable=True), ids.flatten().bincount()
     rows = x[order // ids.shape[1]].split(counts.tolist())
     found = [expert(rows[e], e) for e in range(len(rows)) if len(rows[e])]
@@ -101,8 +105,11 @@ def loop_over_experts(
 
 # %% ../../nbs/families/61_mixture.ipynb #8d43fc28
 def activate(gate_up: Tensor, limit: float = 0.0) -> Tensor:
-    """silu(gate) * up: [n, 2 * width] -> [n, width]. With a limit, both are clamped,
-    and it is gate * sigmoid(1.702 gate) * (up + 1): gpt-oss, arXiv 2508.10925."""
+    """silu(gate) * up: [n, 2 * width] -> [n, width].
+
+    With a limit, both are clamped and the result is gate * sigmoid(1.702 gate) *
+    (up + 1), as in gpt-oss (arXiv 2508.10925).
+    """
     gate, up = gate_up.chunk(2, -1)
     if not limit:
         return F.silu(gate) * up
@@ -139,8 +146,10 @@ class MixtureMLP(nn.Module):
         return self.down.product(activate(self.gate_up.product(x, e), self.limit), e)
 
     def run_experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], ids (the number of experts: none) and weights [T, k] -> [T,
-        hidden]."""
+        """The weighted sum of the experts: x [T, hidden], ids and weights [T, k].
+
+        An id equal to the number of experts selects none.
+        """
         if not self.ops.is_triton:
             return loop_over_experts(x, ids, weights, self.expert)
         from atom_mini.families.grouped import grouped_experts  # chapter 62: needs Triton
@@ -254,9 +263,12 @@ def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
     return read().chunk(n, 1)[i].flatten(0, 1)
 
 
-def is_interleaved(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
-    """Rows i, i + n, ... of an expert: [1, size, all rows] (transposed), a bias [1, all
-    rows], or packed bytes [1, all rows, ...], whose groups are joined."""
+def interleaved(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
+    """Rows i, i + n, ... of an expert.
+
+    The expert is [1, size, all rows] (transposed), a bias [1, all rows], or packed
+    bytes [1, all rows, ...], whose groups are joined.
+    """
     expert = read()
     is_packed = expert.dtype == torch.uint8
     rows = expert.flatten(2) if is_packed else expert.movedim(-1, 1)
@@ -268,10 +280,10 @@ PARTS = {"gate_up": ["gate_proj", "up_proj"], "down": ["down_proj"]}
 
 # %% ../../nbs/families/61_mixture.ipynb #1f5b7a9c
 def split_experts(readers: Readers, spec: FamilySpec) -> Readers:
-    """A reader per expert and part, where a file holds all experts in one tensor."""
+    """`readers`, with one per expert and part instead of one for all experts."""
     if (experts := spec.experts) is None:
         return readers
-    take = is_interleaved if experts.is_interleaved else in_halves
+    take = interleaved if experts.is_interleaved else in_halves
     split, read_one = Readers(), lru_cache(maxsize=1)(read_expert)  # for gate, then up
     for name, read in readers.items():
         if not (match := FUSED.fullmatch(name)):
@@ -286,12 +298,12 @@ def split_experts(readers: Readers, spec: FamilySpec) -> Readers:
 
 # %% ../../nbs/families/61_mixture.ipynb #ae60e888
 def reorder(read: Callable[..., Tensor], order: Tensor) -> Tensor:
-    """Rows of q or k, or a norm's weights, with the numbers of each head in `order`."""
+    """The rows of q or k, or a norm's weights, sorted by `order` within each head."""
     return read().unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
 
 def sort_rows(readers: Readers, orders: dict[str, Tensor]) -> Readers:
-    """`readers`, with the rows of some modules in an order: module's name -> order."""
+    """`readers` that sort the rows of some modules: `orders` is name -> order."""
     ours = dict(readers)
     for name in ours:
         if (order := orders.get(name.split(".")[-2:][0])) is not None:

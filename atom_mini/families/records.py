@@ -35,10 +35,10 @@ class Routing:
     scoring: str = "softmax"
     renormalize: bool = False  # divide the weights of a token's experts by their sum
     scale: float = 1.0  # a factor on the weights
-    is_corrected: bool = False  # a bias per expert, for the choice alone
+    is_corrected: bool = False  # a bias per expert is added before choosing
     groups: int = 1
     top_groups: int = 1  # experts of other groups cannot be chosen
-    group_best: int = 1  # a group's score is the sum of its best scores, this many
+    group_best: int = 1  # a group's score is the sum of this many best scores
 
 # %% ../../nbs/families/61_mixture.ipynb #f807951f
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class FamilySpec(ModelSpec):
-    """`ModelSpec`, and what else Part VI needs; the tuples have one entry per layer."""
+    """A `ModelSpec` with the fields of Part VI. A tuple has one entry per layer."""
 
     experts: Experts | None = None
     routing: Routing | None = None
@@ -78,7 +78,7 @@ class FamilySpec(ModelSpec):
 
     def model_class(self) -> Any:
         """The class of the model, a `CausalLM`. Imports torch."""
-        from atom_mini.families.quantised import FamilyModel
+        from atom_mini.families.quantized import FamilyModel
 
         return FamilyModel
 
@@ -164,8 +164,10 @@ def is_sparse(cfg: Any, layer: int) -> bool:
 def read_mixture(
     cfg: Any, count: int, rule: Fields | None = None, **own: Any
 ) -> Fields:
-    """`experts`, `routing`, and `sparse` of a config with `count` experts; nothing for
-    0. `rule`: fields of `Routing`; `own`: fields of `Experts`."""
+    """The fields `experts`, `routing`, and `sparse` of a config with `count` experts.
+
+    No fields if `count` is 0. `rule`: fields of `Routing`; `own`: of `Experts`.
+    """
     if not count:
         return {}
     top_k = get(cfg, "num_experts_per_tok", 0)
@@ -355,7 +357,7 @@ def read_storage(cfg: Any) -> Storage | None:
 
 # %% ../../nbs/families/61_mixture.ipynb #b8d932b2
 def check_family(cfg: Any, family: Family) -> None:
-    """ValueError for what the config asks for and we do not compute."""
+    """ValueError if the config asks for something that we do not compute."""
     check_supported(cfg)
     given, known = {*get(cfg, "layer_types", ())}, " and ".join(family.layers)
     others = sorted(given - {*family.layers})
@@ -369,7 +371,7 @@ def check_family(cfg: Any, family: Family) -> None:
 
 
 def decoder_of(wrapper: Any) -> Any:
-    """The config of the decoder in a model with an image encoder: a copy."""
+    """A copy of the decoder's config, from a model with an image encoder."""
     cfg = copy(wrapper.text_config)
     for name in ("dtype", "tie_word_embeddings", "quantization_config"):
         found = getattr(cfg, name, None) or getattr(wrapper, name, None)
@@ -391,9 +393,9 @@ WRAPPED = ("qwen3_5", "qwen3_5_moe")  # a decoder in a model with an image encod
 
 
 def read_family(cfg: Any, raw: Fields | None = None) -> ModelSpec:
-    """The spec of any model that this book runs. A model of Part I keeps Part I's spec
-    unless it has windows or quantized weights. `raw`: its `config.json`.
+    """The spec of any model that this book runs. `raw`: its `config.json`.
 
+    A model of Part I without windows and quantized weights gets Part I's spec.
     Raises ValueError for what we do not compute.
     """
     is_wrapped = cfg.model_type in WRAPPED

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, get_forward_context
 from ..checkpoint import require
-from .quantised import FamilyModel
+from .quantized import FamilyModel
 from .records import StateSpec
 from ..loading import Readers
 from ..memory import free_host_bytes
@@ -226,7 +226,7 @@ def state_bytes(spec: StateSpec, dtype: torch.dtype) -> int:
 
 # %% ../../nbs/families/66b_state_slots.ipynb #cc594503
 class StatePool:
-    """The states of all layers, [layers, slots, ...]; every slot starts at 0."""
+    """The states of all layers: [layers, slots, ...], zeros at first."""
 
     def __init__(
         self, layers: list[GatedDeltaNet], slots: int, dtype: torch.dtype, device: Any

@@ -18,7 +18,7 @@ from .mixture import MixtureModel
 from ..models import unfilled
 
 # %% auto #0
-__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'WindowModel']
+__all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'kernel_attention', 'WindowModel']
 
 # %% ../../nbs/families/63_sinks_windows.ipynb #fde1ab12
 def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
@@ -66,6 +66,17 @@ def windowed_attention(
             out.append(sink_attention(piece, k, v, scale, window, sinks))
     return torch.cat(out)
 
+# %% ../../nbs/families/63_sinks_windows.ipynb #63b0000b
+def kernel_attention(
+    ops: Any, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float,
+    window: int = 0, sinks: Tensor | None = None,
+) -> Tensor:
+    """`windowed_attention` by the kernel of `ops`, a `TritonOps`.
+
+    q [T, H, D] over the cache [2, N, K, S, D] -> [T, H, D]; `sinks` [H] or None.
+    """
+    return ops(q, kv_cache, meta.plan, scale, window, sinks)
+
 # %% ../../nbs/families/63_sinks_windows.ipynb #f9f41bd5
 class WindowModel(MixtureModel):
     """A `MixtureModel` whose layers may have a window, and `sinks` [H].
@@ -80,15 +91,8 @@ class WindowModel(MixtureModel):
             what = "scheduler='spyre' does not support windows or sinks; leave it out"
             require(not getattr(self.ops, "is_padded", False), what)
             found.sinks = unfilled(self.spec.num_attention_heads) if has_sinks else None
-            bounds = {"window": window, "sinks": found.sinks}
-            found.attn.attend = partial(self.find_attend(), **bounds)
+            attend: Callable[..., Tensor] = windowed_attention
+            if self.ops.is_triton:
+                attend = partial(kernel_attention, self.ops)
+            found.attn.attend = partial(attend, window=window, sinks=found.sinks)
         return found
-
-    def find_attend(self) -> Callable[..., Tensor]:
-        """The function that attends within a window and with sinks."""
-        ops: Any = self.ops
-        if not ops.is_triton:
-            return windowed_attention
-        from atom_mini.families.window_kernel import attend  # needs Triton
-
-        return partial(attend, ops)

@@ -14,12 +14,12 @@ __all__ = ['LAUNCHES', 'RELATIVES', 'amd', 'nearest', 'architecture', 'launches_
 
 # %% ../../nbs/appendix/94_machine_code.ipynb #32b00007
 def amd(waves: int = 0) -> dict[str, int]:
-    """Options of AMD's compiler: registers for `waves` waves per SIMD (0: its choice),
-    and matrix instructions of 16 x 16."""
+    """Options of AMD's compiler: registers for `waves` waves per SIMD (0: the compiler
+    chooses), and matrix instructions of 16 x 16."""
     return {"waves_per_eu": waves, "matrix_instr_nonkdim": 16}
 
 
-LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # for small tiles, for large ones
+LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # small tiles, large tiles
     "sm_80": (Launch(16, 2**13, 4, 3, 4), Launch(64, 2**13, 4, 3, 2)),
     "sm_90": (Launch(16, 2**13, 4, 3, 4), Launch(128, 2**14, 8, 3, 1)),
     "gfx90a": (Launch(16, 2**13, 2, 2, 4, amd(2)), Launch(128, 2**13, 4, 1, 2, amd(2))),
@@ -39,7 +39,7 @@ RELATIVES = {
 
 
 def nearest(name: str) -> str:
-    """The row of `LAUNCHES` for an AMD GPU: its own, or a relative's by prefix."""
+    """The row of `LAUNCHES` for an AMD GPU: its own, or that of the longest prefix."""
     if name in LAUNCHES:
         return name
     starts = (name[:n] for n in range(len(name), 2, -1))
@@ -59,7 +59,7 @@ def architecture(device: torch.device) -> str:
 def launches_for(
     device: torch.device, dtype: torch.dtype, table: dict[str, tuple[Launch, Launch]]
 ) -> tuple[Launch, Launch]:
-    """The row of `table` for a device; "float32" where no matrix unit takes it."""
+    """The row of `table` for a device; "float32" if no matrix unit takes `dtype`."""
     arch = architecture(device)
     has_matrix_unit = dtype != torch.float32 or arch.startswith("gfx9")
     return table[arch if has_matrix_unit else "float32"]

@@ -19,8 +19,8 @@ __all__ = ['import_path', 'as_recipe', 'require_extra', 'note_recipe', 'check_ra
 
 # %% ../../nbs/processes/73a_replicas.ipynb #156b7f44
 def import_path(kind: type, off: str) -> str:
-    """`"module:name"` of a class; ValueError if another process cannot import it, with
-    `off`, what to set instead."""
+    """`"module:name"` of a class. ValueError if another process cannot import it;
+    `off` is what to set instead."""
     module, name = kind.__module__, kind.__qualname__
     home = sys.modules.get(module)
     is_there = module != "__main__" and getattr(home, name, None) is kind
@@ -33,7 +33,7 @@ def as_recipe(
     config: EngineArgs, given: set[str], off: str = "engine_process=False"
 ) -> dict[str, Any]:
     """The model and the options `given`, for another process. ValueError for a value
-    that is not JSON, with `off`, what to set instead."""
+    that is not JSON; `off` is what to set instead."""
     options = {}
     for name in sorted(given):
         value = getattr(config, name)
@@ -74,7 +74,7 @@ def check_ranks(config: EngineArgs) -> None:
 
 
 def check_dealt_engines(config: EngineArgs) -> None:
-    """ValueError if there is one engine only, or experts cannot be dealt."""
+    """ValueError if there is only one engine, or experts cannot be dealt."""
     n, spec = config.data_parallel_size, config.spec
     what = "enable_expert_parallel=True needs several ranks or engines: raise "
     require(n > 1, f"{what}tensor_parallel_size or data_parallel_size")

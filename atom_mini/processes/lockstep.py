@@ -33,9 +33,9 @@ __all__ = ['Agreement', 'dummy_batch', 'with_spare_block', 'LockstepRunner', 'Lo
 
 # %% ../../nbs/processes/73b_lockstep.ipynb #b690bcb5
 class Agreement:
-    """One rank's end of the agreements, and of the collectives in the layers.
+    """One rank's side of the agreements, and of the collectives in the layers.
 
-    `num_rows`: the rows of this turn's collectives. 0 means those of the batch.
+    `num_rows`: the rows of this turn's collectives. 0: as many as the batch has.
     """
 
     def __init__(self, group: Group, layers: Group | None = None) -> None:
@@ -102,11 +102,11 @@ class LockstepProc(EngineCoreProc):
         self.ranks: Agreement = vars(core.config)["ranks"]
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
         self.graphs = getattr(self.runner, "graphs", {})
-        self.slept = self.num_dummies = 0  # the last wave that is over; dummy steps
+        self.slept = self.num_dummies = 0  # the last wave that ended; dummy steps
 
     def _agree(self, rows: int = 0, is_prefill: bool = False) -> bool:
-        """Agree on this turn and on the rows of its collectives; whether any rank has
-        work."""
+        """Agree on this turn and the rows of its collectives. Returns whether any rank
+        has work."""
         mine = rows, is_prefill, self.wave, -self.wave, self.is_open
         rows, prefills, newest, oldest, is_open = self.ranks.agree(*mine)
         fits = [] if prefills else [n for n in self.graphs if n >= rows]
@@ -145,8 +145,8 @@ def meet(config: EngineArgs) -> Agreement:
 
 
 def make_member(config: EngineArgs) -> EngineCore:
-    """The engine core of one of several, in its process. ValueError if they recorded
-    different graphs."""
+    """The engine core of one of several engines. ValueError if they have recorded
+    different numbers of graphs."""
     ranks = vars(config)["ranks"] = meet(config)
     if config.enable_expert_parallel:
         config.spec = deal(config.spec, ranks)

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "nump
 # %% ../../nbs/appendix/92_cpu_products.ipynb #daa46cbf
 def kernel(function: Any) -> Any:
     """`function`, compiled at its first call, or found in Numba's cache on disk."""
-    is_kept = function.__module__ != "__main__"  # a cell changes without its callees
+    is_kept = function.__module__ != "__main__"  # no cache for a notebook's cells
     try:
         return njit(cache=is_kept, **OPTIONS)(function)
     except RuntimeError:  # no folder is writable
@@ -119,7 +119,7 @@ ROWS = 2 if LANES == 8 else 4  # rows of x in a tile
 
 @kernel
 def fma_four(w, x, sums):
-    """w * x + sums, for four vectors w of as many outputs."""
+    """w * x + sums, for four vectors w, one per output."""
     a, b = fma(w[0], x, sums[0]), fma(w[1], x, sums[1])
     return a, b, fma(w[2], x, sums[2]), fma(w[3], x, sums[3])
 

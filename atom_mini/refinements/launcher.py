@@ -29,8 +29,8 @@ __all__ = ['Launcher']
 
 # %% ../../nbs/refinements/23b_launching.ipynb #23df2266
 class Launcher:
-    """Makes a `ModelRunner`, and starts its steps in order without waiting for them. On
-    a CPU, a thread is the device.
+    """Makes a `ModelRunner` and starts its steps in order, without waiting for them. On
+    a CPU, a thread plays the device.
 
     Sources: MiniSGL's `engine/engine.py` and `scheduler/scheduler.py` (streams, token
     pool).
@@ -54,8 +54,8 @@ class Launcher:
             self._make_streams(device)
 
     def _fill_in(self, batch: ScheduledBatch, ids: Tensor) -> None:
-        """Replace placeholders in `ids` by the tokens of the step before, and prepare the
-        rows in which this step stores its own."""
+        """Replace the placeholders in `ids` with the tokens of the step before, and note
+        the rows in which this step stores its own."""
         rows = np.array(batch.rows, dtype=np.int64)
         unknown = np.flatnonzero(batch.scheduled_tokens == PLACEHOLDER)  # only in decodes
         last = batch.num_scheduled_tokens.cumsum()[batch.is_sampled] - 1
@@ -70,7 +70,7 @@ class Launcher:
     def _compute(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor]:
         """Run a step and store its tokens in the pool; return (logits, token ids)."""
         logits, token_ids = self.runner.launch(batch, self._fill_in)
-        self.token_pool[self.stored_rows] = token_ids.clamp(min=0)  # -1: it will end
+        self.token_pool[self.stored_rows] = token_ids.clamp(min=0)  # -1: it ends here
         return logits, token_ids.clone()  # a graph's next replay overwrites its outputs
 
     def _run(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -89,8 +89,7 @@ class Launcher:
     def _computed(
         self, future: Future[ScheduledBatchOutput]
     ) -> ScheduledBatchOutput:
-        """Wait for a step of the device's thread. Raises ValueError in a fork, in which
-        that thread does not exist."""
+        """Wait for a step of the device's thread."""
         self.check_process()
         return future.result()
 
@@ -106,14 +105,14 @@ class Launcher:
     def _copied(
         self, batch: ScheduledBatch, logits: Tensor, host: Tensor, arrived: Any
     ) -> ScheduledBatchOutput:
-        """Wait for the event `arrived`, after which `host` [R] (pinned memory) holds the
-        tokens. Later launches are not waited for."""
+        """Wait for the event `arrived`, but not for later launches. Then `host` [R], in
+        pinned memory, holds the tokens."""
         arrived.synchronize()
         with torch.cuda.stream(self.copying):  # not the one that computes the next step
             return self.runner.pack_output(batch, logits, host.tolist())
 
     def _copy(self, batch: ScheduledBatch) -> Wait:
-        """Queue a step on the GPU, and the copy of its tokens behind it."""
+        """Queue a step on the GPU, and after it the copy of its tokens."""
         with torch.cuda.stream(self.computing):
             logits, token_ids = self._compute(batch)
             computed = self.computing.record_event()

@@ -5,8 +5,10 @@
 # %% ../../nbs/refinements/20_parts.ipynb #255a3108
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -24,13 +26,12 @@ if TYPE_CHECKING:
     from atom_mini.prefix_index import PrefixIndex
     from atom_mini.scheduler import BaseScheduler
 
-# %% auto #0
-__all__ = ['Seconds', 'NO_BLOCKS', 'OWN_STEPS', 'KNOWN', 'TOGETHER', 'STATE', 'ONE_DEVICE', 'SEVERAL', 'RANKS', 'DEALT',
-           'SWITCHES', 'EngineArgs', 'make_runner', 'is_on_cpu', 'make_core', 'make_engine_core', 'LLM', 'Need', 'has',
-           'many', 'drafts', 'drafts_by', 'keeps_state', 'apply', 'apply_all', 'check_switches']
-
-# %% ../../nbs/refinements/20_parts.ipynb #d39dc32f
 Seconds = Annotated[float, Field(gt=0, lt=1e9)]
+
+# %% auto #0
+__all__ = ['Seconds', 'KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'EngineArgs', 'make_runner', 'is_on_cpu',
+           'make_core', 'make_engine_core', 'LLM', 'Need', 'has', 'many', 'drafts', 'drafts_by', 'keeps_state', 'apply',
+           'apply_all', 'check_switches', 'fuse']
 
 # %% ../../nbs/refinements/20_parts.ipynb #2b7016e8
 @explained
@@ -42,11 +43,12 @@ class EngineArgs(Config):
     """
 
     _: KW_ONLY
-    # refinements (20_turns, 23a, 93) and records (30)
+    # refinements (20_turns, 23a, 25, 93) and records (30)
     interleave_decode: bool = False  # decode between two prefills
     # prompts wait until the oldest has waited this many times the last prefill step
     scheduler_delay_factor: Annotated[float, Field(ge=0)] = 0.0
     overlap: bool = False  # plan a step while the device computes the last one
+    fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
     compiled: bool | None = None  # None: where it applies
     trace: bool = False  # record each step
     # other caches and schedulers (40, 41); None: "hash" if caching is on
@@ -67,6 +69,8 @@ class EngineArgs(Config):
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1  # engines
     routing: Literal["load", "prefix"] = "load"
     lockstep: bool = False
+    # what another process must know besides the options (70)
+    recipe: Any = field(default_factory=dict, init=False, repr=False, compare=False)
     scheduler_options = (
         *Config.scheduler_options, "scheduler", "speculative_config", "overlap",
         "interleave_decode", "scheduler_delay_factor",
@@ -86,15 +90,6 @@ class EngineArgs(Config):
         import atom_mini.families.records  # noqa: F401 - registers its architectures
 
         super()._read_checkpoint(model)
-
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """What another process needs to know besides the options."""
-        return vars(self).get("_recipe", {})
-
-    @recipe.setter
-    def recipe(self, recipe: dict[str, Any]) -> None:
-        vars(self)["_recipe"] = recipe
 
     def base_scheduler(self) -> type[BaseScheduler]:
         """The scheduler class that the options ask for."""
@@ -152,8 +147,6 @@ class EngineArgs(Config):
         self._check_parts(given)
         apply_all(self, given)
         check_switches(self, given)
-        if self.scheduler_cls is not None:
-            self.get_scheduler_cls()
         if self.speculative_config is not None:
             from atom_mini.speculation.knobs import check_mtp
 
@@ -177,6 +170,8 @@ class EngineArgs(Config):
             from atom_mini.speculation.knobs import check_speculative
 
             check_speculative(self)
+        if self.fuse_layers and self.spec is not None:
+            fuse(self)
 
 # %% ../../nbs/refinements/20_parts.ipynb #c85ec540
 def make_runner(config: EngineArgs) -> Any:
@@ -221,13 +216,12 @@ def make_core(config: EngineArgs) -> EngineCore:
     return EngineCore(config, make_runner(config))
 
 
-def make_engine_core(config: EngineArgs) -> EngineCore:
+def make_engine_core(config: EngineArgs) -> Any:
     """Make the engine core in this process, or a client of cores in others."""
     if config.engine_process:
         from atom_mini.processes.replicas import make_front
 
-        client: Any = make_front(config)  # has the interface of a core
-        return client
+        return make_front(config)  # has the interface of a core
     return make_core(config)
 
 # %% ../../nbs/refinements/20_parts.ipynb #a666ecfd
@@ -300,8 +294,6 @@ def keeps_state(config: Config) -> bool:
     return "linear_attention" in (getattr(config.spec, "layer_types", None) or ())
 
 # %% ../../nbs/refinements/20_parts.ipynb #0765b9de
-NO_BLOCKS = "cached blocks hold keys and values, not states"
-OWN_STEPS = "Spyre's scheduler plans steps by its own rules"
 KNOWN = "a step is planned before the tokens of the last one are known"
 TOGETHER: list[Need] = [
     Need("overlap=True", has("overlap", True),
@@ -313,8 +305,13 @@ TOGETHER: list[Need] = [
         "a mixed step has its own plan: decodes first, then chunks of prompts"),
     Need("speculative_config", drafts,
         {"scheduler": ("atom",), "overlap": (False,)}, KNOWN),
-    Need("EAGLE or MTP", drafts_by("eagle3", "mtp"), {"compiled": (False,)},
+    Need("EAGLE or MTP", drafts_by("eagle3", "mtp"),
+        {"compiled": (False,), "fuse_layers": (False,)},
         "its head reads what lies between two layers"),
+    Need("fuse_layers=True", has("fuse_layers", True),
+        {"scheduler": ("atom",), "attention": ("triton",), "compiled": (False,),
+         "tensor_parallel_size": (1,)},
+        "it is Triton kernels that read whole matrices"),
     Need("prefix_cache='hash' or 'radix'", has("prefix_cache", "hash", "radix"),
         {"enable_prefix_caching": (True,)}, "both are prefix caches"),
     Need("prefix_cache='none'", has("prefix_cache", "none"),
@@ -322,7 +319,7 @@ TOGETHER: list[Need] = [
     Need("scheduler='spyre'", has("scheduler", "spyre"),
         {"interleave_decode": (False,), "attention": ("torch",), "compiled": (False,),
          "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
-        OWN_STEPS),
+        "Spyre's scheduler plans steps by its own rules"),
 ]  # fmt: skip
 
 # %% ../../nbs/refinements/20_parts.ipynb #7d650bb4
@@ -330,7 +327,7 @@ STATE = "layers that keep a state"
 TOGETHER += [
     Need(STATE, keeps_state,
         {"enable_prefix_caching": (False,), "prefix_cache": ("none",),
-         "routing": ("load",)}, NO_BLOCKS),
+         "routing": ("load",)}, "cached blocks hold keys and values, not states"),
     Need(STATE, keeps_state, {"speculative_config": (None,)},
         "a state cannot forget the drafts that are rejected"),
     Need(STATE, keeps_state, {"scheduler": ("atom",)},
@@ -342,10 +339,8 @@ TOGETHER += [
 ]  # fmt: skip
 
 # %% ../../nbs/refinements/20_parts.ipynb #dc619faa
-ONE_DEVICE = "each rank or engine gets its own device"
 SEVERAL = many("data_parallel_size")
 RANKS = many("tensor_parallel_size")
-DEALT = has("enable_expert_parallel", True)
 TOGETHER += [
     Need("engine_process=True", has("engine_process", True), {"trace": (False,)},
         "records stay in the other process"),
@@ -359,17 +354,17 @@ TOGETHER += [
         lambda c: RANKS(c) and drafts_by("eagle3", "mtp")(c),
         {"enforce_eager": (True,)}, "its head is added after graphs are recorded"),
     Need("data_parallel_size above 1", SEVERAL,
-        {"engine_process": (True,)}, ONE_DEVICE),
+        {"engine_process": (True,)}, "each rank or engine gets its own device"),
     Need("routing='prefix'", has("routing", "prefix"),
         {"enable_prefix_caching": (True,), "prefix_cache": ("hash",)},
         "it asks which engine has a prompt's blocks"),
     Need("enable_expert_parallel=True over engines",
-        lambda c: SEVERAL(c) and DEALT(c) and not RANKS(c),
+        lambda c: SEVERAL(c) and c.enable_expert_parallel and not RANKS(c),
         {"lockstep": (True,)}, "the engines wait for each other's experts"),
     Need("lockstep=True", has("lockstep", True),
         {"overlap": (False,), "scheduler": ("atom",), "tensor_parallel_size": (1,)},
         "all engines take the same step"),
-    Need("MTP in lockstep", lambda c: has("lockstep", True)(c) and drafts_by("mtp")(c),
+    Need("MTP in lockstep", lambda c: c.lockstep and drafts_by("mtp")(c),
         {"enable_expert_parallel": (False,)}, "its own experts would be split, too"),
 ]  # fmt: skip
 
@@ -418,3 +413,15 @@ def check_switches(config: EngineArgs, given: set[str]) -> None:
         which, now = ", ".join(idle), f"{switch}={getattr(config, switch)!r}"
         does = f"{which} has no effect with {now}: change that, or leave {which} out"
         require(not idle or not is_default(switch), does)
+
+# %% ../../nbs/refinements/20_parts.ipynb #98128a6b
+def fuse(config: EngineArgs) -> None:
+    """Replace `config.spec` by one with fused operations. ValueError if they cannot run
+    here, or not for its layers."""
+    runs = find_spec("triton") is not None
+    runs = runs and (os.environ.get("TRITON_INTERPRET") == "1" or not is_on_cpu(config))
+    wrong = "fuse_layers=True needs Triton and a GPU (or, for tests, TRITON_INTERPRET=1"
+    require(runs, f"{wrong} before Python starts): leave it out")
+    from atom_mini.refinements.fused import fused_spec
+
+    config.spec = fused_spec(config.spec)

@@ -80,10 +80,9 @@ class AsyncLLM:
         self.tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self.closing: Future[None] | None = None  # the last job
         self.error: Exception | None = None  # of the last step, if it failed
-        # only the engine's thread uses these: request id -> stream, answer's number;
-        # whether a step has been submitted
-        self.streams: dict[int, tuple[Stream, int]] = {}
-        self.is_stepping = False
+        # only the engine's thread uses these
+        self.streams: dict[int, tuple[Stream, int]] = {}  # by request id, with index
+        self.is_stepping = False  # a step has been submitted
 
     def require_open(self) -> None:
         """ValueError in a fork, and after `close`."""
@@ -187,7 +186,7 @@ class AsyncLLM:
     async def follow(
         self, stream: Stream, prompts: Prompts, params: Params
     ) -> AsyncIterator[TextPiece]:
-        """As `generate`, for a caller that needs the `stream` and its requests."""
+        """Like `generate`, for a caller that needs the `stream` and its requests."""
         stream.loop = asyncio.get_running_loop()
         self.require_open()
         try:
@@ -208,11 +207,11 @@ class AsyncLLM:
         request_id: Hashable = None,
     ) -> AsyncIterator[TextPiece]:
         """The text of one prompt or several as it arrives, as from `LLM.stream`. Unread
-        pieces of an answer are joined to one.
+        pieces of an answer are joined into one.
 
-        `request_id`: a name for `abort`. Leaving the loop, or a cancelled task, aborts the
-        requests (if the generator has a name, use `contextlib.aclosing`). Raises ValueError
-        for a request that cannot run, and the error that ends the engine.
+        `request_id`: a name for `abort`. Leaving the `async for`, or cancelling the task,
+        aborts the requests. (If a variable holds the generator, use `contextlib.aclosing`.)
+        Raises ValueError for a request that cannot run, and the error that ends the engine.
         """
         return self.follow(Stream(request_id), prompts, params)
 

@@ -22,11 +22,12 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from ..checkpoint import install, require
-from ..instruments.command_line import Batch, Fleet, Serve, given
+from ..instruments.options import Batch, Fleet, Serve, given
 from ..refinements.parts import EngineArgs
 from .async_llm import AsyncLLM
 from .protocol import ApiError, read_request
-from .server import ENDPOINTS, Server, api_error
+from .api import api_error
+from .server import ENDPOINTS, Server
 
 # %% auto #0
 __all__ = ['CLOSED', 'ONE_ENGINE', 'BEGIN', 'start_ray', 'Engine', 'make_app', 'scaling', 'resources', 'build', 'run_fleet',

@@ -8,16 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import hmac
 import resource
 import signal
 import socket
 import time
-import traceback
-from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -26,158 +23,27 @@ import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge
 from prometheus_client import Histogram, generate_latest
-from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 # %% auto #0
-__all__ = ['JSON', 'EVENTS', 'Parts', 'HEADERS', 'DONE', 'ERRORS', 'KINDS', 'ENDPOINTS', 'Answer', 'JsonResponse', 'read_body',
-           'api_error', 'error_response', 'event', 'event_stream', 'Api', 'Meters', 'engine_counts', 'Server',
-           'GracefulServer', 'run_serve']
+__all__ = ['KINDS', 'ENDPOINTS', 'Meters', 'engine_counts', 'Server', 'GracefulServer', 'run_serve']
 
 # %% ../../nbs/serving/82_server.ipynb #0b4143b0
 from ..engine_core import StepOutput
-from ..instruments.command_line import Serve, given
+from ..instruments.options import Serve, given
 from ..llm import as_list
 from ..processes.core_client import EngineCoreClient, EngineDead
 from ..refinements.parts import EngineArgs
 from ..sequence import Sequence, SequenceStatus
+from .api import EVENTS, JSON, Answer, Api, JsonResponse, Parts
+from .api import event_stream, read_body
 from .async_llm import AsyncLLM, Stream
 from atom_mini.serving.protocol import (
     ApiError, ApiRequest, ChatCompletionRequest, CompletionRequest, read_request,
 )  # fmt: skip
 from ..text import RequestOutput, TextPiece
-
-# %% ../../nbs/serving/82_server.ipynb #0b4143a9
-JSON = "application/json"
-EVENTS = "text/event-stream"
-Parts = AsyncGenerator[Any, None]  # of an answer
-
-
-class Answer(StreamingResponse):
-    """An answer in parts, until the client leaves. An error before the first part is an
-    HTTP error."""
-
-    async def stream_response(self, send: Any) -> None:
-        parts: Any = self.body_iterator
-
-        async def started() -> Parts:
-            yield first
-            async for part in parts:
-                yield part
-
-        async with aclosing(parts):
-            first = await anext(parts)
-            self.body_iterator = started()
-            await super().stream_response(send)
-
-# %% ../../nbs/serving/82_server.ipynb #b70607f3
-class JsonResponse(Response):
-    """A value as JSON."""
-
-    media_type = JSON
-
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. ApiError if it exceeds `limit` bytes; ClientDisconnect."""
-    data = b""
-    async for part in request.stream():
-        data += part
-        if len(data) > limit:
-            raise ApiError(413, f"the body exceeds max_body={limit} bytes: send less")
-    return data
-
-# %% ../../nbs/serving/82_server.ipynb #117a476e
-def api_error(error: Exception) -> ApiError:
-    """What a client gets for an exception."""
-    match error:
-        case ApiError():
-            return error
-        case ClientDisconnect():
-            return ApiError(499, "the client has left")
-        case EngineDead():
-            return ApiError(503, str(error).splitlines()[0], code="engine_dead")
-        case ValueError() | RecursionError():
-            return ApiError(400, str(error))
-    return ApiError(500, f"the server has failed: {type(error).__name__}")
-
-
-HEADERS = {401: {"www-authenticate": "Basic"}, 429: {"retry-after": "1"}}
-HEADERS |= {503: {"retry-after": "5"}}
-
-
-async def error_response(request: Any, error: Any) -> Response:
-    """An error as JSON. Starlette calls it for whatever a route has raised."""
-    if isinstance(error, HTTPException):  # Starlette's own: 404, 405
-        where = f"{request.method} {request.url.path}: {error.detail}"
-        code = "not_found" if error.status_code == 404 else None
-        body = ApiError(error.status_code, where, code=code).body()
-        return JsonResponse(body, error.status_code, error.headers)
-    known = api_error(error)
-    return JsonResponse(known.body(), known.status, HEADERS.get(known.status))
-
-# %% ../../nbs/serving/82_server.ipynb #d8ca6144
-DONE = b"data: [DONE]\n\n"
-
-
-def event(value: Any) -> bytes:
-    """A server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-async def event_stream(values: Parts) -> Parts:
-    """Values as events. An error before the first is raised; later ones are events."""
-    has_begun = False
-    try:
-        async for value in values:
-            yield event(value)
-            has_begun = True
-    except Exception as error:
-        if not has_begun:
-            raise
-        if not isinstance(error, ApiError | EngineDead):
-            traceback.print_exception(error)  # elsewhere uvicorn does
-        yield event(api_error(error).body())
-    yield DONE
-
-# %% ../../nbs/serving/82_server.ipynb #f2a4a76d
-ERRORS = (ApiError, ClientDisconnect, EngineDead, Exception, HTTPException,
-          RecursionError, ValueError)  # fmt: skip
-
-
-class Api(Starlette):
-    """Routes behind a key, whose errors have OpenAI's shape."""
-
-    def __init__(self, settings: Serve, routes: list[Route]) -> None:
-        bound = f"[{settings.host}]" if ":" in settings.host else settings.host
-        hosts = [bound, "localhost", "127.0.0.1", "[::1]", *settings.allowed_host]
-        trust = Middleware(TrustedHostMiddleware, hosts, www_redirect=False)
-        handlers = dict.fromkeys(ERRORS, error_response)
-        super().__init__(routes=routes, middleware=[trust], exception_handlers=handlers)
-        self.settings = settings
-
-    def has_key(self, headers: Headers) -> bool:
-        """Whether a request with these headers may pass."""
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        with suppress(ValueError):  # not base64
-            if kind == "Basic":
-                token = b64decode(token).decode().partition(":")[2]
-        key = self.settings.api_key or token
-        return hmac.compare_digest(token.encode(), key.encode())
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/health" or self.has_key(Headers(scope=scope)):
-            return await super().__call__(scope, receive, send)
-        wrong = ApiError(401, "the key is missing or wrong", code="invalid_api_key")
-        await (await error_response(None, wrong))(scope, receive, send)
 
 # %% ../../nbs/serving/82_server.ipynb #76565139
 KINDS = {  # Prometheus type -> vLLM's names

@@ -34,7 +34,7 @@ __all__ = ['NgramDrafter', 'check_same_tokens', 'ModelDrafter', 'extend', 'read_
 
 # %% ../../nbs/speculation/52_drafters.ipynb #4d930054
 class NgramDrafter(Drafter):
-    """Copies what followed the longest run of last tokens where it first occurred.
+    """Drafts what followed the first occurrence of the longest repeated suffix.
 
     Source: prompt lookup (Saxena 2023). The options are those of vLLM's `ngram`.
     """
@@ -46,8 +46,8 @@ class NgramDrafter(Drafter):
         self.sizes = range(options.prompt_lookup_min, options.prompt_lookup_max + 1)
 
     def _find(self, seq: Sequence) -> int:
-        """The position after the first occurrence of the longest run of last tokens that
-        occurred before; the end if none did."""
+        """The position after the first occurrence of the longest repeated suffix; the end
+        of `seq` if no suffix occurred before."""
         after = self.by_request.setdefault(seq.id, {})
         tokens, end = seq.token_ids, seq.num_tokens
         for place in range(after.get((), 0), end):
@@ -64,7 +64,7 @@ class NgramDrafter(Drafter):
 
 # %% ../../nbs/speculation/52_drafters.ipynb #1b0b6afa
 def check_same_tokens(target: Any, draft: Any) -> None:
-    """ValueError if two tokenizers differ in a token; None stands for any tokenizer."""
+    """Raise ValueError if two tokenizers differ in a token; None is not compared."""
     if target is None or draft is None:
         return
     ours, theirs = target.get_vocab(), draft.get_vocab()
@@ -78,24 +78,24 @@ def check_same_tokens(target: Any, draft: Any) -> None:
 class ModelDrafter(Drafter):
     """A drafter that is a model, of the checkpoint `source(config)`: (folder, spec).
 
-    Its K/V is in a pool of its own, under the target's block ids.
+    Its K/V has its own pool, under the target's block ids.
     """
 
     has_cache = True
     source: Any
-    guess: Any  # (seqs, place) -> the draft of each in this place: int64 [B]
+    guess: Any  # (seqs, place) -> the draft of each sequence at this place: int64 [B]
 
     def lags(self, seq: Sequence) -> bool:
-        """Whether it must make a pass now, even if no draft is requested."""
+        """Whether `seq` needs a pass now, even if no draft is requested."""
         return False
 
     @torch.inference_mode()
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
-        """Up to `most[i]` drafts after `seqs[i]`; waits for the device once, at the end."""
+        """Up to `most[i]` drafts for `seqs[i]`. Waits for the device once, at the end."""
         drafts: Drafts = [[] for _ in seqs]
         ready = [(i, s) for i, s in enumerate(seqs) if s.id in self.by_request]
         passes = {i: max(most[i], self.lags(seq)) for i, seq in ready}
-        order = sorted(passes, key=lambda i: -passes[i])  # the first to drop out is last
+        order = sorted(passes, key=lambda i: -passes[i])  # the first to drop out comes last
         places = range(max(passes.values(), default=0))
         rounds = ([seqs[i] for i in order if passes[i] > place] for place in places)
         for tokens in [self.guess(active, place) for place, active in enumerate(rounds)]:
@@ -105,9 +105,9 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
-        """Bytes of its weights, and of its K/V of a block."""
+        """Bytes of the drafter's weights, and of a block of its K/V."""
         _, spec = cls.source(config)
-        meta = torch.device("meta")  # 0 positions: angles on it would import for seconds
+        meta = torch.device("meta")  # 0 positions: angles on it need a slow import
         model = blank_model(spec, 0, meta, dtype, TorchOps())
         block = kvcache_block_bytes(spec, config.kv_cache_block_size, dtype)
         return sum(weight.nbytes for weight in model.parameters()), block
@@ -147,9 +147,9 @@ def read_draft_config(config: EngineArgs) -> EngineArgs:
 
 # %% ../../nbs/speculation/52_drafters.ipynb #67e7692e
 class DraftModel(ModelDrafter):
-    """A second checkpoint, which drafts its likeliest tokens, or samples its drafts.
+    """A second checkpoint, which drafts its likeliest tokens or samples its drafts.
 
-    Raises ValueError if its vocabulary, its positions or its tokenizer do not fit.
+    Raises ValueError if its vocabulary, its positions, or its tokenizer do not fit.
     Source: Leviathan et al. 2023; Chen et al. 2023.
     """
 
@@ -158,7 +158,7 @@ class DraftModel(ModelDrafter):
         self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))
         self.runner = make_runner(own)
-        self.max_id = min(self.vocab_size, own.spec.vocab_size) - 1  # that both have
+        self.max_id = min(self.vocab_size, own.spec.vocab_size) - 1  # in both models
         self.draws = config.speculative_config.draft_sampling
         self.params = SamplingParams(temperature=0)
         self.probs: dict[int, list[Tensor]] = defaultdict(list)  # each draft's q
@@ -182,7 +182,7 @@ class DraftModel(ModelDrafter):
             self.by_request[seq.id] = num_read
 
     def lags(self, seq: Sequence) -> bool:
-        """Whether this step fills a block that has unread tokens."""
+        """Whether this step fills a block with unread tokens."""
         num_read = self.by_request[seq.id]
         return num_read // seq.block_size < seq.num_tokens // seq.block_size
 
@@ -208,9 +208,9 @@ class DraftModel(ModelDrafter):
         return self.guessed
 
     def _draw(self, seqs: Seqs, logits: Tensor, lens: np.ndarray) -> Tensor:
-        """A token of each, drawn from a distribution that `probs` keeps: int64 [B]."""
+        """Draw a token for each sequence, and note its q in `probs`: int64 [B]."""
         size, params = self.vocab_size, [s.sampling_params for s in seqs]
-        # a negative amount cuts off the ids that the target does not have
+        # a negative amount cuts off ids that the target does not have
         logits = pad(logits, (0, size - logits.shape[1]), value=float("-inf"))
         meta = SamplingMetaData.pack(params, lens, size, self.runner.upload)
         q = final_probs(logits, meta)  # without penalties: they apply to the target
@@ -219,7 +219,7 @@ class DraftModel(ModelDrafter):
         return draft_tokens(q, [p.seed or 0 for p in params], lens)
 
     def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
-        """With `draft_sampling`, the law of acceptance decides in place of the sampler."""
+        """With `draft_sampling`, `RejectionSampler` chooses the tokens."""
         if not self.draws:
             return super().judge(runner, rows)
         (logits, _), size = runner.launch(rows), self.vocab_size

@@ -22,15 +22,15 @@ __all__ = ['is_own', 'MtpHead', 'module_spec', 'MtpDrafter']
 
 # %% ../../nbs/speculation/53_eagle.ipynb #afeb057e
 def is_own(name: str, layer: int) -> bool:
-    """Whether the weight `name` belongs to the module, and not to the model, too."""
+    """Whether the weight `name` belongs to the module alone, not also to the model."""
     kind = name.removeprefix(f"model.layers.{layer}.")
     shared = "embed_tokens.weight", "shared_head.head.weight"
     return kind != name and kind not in shared
 
 # %% ../../nbs/speculation/53_eagle.ipynb #6a34ed9b
 class MtpHead(CausalLM):
-    """The module after a model's layers (DeepSeek-V3, arXiv 2412.19437). Its other base
-    class is the model's, which makes its layer."""
+    """The module after a model's layers (DeepSeek-V3, arXiv 2412.19437). A subclass
+    adds the model's class, which makes its layer."""
 
     place: int  # the number of the model's layers
     model: Any
@@ -92,14 +92,14 @@ def module_spec(spec: ModelSpec) -> ModelSpec:
 
 
 class MtpDrafter(HeadDrafter):
-    """Drafts with the module after the checkpoint's last layer, used for each draft."""
+    """Drafts with the module after the checkpoint's last layer, one pass per draft."""
 
     @classmethod
     def source(cls, config: EngineArgs) -> tuple[Path, Any]:
         return config.folder or Path(), module_spec(config.spec)
 
     def load(self, config: EngineArgs, target: Any, runner: HeadRunner) -> MtpHead:
-        """ValueError for weights that are missing, too many, or of a wrong shape."""
+        """The module; ValueError for missing, superfluous, or misshapen weights."""
         (folder, spec), longest = self.source(config), config.max_model_len or 0
         place = longest, runner.device, runner.dtype
         head: Any = load_model(spec, folder, *place, runner.ops)

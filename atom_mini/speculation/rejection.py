@@ -21,39 +21,39 @@ DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # 0 is the stream of the sampler's own draws
 
 
 def numbers(stream: int, seeds: list[int], positions: np.ndarray) -> Tensor:
-    """`uniforms` of a stream: float32, of the shape of `positions` [..., B]."""
+    """The numbers of a stream, float32, in the shape of `positions` [..., B]."""
     return torch.from_numpy(uniforms([s ^ (stream << 61) for s in seeds], positions))
 
 # %% ../../nbs/speculation/51_acceptance.ipynb #518aa023
 def draft_tokens(probs: Tensor, seeds: list[int], positions: np.ndarray) -> Tensor:
     """A token drawn from each row of `probs` [B, V], for `positions` [B]: int64 [B].
 
-    `probs` is the q of these drafts, for `RejectionSampler`.
+    `RejectionSampler` needs `probs` as the q of these drafts.
     """
     return draw(probs, numbers(DRAFT, seeds, positions).to(probs.device))
 
 # %% ../../nbs/speculation/51_acceptance.ipynb #1ef9f475
-NO_DRAFT = -1  # instead of a draft: this row verifies none
+NO_DRAFT = -1  # in a row that judges no draft
 
 
 class RejectionSampler:
-    """Keeps of random drafts what leaves the text distributed as the target's.
+    """Keeps or replaces drawn drafts such that the text follows the target's p.
 
-    p [R, V] are the target's probabilities in each row of a step, q [R, V] those that
-    its draft was drawn from: both final, float32. The q of `NO_DRAFT` is 0.
+    p [R, V] are the target's probabilities in each row of a step, and q [R, V] those
+    that its draft was drawn from, both from `final_probs`. The q of `NO_DRAFT` is 0.
     Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318).
     """
 
     def accepts(
         self, p: Tensor, q: Tensor, drafts: Tensor, u: Tensor
     ) -> Tensor:
-        """Whether u < min(1, p(x) / q(x)), for drafts x and numbers u [R]: bool [R]."""
+        """Whether u < min(1, p(x) / q(x)), for `drafts` x [R] and `u` [R]: bool [R]."""
         at = drafts.clamp(min=0)[:, None]
         p, q = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0]
         return (drafts != NO_DRAFT) & (u * q < p)  # always if p >= q; never if p is 0
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
-        """max(p - q, 0), not scaled, or p where rounding leaves only zeros: [R, V]."""
+        """max(p - q, 0) [R, V], not scaled; p in rows that are left with zeros only."""
         rest = (p - q).clamp(min=0)
         return torch.where(rest.any(-1, keepdim=True), rest, p)
 
@@ -72,12 +72,12 @@ class RejectionSampler:
 
 # %% ../../nbs/speculation/51_acceptance.ipynb #76adfffa
 def final_probs(logits: Tensor, meta: SamplingMetaData) -> Tensor:
-    """The distributions that `Sampler` draws from, given logits [R, V] and the
-    parameters of these R rows: float32 [R, V], each row of sum 1."""
+    """The distributions that `Sampler` draws from, given `logits` [R, V] and the
+    parameters `meta` of these rows: float32 [R, V]. Each row sums to 1."""
     sampler, temperature, logits = Sampler(), meta.temperature, logits.float()
     greedy = one_hot(logits.argmax(-1), logits.shape[-1]).float()
     if temperature is None:
         return greedy
     probs = sampler.filtered(scale_by_temperature(logits, temperature), meta)
-    probs /= probs.sum(-1, keepdim=True)  # min-p only cuts, and p is compared with q
+    probs /= probs.sum(-1, keepdim=True)  # min-p cuts without scaling
     return torch.where((temperature == 0)[:, None], greedy, probs)

@@ -38,7 +38,7 @@ class RadixCache(PrefixIndex):
         self.places: dict[int, tuple[Node, int]] = {ROOT: (self.root, -1)}
 
     def match(self, token_ids: list[int]) -> list[int]:
-        """The ids of the blocks on the longest path with which `token_ids` begins."""
+        """The ids of the blocks on the longest path that is a prefix of `token_ids`."""
         found: list[int] = []
         children, size = self.root.children, self.block_size
         while child := children.get(tuple(token_ids[len(found) * size :][:size])):

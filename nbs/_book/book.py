@@ -3,7 +3,8 @@
 A notebook is named by its path or just `04_scheduler`; without any it is all of them.
 
 run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow; what is marked ray only
-           where Ray is installed, and real only where the real weights are: `make real`), store outputs, clean
+           where Ray is installed, and real only where the real weights are: `make real`), store outputs and a digest
+           of the code that made them, clean
 export     write the package from the notebooks, with methods under `@patch` folded into their classes (fold.py)
 readme     write README.md and pages of docs/ from index.ipynb
 solutions  move the solutions of exercises to the end of their chapters
@@ -42,6 +43,8 @@ EXERCISE = ("exercise", "check", "solution")  # the kinds of cells, in the order
 SKIP = re.compile(rf"^#\|\s*(eval:\s*false|gpu|slow|ray|real|{'|'.join(EXERCISE)})\b", re.MULTILINE)
 NUMBER = re.compile(r"#\|\s*solution\n# Exercise (\d+)\n")
 GOES_ON = "raises-exception"  # Jupyter's tag for a cell that may fail without ending Run All
+RAN = "ran"  # the key of a notebook's metadata under which `run` stores the digest of the code that it executed
+KEPT = {"allowed_metadata_keys": [RAN], "allowed_cell_metadata_keys": ["tags"]}  # as in settings.ini
 SOLUTIONS = "## Solutions"
 FETCH = "fe7c4000"  # the id of the cell that fetches the book
 SETUP = """
@@ -127,6 +130,13 @@ def with_checks(cells: list[NbCell]) -> list[NbCell]:
     return cells
 
 
+def code_digest(cells: list[NbCell]) -> str:
+    """A digest of the code cells that `run` executes on every machine: a test compares it with the one that `run` stored."""
+    code = [cell for cell in cells if cell.cell_type == "code" and cell.id != FETCH]  # that one follows settings.ini
+    executed = [cell.source for cell in code if not SKIP.search(cell.source)]
+    return hashlib.sha256("\0".join(executed).encode()).hexdigest()[:16]
+
+
 def run(path: Path) -> None:
     """Execute one notebook from top to bottom in a fresh shell and store its outputs; stop at the first error."""
     nb = read_nb(path)
@@ -142,8 +152,9 @@ def run(path: Path) -> None:
         shell.cell(cell)
         if shell.exc:
             raise SystemExit(f"{path.name}: the cell failed\n{cell.source}\n{shell.prettytb(path)}")
-    nb.metadata = {"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}
-    clean_nb(nb, allowed_cell_metadata_keys=["tags"])  # Jupyter's own, which settings.ini allows, too
+    kernel = {"display_name": "python3", "language": "python", "name": "python3"}
+    nb.metadata = {"kernelspec": kernel, RAN: code_digest(nb.cells)}
+    clean_nb(nb, **KEPT)
     write_nb(nb, path)
     print(f"{path.name}: {time.perf_counter() - started:.1f} s")
 

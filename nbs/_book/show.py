@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from places import ROOT as HOUSE
+from places import ROOT as PROJECT
 
 from atom_mini.block_manager import NO_HASH
 from atom_mini.config import SamplingParams
@@ -79,7 +79,7 @@ class CountingRunner:
         return ScheduledBatchOutput({i: (n,) for i, n in sampled(batch)})
 
 
-class Told(NamedTuple):
+class NewTokens(NamedTuple):
     """What a step has brought a request."""
 
     request_id: int
@@ -87,11 +87,11 @@ class Told(NamedTuple):
     reason: str | None = None  # why it has ended with them
 
 
-def told(step) -> list[Told]:
+def new_tokens(step) -> list[NewTokens]:
     """By request what a step has brought it, for those that it brought tokens."""
     ended = {seq.id: seq.leave_reason for seq in step.finished}
     new = step.output.token_ids
-    return [Told(s.id, new[s.id], ended.get(s.id)) for s in step.seqs if s.id in new]
+    return [NewTokens(s.id, new[s.id], ended.get(s.id)) for s in step.seqs if s.id in new]
 
 
 class Played(NamedTuple):
@@ -368,7 +368,7 @@ def timed(claim: bool) -> None:
         print("(on this machine, now, it is otherwise)")
 
 
-REAL = HOUSE / "build" / "smollm2"  # what `make real` makes
+REAL = PROJECT / "build" / "smollm2"  # what `make real` makes
 
 
 def real_model() -> str | None:
@@ -431,7 +431,7 @@ MAP = {
     "core": (8, 3, "09a 14", "engine core"),
     "pool": (2, 1, "05 08", "K/V cache"),
     "attention": (4, 1, "05 10", "attention"),
-    "model": (6, 1, "06a 06b 06c 06d 11 22", "model"),
+    "model": (6, 1, "06a 06b 06c 11 22", "model"),
     "runner": (8, 1, "08 11b 12a", "runner"),
     "sampler": (10, 1, "07 11", "sampler"),
     "end": (10, 2, "04", "finished?"),
@@ -684,12 +684,12 @@ def recorded(name: str) -> Any:
     """What a benchmark has written: tests/bench/results/NAME.json."""
     import json
 
-    return json.loads((HOUSE / "tests" / "bench" / "results" / f"{name}.json").read_text())
+    return json.loads((PROJECT / "tests" / "bench" / "results" / f"{name}.json").read_text())
 
 
 def rungs(*names: str) -> None:
     """Print what the scorecard's file says of these rungs; `make score` writes it anew."""
-    sys.path.append(str(HOUSE / "tests" / "bench"))
+    sys.path.append(str(PROJECT / "tests" / "bench"))
     from scorecard import as_lines
 
     print(as_lines(*names))

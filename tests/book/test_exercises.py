@@ -23,7 +23,7 @@ from places import TOOLS
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = ROOT / "tests" / "book" / "wrong_answers"
 CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
-AS_EVER, PROCESSES = [pytest.mark.share(60, 900)], [pytest.mark.share(10, 900), pytest.mark.alone]
+AS_EVER, PROCESSES = [pytest.mark.share(30, 900)], [pytest.mark.share(10, 900), pytest.mark.alone]
 CASES = [pytest.param(p, id=p.stem, marks=PROCESSES if p.stem[0] in "78" else AS_EVER) for p in CHAPTERS]
 START = """
 import sys

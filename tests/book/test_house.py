@@ -18,7 +18,6 @@ import pytest
 import show
 from places import TOOLS, chapters
 
-from atom_mini import EngineArgs
 from atom_mini.instruments.trace import COLOURS, VERDICTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,8 +116,3 @@ def test_exported_cells_fit_on_a_screen(path: Path) -> None:
 def test_one_palette() -> None:
     """The player and the figures paint the same thing in the same colour."""
     assert show.COLOURS.items() >= (COLOURS | VERDICTS).items()
-
-
-def test_config_refuses_a_name_that_no_part_knows() -> None:
-    with pytest.raises(ValueError, match="no option 'chunk_sise': did you mean 'chunk_size'"):
-        EngineArgs(chunk_sise=4)

@@ -9,15 +9,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import book
 import pytest
 import show
 import torch
-from execnb.nbio import read_nb
+from execnb.nbio import mk_cell, new_nb, read_nb, write_nb
 from fold import check_imports, is_patched
 from nbdev.clean import clean_nb
+from nbdev.config import get_config
 from nbdev.test import test_nb as run_notebook
 from places import TOOLS, chapters, notebooks, path_of
 
@@ -46,12 +48,35 @@ def test_notebook_runs(path: Path) -> None:
 def test_notebook_is_clean_and_holds_its_outputs(path: Path) -> None:
     """Cleaning changes nothing; outputs are stored; none is an error, none names a place of the machine that ran it."""
     nb, cleaned = read_nb(path), read_nb(path)
-    clean_nb(cleaned, allowed_cell_metadata_keys=["tags"])
+    clean_nb(cleaned, **book.KEPT)
     assert nb == cleaned
     outputs = [o for cell in nb.cells if cell.cell_type == "code" for o in cell.outputs]
     assert outputs and all(o.output_type != "error" for o in outputs)
     text = " ".join(str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", "")) for o in outputs)
     assert not re.search(r"site-packages|(?<![\w.:/])/(?!tmp/)[\w.-]+/[\w.-]+/", text)  # nor of another that has
+
+
+@by_name
+def test_outputs_are_of_the_code_that_stands_there(path: Path) -> None:
+    """`run` stores a digest of the cells that it executes: code edited since then has old outputs, or none."""
+    nb = read_nb(path)
+    assert nb.metadata.get(book.RAN) == book.code_digest(nb.cells), f"python nbs/_book/book.py run {path.stem}"
+
+
+def test_code_edited_after_its_run_is_noticed(tmp_path: Path) -> None:
+    """A run stores the digest, and cleaning keeps it; text may change, and exercises, which a run leaves out."""
+    path = tmp_path / "later.ipynb"
+    write_nb(new_nb([mk_cell("# A", "markdown"), mk_cell("print(1)", "code"), mk_cell("#| exercise\n2", "code")]), path)
+    book.run(path)
+    for cell, source, is_fresh in ((0, "# B", True), (2, "#| exercise\n3", True), (1, "print( 1)", False)):
+        nb = read_nb(path)
+        nb.cells[cell].source = source
+        clean_nb(nb, **book.KEPT)
+        write_nb(nb, path)
+        with nullcontext() if is_fresh else pytest.raises(AssertionError, match=r"book\.py run later"):
+            test_outputs_are_of_the_code_that_stands_there(path)
+    kept = {name: getattr(get_config(), name).split() for name in book.KEPT}
+    assert kept == book.KEPT, "settings.ini lets nbdev_clean delete what `run` stores"
 
 
 @pytest.mark.parametrize("path", [p for p in CHAPTERS if p.stem[0].isdigit()], ids=lambda p: p.stem)
@@ -199,14 +224,17 @@ def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
         assert (tmp_path / module.relative_to(ROOT)).read_text() == module.read_text(), module.name
 
 
-@pytest.mark.parametrize("chapter", ["04_scheduler", "08_model_runner", "14_survives", "13_one_request_through", "09c_llm"])
-def test_one_chapter_is_exported_with_those_that_share_its_module(chapter: str, tmp_path: Path) -> None:
+def test_one_chapter_is_exported_with_those_that_share_its_module(tmp_path: Path) -> None:
     """Alone it would write a part of the module, or add its cells a second time."""
     copy_tree(tmp_path)
-    command = [sys.executable, "nbs/_book/book.py", "export", chapter]
-    subprocess.run(command, cwd=tmp_path, env=ENV, check=True, capture_output=True)
-    for module in MODULES:
-        assert (tmp_path / module.relative_to(ROOT)).read_text() == module.read_text(), module.name
+    modules = {module.relative_to(ROOT): module.read_text() for module in MODULES}
+    code = "import sys, book\nfor name in sys.stdin.read().split():\n    book.main('export', name)\n    "
+    code += "print({str(p): p.read_text() for p in book.Path('atom_mini').rglob('*.py')})"
+    command, chapters = [sys.executable, "-c", code], "04_scheduler 08_model_runner 14_survives 13_one_request_through 09c_llm"
+    env = ENV | {"PYTHONPATH": str(tmp_path / TOOLS)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, input=chapters, check=True, capture_output=True, text=True)
+    found = [{Path(k): v for k, v in ast.literal_eval(line).items()} for line in done.stdout.splitlines()]
+    assert len(found) == 5 and all(one == modules for one in found)
 
 
 @pytest.mark.parametrize(
@@ -266,27 +294,3 @@ def test_code_is_readable_as_plain_python() -> None:
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 50, f"{path.name}: {node.name} is too long"
                 assert not is_patched(node), f"{path.name}: {node.name} is not in its class"
-
-
-def test_the_hours_path_runs_alone() -> None:
-    """Its chapters one after the other, in one shell, and no other: each has what it needs."""
-    code = """
-import sys
-from pathlib import Path
-from execnb.nbio import read_nb
-from execnb.shell import CaptureShell
-import book
-from places import chapters
-shell = CaptureShell(Path("nbs"))
-shell.run(book.SETUP)
-for number in ("00", "00b", "03", "13"):
-    (path,) = [path for path in chapters() if path.stem.startswith(f"{number}_")]
-    for cell in read_nb(path).cells:
-        if cell.cell_type == "code" and not book.SKIP.search(cell.source):
-            shell.cell(cell)
-            if shell.exc:
-                sys.exit(f"{path}: {cell.source}\\n{shell.prettytb(path)}")
-"""
-    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / TOOLS}"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "nbs", env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]

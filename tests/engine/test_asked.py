@@ -196,6 +196,13 @@ def test_small_conveniences(llm: LLM) -> None:
     assert repr(llm).startswith("LLM('tiny', ") and len(repr(llm)) < 80
 
 
+def test_the_built_in_model_adds_small_numbers(llm: LLM) -> None:
+    """What a new user tries first. Its chapter trains it on nine of ten of these sums; the others it works out."""
+    sums = {f"{a} + {b} =": a + b for a in range(10) for b in range(10)}
+    texts = [out.text for out in llm.generate(list(sums), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)]
+    assert texts == [f" {answer}" for answer in sums.values()]
+
+
 def test_a_template_gets_its_options(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """`enable_thinking` and its like reach the template, which says what it makes of them."""
     template = "{{ messages[0].content }}{% if enable_thinking is false %} no{% endif %}"

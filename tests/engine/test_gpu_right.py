@@ -135,7 +135,7 @@ def test_pauses_of_the_device_change_no_token(monkeypatch: pytest.MonkeyPatch) -
 
 def test_sampling_of_a_large_vocabulary() -> None:
     """256 rows of 151,936 logits in bf16, by the GPU's sampler: chi-square over 32 bins against float64, at 0.1 %."""
-    from atom_mini.refinements.sampling_kernels import sample
+    from atom_mini.sampling_kernels import sample
 
     g = torch.Generator(DEVICE).manual_seed(0)
     logits = (3 * torch.randn(151936, generator=g, device=DEVICE)).bfloat16().expand(256, -1).contiguous()

@@ -31,7 +31,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
-from show import told
+from show import new_tokens
 
 from atom_mini import LLM, EngineArgs, RequestOutput, SamplingParams
 from atom_mini.sequence import Sequence
@@ -796,7 +796,7 @@ def test_step_and_add_request(llm: LLM) -> None:
     finished: dict[int, str | None] = {}
     while (step := llm.step()) is not None:
         assert step.seconds > 0 and step.batch.total_seqs_num >= 1
-        for new in told(step):
+        for new in new_tokens(step):
             tokens[new.request_id] += new.tokens
         finished |= {seq.id: seq.leave_reason for seq in step.finished}
     assert finished == dict.fromkeys(ids, "max_tokens")
@@ -816,7 +816,7 @@ def test_abort(llm: LLM) -> None:
     assert [seq.id for seq in llm.engine_core.scheduler.running] == [stays]
     tokens = list(llm.engine_core.scheduler.running[0].completion_token_ids)
     while (step := llm.step()) is not None:
-        tokens += [token for new in told(step) for token in new.tokens]
+        tokens += [token for new in new_tokens(step) for token in new.tokens]
     assert tokens == wanted.token_ids and not llm.abort(stays)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from show import Told, check_blocks, told
+from show import NewTokens, check_blocks, new_tokens
 
 import atom_mini.scheduler as scheduler_module
 from atom_mini import Config, EngineArgs
@@ -511,17 +511,17 @@ def test_a_wish_that_ends_exactly_at_the_pool_is_max_tokens() -> None:
 def test_records_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
     scheduler = make(max_num_batched_tokens=8)
     add(scheduler, request(0, 3, max_tokens=2), request(1, 9, max_tokens=1))
-    streams: list[list[Told]] = []
+    streams: list[list[NewTokens]] = []
     while scheduled := scheduler.schedule():
         batch, seqs = scheduled
         output = answer(batch, 7)
         finished = scheduler.postprocess(list(seqs.values()), output)
-        streams.append(told(StepOutput(batch, list(seqs.values()), output, finished, 0.0)))
+        streams.append(new_tokens(StepOutput(batch, list(seqs.values()), output, finished, 0.0)))
         assert [s.id for s in finished] == [o.request_id for o in streams[-1] if o.reason]
     assert streams == [
-        [Told(0, (7,))],  # the chunk of request 1 has nothing to say
-        [Told(1, (7,), "max_tokens")],
-        [Told(0, (7,), "max_tokens")],
+        [NewTokens(0, (7,))],  # the chunk of request 1 has nothing to say
+        [NewTokens(1, (7,), "max_tokens")],
+        [NewTokens(0, (7,), "max_tokens")],
     ]
 
 
@@ -538,8 +538,8 @@ def test_a_step_says_what_it_brought_whenever_it_is_asked() -> None:
     for i in range(2):
         core.add(request(i, 5, max_tokens=3))
     (first, *_, last) = iter(core.step, None)
-    assert told(last) == [Told(i, (7,), "max_tokens") for i in range(2)]
-    assert told(first) == [Told(i, (7,)) for i in range(2)]  # by now they are finished; then they were not
+    assert new_tokens(last) == [NewTokens(i, (7,), "max_tokens") for i in range(2)]
+    assert new_tokens(first) == [NewTokens(i, (7,)) for i in range(2)]  # by now they are finished; then they were not
 
 
 def test_records_hold_what_was_kept() -> None:
@@ -547,7 +547,7 @@ def test_records_hold_what_was_kept() -> None:
     core.add(seq)
     core.runner.forward = lambda batch: ScheduledBatchOutput({0: (4, 9, 8)})  # type: ignore[method-assign]
     step = core.step()
-    assert step is not None and told(step) == [Told(0, (4, 9), "stop_9")]
+    assert step is not None and new_tokens(step) == [NewTokens(0, (4, 9), "stop_9")]
 
 
 def test_times_and_status_of_a_life(clock: list[float]) -> None:

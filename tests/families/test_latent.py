@@ -257,7 +257,7 @@ def test_info_counts_latents(name: str, tmp_path: Path) -> None:
     cfg.dtype, cfg.architectures = torch.bfloat16, [type(cfg).__name__.replace("Config", "ForCausalLM")]
     cfg.save_pretrained(tmp_path)
     cfg.num_hidden_layers = layers
-    code = "import sys; from atom_mini import EngineArgs; from atom_mini.instruments import command_line as c; "
+    code = "import sys; from atom_mini import EngineArgs; from atom_mini.instruments import needs as c; "
     code += "import atom_mini; config = EngineArgs(sys.argv[1], dtype='bfloat16'); "
     code += "print(c.needs(config, 'cuda')['kvcache_bytes_per_token'])"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
@@ -280,7 +280,7 @@ def test_layers_for_mtp_are_left_out_if_the_config_says_so(announced: int, tmp_p
 
 def test_fp8_as_deepseek_v3_is_published(tmp_path: Path) -> None:
     """Packed in blocks and sorted after unpacking: transformers' logits for the unpacked weights."""
-    from test_quantised import save_fp8_twin  # which imports all families
+    from test_quantized import save_fp8_twin  # which imports all families
 
     save_mixture("deepseek_v3", tmp_path / "plain", **V3 | GROUPS)
     save_fp8_twin(tmp_path, lambda n: n.endswith(("_proj.weight", "_mqa.weight")))

@@ -24,7 +24,7 @@ from torch import Tensor
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families import mixture, state
 from atom_mini.families.records import FamilySpec, StateSpec, read_family
-from atom_mini.instruments.command_line import describe
+from atom_mini.instruments.needs import describe
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.processes.lockstep import dummy_batch, with_spare_block
@@ -613,7 +613,7 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
 
 def test_fp8_in_a_wrapper(tmp_path: Path) -> None:
     """Packed in blocks, as the wrapper's config says, and split after unpacking."""
-    from test_quantised import save_fp8_twin  # which imports all families
+    from test_quantized import save_fp8_twin  # which imports all families
 
     wrap("qwen3_5", tmp_path / "plain")
     save_fp8_twin(tmp_path, lambda n: n.endswith("_proj.weight") and "visual" not in n)

@@ -23,7 +23,7 @@ from atom_mini.attention import gather_kv
 from atom_mini.families import mixture, windows
 from atom_mini.families.mixture import split_experts
 from atom_mini.families.records import read_gpt_oss
-from atom_mini.families.windows import windowed_attention
+from atom_mini.families.windows import kernel_attention, windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
 
@@ -34,7 +34,7 @@ if HAS_TRITON:
     import triton.language as tl
     from test_kernels import DEVICE, LIMITS, Step, make_lens, make_ops, poisoned_memory, relative_error
 
-    from atom_mini.families import window_kernel
+    from atom_mini import triton_attention
 with_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
 Attend = Callable[..., Tensor]
@@ -65,18 +65,13 @@ def in_torch(step: Step, window: int = 0, sinks: Tensor | None = None) -> Tensor
     return windowed_attention(step.q, step.pool, step.meta(), step.q.shape[-1] ** -0.5, window, sinks)
 
 
-def in_triton(
-    step: Step, window: int = 0, sinks: Tensor | None = None, change: Callable[[Any, Any], object] | None = None
-) -> Tensor:
-    """`change(ops, plan)` may corrupt or enlarge the plan."""
+def in_triton(step: Step, window: int = 0, sinks: Tensor | None = None) -> Tensor:
     kv_heads, dim = step.pool.shape[2], step.q.shape[-1]
     ops = make_ops(kv_heads, step.q.shape[1] // kv_heads, dim, step.q.dtype)
     plan = ops.plan(*np.array(step.lens).T, step.tables)
-    if change:
-        change(ops, plan)
     plan.data = torch.from_numpy(plan.data).to(DEVICE)
     with poisoned_memory():
-        return window_kernel.attend(ops, step.q, step.pool, step.meta(plan), dim**-0.5, window, sinks)
+        return kernel_attention(ops, step.q, step.pool, step.meta(plan), dim**-0.5, window, sinks)
 
 
 def some_sinks(heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -195,23 +190,10 @@ def test_alone_or_among_others_bitwise(lens: list[tuple[int, int]], attend: Atte
         assert all(torch.equal(out, together[i]) for out, i in zip(alone, order, strict=True))
 
 
-@with_triton
-def test_launched_for_a_larger_decode() -> None:
-    """As in a recorded graph, whose counts are those of the largest plan."""
-
-    def enlarge(ops: Any, plan: Any) -> None:
-        largest = ops.largest_decode_plan(num_seqs=4, longest=600, block_size=16)
-        largest.data[: len(plan.data)] = plan.data
-        plan.__dict__.update(vars(largest))
-
-    step, sinks = Step([(1, 300), (1, 40), (1, 1)], 16, 1, 4, 64, torch.float32), some_sinks(4)
-    assert torch.equal(in_triton(step, 50, sinks, enlarge), in_triton(step, 50, sinks))
-
-
 if HAS_TRITON:
 
     @triton.jit
-    def start_of_every_part(item, head, sink_ptr):  # type: ignore[no-untyped-def]
+    def start_of_every_part(begin, head, sink_ptr):  # type: ignore[no-untyped-def]
         sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
         return sink, sink * 0 + 1
 
@@ -228,7 +210,7 @@ def test_a_wrong_sink_is_seen(mistake: str, window: int, monkeypatch: pytest.Mon
     if mistake == "in every part":
         if DEVICE != "cpu":
             pytest.skip("the interpreter looks a kernel's functions up when it runs")
-        monkeypatch.setattr(window_kernel, "_start", start_of_every_part)
+        monkeypatch.setattr(triton_attention, "_start", start_of_every_part)
     given = {"missing": None, "twice": sinks + math.log(2)}.get(mistake, sinks)
     assert relative_error(in_triton(step, window, given), wanted) > 0.05
 
@@ -309,12 +291,12 @@ def window_off(by: int) -> Callable[..., Tensor]:
     return attend
 
 
-IN_TURNS = mixture.is_interleaved
+INTERLEAVED = mixture.interleaved
 
 
 def take_halves(read: Any, i: int, n: int) -> Tensor:
     """As if gate and up were contiguous in the file."""
-    return IN_TURNS(read, 0, 1).chunk(n)[i]
+    return INTERLEAVED(read, 0, 1).chunk(n)[i]
 
 
 def route_over_all(logits: Tensor, routing: Any, correction: Any = None) -> tuple[Tensor, Tensor]:
@@ -330,7 +312,7 @@ ATTEND: dict[str, Attend] = {
 }
 MISTAKES = {name: (windows, "windowed_attention", attend) for name, attend in ATTEND.items()}
 MISTAKES["plain SwiGLU"] = (mixture, "activate", lambda gate_up, limit: ACTIVATE(gate_up))
-MISTAKES["halves, not turns"] = (mixture, "is_interleaved", take_halves)
+MISTAKES["halves, not interleaved"] = (mixture, "interleaved", take_halves)
 MISTAKES["softmax over all"] = (mixture, "route", route_over_all)
 
 
@@ -440,23 +422,3 @@ def test_replays_equal_eager_steps(tmp_path: Path) -> None:
     replayed, _ = graphs.run(runner, options, max_tokens=5)
     eager, _ = graphs.run(graphs.plain_runner(tmp_path), options, max_tokens=5)
     assert replayed == eager and sum(counts.values()) > 3
-
-
-@with_triton
-@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
-def test_compiles_without_spills(target: str) -> None:
-    """gpt-oss's and Mistral's heads, both phases; sinks with the first."""
-    from test_compile import run
-
-    result = run(f"""
-torch, result = tool.torch, {{}}
-for heads, kv_heads, dim, window in ((64, 8, 64, 128), (32, 8, 128, 4096)):
-    shape = tool.Shape("", heads, kv_heads, dim, 2880, 2880, 32000, False)
-    for phase in ("decode", "prefill"):
-        def launch():
-            tool.attend_windows(shape, phase, "bf16", window, dim == 64)
-        name = f"{{phase}} {{dim}} bf16 {{window}}"
-        rows = tool.compile_case({target!r}, name, launch)
-        result[name] = [fault for row in rows for fault in tool.faults(row)]
-""")
-    assert len(result) == 4 and not any(result.values()), result

@@ -25,19 +25,16 @@ from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.instruments.command_line import (
     COMMANDS,
     EXAMPLES,
-    HELP,
     SPINS,
     answer,
     figures,
-    given,
-    help_of,
-    kinds_in,
     main,
     make_parser,
     parse,
     run_chat,
 )
-from atom_mini.instruments.command_line import options_of as fields_of
+from atom_mini.instruments.options import HELP, given, help_of, kinds_in
+from atom_mini.instruments.options import options_of as fields_of
 
 TINY = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny"
 CPU = ["--device", "cpu", "--num-kvcache-blocks", "200"]
@@ -143,13 +140,15 @@ def test_examples(capsys: Capture) -> None:
 
 
 def options_of(command: str) -> dict[str, Any]:
-    """The fields that are options of a command; of two of one name the last."""
-    return {f.name: f for kind in COMMANDS[command].options() for f in fields_of(kind)}
+    """The fields that are options of a command; no two have one name."""
+    found = [f for kind in COMMANDS[command].options for f in fields_of(kind)]
+    assert len(found) == len({f.name for f in found})
+    return {f.name: f for f in found}
 
 
 def hints_of(command: str, name: str) -> set[Any]:
     """The plain types of an option."""
-    owner = [kind for kind in COMMANDS[command].options() if any(f.name == name for f in fields_of(kind))][-1]
+    (owner,) = [kind for kind in COMMANDS[command].options if any(f.name == name for f in fields_of(kind))]
     return kinds_in(get_type_hints(owner)[name])
 
 
@@ -476,21 +475,21 @@ def test_help(command: str, capsys: Capture, monkeypatch: Patch) -> None:
     shown = capsys.readouterr().out
     assert all(len(line) <= 80 for line in shown.splitlines()) and "SUPPRESS" not in shown
     text = " ".join(shown.split())
-    for kind in COMMANDS[command].options() if command else ():
-        for f in [f for f in fields_of(kind) if f is options_of(command)[f.name]]:
-            group, line = help_of(kind, f.name)
+    for kind in COMMANDS[command].options if command else ():
+        for f in fields_of(kind):
+            group, line = help_of(f.name)
             assert line and len(line) <= 60 and f"{group}:" in shown and line in text, f"{f.name} has no line in HELP"
     if command:
         assert "(default: 512)" in text and "--max-num-seqs INT" in text
-        if SamplingParams in COMMANDS[command].options():
+        if SamplingParams in COMMANDS[command].options:
             assert f"generated at most (default: {512 if command == 'chat' else 64})" in text
     else:
         assert all(name in shown for name in [*COMMANDS, "--version"])
 
 
 def test_help_is_about_options_that_exist() -> None:
-    names = {f.name for command in COMMANDS.values() for kind in command.options() for f in fields_of(kind)}
-    assert {name.split(".")[-1] for lines in HELP.values() for name in lines} <= names
+    names = {f.name for command in COMMANDS.values() for kind in command.options for f in fields_of(kind)}
+    assert {name for lines in HELP.values() for name in lines} <= names
 
 
 def test_version(capsys: Capture) -> None:
@@ -501,7 +500,7 @@ def test_version(capsys: Capture) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["sevre"], "did you mean serve?"), (["help"], "did you mean --help?"), (["frobnicate", "--json"], "there are generate, chat"),
+    [(["sevre"], "did you mean serve?"), (["help"], "did you mean --help?"), (["frobnicate", "--json"], "use generate, chat"),
      (["gen", "Once"], "atom-mini generate gen")],
 )  # fmt: skip
 def test_an_unknown_command_is_no_prompt(arguments: list[str], words: str, capsys: Capture) -> None:
@@ -576,14 +575,12 @@ def test_hints_are_commands_that_work_in_a_clone() -> None:
 
 
 def test_in_a_shell() -> None:
-    """Each command as a process."""
+    """As a process: what goes to stdout and to stderr, and the exit code."""
     done = run_shell("Once upon", "12 + 7 =", "--max-tokens", "5", "--temperature", "0")
     assert done.returncode == 0 and "Once upon" in done.stdout and "12 + 7 =" in done.stdout
     assert "tokens/s" in done.stderr
     done = run_shell("chat", "--max-tokens", "5", stdin="What is 20 + 21?\n/stats\n")
     assert done.returncode == 0 and "num_decode_tokens" in done.stdout and done.stderr == ""
-    done = run_shell("bench", "--num-requests", "2", "--max-tokens", "3", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["num_decode_tokens"] == 4
     done = run_shell("info", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["parameters"] > 1e6
     done = run_shell("--model", "no/such-model")

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -65,42 +66,42 @@ def wait_for(holds: Callable[[], object], limit: float = 10.0) -> float:
     return time.perf_counter() - start
 
 
-def processes() -> dict[int, str]:
-    """The process ids and command lines of all our engines on this machine."""
+def processes(kind: str = "load_engine", tag: str = "") -> dict[int, str]:
+    """The process ids and command lines of all engines, or ranks (`load_rank`), that have `tag` in their environment."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            is_tagged = not tag or tag.encode() in (path / "environ").read_bytes()
         except OSError:
             continue
-        if "atom_mini.processes.engine_process:load_engine {" in line and state != "Z":
+        if re.search(rf"atom_mini\.processes\.\w+:{kind} \{{", line) and state != "Z" and is_tagged:
             found[int(path.name)] = line
     return found
 
 
+def listeners(pid: int) -> set[str]:
+    """Addresses (hexadecimal) on which a process listens."""
+    inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
 @pytest.fixture
 def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # tmp_path: is made first, elsewhere
-    """A folder for temporary files that must be empty afterwards, without a new process left."""
+    """A folder for temporary files that must be empty afterwards, without an engine or a rank left."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short: sockets under a long path would lie elsewhere
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
-    before, watching = processes().keys(), lambda: [t for t in threading.enumerate() if t.name.startswith("engine")]
+    watching = lambda: [t for t in threading.enumerate() if t.name.startswith("engine")]  # noqa: E731
     threads = len(watching())
     yield folder
     gc.collect()
-    mine = lambda: [p for p in processes().keys() - before if str(folder) in environment(p)]  # noqa: E731
-    wait_for(lambda: not mine())
+    wait_for(lambda: not processes("load_(engine|rank)", str(folder)))
     wait_for(lambda: len(watching()) <= threads)
     assert [*folder.iterdir()] == []
     folder.rmdir()
-
-
-def environment(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 FAKE = """
@@ -148,8 +149,8 @@ def fake(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return make
 
 
-def request(core: EngineCoreClient | EngineCore, length: int = 3, **wish: Any) -> Sequence:
-    seq = Sequence([5, 6, 7][:length], 4, SamplingParams(**{"ignore_eos": True, **wish}))
+def request(core: EngineCoreClient | EngineCore, length: int = 3, **sampling: Any) -> Sequence:
+    seq = Sequence([5, 6, 7][:length], 4, SamplingParams(**{"ignore_eos": True, **sampling}))
     core.add(seq)
     return seq
 
@@ -162,7 +163,7 @@ def finish(core: EngineCoreClient, *seqs: Sequence) -> None:
 # Faithful
 
 
-WISHES = [
+SAMPLINGS = [
     SamplingParams(max_tokens=24),
     SamplingParams(max_tokens=20, temperature=0.9, seed=5, top_p=0.9),
     SamplingParams(max_tokens=20, temperature=1.1, seed=2**70 + 3, logprobs=3, repetition_penalty=1.2),
@@ -198,9 +199,9 @@ def facts(out: Any) -> dict[str, Any]:
 
 def answers(llm: LLM) -> list[Any]:
     """Calls, streams, and chats."""
-    prompts = [p for p in PROMPTS for _ in WISHES] + [[40, 206, 75]]
-    found = [facts(out) for out in llm.generate(prompts, WISHES * len(PROMPTS) + WISHES[:1])]
-    pieces = [(p.index, p.text, p.finish_reason) for p in llm.stream(PROMPTS, WISHES[3])]
+    prompts = [p for p in PROMPTS for _ in SAMPLINGS] + [[40, 206, 75]]
+    found = [facts(out) for out in llm.generate(prompts, SAMPLINGS * len(PROMPTS) + SAMPLINGS[:1])]
+    pieces = [(p.index, p.text, p.finish_reason) for p in llm.stream(PROMPTS, SAMPLINGS[3])]
     streams = ["".join(text for i, text, _ in pieces if i == index) for index in range(4)]
     found += [streams, sorted(p for p in pieces if p[2])]
     chat = [{"role": "user", "content": "What is 20 + 21?"}]
@@ -227,14 +228,14 @@ def test_same_answers(name: str, remote: LLM) -> None:
         with LLM("tiny", engine_process=True, **SMALL, **OPTIONS[name]) as other:
             assert answers(other) == expected
             if name == "drafts":  # what later parts count crosses, too
-                told = other.generate(PROMPTS, WISHES[0])
-                assert any(out.metrics for out in told)
+                outs = other.generate(PROMPTS, SAMPLINGS[0])
+                assert any(out.metrics for out in outs)
 
 
 @alone
 def test_many_threads(remote: LLM) -> None:
     """Eight threads, in calls and streams: each gets the answers that it gets alone."""
-    jobs = [(random.Random(i).choice(PROMPTS), WISHES[i % len(WISHES)]) for i in range(24)]
+    jobs = [(random.Random(i).choice(PROMPTS), SAMPLINGS[i % len(SAMPLINGS)]) for i in range(24)]
     alone = [facts(remote.generate(*job)[0]) for job in jobs]
 
     def ask(i: int) -> Any:
@@ -291,16 +292,16 @@ def test_refusals_are_those_of_the_engine_here(remote: LLM) -> None:
 @alone
 def test_ctrl_c_at_any_line(remote: LLM) -> None:
     """As in `test_interrupt`: some lines of a call of the front, and the next call is right."""
-    prompts, wish = PROMPTS[:3], SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
-    expected = [(out.text, out.token_ids) for out in remote.generate(prompts, wish)]
+    prompts, sampling = PROMPTS[:3], SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
+    expected = [(out.text, out.token_ids) for out in remote.generate(prompts, sampling)]
     at, places = 1, set()
     while True:
         wire = Tripwire(at)
-        if not wire.run(lambda: remote.generate(prompts, wish)):
+        if not wire.run(lambda: remote.generate(prompts, sampling)):
             break
         at += 23
         places.add(wire.where)
-        assert [(out.text, out.token_ids) for out in remote.generate(prompts, wish)] == expected, wire.where
+        assert [(out.text, out.token_ids) for out in remote.generate(prompts, sampling)] == expected, wire.where
     assert sum("core_client" in place for place in places) > 5
     expect_empty(remote.engine_core)  # type: ignore[arg-type]
 
@@ -398,11 +399,11 @@ def test_bad_frames_do_not_end_the_engine(fake: Callable[..., EngineCoreClient])
         core.step()
         with core.engines[0].sending:
             core.engines[0].outbox.send(msgspec.msgpack.encode(frame))
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as warned:
         finish(core, seq)
-        wait_for(lambda: len(core.engines[0].messages) + len(told) >= len(frames))
+        wait_for(lambda: len(core.engines[0].messages) + len(warned) >= len(frames))
         core.step()
-    assert len([w for w in told if "refused" in str(w.message)]) == len(frames)
+    assert len([w for w in warned if "refused" in str(w.message)]) == len(frames)
     assert seq.completion_token_ids == [103 + i for i in range(200)]
     expect_empty(core)
     core.close()
@@ -440,9 +441,9 @@ def ask_from_eight_threads(llm: LLM) -> int:
         rng, good = random.Random(thread), 0
         for _ in range(25):
             shapes = [(rng.randint(1, 60), rng.randint(1, 3)) for _ in range(50)]
-            wishes = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in shapes]
+            samplings = [SamplingParams(max_tokens=n, ignore_eos=True) for _, n in shapes]
             taken_back = [llm.add_request([9], SamplingParams(max_tokens=50)) for _ in range(2)]
-            outs = llm.generate([[thread + 1] * size for size, _ in shapes], wishes, use_tqdm=False)
+            outs = llm.generate([[thread + 1] * size for size, _ in shapes], samplings, use_tqdm=False)
             good += sum(o.token_ids == [100 + s + i for i in range(n)] for o, (s, n) in zip(outs, shapes, strict=True))
             for request_id in taken_back:
                 llm.abort(request_id)
@@ -492,12 +493,7 @@ def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., EngineCoreCli
     """The folder of the sockets is removed after READY, and no port is open."""
     core = fake()
     assert [*tidy.iterdir()] == []
-    for pid in (os.getpid(), core.engines[0].process.pid):
-        inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists()}
-        for name in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-                fields = line.split()
-                assert fields[3] != "0A" or f"socket:[{fields[9]}]" not in inodes, "it listens on a port"
+    assert not listeners(os.getpid()) | listeners(core.engines[0].process.pid), "it listens on a port"
     core.close()
 
 
@@ -509,11 +505,11 @@ def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., EngineCoreCli
 def test_kill_the_engine_while_threads_wait(tidy: Path) -> None:
     """Every call and stream soon raises EngineDead with the end of the log; the next call does so at once."""
     llm = LLM("tiny", engine_process=True, **SMALL)
-    wish, errors = SamplingParams(max_tokens=200, ignore_eos=True), []
+    sampling, errors = SamplingParams(max_tokens=200, ignore_eos=True), []
 
     def ask(i: int) -> None:
         try:
-            [*llm.stream(PROMPTS, wish)] if i % 2 else llm.generate(PROMPTS, wish)
+            [*llm.stream(PROMPTS, sampling)] if i % 2 else llm.generate(PROMPTS, sampling)
         except EngineDead as error:
             errors.append((time.perf_counter(), str(error)))
 
@@ -666,12 +662,12 @@ def test_a_bad_checkpoint_is_refused_as_ever(tidy: Path, tmp_path: Path) -> None
     tensors = load_file(path)
     del tensors["model.norm.weight"]
     save_file(tensors, path, {"format": "pt"})
-    said = []
+    errors = []
     for where in (False, True):
         with pytest.raises(ValueError, match="norm") as caught:
             LLM(str(tmp_path / "model"), device="cpu", num_kvcache_blocks=8, **{"engine_process": True} if where else {})
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
 
 
 FRONT = """  # its engine is processes.engine_process
@@ -724,9 +720,9 @@ def test_death_of_the_front(how: str, fake: Callable[..., EngineCoreClient]) -> 
 def test_death_of_the_front_before_ready(when: str, fake: Callable[..., EngineCoreClient], tidy: Path, tmp_path: Path) -> None:
     loading = f"open({str(tmp_path / 'loads')!r}, 'w').close(); time.sleep(60)"
     (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading=loading))
-    env, before = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, processes().keys()
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", FRONT.format(then=""), json.dumps(SMALL)], env=env)
-    wait_for(lambda: [p for p in processes().keys() - before - {process.pid} if str(tidy) in environment(p)])
+    wait_for(lambda: processes(tag=str(tidy)).keys() - {process.pid})
     if when == "while it loads":
         wait_for(lambda: (tmp_path / "loads").exists())
     process.kill()
@@ -802,9 +798,10 @@ def test_a_long_place_for_temporary_files(fake: Callable[..., Any], tidy: Path, 
 def test_nothing_is_imported_from_the_current_folder(fake: Callable[..., EngineCoreClient], tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "zmq.py").write_text("raise RuntimeError('not this one')")
-    (tmp_path / "script.py").write_text(FRONT.format(then="core.close()"))
+    script = tmp_path / "processes.engine_process.py"  # a name that `FAKE` knows
+    script.write_text(FRONT.format(then="core.close()"))
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-    command = [sys.executable, str(tmp_path / "script.py"), json.dumps(SMALL)]
+    command = [sys.executable, str(script), json.dumps(SMALL)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path / "here", check=True)
 
 
@@ -836,10 +833,12 @@ def test_bad_knobs(options: dict[str, Any], words: str) -> None:
         EngineArgs("tiny", **options)
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, tidy: Path) -> None:
-    monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == "zmq" else object())
-    with pytest.raises(ValueError, match=r'engine_process=True needs zmq: run pip install -e "\.\[processes\]"'):
-        LLM("tiny", engine_process=True)
+@pytest.mark.parametrize(("option", "missing"), [("engine_process=True", "zmq"), ("tensor_parallel_size=2", "zmq"),
+                                                 ("data_parallel_size=2", "msgspec")])  # fmt: skip
+def test_without_the_extra(option: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(ValueError, match=rf'{option} needs {missing}: run pip install -e "\.\[processes\]"'):
+        eval(f'EngineArgs("tiny", {option})')
 
 
 def test_only_what_was_given_is_sent() -> None:
@@ -849,13 +848,6 @@ def test_only_what_was_given_is_sent() -> None:
     assert order["model"] == "tiny" and order["options"].keys() == {"max_num_seqs", "speculative_config"}
     there = EngineArgs(order["model"], **json.loads(json.dumps(order["options"])))
     assert there.speculative_config == config.speculative_config and not there.engine_process
-
-
-def test_it_has_the_methods_of_a_core() -> None:
-    """The methods of an engine core that an LLM uses."""
-    used = {"add", "abort", "step", "is_finished", "close", "scheduler"}
-    have = {*dir(EngineCoreClient), "scheduler", "close"}
-    assert used <= have
 
 
 @alone

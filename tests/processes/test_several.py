@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from show import children
+from test_engine_process import tidy as tidy
 from test_mtp import save_module
 from test_tensor_parallel import LONG, until_dead
-from test_tensor_parallel import tidy as tidy
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.processes.core_client import EngineDead
@@ -31,10 +31,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "a draft model over ranks": {"tensor_parallel_size": 2, **MODEL},
     "MTP over ranks": {"tensor_parallel_size": 2, **MTP},
     "MTP over ranks with dealt experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True, **MTP},
-    "engines with ranks": {"data_parallel_size": 2, "tensor_parallel_size": 2},
     "engines with ranks, a step ahead": {"data_parallel_size": 2, "tensor_parallel_size": 2, "overlap": True},
     "engines with ranks and dealt experts": {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
-    "lookups in lockstep": {"data_parallel_size": 2, "lockstep": True, **NGRAM},
     "EAGLE in lockstep": {"data_parallel_size": 2, "lockstep": True, **EAGLE},
     "MTP in lockstep": {"data_parallel_size": 2, "lockstep": True, **MTP},
     "lookups in lockstep with dealt experts": {
@@ -52,11 +50,11 @@ def requests(count: int, vocabulary: int) -> list[tuple[list[int], SamplingParam
         prompt = rng.choice(stems)[: rng.randint(1, 33)] + [
             rng.randrange(5, vocabulary) for _ in range(rng.randint(0, 3))
         ]
-        wish = SamplingParams(
+        params = SamplingParams(
             temperature=rng.choice([0, 0.9]), seed=n, max_tokens=rng.randint(1, 24), logprobs=rng.choice([None, 2]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.3]), stop_token_ids=rng.choice([(), (7,)]), ignore_eos=True,
         )  # fmt: skip
-        made.append((prompt, wish))
+        made.append((prompt, params))
     return made
 
 
@@ -64,8 +62,8 @@ def run(llm: LLM, asked: list[tuple[list[int], SamplingParams]], rng: random.Ran
     """Place -> (token ids, number of log probabilities, reason), twelve at a time; with `rng`, some are aborted."""
     waiting, alive, found = [*enumerate(asked)], dict[int, Any](), dict[int, Any]()
     while waiting or alive:
-        for place, (prompt, wish) in waiting[:12]:
-            id = llm.add_request(prompt, wish)
+        for place, (prompt, params) in waiting[:12]:
+            id = llm.add_request(prompt, params)
             alive[place] = llm.engine_core.scheduler.seqs[id]
         del waiting[:12]
         if rng is not None and alive and rng.random() < 0.4:
@@ -87,7 +85,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.alone
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", TOGETHER)
 def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
     options, model = TOGETHER[name], "tiny"
@@ -136,8 +133,7 @@ def test_a_rank_of_one_engine_dies(tidy: Path) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", ["a step ahead over ranks", "EAGLE over ranks"])
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("name", "blow"), [("a step ahead over ranks", signal.SIGKILL), ("EAGLE over ranks", signal.SIGSTOP)])
 def test_a_rank_dies(name: str, blow: int, tidy: Path) -> None:
     """A killed rank is named; a stopped one is noticed within the group's limit."""
     llm = LLM("tiny", **SMALL, **TOGETHER[name], collective_timeout=5.0)

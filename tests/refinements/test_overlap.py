@@ -288,8 +288,8 @@ def arrivals(llm: LLM, kept: dict[int, list[int]]) -> int:
 
 def test_arrivals_aborts_and_preemptions_change_no_token_and_leave_nothing() -> None:
     """With and without overlap. Repeating the same arrivals leaves no more objects behind than before."""
-    room: dict[str, Any] = {"num_kvcache_blocks": 30, "kv_cache_block_size": 4, "max_num_seqs": 6}
-    with LLM("tiny", device="cpu", **room) as plain, LLM("tiny", device="cpu", overlap=True, **room) as ahead:
+    limits: dict[str, Any] = {"num_kvcache_blocks": 30, "kv_cache_block_size": 4, "max_num_seqs": 6}
+    with LLM("tiny", device="cpu", **limits) as plain, LLM("tiny", device="cpu", overlap=True, **limits) as ahead:
         wanted, found = dict[int, list[int]](), dict[int, list[int]]()
         assert arrivals(plain, wanted) > 0 and arrivals(ahead, found) > 0
         assert found == wanted and len(wanted) == 12

@@ -80,17 +80,20 @@ def slow_lookup(tokens: list[int], most: int, least: int, longest: int) -> list[
 
 
 def test_the_lookup_is_the_definition() -> None:
-    """On random texts of few letters, with every pair of limits; after a preemption, too: nothing known changes."""
+    """On random texts of few letters, with every pair of limits, asked rarely or twice; nothing known changes by a
+    preemption."""
     luck = random.Random(0)
-    for trial in range(60):
+    for trial in range(200):
         least = luck.randint(1, 3)
         longest = luck.randint(least, 5)
         drafter = NgramDrafter(EngineArgs(speculative_config={"prompt_lookup_min": least, "prompt_lookup_max": longest}))
-        seq = Sequence([luck.randrange(3) for _ in range(luck.randint(1, 9))], 4, id=trial)
+        letters = luck.randint(1, 4)
+        seq = Sequence([luck.randrange(letters) for _ in range(luck.randint(1, 9))], 4, id=trial)
         for _ in range(40):
             most = luck.randint(1, 6)
-            assert drafter.propose([seq], [most]) == [slow_lookup(seq.token_ids, most, least, longest)]
-            seq.append_token(luck.randrange(3))
+            for _ in range(luck.choice([0, 1, 1, 2])):
+                assert drafter.propose([seq], [most]) == [slow_lookup(seq.token_ids, most, least, longest)]
+            seq.append_token(luck.randrange(letters))
             if luck.random() < 0.1:
                 seq.restart()
         drafter.keep({trial + 1})
@@ -445,24 +448,6 @@ def test_a_result_says_what_became_of_its_drafts() -> None:
     assert all(a <= d for a, d in zip(accepted, drafted, strict=True)) and len(set(drafted)) > 1
     with LLM("tiny", **BASE) as plain:
         assert not plain.generate(LONG[0], GREEDY, use_tqdm=False)[0].metrics
-
-
-def test_lookup_finds_what_a_search_finds() -> None:
-    """For all sizes, on texts of few different tokens, also when it is asked rarely or twice."""
-    rng = random.Random(0)
-    for _ in range(200):
-        least, letters = rng.randint(1, 3), rng.randint(1, 4)
-        longest = least + rng.randint(0, 3)
-        knobs = {"prompt_lookup_min": least, "prompt_lookup_max": longest}
-        lookup, seq = NgramDrafter(EngineArgs(speculative_config=knobs)), Sequence([0], 16)
-        for _ in range(60):
-            seq.append_token(rng.randrange(letters))
-            text, end = seq.token_ids, len(seq)
-            found = end
-            for n in range(least, min(longest, end - 1) + 1):
-                found = next((i + n for i in range(end - n) if text[i : i + n] == text[end - n :]), found)
-            for _ in range(rng.choice([0, 1, 1, 2])):
-                assert lookup.propose([seq], [5]) == [text[found : found + 5]], (text, knobs)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

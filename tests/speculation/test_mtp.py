@@ -14,7 +14,7 @@ import torch
 import transformers
 from checkpoints import edit_json, random_model
 from safetensors.torch import load_file, save_file
-from test_quantised import save_fp8_twin
+from test_quantized import save_fp8_twin
 from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams

@@ -9,3 +9,6 @@ class ThreeInARow(TurnScheduler):
         return kind, seqs
 # %% 2
 best_factor = 4
+# %% 3
+def largest_budget(limit, step, token):
+    return int((limit - step) / token) // 2

@@ -3,7 +3,7 @@ computed = 64
 # %% 2
 load = [(0, 6, 3, 2), (0, 6, 10, 10)]
 # %% 3
-class Turned(RectangularRunner):
+class ColumnPositions(RectangularRunner):
     def prepare_model(self, batch):
         ids, _, meta, rows = super().prepare_model(batch)
         columns, is_real, _ = self._lay_out(batch)

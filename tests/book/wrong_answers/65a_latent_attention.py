@@ -3,8 +3,7 @@ def share(n, chunk):
     pairs = n * (n + 1) / 2
     return (n * expand + pairs * plain) / (pairs * absorbing)  # as if all chunks shared the expanded keys
 # %% 2
-def rotate_neighbors(x, cos, sin):
-    (first, second), half = x.unflatten(-1, (-1, 2)).unbind(-1), x.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]  # the half with the minus sign
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.stack(turned, -1).flatten(-2)
+def idle(heads, rows=16):
+    return max(0.0, 1 - heads / rows)  # as if a tile held one token
+# %% 3
+times = {4: 2, 16: 5, 20: 5}

@@ -26,12 +26,12 @@ from checkpoints import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import atom_mini.families.quantised as quantised
+import atom_mini.families.quantized as quantized
 import atom_mini.loading
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.families.quantised import dequantise_fp8, dequantise_mxfp4, unpack
+from atom_mini.families.quantized import dequantize_fp8, dequantize_mxfp4, unpack
 from atom_mini.families.records import Storage
-from atom_mini.instruments.command_line import describe
+from atom_mini.instruments.needs import describe
 from atom_mini.loading import load_model, read_tensor
 
 # As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.
@@ -100,7 +100,7 @@ def every_pair() -> tuple[Tensor, Tensor]:
 def test_all_codes_and_scales() -> None:
     """256 bytes x 255 scales, bit by bit; 2^-128 is below the smallest normal bfloat16, and exact all the same."""
     blocks, scales = (t[:255] for t in every_pair())
-    ours, wanted = dequantise_mxfp4(blocks, scales), plain_mxfp4(blocks, scales)
+    ours, wanted = dequantize_mxfp4(blocks, scales), plain_mxfp4(blocks, scales)
     assert same_bits(ours, wanted.to(torch.bfloat16))
     fits = wanted.abs() < 2.0**128  # beyond it there is only infinity
     assert ours.double()[fits].equal(wanted[fits]) and ours[~fits].isinf().all()
@@ -109,13 +109,13 @@ def test_all_codes_and_scales() -> None:
 
 def test_scale_255_is_nan() -> None:
     blocks, scales = every_pair()
-    assert dequantise_mxfp4(blocks[255], scales[255]).isnan().all()
+    assert dequantize_mxfp4(blocks[255], scales[255]).isnan().all()
 
 
 @pytest.mark.parametrize("wrong", [{"bias": 126}, {"high_first": True}], ids=str)
 def test_planted_errors_of_mxfp4(wrong: dict[str, Any]) -> None:
     blocks, scales = (t[100:150] for t in every_pair())
-    ours = dequantise_mxfp4(blocks, scales).double()
+    ours = dequantize_mxfp4(blocks, scales).double()
     assert ours.equal(plain_mxfp4(blocks, scales))
     assert not ours.equal(plain_mxfp4(blocks, scales, **wrong))
 
@@ -125,19 +125,19 @@ def test_shapes_of_mxfp4(shape: tuple[int, ...]) -> None:
     g = torch.Generator().manual_seed(0)
     rows = [*shape[:-1], shape[-1] // 32]
     blocks, scales = (torch.randint(0, 255, s, generator=g).byte() for s in ([*rows, 16], rows))
-    ours = dequantise_mxfp4(blocks, scales)
+    ours = dequantize_mxfp4(blocks, scales)
     assert ours.shape == shape and same_bits(ours, plain_mxfp4(blocks, scales).to(torch.bfloat16))
-    transposed = dequantise_mxfp4(blocks.flip(-2).contiguous().flip(-2), scales)  # strides do not matter
+    transposed = dequantize_mxfp4(blocks.flip(-2).contiguous().flip(-2), scales)  # strides do not matter
     assert same_bits(transposed, ours)
 
 
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"\[4, 2, 8\].*\[4, 2, 16\]"):
-        dequantise_mxfp4(torch.zeros(4, 2, 8).byte(), torch.zeros(4, 2).byte())
+        dequantize_mxfp4(torch.zeros(4, 2, 8).byte(), torch.zeros(4, 2).byte())
     packed, _ = to_fp8(torch.randn(300, 130))
     for grid, block in ((torch.ones(2, 3), (128, 128)), (torch.ones(3, 2), (64, 128)), (torch.ones(()), (128, 128))):
         with pytest.raises(ValueError, match=r"300, 130"):
-            dequantise_fp8(packed, grid, block)
+            dequantize_fp8(packed, grid, block)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -146,33 +146,33 @@ def test_fp8_formula(shape: tuple[int, int], kind: torch.dtype) -> None:
     torch.manual_seed(0)
     packed, grid = to_fp8(torch.randn(shape) * torch.logspace(-2, 2, shape[1]))
     before, grid = packed.clone(), grid.to(kind)
-    ours = dequantise_fp8(packed, grid)
+    ours = dequantize_fp8(packed, grid)
     assert ours.dtype == torch.float32 and ours.equal(plain_fp8(packed, grid))
     assert packed.view(torch.uint8).equal(before.view(torch.uint8))
 
 
 def test_other_block_sizes() -> None:
     packed, grid = to_fp8(torch.randn(100, 70), 32)
-    assert dequantise_fp8(packed, grid, (32, 32)).equal(plain_fp8(packed, grid, 32))
+    assert dequantize_fp8(packed, grid, (32, 32)).equal(plain_fp8(packed, grid, 32))
     wide = torch.rand(100, 3)  # 1 x 32
     wanted = packed.float() * wide.repeat_interleave(32, 1)[:, :70]
-    assert dequantise_fp8(packed, wide, (1, 32)).equal(wanted)
+    assert dequantize_fp8(packed, wide, (1, 32)).equal(wanted)
 
 
 def test_planted_errors_of_fp8() -> None:
     """A transposed grid of scales is refused where its shape shows it, and gives other numbers where it does not."""
     packed, grid = to_fp8(torch.randn(256, 256) * torch.logspace(0, 3, 256))
-    assert not dequantise_fp8(packed, grid.T).equal(plain_fp8(packed, grid))
+    assert not dequantize_fp8(packed, grid.T).equal(plain_fp8(packed, grid))
     packed, grid = to_fp8(torch.randn(384, 256))
     with pytest.raises(ValueError, match="scales"):
-        dequantise_fp8(packed, grid.T)
+        dequantize_fp8(packed, grid.T)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e5m2"])
 def test_weights_of_other_types_are_refused(kind: str) -> None:
     weight = torch.ones(128, 128).to(getattr(torch, kind))
     with pytest.raises(ValueError, match=f"weights in torch.{kind} are not supported"):
-        dequantise_fp8(weight, torch.ones(1, 1))
+        dequantize_fp8(weight, torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("kind", ["uint8", "float8_e8m0fnu"])
@@ -181,13 +181,13 @@ def test_e8m0_scales_are_refused(kind: str) -> None:
     if not hasattr(torch, kind):
         pytest.skip(f"this torch has no {kind}")
     with pytest.raises(ValueError, match=kind):
-        dequantise_fp8(packed, grid.to(getattr(torch, kind)))
+        dequantize_fp8(packed, grid.to(getattr(torch, kind)))
 
 
 # Whole checkpoints
 
 
-def quantise(folder: Path, kind: str = "qwen3", size: int = 128, **options: Any) -> tuple[Path, Path, Any]:
+def quantize(folder: Path, kind: str = "qwen3", size: int = 128, **options: Any) -> tuple[Path, Path, Any]:
     """(folder in FP8, the same weights whole, transformers' model of them)."""
     whole, packed = folder / "whole", folder / "fp8"
     if kind in CONFIGS:
@@ -227,7 +227,7 @@ def logits(folder: Path) -> Tensor:
 )
 def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Its logits equal those of the same weights stored unpacked, and transformers' for these to 1e-4."""
-    packed, whole, model = quantise(tmp_path, kind, **options)
+    packed, whole, model = quantize(tmp_path, kind, **options)
     assert EngineArgs(str(packed)).spec.storage.method == "fp8"
     ours = logits(packed)
     assert ours.equal(logits(whole))
@@ -237,8 +237,8 @@ def test_fp8_checkpoint(kind: str, options: dict[str, Any], tmp_path: Path) -> N
 @pytest.mark.parametrize("error", ["transposed", "inverse", "none", "size by shape"])
 def test_planted_errors_in_a_checkpoint(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above notices these errors."""
-    packed, _, model = quantise(tmp_path, num_attention_heads=8)  # q_proj: 2 x 2 squares
-    right = dequantise_fp8
+    packed, _, model = quantize(tmp_path, num_attention_heads=8)  # q_proj: 2 x 2 squares
+    right = dequantize_fp8
     wrong: dict[str, Callable[..., Tensor]] = {
         "transposed": lambda w, s, b: right(w, s.T.contiguous() if s.shape[0] == s.shape[1] else s, b),
         "inverse": lambda w, s, b: right(w, 1 / s, b),
@@ -246,13 +246,13 @@ def test_planted_errors_in_a_checkpoint(error: str, tmp_path: Path, monkeypatch:
         "size by shape": lambda w, s, b: right(w, s, [-(-n // k) for n, k in zip(w.shape, s.shape, strict=True)]),
     }
     assert (logits(packed) - reference_logits(model, IDS)).abs().max() < 1e-4
-    monkeypatch.setattr(quantised, "dequantise_fp8", wrong[error])
+    monkeypatch.setattr(quantized, "dequantize_fp8", wrong[error])
     assert (logits(packed) - reference_logits(model, IDS)).abs().max() > 1e-2
 
 
 def test_transformers_unpacks_the_same(tmp_path: Path) -> None:
     """transformers' code for the format, on shapes that are multiples of 128, as published models are."""
-    packed, _, _ = quantise(tmp_path, hidden_size=256, intermediate_size=384, num_attention_heads=8)
+    packed, _, _ = quantize(tmp_path, hidden_size=256, intermediate_size=384, num_attention_heads=8)
     options = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True), "dtype": torch.float32}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(packed, **options)
     torch.testing.assert_close(logits(packed), reference_logits(theirs, IDS), atol=1e-4, rtol=0)
@@ -260,7 +260,7 @@ def test_transformers_unpacks_the_same(tmp_path: Path) -> None:
 
 def test_modules_that_are_not_converted(tmp_path: Path) -> None:
     """A tensor without a scale is read as it is, listed or not."""
-    packed, whole, _ = quantise(tmp_path)
+    packed, whole, _ = quantize(tmp_path)
     small, tensors = (load_file(folder / "model.safetensors") for folder in (packed, whole))
     name = "model.layers.1.mlp.down_proj"
     small[f"{name}.weight"] = tensors[f"{name}.weight"]
@@ -272,7 +272,7 @@ def test_modules_that_are_not_converted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["weight", "weight_scale_inv"])
 def test_half_a_pair(lost: str, tmp_path: Path) -> None:
-    packed, _, _ = quantise(tmp_path)
+    packed, _, _ = quantize(tmp_path)
     tensors = load_file(packed / "model.safetensors")
     name = f"model.layers.1.mlp.up_proj.{lost}"
     del tensors[name]
@@ -312,14 +312,14 @@ def test_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}])
 def test_the_rest_of_the_config_is_still_checked(changes: dict[str, Any], tmp_path: Path) -> None:
-    packed, _, _ = quantise(tmp_path)
+    packed, _, _ = quantize(tmp_path)
     edit_json(packed / "config.json", layer_types=None, **changes)
     with pytest.raises(ValueError, match="gelu"):
         logits(packed)
 
 
 def test_reading_changes_no_config(tmp_path: Path) -> None:
-    packed, _, _ = quantise(tmp_path)
+    packed, _, _ = quantize(tmp_path)
     cfg = transformers.AutoConfig.from_pretrained(packed)
     before = dict(vars(cfg))
     assert spec_of(cfg).storage.block == tuple(FP8["weight_block_size"])
@@ -329,13 +329,13 @@ def test_reading_changes_no_config(tmp_path: Path) -> None:
 def test_peak_memory(tmp_path: Path) -> None:
     """Loading takes a tensor or two in addition to the weights. Reading the whole file first would take 66 MB."""
     shape = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 512}
-    packed, _, _ = quantise(tmp_path, **shape | {"num_hidden_layers": 24, "head_dim": 64})
+    packed, _, _ = quantize(tmp_path, **shape | {"num_hidden_layers": 24, "head_dim": 64})
     measured = measure_loading(packed)
     assert measured["peak"] < 1.1 * measured["weights"] + 16 * 2**20, measured  # 18 MiB more for a file that is whole
 
 
 def test_unpacking_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    packed, whole, _ = quantise(tmp_path)
+    packed, whole, _ = quantize(tmp_path)
     with caplog.at_level(logging.INFO, logger="atom_mini"):
         for folder in (whole, packed):
             model = load_model(EngineArgs(str(folder)).spec, folder, 64, torch.device("cpu"), torch.float32)
@@ -411,7 +411,7 @@ def test_the_layout_of_transformers() -> None:
     blocks = torch.randint(0, 256, (3, 8, 4, 16), generator=g).byte()
     scales = torch.randint(100, 140, (3, 8, 4), generator=g).byte()
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales)
-    assert same_bits(quantised.read_mxfp4(lambda p: blocks, lambda p: scales, Storage("mxfp4")).contiguous(), theirs)
+    assert same_bits(quantized.read_mxfp4(lambda p: blocks, lambda p: scales, Storage("mxfp4")).contiguous(), theirs)
 
 
 def test_tiny_in_fp8(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # %% 1
-def dequantise_nvfp4(blocks, scales, scale):
+def dequantize_nvfp4(blocks, scales, scale):
     pairs = PAIRS.view(torch.int64).flatten()
     out = pairs.index_select(0, blocks.flatten().int()).view(torch.float32)
     return (out.view(*scales.shape, 16) * scales.float()[..., None]).flatten(-2)  # without the matrix's scale
