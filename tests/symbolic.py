@@ -21,7 +21,7 @@ from functools import reduce
 from itertools import accumulate, chain, islice, pairwise
 from types import SimpleNamespace
 
-from show import check_blocks, told
+from show import check_blocks, new_tokens
 
 import atom_mini.model_runner as model_runner
 import atom_mini.refinements.turns as turns
@@ -434,7 +434,7 @@ def play(
             stats["put_back"] += holding  # they lose their blocks and compute again, as the preempted do
         else:
             assert (result is None) == idle
-            for new in told(result) if result else ():
+            for new in new_tokens(result) if result else ():
                 streams[new.request_id] += new.tokens
                 if new.reason is not None:
                     ended[new.request_id] = new.reason

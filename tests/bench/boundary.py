@@ -47,9 +47,9 @@ def options(count: int) -> dict[str, Any]:
 
 def step_ms(llm: LLM, count: int) -> float:
     """Median milliseconds from step to step, decodes only."""
-    wish = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0)
     for _ in range(count):
-        llm.add_request([40, 206, 75], wish)
+        llm.add_request([40, 206, 75], params)
     times, start = [], time.perf_counter()
     while (step := llm.step()) is not None and llm.engine_core.scheduler.seqs:
         now = time.perf_counter()

@@ -31,10 +31,10 @@ def main(folder: str, threads: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         prompts, outputs = json.loads(line)
-        wishes = [openvino_genai.GenerationConfig(max_new_tokens=n, ignore_eos=True, do_sample=False) for n in outputs]
+        params = [openvino_genai.GenerationConfig(max_new_tokens=n, ignore_eos=True, do_sample=False) for n in outputs]
         inputs = [openvino.Tensor(np.array([p], dtype=np.int64)) for p in prompts]
         start = time.perf_counter()
-        results = pipe.generate(inputs, wishes)
+        results = pipe.generate(inputs, params)
         seconds = time.perf_counter() - start
         print(json.dumps([[list(r.m_generation_ids[0]) for r in results], seconds]), flush=True)
 

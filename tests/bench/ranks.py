@@ -36,11 +36,11 @@ STEPS = [("decode of 1", 1, "DECODE"), ("decode of 16", 16, "DECODE"), ("prefill
 def measure(llm: LLM, count: int, kind: str) -> float:
     """Median milliseconds of a step."""
     prefill = kind == "PREFILL"
-    wish = SamplingParams(max_tokens=1 if prefill else 24, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=1 if prefill else 24, ignore_eos=True, temperature=0)
     times = []
     for again in range(5 if prefill else 1):
         for i in range(count):
-            llm.add_request([40 + i, *range(again + 1, 512 // count)] if prefill else [40, 206, 75], wish)
+            llm.add_request([40 + i, *range(again + 1, 512 // count)] if prefill else [40, 206, 75], params)
         while llm.engine_core.scheduler.seqs:
             start = time.perf_counter()
             step = llm.step()

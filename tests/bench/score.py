@@ -139,8 +139,8 @@ def serve(llm: LLM, load: list[Request]) -> Times:
     while coming or unfinished:
         while coming and coming[0][1].arrival <= time.perf_counter() - start:
             i, request = coming.pop(0)
-            wish = SamplingParams(temperature=0, max_tokens=request.output, ignore_eos=True)
-            number[llm.add_request(request.prompt, wish)] = i
+            params = SamplingParams(temperature=0, max_tokens=request.output, ignore_eos=True)
+            number[llm.add_request(request.prompt, params)] = i
             unfinished += 1
         if not unfinished:
             wait(coming[0][1].arrival, start)
@@ -154,8 +154,8 @@ def serve(llm: LLM, load: list[Request]) -> Times:
 
 def over_http(port: int, load: list[Request], model: str) -> Times:
     """The server. An event may bring several tokens: those that the count lacks came with the last one."""
-    wish = {"model": model, "temperature": 0, "ignore_eos": True}
-    asked = [(r.arrival, wish | {"prompt": r.prompt, "max_tokens": r.output}) for r in load]
+    params = {"model": model, "temperature": 0, "ignore_eos": True}
+    asked = [(r.arrival, params | {"prompt": r.prompt, "max_tokens": r.output}) for r in load]
     came, _ = ask(port, asked)
     return [[*times, *[times[-1]] * (r.output - len(times))] for times, r in zip(came, load, strict=True)]
 

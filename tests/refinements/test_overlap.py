@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import symbolic
-from show import check_blocks, told
+from show import check_blocks, new_tokens
 from symbolic import run_trial
 from test_fuzz import mutate
 
@@ -193,7 +193,7 @@ def test_an_end_token_costs_one_step_and_frees_its_blocks_at_once() -> None:
     assert step is not None and step.finished == [seq] and seq.completion_token_ids == [3, 4]
     assert core.scheduler.block_manager.num_free_blocks == 16 and not core.is_finished()
     step = core.step()
-    assert step is not None and told(step) == [] and core.is_finished()
+    assert step is not None and new_tokens(step) == [] and core.is_finished()
     assert core.scheduler.block_manager.num_free_blocks == 16 and seq.completion_token_ids == [3, 4]
 
 

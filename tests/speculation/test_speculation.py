@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import symbolic
-from show import check_blocks, check_trace, told
+from show import check_blocks, check_trace, new_tokens
 from symbolic import Request, SymbolicDrafter, SymbolicRunner, Trial, continuation, make_trial, run_trial
 from test_fuzz import mutate
 from test_interrupt import STRIDE, Tripwire, expect_whole, serve
@@ -212,7 +212,7 @@ def test_statistics_do_not_count_what_an_end_token_cuts_off() -> None:
     step = core.step()
     assert step and step.finished == [seq] and seq.completion_token_ids == tokens[: last + 1]
     assert scheduler.spec_stats.num_tokens == scheduler.spec_stats.accepted.total() == last
-    assert told(step)[0].tokens == tuple(tokens[1 : last + 1])
+    assert new_tokens(step)[0].tokens == tuple(tokens[1 : last + 1])
 
 
 REQUESTS = [

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from show import check_blocks, check_trace, told
+from show import check_blocks, check_trace, new_tokens
 from symbolic import Request, SymbolicRunner, Trial, play
 
 import atom_mini.model_runner as model_runner
@@ -104,7 +104,7 @@ def replay(
         used = len({b for s in spyre.running for b in s.block_table})
         tkvs = {str(i): int(n + p) for i, n, p in zip(batch.req_ids, batch.context_lens, batch.left_padding, strict=True)}
         prefill = (str(batch.req_ids[0]), int(batch.context_lens[0])) if kind == "prefill" else None
-        outputs = {str(o.request_id) for o in told(result)}
+        outputs = {str(o.request_id) for o in new_tokens(result)}
         yield Row(kind, spyre.tkv, [str(s.id) for s in spyre.waiting], {str(s.id) for s in spyre.running}, outputs,
                   finished, used, prefill, tkvs, dict(zip(map(str, batch.req_ids), batch.context_lens.tolist(), strict=True)))
 
