@@ -209,7 +209,7 @@ class Shard:
 
 # %% ../../nbs/processes/72a_shards.ipynb #823bb3df
 def lay_out(spec: ModelSpec, kind: Any = None) -> CausalLM:
-    """A model of class `kind` (or the spec's); its weights have shapes but no memory."""
+    """A model of class `kind` (or the spec's), whose weights are shapes alone."""
     # 0 positions, because arithmetic on the meta device imports modules for seconds
     with torch.device("meta"):
         return (kind or spec.model_class())(spec, 0, TorchOps())

@@ -69,8 +69,6 @@ class EngineArgs(Config):
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1  # engines
     routing: Literal["load", "prefix"] = "load"
     lockstep: bool = False
-    # what another process must know besides the options (70)
-    recipe: Any = field(default_factory=dict, init=False, repr=False, compare=False)
     scheduler_options = (
         *Config.scheduler_options, "scheduler", "speculative_config", "overlap",
         "interleave_decode", "scheduler_delay_factor",
@@ -85,6 +83,15 @@ class EngineArgs(Config):
         given = data.kwargs or {}
         config.settle({name for name, value in given.items() if value is not None})
         return config
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What another process must know besides the options (70)."""
+        return vars(self).get("_recipe", {})
+
+    @recipe.setter
+    def recipe(self, recipe: dict[str, Any]) -> None:
+        vars(self)["_recipe"] = recipe
 
     def _read_checkpoint(self, model: str) -> None:
         import atom_mini.families.records  # noqa: F401 - registers its architectures
