@@ -65,10 +65,15 @@ def in_torch(step: Step, window: int = 0, sinks: Tensor | None = None) -> Tensor
     return windowed_attention(step.q, step.pool, step.meta(), step.q.shape[-1] ** -0.5, window, sinks)
 
 
-def in_triton(step: Step, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+def in_triton(
+    step: Step, window: int = 0, sinks: Tensor | None = None, change: Callable[[Any, Any], object] | None = None
+) -> Tensor:
+    """`change(ops, plan)` may enlarge the plan."""
     kv_heads, dim = step.pool.shape[2], step.q.shape[-1]
     ops = make_ops(kv_heads, step.q.shape[1] // kv_heads, dim, step.q.dtype)
     plan = ops.plan(*np.array(step.lens).T, step.tables)
+    if change:
+        change(ops, plan)
     plan.data = torch.from_numpy(plan.data).to(DEVICE)
     with poisoned_memory():
         return kernel_attention(ops, step.q, step.pool, step.meta(plan), dim**-0.5, window, sinks)
@@ -188,6 +193,19 @@ def test_alone_or_among_others_bitwise(lens: list[tuple[int, int]], attend: Atte
     for order in (*([i] for i in range(3)), [2, 1, 0]):
         alone = attend(step.pick(order), 50, sinks).split([lens[i][0] for i in order])
         assert all(torch.equal(out, together[i]) for out, i in zip(alone, order, strict=True))
+
+
+@with_triton
+def test_launched_for_a_larger_decode() -> None:
+    """As in a recorded graph, whose counts are those of the largest plan."""
+
+    def enlarge(ops: Any, plan: Any) -> None:
+        largest = ops.largest_decode_plan(num_seqs=4, longest=600, block_size=16)
+        largest.data[: len(plan.data)] = plan.data
+        plan.__dict__.update(vars(largest))
+
+    step, sinks = Step([(1, 300), (1, 40), (1, 1)], 16, 1, 4, 64, torch.float32), some_sinks(4)
+    assert torch.equal(in_triton(step, 50, sinks, enlarge), in_triton(step, 50, sinks))
 
 
 if HAS_TRITON:
