@@ -39,7 +39,7 @@ def continuous_batching(bench: Bench, results: dict[str, Any]) -> None:
     kind, shape = next(iter((TOY if bench.dry else MODELS).values()))
     with torch.device(bench.device):
         model: Any = AutoModelForCausalLM.from_config(CONFIGS[kind](**shape), dtype=bench.dtype).eval()
-    wish = {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "eos_token_id": -1, "pad_token_id": 0}
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "eos_token_id": -1, "pad_token_id": 0}
     # no flash attention: it would be fetched, and the machine may have no network
     options: dict[str, Any] = {"allow_block_sharing": False, "auto_switch_to_flash": False}
     if bench.dry:
@@ -47,7 +47,7 @@ def continuous_batching(bench: Bench, results: dict[str, Any]) -> None:
     known = {f.name for f in fields(ContinuousBatchingConfig)}
     config = ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known})
     with model.continuous_batching_context_manager(
-        GenerationConfig(**wish), continuous_batching_config=config, timeout=20
+        GenerationConfig(**sampling), continuous_batching_config=config, timeout=20
     ) as manager:
         seconds, tokens, finished = drain(manager, trace, TRANSFORMERS_SECONDS)
     results |= {

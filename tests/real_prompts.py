@@ -40,13 +40,13 @@ STREETS = [f"Stop {n} of the bus is {name} Street, {3 * n + 2} minutes from the 
 
 def prompts(tokenizer: Any) -> dict[str, list[int]]:
     """Name -> token ids: 19 chats in the tokenizer's template, 3 completions, and 2 of about 1,500 tokens."""
-    told = " ".join(STREETS)
+    streets = " ".join(STREETS)
     chats = {f"chat {i}": text for i, text in enumerate(QUESTIONS)}
     chats |= {f"unicode {i}": text for i, text in enumerate(UNICODE)}
     chats |= {f"shared {i}": f"{HANDBOOK} {text}" for i, text in enumerate(ASKED)}
-    chats["long chat"] = f"{told} Which stop is {STREETS[3][10:40]}?"
+    chats["long chat"] = f"{streets} Which stop is {STREETS[3][10:40]}?"
     plain = {f"completion {i}": text for i, text in enumerate(COMPLETIONS)}
-    plain["long completion"] = f"{told} Stop 56 of the bus is"
+    plain["long completion"] = f"{streets} Stop 56 of the bus is"
     options = {"tokenize": False, "add_generation_prompt": True}
     texts = {
         name: tokenizer.apply_chat_template([{"role": "user", "content": text}], **options) for name, text in chats.items()

@@ -61,8 +61,8 @@ def five_requests() -> list[Request]:
 def sequences(block_size=4, requests=None, kind=Sequence, **params) -> list[Sequence]:
     """The requests (or the five) as sequences with ids 0, 1, 2 ... made by `kind`."""
     requests = requests or five_requests()
-    wishes = [SamplingParams(max_tokens=r.max_tokens, **params) for r in requests]
-    return [kind(requests[i].prompt, block_size, w, id=i) for i, w in enumerate(wishes)]
+    samplings = [SamplingParams(max_tokens=r.max_tokens, **params) for r in requests]
+    return [kind(requests[i].prompt, block_size, w, id=i) for i, w in enumerate(samplings)]
 
 
 def sampled(batch) -> list[tuple[int, int]]:

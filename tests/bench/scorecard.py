@@ -115,8 +115,8 @@ def write_pages() -> None:
     FIGURE.write_text(as_svg(read()))
     for path in chapters():
         page = json.loads(path.read_text())
-        told = [(cell, text) for cell in page["cells"] if (text := lines_of(cell))]
-        for cell, text in told:
+        reported = [(cell, text) for cell in page["cells"] if (text := lines_of(cell))]
+        for cell, text in reported:
             cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}]
-        if told:
+        if reported:
             path.write_text(json.dumps(page, indent=1, ensure_ascii=False, sort_keys=True) + "\n")

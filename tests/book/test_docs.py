@@ -283,15 +283,15 @@ def test_the_pages_say_what_is_played() -> None:
     words = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     requests = book_player.five_requests()
     prompts, outputs = ([str(n) for n in row] for row in zip(*((len(r.prompt), r.max_tokens) for r in requests), strict=True))
-    told = [f"prompts of {', '.join(prompts[:-1])} and {prompts[-1]} tokens that ask for"]
-    told += [f"ask for {', '.join(outputs[:-1])} and {outputs[-1]}.", f"A block holds {words[playground.SIZE]} tokens"]
-    told += [f"{words[playground.MAX_NUM_SEQS]} requests may run", f"A step takes {playground.HOST:g} ms on the host"]
-    told += [f"{playground.WEIGHTS:g} ms for reading the weights, {playground.TOKEN:g} ms for each token"]
-    told += [f"{playground.READ:g} ms for each token that is attended to", f"{words[len(playground.KNOBS)]} sliders"]
+    reported = [f"prompts of {', '.join(prompts[:-1])} and {prompts[-1]} tokens that ask for"]
+    reported += [f"ask for {', '.join(outputs[:-1])} and {outputs[-1]}.", f"A block holds {words[playground.SIZE]} tokens"]
+    reported += [f"{words[playground.MAX_NUM_SEQS]} requests may run", f"A step takes {playground.HOST:g} ms on the host"]
+    reported += [f"{playground.WEIGHTS:g} ms for reading the weights, {playground.TOKEN:g} ms for each token"]
+    reported += [f"{playground.READ:g} ms for each token that is attended to", f"{words[len(playground.KNOBS)]} sliders"]
     spyre = playground.POLICIES["Spyre's"]
-    told += [f"chunks have {words[spyre['chunk_size']]} tokens and its volume is at most {spyre['max_batch_tkv_limit']}"]
-    told += [f"{words[len(playground.load(4))].capitalize()} requests, one engine"]
-    assert [text for text in told if text not in play] == []
+    reported += [f"chunks have {words[spyre['chunk_size']]} tokens and its volume is at most {spyre['max_batch_tkv_limit']}"]
+    reported += [f"{words[len(playground.load(4))].capitalize()} requests, one engine"]
+    assert [text for text in reported if text not in play] == []
     longest = max(-(-(len(r.prompt) + r.max_tokens) // playground.SIZE) for r in requests)
     assert min(playground.KNOBS["blocks"]) == longest + 1 and f"**{longest + 1} blocks** are one more than" in play
     blocks, size = (book_player.TIGHT[name] for name in ("num_kvcache_blocks", "kv_cache_block_size"))

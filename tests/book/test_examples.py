@@ -132,11 +132,11 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
     new = figures.collect(tmp_path, RECORDED)
     page = figures.write_page(book.written(), RECORDED, new)
     assert_same_figures(page, new)
-    told = ["**123**", "0.88", "46 %", "0.3 to 0.5 / 0.3 to 0.5 ms", "3e-5 and 3e-5", "7 and 7 s, 1.10 x", "0.2 s",
+    reported = ["**123**", "0.88", "46 %", "0.3 to 0.5 / 0.3 to 0.5 ms", "3e-5 and 3e-5", "7 and 7 s, 1.10 x", "0.2 s",
             "0.64 ms", "4.4, 0.75 x", "40 (42)", "2031-05-06", "3 cores of an Abacus",
             "1,234 and 22 (alone 1,234 and 20), because",
             "costs 25.0 % (mean of 4 cases, 25 %", "20 % off in the median, within 20 % in 20 of 20"]  # fmt: skip
-    assert all(text in page for text in told), [text for text in told if text not in page]
+    assert all(text in page for text in reported), [text for text in reported if text not in page]
     with pytest.raises(AssertionError):
         assert_same_figures(page, RECORDED)
     (tmp_path / "cpu.json").write_text(json.dumps(stamp | files["cpu"] | {"cpu": "another"}))
@@ -197,14 +197,14 @@ def test_readme_scorecard_is_the_recorded_one(scorecard: Any) -> None:
 
 def test_chapters_say_of_a_rung_what_the_file_says(scorecard: Any) -> None:
     """The cells are written by `make score`; each rung that was run is told of in a chapter."""
-    told = set[str]()
+    reported = set[str]()
     for path in chapters():
         for cell in json.loads(path.read_text())["cells"]:
             if text := scorecard.lines_of(cell):
                 (output,) = cell["outputs"]
                 assert "".join(output["text"]) == text, path.name
-                told |= set(re.findall(r'"([^"]+)"', "".join(cell["source"])))
-    assert told == {rung for rung, found in scorecard.read()["rungs"].items() if found}
+                reported |= set(re.findall(r'"([^"]+)"', "".join(cell["source"])))
+    assert reported == {rung for rung, found in scorecard.read()["rungs"].items() if found}
 
 
 def test_chapters_say_of_a_benchmark_what_its_file_says(capsys: Any) -> None:

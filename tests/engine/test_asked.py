@@ -89,17 +89,17 @@ def test_penalties_and_least_lengths_by_definition(asked: dict[str, Any], llm: L
     prompts = [PROMPT, "12 + 7 =", PROMPT]
     outs = llm.generate(prompts, [params, params, GREEDY], use_tqdm=False)
     ends = llm.config.eos_token_ids
-    for out, wish in zip(outs, [params, params, GREEDY], strict=True):
-        assert out.token_ids == expected(out.prompt_token_ids, wish, ends)
-        assert len(out.token_ids) >= wish.min_tokens
+    for out, sampling in zip(outs, [params, params, GREEDY], strict=True):
+        assert out.token_ids == expected(out.prompt_token_ids, sampling, ends)
+        assert len(out.token_ids) >= sampling.min_tokens
 
 
 def test_drawn_tokens_are_the_plain_engines(llm: LLM) -> None:
     """With temperature, penalties change the same logits in every kind of engine."""
-    wishes = [replace(GREEDY, temperature=1.0, seed=i, **asked) for i, asked in enumerate(ASKED)]
+    samplings = [replace(GREEDY, temperature=1.0, seed=i, **asked) for i, asked in enumerate(ASKED)]
     with LLM("tiny", **OPTIONS) as plain:
-        wanted = [out.token_ids for out in plain.generate([PROMPT] * len(ASKED), wishes, use_tqdm=False)]
-    assert [out.token_ids for out in llm.generate([PROMPT] * len(ASKED), wishes, use_tqdm=False)] == wanted
+        wanted = [out.token_ids for out in plain.generate([PROMPT] * len(ASKED), samplings, use_tqdm=False)]
+    assert [out.token_ids for out in llm.generate([PROMPT] * len(ASKED), samplings, use_tqdm=False)] == wanted
 
 
 def test_least_lengths_hold_for_stop_strings(llm: LLM) -> None:
@@ -133,11 +133,13 @@ def test_a_least_length_over_the_longest_is_refused() -> None:
 def test_a_least_length_that_leaves_no_token_is_refused(llm: LLM) -> None:
     """Before it ends, none of the tokens that end an answer may come; if these are all, it is no fault of the weights."""
     others = [i for i in range(llm.config.spec.vocab_size) if i not in llm.config.eos_token_ids]
-    wish = replace(GREEDY, min_tokens=2, max_tokens=3, stop_token_ids=others, ignore_eos=False)
+    sampling = replace(GREEDY, min_tokens=2, max_tokens=3, stop_token_ids=others, ignore_eos=False)
     with pytest.raises(ValueError, match="min_tokens=2 with all 958 tokens as ends leaves none to generate: leave some out"):
-        llm.generate(PROMPT, wish)
+        llm.generate(PROMPT, sampling)
     assert not llm.engine_core.scheduler.seqs
-    for allowed in (replace(wish, ignore_eos=True), replace(wish, min_tokens=0), replace(wish, stop_token_ids=others[1:])):
+    changes: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"min_tokens": 0}, {"stop_token_ids": others[1:]})
+    for change in changes:
+        allowed = replace(sampling, **change)
         assert llm.generate(PROMPT, allowed, use_tqdm=False)[0].finish_reason != "error"
 
 
@@ -146,17 +148,17 @@ WILD = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
 
 def test_n_answers_to_each_prompt(llm: LLM) -> None:
     """One result of each prompt, with a list of n answers whose seeds follow each other; their prefix is computed once."""
-    prompts, wishes = [PROMPT, "12 + 7 =", PROMPT[:20]], [replace(WILD, n=n, seed=5) for n in (3, 1, 2)]
-    outs = llm.generate(prompts, wishes, use_tqdm=False)
+    prompts, samplings = [PROMPT, "12 + 7 =", PROMPT[:20]], [replace(WILD, n=n, seed=5) for n in (3, 1, 2)]
+    outs = llm.generate(prompts, samplings, use_tqdm=False)
     assert [len(out.outputs) for out in outs] == [3, 1, 2]
-    for out, prompt, wish in zip(outs, prompts, wishes, strict=True):
-        alone = [llm.generate(prompt, replace(wish, n=1, seed=5 + i), use_tqdm=False)[0] for i in range(wish.n)]
+    for out, prompt, sampling in zip(outs, prompts, samplings, strict=True):
+        alone = [llm.generate(prompt, replace(sampling, n=1, seed=5 + i), use_tqdm=False)[0] for i in range(sampling.n)]
         assert [(one.index, one.text, one.token_ids) for one in out.outputs] == [
             (i, one.text, one.token_ids) for i, one in enumerate(alone)
         ]
         assert {one.finish_reason for one in out.outputs} == {"length"} and out.prompt == prompt
     texts = [""] * 6
-    for piece in llm.stream(prompts, wishes):
+    for piece in llm.stream(prompts, samplings):
         texts[piece.index] += piece.text
     assert texts == [one.text for out in outs for one in out.outputs]
     with pytest.raises(ValueError, match="n=2 with add_request: set n=1"):

@@ -132,11 +132,11 @@ def test_families_give_the_cpus_tokens(kind: str, tmp_path: Path) -> None:
     """Experts, sinks and windows, latents, states: replayed where there are graphs, chunked, more sequences than one."""
     save_family(kind, tmp_path, **FAMILIES[kind])
     prompts = [[(7 * i + 3 * j) % 300 for j in range(n)] for i, n in enumerate((1, 9, 40, 100))]
-    wish, found = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=1), []
+    sampling, found = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=1), []
     for device in ("cpu", "cuda"):
         room = {"num_kvcache_blocks": 60, "max_num_seqs": 4, "max_num_batched_tokens": 64}
         with LLM(str(tmp_path), device=device, dtype="float32", **room) as llm:  # type: ignore[arg-type]
-            outs = llm.generate(prompts, wish, use_tqdm=False)
+            outs = llm.generate(prompts, sampling, use_tqdm=False)
         found.append(([out.token_ids for out in outs], torch.tensor([[*x.values()][-1] for o in outs for x in o.logprobs or []])))
     (tokens, exact), (others, close) = found
     assert others == tokens

@@ -121,7 +121,7 @@ def test_the_same_batch_gives_the_same_bits(qwen: Path) -> None:
 
 def test_pauses_of_the_device_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each copy of a step's arrays, and before each replay; the host is steps ahead, or not."""
-    prompts, wishes = [[i + 5] * (3 * i + 2) for i in range(12)], [greedy(30, temperature=i % 2, seed=i) for i in range(12)]
+    prompts, samplings = [[i + 5] * (3 * i + 2) for i in range(12)], [greedy(30, temperature=i % 2, seed=i) for i in range(12)]
     found = []
     for is_slow in (False, True):
         if is_slow:
@@ -129,7 +129,7 @@ def test_pauses_of_the_device_change_no_token(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", slowly(torch.cuda.CUDAGraph.replay))
         for ahead in (False, True):
             with LLM("tiny", device=DEVICE, dtype="float32", overlap=ahead, num_kvcache_blocks=60, max_num_seqs=8) as llm:
-                found.append([out.token_ids for out in llm.generate(prompts, wishes, use_tqdm=False)])
+                found.append([out.token_ids for out in llm.generate(prompts, samplings, use_tqdm=False)])
     assert all(tokens == found[0] for tokens in found[1:])
 
 
@@ -148,11 +148,11 @@ def test_sampling_of_a_large_vocabulary() -> None:
     assert sample(torch.ones_like(logits), 0 * heat, heat / 2).unique().tolist() == [0]  # of equal ones the first
 
 
-@pytest.mark.parametrize("wish", [{"top_k": 20, "top_p": 0.95}, {"top_p": 0.5}, {"top_k": 1}, {"min_p": 0.1}], ids=str)
-def test_filters_draw_the_cpus_tokens(wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", [{"top_k": 20, "top_p": 0.95}, {"top_p": 0.5}, {"top_k": 1}, {"min_p": 0.1}], ids=str)
+def test_filters_draw_the_cpus_tokens(sampling: dict[str, Any]) -> None:
     """64 rows of 151,936 logits; where u lies on a border a token may be another."""
     logits = 3 * torch.randn(64, 151936, generator=torch.Generator().manual_seed(1))
-    params = [SamplingParams(temperature=0.6, seed=i, **wish) for i in range(64)]
+    params = [SamplingParams(temperature=0.6, seed=i, **sampling) for i in range(64)]
     found = []
     for device in (torch.device("cpu"), torch.device(DEVICE)):
         meta = SamplingMetaData.pack(params, np.arange(64), 151936, uploads_to(device))

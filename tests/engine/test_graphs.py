@@ -70,7 +70,7 @@ def plain_runner(folder: Path, **options: Any) -> ModelRunner:
 
 
 def run(
-    runner: ModelRunner, wishes: list[dict[str, Any]], max_tokens: int = 5, seed: int = 0, overlap: bool = False,
+    runner: ModelRunner, samplings: list[dict[str, Any]], max_tokens: int = 5, seed: int = 0, overlap: bool = False,
     drafter: Any = None, everyone: list[Sequence] | None = None,
 ) -> Any:  # fmt: skip
     """(tokens, log probabilities) of one request per wish, and the engine they went through."""
@@ -80,8 +80,8 @@ def run(
     if overlap:
         core = OverlapCore(runner.config, Launcher(runner.config, lambda config: runner))
     seqs = []
-    for i, wish in enumerate(wishes):
-        params = SamplingParams(max_tokens=max_tokens + i % 3, seed=i, ignore_eos=True, **wish).resolve(PLAIN)
+    for i, sampling in enumerate(samplings):
+        params = SamplingParams(max_tokens=max_tokens + i % 3, seed=i, ignore_eos=True, **sampling).resolve(PLAIN)
         prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 12))]
         seqs.append(Sequence(prompt, runner.config.kv_cache_block_size, params))
         core.add(seqs[-1])
@@ -115,12 +115,12 @@ def test_ladder_ends_at_the_limit(limit: int) -> None:
 
 def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
     """Greedy and random requests; more of them than may run, so that batches shrink and grow; tight pools preempt."""
-    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
+    samplings: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
     config = make_config(folder, num_kvcache_blocks=9)
     runner = GraphRunner(config, record)
     counts = count_replays(runner)
-    replayed, core = run(runner, wishes, max_tokens=9)
-    eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), wishes, max_tokens=9)
+    replayed, core = run(runner, samplings, max_tokens=9)
+    eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), samplings, max_tokens=9)
     assert replayed == eager
     assert all(counts[n] > 0 for n in (1, 2, 3)) and core.scheduler.num_preemptions > 0
 
@@ -128,7 +128,7 @@ def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
 def test_a_mixed_step_is_not_replayed(folder: Path, record: Any) -> None:
     """Decodes beside chunks go through the eager path; steps of decodes alone are replayed; the tokens are the same."""
     options = {"enable_mixed_steps": True, "max_num_batched_tokens": 5}
-    wishes: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
+    samplings: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
     runner = GraphRunner(make_config(folder, **options), record)
     counts, kinds, launch = count_replays(runner), list[str](), runner.launch
 
@@ -140,9 +140,9 @@ def test_a_mixed_step_is_not_replayed(folder: Path, record: Any) -> None:
         return found
 
     runner.launch = watched  # type: ignore[method-assign]
-    replayed, _ = run(runner, wishes, max_tokens=9)
+    replayed, _ = run(runner, samplings, max_tokens=9)
     assert {*kinds} == {"PREFILL", "MIXED", "DECODE"}
-    assert replayed == run(plain_runner(folder), wishes, max_tokens=9)[0]
+    assert replayed == run(plain_runner(folder), samplings, max_tokens=9)[0]
 
 
 def ragged_decode(runner: ModelRunner, lens: list[int]) -> ScheduledBatch:
@@ -199,7 +199,7 @@ def test_every_rung_equals_eager_on_ragged_contexts(folder: Path, record: Any, m
 
 def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
     """The inputs of a replay come from the token pool; filters and penalties are sampled outside of it."""
-    wishes: list[dict[str, Any]] = [
+    samplings: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9},
         {"repetition_penalty": 1.4},
@@ -207,7 +207,7 @@ def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
     ]
     runner = GraphRunner(make_config(folder, num_kvcache_blocks=9), record)
     counts = count_replays(runner)
-    for chosen in (wishes[:2] * 2, wishes):
+    for chosen in (samplings[:2] * 2, samplings):
         ahead, core = run(runner, chosen, max_tokens=9, overlap=True)
         eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), chosen, max_tokens=9)
         assert [tokens for tokens, _ in ahead] == [tokens for tokens, _ in eager]
@@ -217,13 +217,13 @@ def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
     """Verify steps, replayed and not: several queries of a sequence in one tile, and the tokens of the plain path."""
-    wishes: list[dict[str, Any]] = [
+    samplings: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9},
         {"repetition_penalty": 1.4},
         {"top_k": 5, "temperature": 1.0},
     ]
-    eager, _ = run(plain_runner(folder, num_kvcache_blocks=30), wishes, max_tokens=9)
+    eager, _ = run(plain_runner(folder, num_kvcache_blocks=30), samplings, max_tokens=9)
     config = make_config(folder, num_kvcache_blocks=30, speculative_config={"num_speculative_tokens": 3})
     runner = GraphRunner(config, record) if graphs else ModelRunner(config)
     sizes: list[int] = []
@@ -239,7 +239,7 @@ def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
 
     drafter.propose = with_books  # type: ignore[method-assign]
     everyone: list[Sequence] = []
-    drafted, core = run(runner, wishes, max_tokens=9, drafter=drafter, everyone=everyone)
+    drafted, core = run(runner, samplings, max_tokens=9, drafter=drafter, everyone=everyone)
     assert [tokens for tokens, _ in drafted] == [tokens for tokens, _ in eager]
     stats = core.scheduler.spec_stats
     assert stats.accepted.total() > 5 and stats.proposed.total() > stats.accepted.total() and 4 in sizes
@@ -257,16 +257,16 @@ def test_a_launch_returns_logits_whoever_runs_it(folder: Path, record: Any) -> N
 
 def test_filters_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
     """A request that wants more than a temperature gets it, and so do the plain ones beside it."""
-    wishes: list[dict[str, Any]] = [
+    samplings: list[dict[str, Any]] = [
         {"temperature": 1.0, "top_k": 5},
         {"logprobs": 2},
         {"temperature": 0.8, "top_p": 0.7},
     ]
-    wishes += [{"temperature": 1.0, "min_p": 0.1}, {"repetition_penalty": 1.4}, {}]
+    samplings += [{"temperature": 1.0, "min_p": 0.1}, {"repetition_penalty": 1.4}, {}]
     runner = GraphRunner(make_config(folder), record)
     counts = count_replays(runner)
-    replayed, _ = run(runner, wishes)
-    eager, _ = run(plain_runner(folder), wishes)
+    replayed, _ = run(runner, samplings)
+    eager, _ = run(plain_runner(folder), samplings)
     assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in eager] and sum(counts.values()) > 4
     for (_, ours), (_, theirs) in zip(replayed, eager, strict=True):
         for a, b in zip(ours, theirs, strict=True):
@@ -276,9 +276,9 @@ def test_filters_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> 
 def test_one_runner_many_batches(folder: Path, record: Any) -> None:
     """The same requests with other wishes, then other requests with the same: nothing of the last batch is left."""
     runner, plain = GraphRunner(make_config(folder), record), plain_runner(folder)
-    for seed, wish in enumerate([{}, {"temperature": 1.0}, {"temperature": 1.0}, {}]):
+    for seed, sampling in enumerate([{}, {"temperature": 1.0}, {"temperature": 1.0}, {}]):
         options: Any = {"max_tokens": 3, "seed": seed // 3}
-        assert run(runner, [wish] * 2, **options)[0] == run(plain, [wish] * 2, **options)[0]
+        assert run(runner, [sampling] * 2, **options)[0] == run(plain, [sampling] * 2, **options)[0]
 
 
 def test_padding_rows_touch_nothing(folder: Path, record: Any) -> None:
@@ -296,8 +296,8 @@ def test_a_step_larger_than_the_ladder_runs_eagerly(folder: Path, record: Any) -
     """Never an error: without a rung the step is not replayed."""
     runner = GraphRunner(make_config(folder), record)
     del runner.graphs[3]
-    wishes: list[dict[str, Any]] = [{}] * 3
-    assert run(runner, wishes)[0] == run(plain_runner(folder), wishes)[0]
+    samplings: list[dict[str, Any]] = [{}] * 3
+    assert run(runner, samplings)[0] == run(plain_runner(folder), samplings)[0]
 
 
 def test_static_inputs_never_move(folder: Path, record: Any) -> None:
@@ -313,8 +313,8 @@ def test_static_inputs_never_move(folder: Path, record: Any) -> None:
 def test_wishes_know_what_is_plain() -> None:
     """A temperature is plain; each filter, a penalty and log probabilities are not; open ones count as off."""
     assert HowSampled([SamplingParams(temperature=0.7), SamplingParams(top_k=-1, top_p=1.0, min_p=0.0)]).is_simple
-    for wish in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
-        assert not HowSampled([SamplingParams(), SamplingParams(**wish)]).is_simple  # type: ignore[arg-type]
+    for sampling in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
+        assert not HowSampled([SamplingParams(), SamplingParams(**sampling)]).is_simple  # type: ignore[arg-type]
 
 
 def test_no_collection_during_a_capture() -> None:
@@ -346,11 +346,11 @@ def test_kernels_that_cannot_run_say_why(folder: Path, monkeypatch: pytest.Monke
     make_runner(make_config(folder, attention="torch"))
 
 
-@pytest.mark.parametrize("breakage", ["stale table", "wrong spare slot", "stale wishes", "frozen plan"])
+@pytest.mark.parametrize("breakage", ["stale table", "wrong spare slot", "stale sampling", "frozen plan"])
 def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ways in which graphs go wrong, each noticed by comparing tokens."""
-    wishes: list[dict[str, Any]] = [{}, {"temperature": 1.2}, {"temperature": 1.2}]
-    eager, _ = run(plain_runner(folder), wishes, max_tokens=6)
+    samplings: list[dict[str, Any]] = [{}, {"temperature": 1.2}, {"temperature": 1.2}]
+    eager, _ = run(plain_runner(folder), samplings, max_tokens=6)
     runner = GraphRunner(make_config(folder), record)
     upload = runner.static.upload
 
@@ -360,7 +360,7 @@ def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypat
             plan = np.concatenate([plan[:-1], [0]]).astype(np.int32)
         elif breakage == "wrong spare slot":
             slots = np.where(slots == slots.max(), 0, slots)
-        elif breakage == "stale wishes":
+        elif breakage == "stale sampling":
             temperature = np.zeros_like(temperature)
         else:
             plan = plan.copy()
@@ -368,4 +368,4 @@ def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypat
         return upload([ids, positions, slots, temperature, u, plan])
 
     monkeypatch.setattr(runner.static, "upload", broken)
-    assert run(runner, wishes, max_tokens=6)[0] != eager
+    assert run(runner, samplings, max_tokens=6)[0] != eager

@@ -135,13 +135,13 @@ def test_a_half_packed_batch_is_not_believed(overlap: bool, monkeypatch: pytest.
     """Interrupted after blocks were staged and before the runner saw them: they must not be found afterwards."""
     prompt = [7 + i % 60 for i in range(60)]
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=overlap) as llm:
-        wish = SamplingParams(max_tokens=8, ignore_eos=True)
-        (before,) = llm.generate([prompt], wish)
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+        (before,) = llm.generate([prompt], sampling)
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=overlap) as llm:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(ScheduledBatch, "pack", classmethod(interrupt))
-            llm.generate([prompt], wish)
-        (after,) = llm.generate([prompt], wish)
+            llm.generate([prompt], sampling)
+        (after,) = llm.generate([prompt], sampling)
         assert (after.token_ids, after.num_cached_tokens) == (before.token_ids, 0)
 
 
@@ -153,16 +153,16 @@ def interrupt(*_: Any, **__: Any) -> Any:
 def test_the_whole_llm_interrupted(overlap: bool) -> None:
     """Text, tensors and all: some lines of a call, and the next call is right."""
     prompts = ["Once upon a time", "12 + 7 =", "Once upon a day"]
-    wish = SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
+    sampling = SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
     with LLM("tiny", device="cpu", num_kvcache_blocks=40, max_num_seqs=4, overlap=overlap) as llm:
-        expected = [(out.text, out.token_ids) for out in llm.generate(prompts, wish)]
+        expected = [(out.text, out.token_ids) for out in llm.generate(prompts, sampling)]
         at, tripped = 1, 0
         while True:
             wire = Tripwire(at)
-            if not wire.run(lambda: llm.generate(prompts, wish)):
+            if not wire.run(lambda: llm.generate(prompts, sampling)):
                 break
             at, tripped = at + 61, tripped + 1
-            got = [(out.text, out.token_ids) for out in llm.generate(prompts, wish)]
+            got = [(out.text, out.token_ids) for out in llm.generate(prompts, sampling)]
             assert got == expected, wire.where
             expect_whole(llm.engine_core)
         assert tripped > 10

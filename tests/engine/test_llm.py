@@ -162,8 +162,8 @@ def test_nothing_counts_behind_a_stop_string(at_once: int, max_tokens: int) -> N
         names = [llm.tokenizer.decode([i]) for i in said]
         n = next(n for n in range(len(names)) if " and" in "".join(names[: n + 1])) + 1
         bring(llm, said, at_once)
-        wish = SamplingParams(max_tokens=max_tokens, stop=" and", ignore_eos=True, logprobs=0)
-        (out,) = llm.generate(PROMPT, wish)
+        sampling = SamplingParams(max_tokens=max_tokens, stop=" and", ignore_eos=True, logprobs=0)
+        (out,) = llm.generate(PROMPT, sampling)
         kept = min(n, max_tokens)
         assert out.token_ids == said[:kept] and [[*entry] for entry in out.logprobs or ()] == [[i] for i in said[:kept]]
         assert out.text == "".join(names[:kept]).removesuffix(" and")
@@ -171,8 +171,8 @@ def test_nothing_counts_behind_a_stop_string(at_once: int, max_tokens: int) -> N
         assert (out.finish_reason, out.stop_reason) == stops and is_empty(llm)
     with LLM("tiny", **OPTIONS) as llm:
         bring(llm, said, at_once)
-        check_pieces(collect(llm.stream(PROMPT, wish))[0], out)
-        request = llm.add_request(PROMPT, wish)
+        check_pieces(collect(llm.stream(PROMPT, sampling))[0], out)
+        request = llm.add_request(PROMPT, sampling)
         finished: list[int] = []
         while not finished:
             step = llm.step()
@@ -187,9 +187,9 @@ def test_interrupted_where_a_text_is_read(after: bool, monkeypatch: pytest.Monke
     with LLM("tiny", **OPTIONS) as llm:
         said = llm.tokenizer.encode(" a cat and a dog and a red hen")
         bring(llm, said, 1)
-        wish = SamplingParams(max_tokens=9, stop=" and", ignore_eos=True)
-        (wanted,) = llm.generate(PROMPT, wish)
-        abort, request = llm.engine_core.abort, llm._prepare(PROMPT, wish)[0]
+        sampling = SamplingParams(max_tokens=9, stop=" and", ignore_eos=True)
+        (wanted,) = llm.generate(PROMPT, sampling)
+        abort, request = llm.engine_core.abort, llm._prepare(PROMPT, sampling)[0]
         llm._add([request])
 
         def interrupted(*args: Any) -> Any:
@@ -254,8 +254,8 @@ def test_default_sampling_is_the_checkpoints(llm: LLM, tmp_path: Path) -> None:
     assert llm.generate(PROMPT)[0].token_ids == llm.generate(PROMPT, SamplingParams(temperature=0))[0].token_ids
     authors = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     with LLM(tiny_folder(tmp_path, **authors), **OPTIONS) as other:
-        for wish, changed in (({}, {}), ({"top_k": 3, "temperature": 0.0}, {"top_k": 3, "temperature": 0.0})):
-            other.add_request(PROMPT, SamplingParams(**wish))  # type: ignore[arg-type]
+        for sampling, changed in (({}, {}), ({"top_k": 3, "temperature": 0.0}, {"top_k": 3, "temperature": 0.0})):
+            other.add_request(PROMPT, SamplingParams(**sampling))  # type: ignore[arg-type]
             (seq,) = other.engine_core.scheduler.waiting
             used = {name: getattr(seq.sampling_params, name) for name in authors if name != "do_sample"}
             assert used == {k: v for k, v in (authors | changed).items() if k != "do_sample"}
@@ -267,20 +267,20 @@ def test_default_sampling_is_the_checkpoints(llm: LLM, tmp_path: Path) -> None:
 
 def test_seeds(llm: LLM) -> None:
     """The same seed, the same tokens, in company too; none given, others each time."""
-    wishes = [replace(WILD, seed=s) for s in (1, 2, 1, None, None)]
-    tokens = [tuple(out.token_ids) for out in llm.generate([PROMPT] * 5, wishes)]
+    samplings = [replace(WILD, seed=s) for s in (1, 2, 1, None, None)]
+    tokens = [tuple(out.token_ids) for out in llm.generate([PROMPT] * 5, samplings)]
     assert tokens[0] == tokens[2] and len(set(tokens)) == 4
-    assert llm.generate(PROMPT, wishes[1])[0].token_ids == list(tokens[1])
+    assert llm.generate(PROMPT, samplings[1])[0].token_ids == list(tokens[1])
 
 
-@pytest.mark.parametrize("wish", [{"temperature": 0}, {"temperature": 1.2, "seed": 1, "top_p": 0.9}], ids=str)
-def test_logprobs_equal_transformers(llm: LLM, wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.2, "seed": 1, "top_p": 0.9}], ids=str)
+def test_logprobs_equal_transformers(llm: LLM, sampling: dict[str, Any]) -> None:
     """Of the model's own distribution, the k likeliest and always the sampled one, for each token."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     for k in (0, 1, 5):
-        (out,) = llm.generate(PROMPT, SamplingParams(**wish, max_tokens=12, ignore_eos=True, logprobs=k))
+        (out,) = llm.generate(PROMPT, SamplingParams(**sampling, max_tokens=12, ignore_eos=True, logprobs=k))
         wanted = reference_logits(model, out.prompt_token_ids + out.token_ids).log_softmax(-1)
         assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
         for i, (token, got) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
@@ -292,12 +292,12 @@ def test_logprobs_equal_transformers(llm: LLM, wish: dict[str, Any]) -> None:
 
 def test_logprobs_survive_preemption() -> None:
     """One entry per token, in order, also for a request that was thrown out and came back."""
-    wishes = [replace(GREEDY, max_tokens=50, logprobs=i % 3) for i in range(6)]
+    samplings = [replace(GREEDY, max_tokens=50, logprobs=i % 3) for i in range(6)]
     prompts = [[20 + i] * 17 for i in range(6)]
     with LLM("tiny", **OPTIONS) as llm:
-        wanted = llm.generate(prompts, wishes)
+        wanted = llm.generate(prompts, samplings)
     with LLM("tiny", device="cpu", num_kvcache_blocks=7) as tight:
-        outs = tight.generate(prompts, wishes)
+        outs = tight.generate(prompts, samplings)
         assert tight.engine_core.scheduler.num_preemptions > 0
     for out, other in zip(outs, wanted, strict=True):
         assert out.token_ids == other.token_ids and out.logprobs is not None and other.logprobs is not None
@@ -344,18 +344,18 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wish", [GREEDY, WILD, replace(WILD, seed=5, stop=["e", "th"])], ids=["greedy", "wild", "stop"]
+    "sampling", [GREEDY, WILD, replace(WILD, seed=5, stop=["e", "th"])], ids=["greedy", "wild", "stop"]
 )
-def test_stream_equals_generate(llm: LLM, wish: SamplingParams) -> None:
+def test_stream_equals_generate(llm: LLM, sampling: SamplingParams) -> None:
     """Alone and several at once, by index."""
     prompts: list[Any] = [PROMPT, "12 + 7 =", "Ada lives in Rome.", [5, 6, 7, 900, 901]]
-    outs = llm.generate(prompts, wish)
-    found = collect(llm.stream(prompts, wish))
+    outs = llm.generate(prompts, sampling)
+    found = collect(llm.stream(prompts, sampling))
     assert sorted(found) == [0, 1, 2, 3]
     for index, out in enumerate(outs):
         check_pieces(found[index], out)
-        check_pieces(collect(llm.stream(prompts[index], wish))[0], out)
-    many = collect(llm.stream([PROMPT], [wish]))
+        check_pieces(collect(llm.stream(prompts[index], sampling))[0], out)
+    many = collect(llm.stream([PROMPT], [sampling]))
     check_pieces(many[0], outs[0])
 
 
@@ -469,14 +469,14 @@ def test_chat_adds_no_second_first_token(tmp_path: Path) -> None:
 
 def test_every_cut_of_a_text_as_stop_string(llm: LLM) -> None:
     """Wherever the stop string begins and ends, within a token or across many, it stops there and none of it shows."""
-    for wish in (GREEDY, WILD):
-        (whole,) = llm.generate(PROMPT, wish)
+    for sampling in (GREEDY, WILD):
+        (whole,) = llm.generate(PROMPT, sampling)
         cuts = {whole.text[i : i + n] for n in (1, 2, 3, 5, 11) for i in range(len(whole.text) - n + 1)}
         stops = sorted(cuts)
         assert len(stops) > 100
-        wishes = [replace(wish, stop=s) for s in stops]
-        found = collect(llm.stream([PROMPT] * len(stops), wishes))
-        for i, (stop, out) in enumerate(zip(stops, llm.generate([PROMPT] * len(stops), wishes), strict=True)):
+        samplings = [replace(sampling, stop=s) for s in stops]
+        found = collect(llm.stream([PROMPT] * len(stops), samplings))
+        for i, (stop, out) in enumerate(zip(stops, llm.generate([PROMPT] * len(stops), samplings), strict=True)):
             check_pieces(found[i], out)
             wanted = plain_search(whole.text, [stop])
             assert wanted is not None and (out.text, out.stop_reason) == wanted, stop
@@ -505,8 +505,8 @@ def test_held_back_text_comes_at_the_end(llm: LLM) -> None:
     """The beginning of a stop string that never ends is shown after all."""
     (whole,) = llm.generate(PROMPT, GREEDY)
     for n in (1, 2, 5, 20):
-        wish = replace(GREEDY, stop=whole.text[-n:] + "\0")
-        pieces = collect(llm.stream(PROMPT, wish))[0]
+        sampling = replace(GREEDY, stop=whole.text[-n:] + "\0")
+        pieces = collect(llm.stream(PROMPT, sampling))[0]
         check_pieces(pieces, whole)
         assert not any(p.text.endswith(whole.text[-n:]) for p in pieces[:-1])
 
@@ -907,10 +907,10 @@ def test_close() -> None:
 def test_close_in_a_stream(num_taken: int, overlap: bool) -> None:
     """Each prompt gets its last piece: the finished one its own, the others "abort", with what they have."""
     prompts: list[Any] = [PROMPT, "12 + 7 =", "Ada lives in"]
-    wishes = [GREEDY, replace(GREEDY, max_tokens=2), replace(GREEDY, stop="never")]
+    samplings = [GREEDY, replace(GREEDY, max_tokens=2), replace(GREEDY, stop="never")]
     with LLM("tiny", overlap=overlap, **OPTIONS) as llm:
-        wanted = llm.generate(prompts, wishes)
-        pieces = llm.stream(prompts, wishes)
+        wanted = llm.generate(prompts, samplings)
+        pieces = llm.stream(prompts, samplings)
         taken = list(itertools.islice(pieces, num_taken))
         llm.close()
         assert not llm.engine_core.scheduler.seqs
@@ -1075,17 +1075,17 @@ def test_four_threads(how: str, overlap: bool) -> None:
         before = copy.copy(llm.metrics)
 
         def serve(i: int) -> None:
-            prompts, wish = THREADS[i]
+            prompts, sampling = THREADS[i]
             for _ in range(3):
                 if how == "generate" or (how == "step" and i < 2):
-                    assert [essence(out) for out in llm.generate(prompts, wish)] == wanted[i]
+                    assert [essence(out) for out in llm.generate(prompts, sampling)] == wanted[i]
                 elif how == "stream":
-                    for index, pieces in collect(llm.stream(prompts, wish)).items():
+                    for index, pieces in collect(llm.stream(prompts, sampling)).items():
                         out = pieces[-1].output
                         assert out is not None and essence(out) == wanted[i][index]
                         check_pieces(pieces, out)
                 else:
-                    request = llm.add_request(prompts[0], wish)
+                    request = llm.add_request(prompts[0], sampling)
                     while request in llm.engine_core.scheduler.seqs:
                         llm.step()
 
@@ -1136,16 +1136,16 @@ def test_a_short_call_does_not_wait_for_a_long_one(overlap: bool) -> None:
 @pytest.mark.parametrize("num_steps", [0, 3, 12])
 def test_close_from_another_thread(num_steps: int, overlap: bool) -> None:
     """It waits for the step under way; the others end with what they have, or are told that it is closed."""
-    wish = replace(GREEDY, max_tokens=60)
+    sampling = replace(GREEDY, max_tokens=60)
     with LLM("tiny", overlap=overlap, **OPTIONS) as llm:
-        wanted = llm.generate([PROMPT, "12 + 7 ="], wish)
+        wanted = llm.generate([PROMPT, "12 + 7 ="], sampling)
         start = llm.metrics.num_steps
 
         def run(stream: bool) -> list[RequestOutput | None]:
             try:
                 if not stream:
-                    return list(llm.generate([PROMPT, "12 + 7 ="], wish))
-                found = collect(llm.stream([PROMPT, "12 + 7 ="], wish))
+                    return list(llm.generate([PROMPT, "12 + 7 ="], sampling))
+                found = collect(llm.stream([PROMPT, "12 + 7 ="], sampling))
                 for pieces in found.values():
                     check_pieces(pieces, pieces[-1].output)  # type: ignore[arg-type]
                 return [found[i][-1].output for i in range(2)]
@@ -1251,13 +1251,13 @@ def test_requests_of_threads_end_when_another_closes(name: str) -> None:
 
         def work(seed: int) -> None:
             rng = random.Random(seed)
-            wish = replace(GREEDY, max_tokens=30)
+            sampling = replace(GREEDY, max_tokens=30)
             with pytest.raises(ValueError, match="this LLM is closed"):
                 while True:
                     if rng.random() < 0.5:
-                        ended.append(llm.generate(PROMPT, wish)[0].finish_reason)
+                        ended.append(llm.generate(PROMPT, sampling)[0].finish_reason)
                     else:
-                        pieces: Any = llm.stream([PROMPT, "12 + 7 ="], wish)
+                        pieces: Any = llm.stream([PROMPT, "12 + 7 ="], sampling)
                         [*itertools.islice(pieces, rng.randrange(9))]
                         pieces.close()
 
@@ -1324,12 +1324,12 @@ BROKEN_WISHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wish", BROKEN_WISHES)
+@pytest.mark.parametrize("sampling", BROKEN_WISHES)
 @pytest.mark.parametrize("mode", BROKEN_MODES)
-def test_logits_that_are_no_numbers_end_one_request(mode: str, wish: str, tmp_path: Path) -> None:
+def test_logits_that_are_no_numbers_end_one_request(mode: str, sampling: str, tmp_path: Path) -> None:
     """It ends with an error that says so; the others in the batch, and whoever comes later, get what they ever got."""
     save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
-    params = SamplingParams(max_tokens=8, **BROKEN_WISHES[wish])
+    params = SamplingParams(max_tokens=8, **BROKEN_WISHES[sampling])
     good, bad = [[5, 6, 5, 6, 5], [8, 9, 8, 9]], [5, 6, 7, 5, 6]
     with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40, **BROKEN_MODES[mode]) as llm:
         wanted = [out.token_ids for out in llm.generate(good, params)]

@@ -72,20 +72,20 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_measured_steps_hold_what_any_sampling_needs(dtype: str) -> None:
-    """The largest prefill is small here, so that all of it is sampling: at least the worst of all wishes, not much more."""
+    """The largest prefill is small here, so that all of it is sampling: at least the worst of all options, not much more."""
     rows = 100
     limits = {"max_num_seqs": rows, "max_num_batched_tokens": 64, "max_model_len": 64}
     runner = ModelRunner(EngineArgs("tiny", device="cpu", dtype=dtype, num_kvcache_blocks=8, **limits))
     batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
     filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.1}
-    wishes = [{}, *({name: value} for name, value in filters.items()), filters, {"temperature": 0.0}]
+    samplings = [{}, *({name: value} for name, value in filters.items()), filters, {"temperature": 0.0}]
 
-    def sample(wish: dict[str, Any]) -> None:
-        params = SamplingParams(**{"temperature": 1.0} | wish)
+    def sample(sampling: dict[str, Any]) -> None:
+        params = SamplingParams(**{"temperature": 1.0} | sampling)
         logits = torch.zeros(rows, runner.config.spec.vocab_size, dtype=runner.dtype)
         runner.sample(replace(batch, sampling_params=[params] * rows), logits)
 
-    worst = max(peak_bytes(partial(sample, wish)) for wish in wishes)
+    worst = max(peak_bytes(partial(sample, sampling)) for sampling in samplings)
     assert worst > 20 * rows * runner.config.spec.vocab_size
     assert worst <= peak_bytes(runner._run_largest_steps) <= 1.1 * worst
 

@@ -32,16 +32,16 @@ def some_logits(rows: int, vocabulary: int, seed: int = 0, scale: float = 2.0) -
 
 
 def pack(
-    wishes: list[dict[str, Any]], positions: int | np.ndarray, vocabulary: int,
+    samplings: list[dict[str, Any]], positions: int | np.ndarray, vocabulary: int,
 ) -> SamplingMetaData:  # fmt: skip
-    made = {id(wish): SamplingParams(**wish).resolve(DEFAULTS) for wish in {id(w): w for w in wishes}.values()}
-    params = [made[id(wish)] for wish in wishes]
+    made = {id(sampling): SamplingParams(**sampling).resolve(DEFAULTS) for sampling in {id(w): w for w in samplings}.values()}
+    params = [made[id(sampling)] for sampling in samplings]
     return SamplingMetaData.pack(params, np.broadcast_to(positions, len(params)), vocabulary)
 
 
-def adjusted(logits: Tensor, wishes: list[dict[str, Any]], histories: dict[int, list[int]]) -> Tensor:
+def adjusted(logits: Tensor, samplings: list[dict[str, Any]], histories: dict[int, list[int]]) -> Tensor:
     """What chapter 24 makes of the logits of a decode in which everybody samples."""
-    B, params = len(wishes), [SamplingParams(**wish).resolve(DEFAULTS) for wish in wishes]
+    B, params = len(samplings), [SamplingParams(**sampling).resolve(DEFAULTS) for sampling in samplings]
     ones, table = np.ones(B, np.int32), np.zeros((B, 1), np.int32)
     batch = ScheduledBatch(
         SequenceType.DECODE, [*range(B)], ones.astype(np.int64), ones, ones, table, ones > 0, params, histories
@@ -50,11 +50,11 @@ def adjusted(logits: Tensor, wishes: list[dict[str, Any]], histories: dict[int, 
 
 
 def sample(
-    logits: Tensor, wishes: list[dict[str, Any]], positions: int | np.ndarray = 10,
+    logits: Tensor, samplings: list[dict[str, Any]], positions: int | np.ndarray = 10,
     histories: dict[int, list[int]] | None = None,
 ) -> list[int]:  # fmt: skip
-    logits = adjusted(logits, wishes, histories) if histories else logits.clone()
-    return Sampler()(logits, pack(wishes, positions, logits.shape[-1])).tolist()
+    logits = adjusted(logits, samplings, histories) if histories else logits.clone()
+    return Sampler()(logits, pack(samplings, positions, logits.shape[-1])).tolist()
 
 
 def closed_form(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
@@ -96,13 +96,13 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_draws_follow_the_closed_form(wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", WISHES, ids=str)
+def test_draws_follow_the_closed_form(sampling: dict[str, Any]) -> None:
     """Eight requests at 2,500 positions each; what is filtered out is never drawn."""
     n, vocabulary = 20_000, 24
     logits = some_logits(1, vocabulary, seed=3, scale=1.5)
-    drawn = sample(logits.expand(n, -1), [{"seed": i, **wish} for i in range(8)] * (n // 8), np.arange(n) // 8)
-    counts, p = np.bincount(drawn, minlength=vocabulary), closed_form(logits[0].numpy(), **wish)
+    drawn = sample(logits.expand(n, -1), [{"seed": i, **sampling} for i in range(8)] * (n // 8), np.arange(n) // 8)
+    counts, p = np.bincount(drawn, minlength=vocabulary), closed_form(logits[0].numpy(), **sampling)
     assert counts[p == 0].sum() == 0
     if (p > 0).sum() > 1:
         rare = p < 5 / n  # chi-square wants at least five of each
@@ -135,13 +135,13 @@ def test_a_request_draws_the_same_token_alone_in_any_batch_and_in_any_row() -> N
     """ATOM shares one row of noise, so neighbours agree and company matters; here nothing about a batch may."""
     rng, vocabulary = np.random.default_rng(0), 200
     logits = some_logits(len(WISHES), vocabulary, seed=5)
-    wishes = [{"seed": 100 + i, **wish} for i, wish in enumerate(WISHES)]
-    positions = rng.integers(1, 1000, len(wishes))
-    alone = [sample(logits[i : i + 1], [wishes[i]], positions[i : i + 1])[0] for i in range(len(wishes))]
+    samplings = [{"seed": 100 + i, **sampling} for i, sampling in enumerate(WISHES)]
+    positions = rng.integers(1, 1000, len(samplings))
+    alone = [sample(logits[i : i + 1], [samplings[i]], positions[i : i + 1])[0] for i in range(len(samplings))]
     for _ in range(20):
-        rows = rng.permutation(len(wishes))[: rng.integers(1, len(wishes) + 1)]
+        rows = rng.permutation(len(samplings))[: rng.integers(1, len(samplings) + 1)]
         rows = np.append(rows, rng.choice(rows, 3))  # twins, too
-        assert sample(logits[rows], [wishes[i] for i in rows], positions[rows]) == [alone[i] for i in rows]
+        assert sample(logits[rows], [samplings[i] for i in rows], positions[rows]) == [alone[i] for i in rows]
 
 
 def test_requests_with_equal_logits_draw_their_own_tokens() -> None:
@@ -223,23 +223,23 @@ def test_each_row_is_filtered_by_its_own_wishes() -> None:
         assert torch.equal(mask[row : row + 1], alone)
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=str)
-def test_the_whole_chain_keeps_what_transformers_keeps(wish: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", WISHES, ids=str)
+def test_the_whole_chain_keeps_what_transformers_keeps(sampling: dict[str, Any]) -> None:
     """Temperature, top-k, top-p, min-p, in this order; seen through the sampler by drawing at many points."""
     logits, n = some_logits(1, 40, seed=8), 4000
-    scaled = TemperatureLogitsWarper(float(wish.get("temperature", 1.0)))
+    scaled = TemperatureLogitsWarper(float(sampling.get("temperature", 1.0)))
     chain: list[Any] = [scaled]
-    if wish.get("top_k", 0) > 0:
-        chain.append(TopKLogitsWarper(wish["top_k"]))
-    if wish.get("top_p", 1) < 1:
-        chain.append(TopPLogitsWarper(wish["top_p"]))
-    if wish.get("min_p"):
-        chain.append(MinPLogitsWarper(wish["min_p"]))
+    if sampling.get("top_k", 0) > 0:
+        chain.append(TopKLogitsWarper(sampling["top_k"]))
+    if sampling.get("top_p", 1) < 1:
+        chain.append(TopPLogitsWarper(sampling["top_p"]))
+    if sampling.get("min_p"):
+        chain.append(MinPLogitsWarper(sampling["min_p"]))
     scores = logits
     for warper in chain:
         scores = warper(None, scores)
     probs = scores.softmax(-1)[0]
-    drawn = set(sample(logits.expand(n, -1), [{"seed": 1, **wish}] * n, np.arange(n)))
+    drawn = set(sample(logits.expand(n, -1), [{"seed": 1, **sampling}] * n, np.arange(n)))
     assert drawn <= set(probs.nonzero().flatten().tolist())
     assert drawn >= set((probs > 0.005).nonzero().flatten().tolist())
 
@@ -261,8 +261,8 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
 
 def test_only_the_row_that_asks_is_penalised() -> None:
     logits = torch.tensor([[3.0, 2.9, -1.0]] * 2)
-    wishes = [{"temperature": 0}, {"temperature": 0, "repetition_penalty": 2.0}]
-    assert sample(logits, wishes, histories={1: [0]}) == [0, 1]
+    samplings = [{"temperature": 0}, {"temperature": 0, "repetition_penalty": 2.0}]
+    assert sample(logits, samplings, histories={1: [0]}) == [0, 1]
     assert logits.tolist() == torch.tensor([[3.0, 2.9, -1.0]] * 2).tolist()
 
 
@@ -273,9 +273,9 @@ def test_greedy_is_exactly_argmax_also_among_random_ones() -> None:
     """Also in bfloat16, where rows have equal maxima: the first wins, as in argmax."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = some_logits(200, 3000, seed=1, scale=0.5).to(dtype)
-        wishes = [{"temperature": 0} if i % 2 else {"seed": i} for i in range(200)]
+        samplings = [{"temperature": 0} if i % 2 else {"seed": i} for i in range(200)]
         best = logits.float().argmax(-1).tolist()
-        assert sample(logits, wishes)[1::2] == best[1::2]
+        assert sample(logits, samplings)[1::2] == best[1::2]
         assert sample(logits, [{"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5}] * 200) == best
 
 
@@ -291,10 +291,10 @@ def test_a_tiny_temperature_is_argmax_and_no_nan(temperature: float, others: dic
     logits = some_logits(50, 100, seed=6, scale=30.0)
     logits[:, 3] = -torch.inf
     top = logits.topk(2).values
-    wishes = [{"seed": i, "temperature": temperature, **others} for i in range(50)]
+    samplings = [{"seed": i, "temperature": temperature, **others} for i in range(50)]
     clear = (top[:, 0] - top[:, 1]) / temperature > 20
     assert clear.sum() > 25
-    drawn = torch.tensor(sample(logits, wishes))
+    drawn = torch.tensor(sample(logits, samplings))
     assert torch.equal(drawn[clear], logits.argmax(-1)[clear])
 
 
@@ -305,14 +305,14 @@ def test_a_large_temperature_is_uniform() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 3}, {"seed": 1, "min_p": 0.1}], ids=str)
-def test_no_token_where_a_logit_is_no_number(wish: dict[str, Any], value: float) -> None:
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 3}, {"seed": 1, "min_p": 0.1}], ids=str)
+def test_no_token_where_a_logit_is_no_number(sampling: dict[str, Any], value: float) -> None:
     """Whatever is wished, and whatever the others in the batch get: -1 for this row alone."""
     logits = some_logits(3, 16)
-    fine = sample(logits, [wish] * 3)
+    fine = sample(logits, [sampling] * 3)
     logits[1, 5] = value
-    assert sample(logits, [wish] * 3) == [fine[0], -1, fine[2]]
-    with_penalty = [{**wish, "repetition_penalty": 1.5}] * 3
+    assert sample(logits, [sampling] * 3) == [fine[0], -1, fine[2]]
+    with_penalty = [{**sampling, "repetition_penalty": 1.5}] * 3
     assert sample(logits, with_penalty, histories={0: [1], 1: [2], 2: [3]})[1] == -1
 
 
