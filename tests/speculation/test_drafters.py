@@ -322,8 +322,8 @@ def drawing(model: str, k: int = 3, **options: Any) -> LLM:
 
 
 def test_drawn_drafts_leave_the_distribution(short: str) -> None:
-    """Four tokens of 2,000 texts with and without: what they are, place by place, is the same within chance."""
-    samplings = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(2000)]
+    """Four tokens of 2,400 texts with and without: what they are, place by place, is the same within chance."""
+    samplings = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(2400)]
     prompts = ["Once upon a time there was a"] * len(samplings)
     with LLM("tiny", **BASE | {"num_kvcache_blocks": 400, "max_num_seqs": 64}) as llm:
         plain = [o.token_ids for o in llm.generate(prompts, samplings, use_tqdm=False)]
