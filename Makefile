@@ -185,7 +185,7 @@ docs-serve: $(VENV)/docs
 	$(PY) docs/book_site.py --serve
 
 test-docs: docs
-	SITE_IS_BUILT=1 $(PY) -m pytest tests/book/test_docs.py -n $(JOBS) -rs
+	SITE_IS_BUILT=1 $(PY) -m pytest tests/book/test_docs.py -rs
 
 # How the book reads, in numbers: cells, words, lines, and minutes.
 measure: $(VENV)/dev
