@@ -245,14 +245,14 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
     sampling_kernels.sample(empty((tokens, shape.vocab), number, misaligned), empty([tokens]), empty([tokens]))
 
 
-def run_fused(shape: Shape, rows: int, dtype: str = "bf16", units: int = 132) -> None:
-    """Launch the fused products of a layer, on a GPU of so many units."""
+def run_fused(shape: Shape, rows: int, dtype: str = "bf16", units: int = 132, bias: bool = False) -> None:
+    """Launch the fused products of a layer, on a GPU of so many units; `bias`: each has one."""
     number = TYPES[dtype]
     ops = FusedOps(torch.device("cpu"), shape.heads, shape.kv_heads, shape.dim, number)
     ops.units = units  # decides how many columns a program has
 
     def linear(size: int, columns: int) -> Linear:
-        return Linear(size, {"w": columns}).to(device="meta", dtype=number)
+        return Linear(size, {"w": columns}, bias).to(device="meta", dtype=number)
 
     x, angles = empty((rows, shape.hidden), number), empty((rows, 1, shape.dim), number)
     for size in (shape.heads * shape.dim, shape.inner):
@@ -308,9 +308,10 @@ def cases(quick: bool = False) -> Iterator[Case]:
         for tokens in (64, 4096):
             yield f"{shape.name}, {tokens} tokens", lambda a=(shape, tokens): run_small(*a)
     fused = [(QWEN, 16, "bf16", 132), (QWEN, 64, "bf16", 132), (QWEN, 64, "fp32", 132), (LLAMA, 64, "bf16", 4),
-             (LLAMA_1B, 32, "fp16", 132)]  # fmt: skip
-    for shape, rows, dtype, units in fused[: 2 if quick else None]:
-        yield f"fused {shape.name}, {rows} rows, {dtype}, {units} units", lambda a=(shape, rows, dtype, units): run_fused(*a)
+             (LLAMA_1B, 32, "fp16", 132), (LLAMA_1B, 64, "bf16", 132, True)]  # fmt: skip
+    for shape, rows, dtype, units, *bias in fused[: 2 if quick else None]:
+        name = f"fused {shape.name}, {rows} rows, {dtype}, {units} units{', biases' * len(bias)}"
+        yield name, lambda a=(shape, rows, dtype, units, *bias): run_fused(*a)
     mixtures = [(shape, "bf16") for shape in MIXTURES[: 2 if quick else None]]
     for mixture, dtype in mixtures if quick else [*mixtures, (MIXTURES[0], "fp16"), (MIXTURES[0], "fp32")]:
         for phase, tokens in (("decode", 32), ("prefill", 8192)):

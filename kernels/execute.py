@@ -106,6 +106,18 @@ def latents(dtype: str, lens: kernels.Lens) -> Error:
     return LatentStep(lens, 16, 16, TYPES[dtype]).off()
 
 
+def products(dtype: str, rows: int) -> Error:
+    from test_fused import product_errors
+
+    return max(product_errors(rows, 96, 40, True, 3, TYPES[dtype]))
+
+
+def heads(dtype: str, has_norm: bool) -> Error:
+    from test_fused import heads_error
+
+    return heads_error(5, 64, has_norm, TYPES[dtype], not has_norm)
+
+
 # The launches to execute: name -> a launch that returns its error. A new kernel adds its rows. Lengths end within a tile; where
 # errors are planted (tests/kernels/test_amd.py), one just before its end, so that most of it is seen, and one at its beginning.
 CASES: dict[str, Callable[[], Error]] = {
@@ -136,6 +148,10 @@ CASES: dict[str, Callable[[], Error]] = {
     "experts bf16, packed": lambda: experts("bf16", 40, packed=True),
     "latents bf16, decode": lambda: latents("bf16", [(1, 40), (1, 300)]),
     "latents fp16, prefill": lambda: latents("fp16", [(20, 30)]),
+    "fused products bf16": lambda: products("bf16", 5),
+    "fused products fp16, 20 rows": lambda: products("fp16", 20),
+    "fused heads bf16": lambda: heads("bf16", False),
+    "fused heads, norm fp16": lambda: heads("fp16", True),
 }
 # (target, start of a case): kernels that a target refuses
 NOT_THERE = {(t, "latents") for t in TARGETS if table.nearest(t) not in LATENT_LAUNCHES}

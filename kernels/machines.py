@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "results" / "targets.json"
 MODULES = ("triton_attention", "triton_ops", "sampling_kernels", "instruments/launches", "families/grouped",
            "families/latent_kernel", "refinements/fused")  # fmt: skip
-HOST = ("Launch", "amd", "product_type")  # what a launch's options depend on, beside kernels and tables
+HOST = ("Launch", "amd", "product_type", "FusedOps")  # what a launch's options depend on, beside kernels and tables
 NEVER = "**never**"
 Facts = dict[str, Any]
 

@@ -53,7 +53,7 @@ def _product(
     return acc
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #cf8a475c
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_product_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, rows, N: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -103,7 +103,7 @@ class FusedOps(TritonOps):
     def tile(self, x: Tensor, columns: int) -> dict[str, Any]:
         """The constants of a kernel for x [rows, size] and this many columns."""
         rows, size = x.shape
-        launch = self.products[rows > 16]
+        launch = self.products[rows > self.products[0].rows]
         tall = max(16, triton.next_power_of_2(rows))
         depth = launch.key_bytes // max(tall, columns) // x.itemsize
         depth = max(16, min(depth, triton.next_power_of_2(size)))
@@ -161,9 +161,9 @@ class FusedOps(TritonOps):
     def prepare(self, model: nn.Module) -> None:
         """Fold the norms of a model that has its weights, and replace its layers."""
         decoder: Any = model.model
-        for layer in decoder.layers:
-            fold(layer.input_layernorm, layer.self_attn.qkv)
-            fold(layer.post_attention_layernorm, layer.mlp.gate_up)
+        for i, layer in enumerate(decoder.layers):
+            fold(layer.input_layernorm, layer.self_attn.qkv, f"layer {i}'s first norm")
+            fold(layer.post_attention_layernorm, layer.mlp.gate_up, f"layer {i}'s second norm")
         self.replace_layers(decoder)
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #fae532dd
@@ -173,7 +173,7 @@ def _halves(acc):
     return tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_product_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, rows, eps, N: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
@@ -217,7 +217,7 @@ def _turn(
     return y1, tl.where(is_v, x2, x2 * cos + x1 * sin)
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #9039df4b
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def heads_kernel(
     x_ptr, w_ptr, bias_ptr, norm_ptr, cos_ptr, sin_ptr, slot_ptr, q_ptr, cache_ptr,
     v_offset, block_stride, rows, eps, head_eps, H: tl.constexpr, K: tl.constexpr,
@@ -283,11 +283,14 @@ class FusedLayer(nn.Module):
         return self.ops.add_product(inner, mlp.down, x), None
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #b154ddf2
-def fold(norm: RMSNorm, linear: Linear) -> None:
-    """Multiply the weight of `norm` into the matrix that follows; it becomes 1."""
+def fold(norm: RMSNorm, linear: Linear, what: str) -> None:
+    """Multiply the weight of `norm` into the matrix that follows; it becomes 1.
+
+    `what` names the norm in the ValueError for weights that overflow.
+    """
     total = linear.weight.data.mul_(norm.weight).sum(dtype=torch.float32)
-    what = f"a norm's weight times the next matrix is too large for {norm.weight.dtype}"
-    require(bool(total.isfinite()), f"{what}: set fuse_layers=False")
+    wrong = f"{what} times the next matrix is too large for {norm.weight.dtype}"
+    require(bool(total.isfinite()), f"{wrong}: set fuse_layers=False")
     norm.weight.data.fill_(1)
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #5cc0d3a3

@@ -154,6 +154,8 @@ class EngineArgs(Config):
         self._check_parts(given)
         apply_all(self, given)
         check_switches(self, given)
+        if self.fuse_layers and self.spec is not None:
+            fuse(self)
         if self.speculative_config is not None:
             from atom_mini.speculation.knobs import check_mtp
 
@@ -177,8 +179,6 @@ class EngineArgs(Config):
             from atom_mini.speculation.knobs import check_speculative
 
             check_speculative(self)
-        if self.fuse_layers and self.spec is not None:
-            fuse(self)
 
 # %% ../../nbs/refinements/20_parts.ipynb #c85ec540
 def make_runner(config: EngineArgs) -> Any:

@@ -132,6 +132,7 @@ SAME: dict[str, tuple[str, Callable]] = {
     "and_or": ("b32", lambda a, b, c: a & b | c), "bfi": ("b32", lambda a, b, c: a & b | ~a & c),
     "lshl_or": ("b32", lambda a, b, c: a << (b & 31) | c), "lshl_add": ("u32", lambda a, b, c: (a << (b & 31)) + c),
     "add_lshl": ("u32", lambda a, b, c: a + b << (c & 31)), "bfe": ("u32 i32", extract),
+    "alignbit": ("b32", lambda a, b, c: U32((U64(a) << U64(32) | U64(b)) >> U64(c & 31) & U64(ALL))),
     "perm": ("b32", choose_bytes), "div_fixup": ("f32", fix_quotient),
 }  # fmt: skip
 # Kinds that differ: name -> (kinds of the results: of the sources, function). A mask has a bit for each lane.

@@ -99,6 +99,8 @@ VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_or3_b32 v0, v1, v2, v3", (1, 2, 4), 7), ("v_not_b32 v0, 63", (), -64), ("v_bfrev_b32 v0, 1", (), 2**31),
     ("v_bfe_u32 v0, v1, 4, 8", (0xABCD,), 0xBC), ("v_bfe_i32 v0, v1, 4, 8", (0xABCD,), 0xFFFFFFBC),
     ("v_bfe_u32 v0, v1, 4, 0", (0xABCD,), 0), ("v_bfi_b32 v0, v1, v2, v3", (0xFF, 0x1234, 0xABCD), 0xAB34),
+    ("v_alignbit_b32 v0, v1, v2, v3", (0x12345678, 0x9ABCDEF0, 4), 0x89ABCDEF),
+    ("v_alignbit_b32 v0, v1, v2, v3", (1, 2, 33), 0x80000001), ("v_alignbit_b32 v0, v1, v2, 0", (1, 2), 2),
     ("v_perm_b32 v0, v1, v2, v3", (0x80FFEEDD, 0x00778899, 0x0D0C0B04), 0xFF00FFDD),
     ("v_perm_b32 v0, v1, v2, v3", (0x80FFEEDD, 0x00778899, 0x08090A00), 0xFF00FF99),
     ("v_div_fixup_f32 v0, v1, v2, v3", (9.0, 0.0, -1.0), -INF),
