@@ -57,7 +57,7 @@ def test_notebook_is_clean_and_holds_its_outputs(path: Path) -> None:
 
 
 @by_name
-def test_outputs_are_of_the_code_that_stands_there(path: Path) -> None:
+def test_outputs_are_of_the_present_code(path: Path) -> None:
     """`run` stores a digest of the cells that it executes: code edited since then has old outputs, or none."""
     nb = read_nb(path)
     assert nb.metadata.get(book.RAN) == book.code_digest(nb.cells), f"python nbs/_book/book.py run {path.stem}"
@@ -75,7 +75,7 @@ def test_code_edited_after_its_run_is_noticed(tmp_path: Path, monkeypatch: pytes
         clean_nb(nb, **book.KEPT)
         write_nb(nb, path)
         with nullcontext() if is_fresh else pytest.raises(AssertionError, match=r"book\.py run later"):
-            test_outputs_are_of_the_code_that_stands_there(path)
+            test_outputs_are_of_the_present_code(path)
     kept = {name: getattr(get_config(), name).split() for name in book.KEPT}
     assert kept == book.KEPT, "settings.ini lets nbdev_clean delete what `run` stores"
 

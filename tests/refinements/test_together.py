@@ -243,6 +243,12 @@ def test_the_page_has_the_table() -> None:
     assert show.as_markdown(parts.TOGETHER) in readme
 
 
+def test_a_name_that_no_part_knows() -> None:
+    """The hint knows the options of all parts, not only those of Part I."""
+    with pytest.raises(ValueError, match="no option 'chunk_sise': did you mean 'chunk_size'"):
+        EngineArgs(chunk_sise=4)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     "options",
     [
