@@ -75,7 +75,7 @@ MOST_ROWS = 64
 
 TILES: dict[str, tuple[Launch, Launch]] = {  # up to 16 rows, up to 64
     "sm_80": (Launch(16, 2**14, 4, 3, 4), Launch(64, 2**13, 4, 3, 2)),
-    "sm_90": (Launch(16, 2**14, 4, 4, 4), Launch(64, 2**13, 4, 4, 2)),
+    "sm_90": (Launch(16, 2**14, 4, 3, 4), Launch(64, 2**13, 4, 4, 2)),
     "gfx90a": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(64, 2**13, 4, 2, 1, amd())),
     "gfx942": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(64, 2**13, 4, 2, 1, amd())),
     "gfx950": (Launch(16, 2**14, 4, 2, 4, amd()), Launch(64, 2**14, 4, 2, 2, amd())),
