@@ -203,5 +203,5 @@ def test_weights_too_large_to_fold() -> None:
     norm, linear = RMSNorm(8, EPS, TWIN).half(), matrix(8, 8, False, torch.float16)
     norm.weight.data.fill_(6e4)
     linear.weight.data.fill_(2)
-    with pytest.raises(ValueError, match=r"layer 3's norm .* too large for torch\.float16: set fuse_layers=False"):
-        fold(norm.to(DEVICE), linear, "layer 3's norm")
+    with pytest.raises(ValueError, match=r"first norm of layer 3 .* too large for torch\.float16: set fuse_layers=False"):
+        fold(norm.to(DEVICE), linear, "first norm of layer 3")
