@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 Seconds = Annotated[float, Field(gt=0, lt=1e9)]
 
 # %% auto #0
-__all__ = ['Seconds', 'KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'EngineArgs', 'make_runner', 'is_on_cpu',
-           'make_core', 'make_engine_core', 'LLM', 'Need', 'has', 'many', 'drafts', 'drafts_by', 'keeps_state', 'apply',
-           'apply_all', 'check_switches', 'fuse']
+__all__ = ['Seconds', 'KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'OVERLAP_ON_GPU', 'EngineArgs', 'make_runner',
+           'is_on_cpu', 'make_core', 'make_engine_core', 'LLM', 'Need', 'has', 'many', 'drafts', 'drafts_by',
+           'keeps_state', 'apply', 'apply_all', 'check_switches', 'can_overlap', 'fuse']
 
 # %% ../../nbs/refinements/20_parts.ipynb #2b7016e8
 @explained
@@ -47,7 +47,8 @@ class EngineArgs(Config):
     interleave_decode: bool = False  # decode between two prefills
     # prompts wait until the oldest has waited this many times the last prefill step
     scheduler_delay_factor: Annotated[float, Field(ge=0)] = 0.0
-    overlap: bool = False  # plan a step while the device computes the last one
+    # plan a step while the device computes the last one; None: on a GPU, where it fits
+    overlap: bool | None = None
     fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
     compiled: bool | None = None  # None: where it applies
     trace: bool = False  # record each step
@@ -153,6 +154,8 @@ class EngineArgs(Config):
             self.prefix_cache = "hash" if self.enable_prefix_caching else "none"
         self._check_parts(given)
         apply_all(self, given)
+        if self.overlap is None:
+            self.overlap = OVERLAP_ON_GPU and can_overlap(self)
         check_switches(self, given)
         if self.fuse_layers and self.spec is not None:
             fuse(self)
@@ -420,6 +423,20 @@ def check_switches(config: EngineArgs, given: set[str]) -> None:
         which, now = ", ".join(idle), f"{switch}={getattr(config, switch)!r}"
         does = f"{which} has no effect with {now}: change that, or leave {which} out"
         require(not idle or not is_default(switch), does)
+
+# %% ../../nbs/refinements/20_parts.ipynb #98178a82
+OVERLAP_ON_GPU = True  # the default there
+
+
+def can_overlap(config: EngineArgs) -> bool:
+    """Whether the engine runs on a GPU, and the options allow `overlap=True`, which is
+    set to find out."""
+    if config.spec is None or config.scheduler_cls is not None or is_on_cpu(config):
+        return False
+    config.overlap = True
+    rows = [row for row in TOGETHER if row.holds(config)]
+    needs = [need for row in rows for need in row.needs.items()]
+    return all(getattr(config, name) in allowed for name, allowed in needs)
 
 # %% ../../nbs/refinements/20_parts.ipynb #98128a6b
 def fuse(config: EngineArgs) -> None:

@@ -181,7 +181,7 @@ def test_a_step_ahead_equals_plain_with_aborts_and_does_not_grow() -> None:
     from test_overlap import arrivals
 
     room: dict[str, Any] = {"device": DEVICE, "dtype": "float32", "num_kvcache_blocks": 30, "kv_cache_block_size": 4}
-    with LLM("tiny", max_num_seqs=6, **room) as plain, LLM("tiny", max_num_seqs=6, overlap=True, **room) as ahead:
+    with LLM("tiny", max_num_seqs=6, overlap=False, **room) as plain, LLM("tiny", max_num_seqs=6, overlap=True, **room) as ahead:
         wanted, found = dict[int, list[int]](), dict[int, list[int]]()
         assert arrivals(plain, wanted) > 0 and arrivals(ahead, found) > 0 and found == wanted
         arrivals(ahead, {})
