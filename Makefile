@@ -88,12 +88,15 @@ $(VENV)/ray: $(VENV)/dev
 serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
+# A file's tests share what they have made. tests/quick.py has the longest files come first.
+SPREAD := --dist loadfile --no-loadscope-reorder
+
 # What tests/quick.py picks, side by side, JOBS at a time; then, one by one, tests that look at a clock or at other processes. CI runs
 # `make test-rest` as well, which has the tests that take longer. `make test-all` adds the combinations that are left.
 test: $(VENV)/dev
 	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
-	$(PY) -m pytest --quick -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --quick -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
 	$(PY) -m pytest --quick -m "alone and not slow and not real"
 	@$(PY) tests/quick.py
 
@@ -102,14 +105,14 @@ ENGINE := $(wildcard $(patsubst %,tests/*/test_%.py,llm async callbacks detokeni
 
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
-	$(PY) -m pytest --rest -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --rest -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
 	$(PY) -m pytest --rest -m "alone and not slow and not real"
-	$(PY) -m pytest --users-defaults --quick -n $(JOBS) --dist loadfile -m "not slow and not alone and not real" $(ENGINE)
+	$(PY) -m pytest --users-defaults --quick -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real" $(ENGINE)
 
 test-all: test test-rest
-	$(PY) -m pytest --left -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --left -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
 	$(PY) -m pytest --left -m "alone and not slow and not real"
-	$(PY) -m pytest --users-defaults -n $(JOBS) --dist loadfile -m "not slow and not alone and not real" $(ENGINE)
+	$(PY) -m pytest --users-defaults -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real" $(ENGINE)
 
 # The engine on the real weights of `make real`, beside transformers, in every configuration.
 test-real: $(VENV)/dev
@@ -122,7 +125,7 @@ test-ray: $(VENV)/ray
 # How long each test takes, for tests/quick.py; on a quiet machine.
 test-seconds: $(VENV)/dev
 	rm -f tests/seconds.json
-	$(PY) -m pytest --record -n $(JOBS) --dist loadfile -m "not slow and not alone and not real"
+	$(PY) -m pytest --record -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
 	$(PY) -m pytest --record -m "alone and not slow and not real"
 
 # OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python. Then they are peers.

@@ -3,8 +3,8 @@
 `--quick` (`make test`) gives every test function SHARE seconds. Of a function whose cases take longer it runs as many
 cases as fit, chosen so that each value of each parameter turns up as soon as it can, and at least one case. A function
 whose cases take more than LONGEST each is left to `make test-rest`, unless some are marked `smoke` or `share`: `smoke`
-ones come first. Tests marked `alone` keep two cores from work and count twice. A function that seconds.json does not
-know takes no time.
+ones come first, and `share(1.0, 60.0)` names other seconds for `--quick` and `--rest` (0: none). Tests marked `alone` keep
+two cores from work and count twice. A function that seconds.json does not know takes no time.
 `--rest` (`make test-rest`; CI runs both) gives every function REST seconds and runs what `--quick` has left of those
 cases, so that both together leave no function out.
 `--left` (`make test-all` runs all three) runs what is left then: more combinations of values that were each tested.
@@ -26,7 +26,7 @@ import pytest
 
 SHARE, REST = 2.0, 20.0  # seconds
 LONGEST = 4.5
-WORTH_RECORDING = 0.4
+WORTH_RECORDING, UNRECORDED = 0.4, 0.05  # a function that takes less than the first is taken for the second, per test
 SECONDS = Path(__file__).with_name("seconds.json")  # function -> [seconds, of how many cases]
 COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, left, functions, long ones
 
@@ -57,7 +57,7 @@ def is_smoke(item: pytest.Item) -> bool:
 
 
 def pick(cases: list[pytest.Item], known: dict[str, list[float]], rest: bool = False) -> list[pytest.Item]:
-    """Those of a function's cases that fit into its seconds: SHARE, or REST; the mark `share(1.0, 60.0)` names others."""
+    """Those of a function's cases that fit into its seconds: SHARE or REST, or as its mark says (0: none)."""
     seconds, number = known.get(function_of(cases[0].nodeid), [0.0, 1])
     each, mark = seconds / number, cases[0].get_closest_marker("share")
     if cases[0].get_closest_marker("alone"):
@@ -67,7 +67,16 @@ def pick(cases: list[pytest.Item], known: dict[str, list[float]], rest: bool = F
     share = (mark.args if mark else (SHARE, REST))[rest]
     if each * len(cases) <= share:
         return cases
-    return diagonal(cases, int(share / each) or 1)
+    return diagonal(cases, int(share / each) or share > 0)
+
+
+def longest_first(items: list[pytest.Item], known: dict[str, list[float]]) -> list[pytest.Item]:
+    """The files in order of their seconds, so that no worker begins a long one when the others have nothing left to do."""
+    files: dict[Path, float] = defaultdict(float)
+    for item in items:
+        seconds, number = known.get(function_of(item.nodeid), [UNRECORDED, 1])
+        files[item.path] += seconds / number
+    return sorted(items, key=lambda item: (-files[item.path], str(item.path)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         none_of = [name for name, (_, some) in picked.items() if not some]
         _add(COVERED, {option.markexpr: [len(quick), len(left), len(functions), none_of]})
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item in runs]
+    items[:] = longest_first([item for item in items if item in runs], known)
 
 
 class Recorder:

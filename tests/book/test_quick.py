@@ -47,6 +47,7 @@ def test_of_a_grid_as_much_as_fits_and_every_value_first(share: float, number: i
         ("test_long", {"alone": [], "smoke": []}, 1),
         ("test_giant", {}, 0),
         ("test_giant", {"share": [0.1, 30.0]}, 1),
+        ("test_giant", {"share": [0, 30.0]}, 0),
         ("test_giant", {"smoke": []}, 1),
     ],
     ids=str,
@@ -65,6 +66,15 @@ def test_the_rest_holds_what_is_quick(seconds: float, marks: dict[str, Any], num
     items, known = cases("test_grid", (4, 3), **marks), {"test_x.py::test_grid": [12 * seconds, 12]}
     found, both = quick.pick(items, known), quick.pick(items, known, rest=True)
     assert (len(found), len(both)) == (number, more) and both[:number] == found
+
+
+def test_long_files_come_first_and_stay_whole() -> None:
+    files = {"short": cases("test_unknown", (3,)), "long": cases("test_giant"), "middle": cases("test_grid", (2,))}
+    items = [item for name in files for item in files[name]]
+    for name, found in files.items():
+        for item in found:
+            item.path = name
+    assert quick.longest_first(items[::-1], KNOWN) == files["long"] + files["middle"][::-1] + files["short"][::-1]
 
 
 def test_what_runs_alone_counts_twice() -> None:

@@ -37,7 +37,7 @@ def run_slot(env: dict[str, str], *arguments: str) -> subprocess.CompletedProces
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
-@pytest.mark.smoke
+@pytest.mark.share(0, 900)
 @pytest.mark.parametrize("slot", FILES)
 def test_a_slot_runs_every_step_and_keeps_to_its_folder(slot: str, tmp_path: Path, bare: dict[str, str]) -> None:
     """Toy shapes in the interpreter; tests are collected, which imports all that they need."""
