@@ -33,7 +33,7 @@ COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # w
 
 def function_of(nodeid: str) -> str:
     """`test_llm.py::test_stop` of `tests/engine/test_llm.py::test_stop[a-b]`: no two files have one name."""
-    return nodeid.split("[")[0].rpartition("/")[2]
+    return nodeid.split("[")[0].rpartition("/")[2].removesuffix("::runTest")  # of a state machine
 
 
 def values(item: pytest.Item) -> set[tuple[str, int]]:

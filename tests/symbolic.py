@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, chain, islice, pairwise
 from types import SimpleNamespace
+from typing import Any
 
 from show import check_blocks, new_tokens
 
@@ -388,6 +389,18 @@ def run_trial(
         return play(trial, OverlapCore(trial.config, launching), launching, strict, clock.perf_counter)
     finally:
         scheduler_module.time = turns.time = real_time
+
+
+def run_many(seeds: Iterable[int], **how: Any) -> Counter[str]:
+    """The trials' statistics added up; an error names its trial."""
+    stats: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            result = run_trial(seed, **how)
+        except Exception as error:
+            raise AssertionError(f"reproduce with symbolic.run_trial({seed}, **{how})") from error
+        stats += result + Counter(preempting=result["preemptions"] > 0)
+    return stats
 
 
 def play(

@@ -104,12 +104,11 @@ def test_a_name_means_what_its_chapter_says() -> None:
     from conf import resolve
 
     assert resolve("can_append", "", FULL) == f"{PACKAGE}.block_manager.BlockManager.can_append"
+    overlap = f"{PACKAGE}.{MODULE['overlap']}"
     for page in ("", MODULE["overlap"]):  # a class and a method, wherever the module is
-        assert resolve("OverlapCore", page, FULL) == f"{PACKAGE}.{MODULE['overlap']}.OverlapCore"
-        assert (
-            resolve("OverlapScheduler.advance", page, FULL) == f"{PACKAGE}.{MODULE['overlap']}.OverlapScheduler.advance"
-        )
-    assert resolve("advance", MODULE["overlap"], FULL) == f"{PACKAGE}.{MODULE['overlap']}.OverlapScheduler.advance"
+        for name in ("OverlapCore", "OverlapScheduler.advance"):
+            assert resolve(name, page, FULL) == f"{overlap}.{name}"
+    assert resolve("advance", MODULE["overlap"], FULL) == f"{overlap}.OverlapScheduler.advance"
     assert resolve("EngineCore(config, runner)", "", FULL) == f"{PACKAGE}.engine_core.EngineCore"
     assert resolve("step", "engine_core", FULL) == f"{PACKAGE}.engine_core.EngineCore.step"
     assert resolve("factor", "models", FULL) is None  # RoPE's, not the delay gate's
@@ -139,9 +138,7 @@ def test_the_map_shows_the_real_imports() -> None:
     """Every chapter is a node, no two overlap, arrows point up and lie under no node, and sides are what the design says."""
     nodes, shown = dict(BOOK.nodes.items()), set(nx.transitive_reduction(BOOK).edges)
     whole = book_map.draw(BOOK)
-    assert all(
-        whole.count(f'href="{chapter}.html"') == 2 for chapter in CHAPTERS.values()
-    )  # in the picture, in the list
+    assert all(whole.count(f'href="{chapter}.html"') == 2 for chapter in CHAPTERS.values())  # in the picture, in the list
     for part, names in book_map.parts(BOOK).items():
         svg, at = book_map.draw_part(BOOK, part, names), book_map.place(BOOK, names)
         within = {(low, up) for low, up in shown if low in at and up in at}
@@ -149,11 +146,8 @@ def test_the_map_shows_the_real_imports() -> None:
         assert svg.count('class="on"') == len({up for low, up in shown if up in at and low not in at})
         assert all(at[low][1] > at[up][1] for low, up in BOOK.edges if low in at and up in at)
         assert not [edge for edge in within if book_map.hidden(at, *edge, book_map.gap_for(at, *edge))]
-        gaps = [
-            max(abs(a - c) - book_map.WIDTH, abs(b - d) - book_map.HEIGHT)
-            for (a, b), (c, d) in combinations(at.values(), 2)
-        ]
-        assert min(gaps) > 0
+        pairs = combinations(at.values(), 2)
+        assert min(max(abs(a - c) - book_map.WIDTH, abs(b - d) - book_map.HEIGHT) for (a, b), (c, d) in pairs) > 0
     for low, up, taken in BOOK.edges(data=True):
         source = "\n".join(book_map.source_of(module).read_text() for module in nodes[up]["modules"])
         known = "|".join(module.split(".")[-1] for module in nodes[low]["modules"])
@@ -184,9 +178,8 @@ def test_the_button_opens_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_absent_would_attach_to_what_is_there() -> None:
     """Every name in backticks on the page stands in the package, or on the short list of what is meant to be new."""
     page, new = (ROOT / "docs" / "absent.md").read_text(), {"B A x", "[2, N, K, S, D]", "n"}
-    source = (
-        "\n".join(path.read_text() for path in (ROOT / "atom_mini").rglob("*.py")) + (ROOT / "nbs/_book/show.py").read_text()
-    )
+    files = [*(ROOT / "atom_mini").rglob("*.py"), ROOT / "nbs/_book/show.py"]
+    source = "\n".join(path.read_text() for path in files)
     names = set(re.findall(r"`([^`]+)`", page)) - new
     assert len(names) > 20
     assert not [name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", source)]
@@ -200,10 +193,7 @@ def test_parts_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     cells = {
         "04_scheduler": ("scheduler", "class Scheduler: ..."),
         "12_graphs": ("graphs", "from .refinements.overlap import Core\nfrom .scheduler import Scheduler"),
-        "23a_overlap": (
-            "refinements.overlap",
-            "import torch\nfrom ..assemble import register\nfrom ..scheduler import Scheduler",
-        ),
+        "23a_overlap": ("refinements.overlap", "import torch\nfrom ..assemble import register\nfrom ..scheduler import Scheduler"),
         "23b_launching": ("refinements.launcher", "from .overlap import Core"),
     }
     files = {module: (chapter, source) for chapter, (module, source) in cells.items()}
@@ -222,12 +212,7 @@ def test_parts_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert book_map.parts(book) == {"I The engine": engine, "II Refinements": later}
     assert book.nodes["graphs"]["modules"] == ["graphs", "assemble"]
     # What the module that puts all together takes from later chapters is against the order of reading.
-    assert set(book.edges) == {
-        ("scheduler", "graphs"),
-        ("scheduler", later[0]),
-        ("graphs", later[0]),
-        (later[0], later[1]),
-    }
+    assert set(book.edges) == {("scheduler", "graphs"), ("scheduler", later[0]), ("graphs", later[0]), (later[0], later[1])}
     assert book.edges["graphs", later[0]] == {"register": True}
     assert [book.nodes[name]["side"] for name in book] == ["left", "left", "right", "left"]
     assert 'class="on">on 12</text>' in book_map.draw(book)
@@ -414,9 +399,8 @@ def test_any_name_is_two_clicks_away(pages: dict[Path, Page]) -> None:
         for name, members in found.items():
             assert f"{page}.{name}" in contents, name
             if definition := re.search(rf"^(?:class|def) {name}\b(.*)", source, re.MULTILINE):
-                assert name in pages[SITE / "_modules" / PACKAGE / f"{module.replace('.', '/')}.html"].ids, (
-                    f"no source for {name}"
-                )
+                shown = SITE / "_modules" / PACKAGE / f"{module.replace('.', '/')}.html"
+                assert name in pages[shown].ids, f"no source for {name}"
                 bases = re.findall(r"\w+", definition[1])  # what only narrows a type has its entry there
             for member in members:
                 attribute = member.split(".")[1]
@@ -446,9 +430,7 @@ def test_comments_after_fields_are_shown(pages: dict[Path, Page]) -> None:
 @pytest.fixture(scope="module")  # while it is open an event loop runs, and no other test could run one
 def browser() -> Iterator[Any]:
     """Chromium from the system, headless."""
-    api = pytest.importorskip(
-        "playwright.sync_api", reason='no Playwright: pip install -e ".[docs]", or make test-docs'
-    )
+    api = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install -e ".[docs]", or make test-docs')
     if not CHROMIUM:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
     with api.sync_playwright() as p:
@@ -480,9 +462,7 @@ def tab(browser: Any, url: str) -> Iterator[Any]:
     page.on("pageerror", lambda e: wrong.append((page.url, str(e))))
     page.on("requestfailed", lambda r: wrong.append((page.url, "failed", r.url)))
     page.on("response", lambda r: wrong.append((page.url, r.status, r.url)) if r.status >= 400 else None)
-    page.on(
-        "request", lambda r: None if r.url.startswith((url, "data:", "file://")) else wrong.append((page.url, r.url))
-    )
+    page.on("request", lambda r: None if r.url.startswith((url, "data:", "file://")) else wrong.append((page.url, r.url)))
     yield page
     context.close()
     assert not wrong
@@ -507,14 +487,11 @@ def test_every_page_loads_and_fits_a_phone(tab: Any, pages: dict[Path, Page], pa
     for path in [*pages][part::4]:
         tab.set_viewport_size({"width": 1280, "height": 900})
         tab.goto(path.relative_to(SITE).as_posix())
-        assert tab.evaluate("[...document.images].every(i => i.loading == 'lazy' || i.complete && i.naturalWidth)"), (
-            path
-        )
+        drawn = "[...document.images].every(i => i.loading == 'lazy' || i.complete && i.naturalWidth)"
+        assert tab.evaluate(drawn), path
         for width in (1280, 390):
             tab.set_viewport_size({"width": width, "height": 844})
-            boxes = (
-                "[document.documentElement, ...document.querySelectorAll('.content')]"  # the theme scrolls the latter
-            )
+            boxes = "[document.documentElement, ...document.querySelectorAll('.content')]"  # the theme scrolls the latter
             if tab.evaluate(f"{boxes}.some(box => box.scrollWidth > box.clientWidth)"):
                 wide.append((path.name, width))
             broken += [(path.name, width, word) for word in tab.evaluate(BROKEN_WORDS)]
@@ -522,9 +499,7 @@ def test_every_page_loads_and_fits_a_phone(tab: Any, pages: dict[Path, Page], pa
     assert not broken
 
 
-@pytest.mark.parametrize(
-    "word, page", [("can_append", "block_manager"), ("preemption", "scheduler"), ("volumetric", "41_spyre")]
-)
+@pytest.mark.parametrize("word, page", [("can_append", "block_manager"), ("preemption", "scheduler"), ("volumetric", "41_spyre")])
 @pytest.mark.parametrize("from_file", [False, True])
 def test_search_finds(tab: Any, word: str, page: str, from_file: bool) -> None:
     """Typed into the box on the landing page, served or opened from a file."""
@@ -684,9 +659,7 @@ def test_the_sliders_choose_a_run(tab: Any, runs: dict[tuple[Any, ...], dict[str
     red = tab.locator("#lanes canvas").first.evaluate(
         "c => [...c.getContext('2d').getImageData(0, 8, c.width, 1).data.slice(0, 4000)].join().includes('228,87,46')"
     )
-    assert red and not tab.locator("#lanes").evaluate(
-        "e => e.parentNode.scrollWidth > e.parentNode.parentNode.clientWidth"
-    )
+    assert red and not tab.locator("#lanes").evaluate("e => e.parentNode.scrollWidth > e.parentNode.parentNode.clientWidth")
 
 
 def test_who_asks_for_less_motion_gets_none(tab: Any) -> None:
@@ -770,9 +743,8 @@ def test_the_hours_path_leads_on(tab: Any) -> None:
     """Its nodes in a line, each with its chapter behind it; a chapter has minutes, Colab, and the next one."""
     tab.goto("index.html")
     nodes = tab.locator("ol.hour a")
-    assert [a.split("_")[0] for a in nodes.evaluate_all("all => all.map(a => a.getAttribute('href'))")] == [
-        *book_map.HOUR
-    ]
+    links = nodes.evaluate_all("all => all.map(a => a.getAttribute('href'))")
+    assert [link.split("_")[0] for link in links] == [*book_map.HOUR]
     tops = nodes.evaluate_all("all => all.map(a => a.getBoundingClientRect().top)")
     assert max(tops) - min(tops) < 1
     nodes.nth(2).click()
@@ -783,17 +755,14 @@ def test_the_hours_path_leads_on(tab: Any) -> None:
 
 
 def test_the_sidebar_names_the_parts(tab: Any) -> None:
-    """What a newcomer looks for, then the parts in the order of reading, and nothing but the reference after them."""
+    """What a newcomer looks for, then the parts in the order of reading, and nothing but the reference after them; every
+    page is there."""
     tab.goto("index.html")
     captions = tab.locator(".sidebar-tree .caption-text").all_text_contents()
     assert captions == ["Start here", *book_map.parts(BOOK), "Look it up"]
     first = tab.locator(".sidebar-tree ul").first.locator("li a").all_text_contents()
     pages = ["All chapters", "Using the engine", "Play", "What goes together", "Glossary"]
     assert first == [*pages, "Names in other engines"]
-
-
-def test_every_page_is_in_the_sidebar(tab: Any) -> None:
-    tab.goto("index.html")
     listed = {link.split("/")[-1] for link in tab.locator(".sidebar-tree a").evaluate_all("all => all.map(a => a.href)")}
     assert listed >= {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md") if page.stem != "index"}
 

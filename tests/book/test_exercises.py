@@ -15,6 +15,7 @@ from typing import Any
 import book
 import pytest
 import unsolved
+from execnb.nbio import mk_cell, new_nb, write_nb
 from execnb.shell import CaptureShell
 from exercises import check_exercise, run, wrong_answers
 from IPython.core.interactiveshell import InteractiveShell
@@ -100,14 +101,17 @@ def test_faulty_exercises_are_noticed(cells: dict[str, str], fault: str) -> None
             check_exercise(shell, exercise)
 
 
+def exercises_of(folder: Path, sources: list[str]) -> list[dict[str, str]]:
+    """The exercises of a notebook with these cells."""
+    write_nb(new_nb([mk_cell(source, "code") for source in sources]), folder / "x.ipynb")
+    return book.exercises(folder / "x.ipynb")
+
+
 def test_incomplete_exercises_are_noticed(tmp_path: Path) -> None:
     """A stub without a check, a solution before it: nothing is left out in silence."""
-    from execnb.nbio import mk_cell, new_nb, write_nb
-
     for kinds in (["exercise", "solution"], ["exercise", "solution", "check"], ["check"], [*book.EXERCISE, "check"]):
-        write_nb(new_nb([mk_cell(f"#| {kind}\npass", "code") for kind in kinds]), tmp_path / "x.ipynb")
         with pytest.raises(ValueError, match="should be"):
-            book.exercises(tmp_path / "x.ipynb")
+            exercises_of(tmp_path, [f"#| {kind}\npass" for kind in kinds])
 
 
 @pytest.mark.parametrize("path", CHAPTERS[::7], ids=lambda p: p.stem)
@@ -152,15 +156,11 @@ def test_an_unsolved_exercise_says_so(source: str, says: str, capsys: pytest.Cap
 
 
 def test_a_solution_of_another_exercise_is_noticed(tmp_path: Path) -> None:
-    from execnb.nbio import mk_cell, new_nb, write_nb
-
     exercise = ["#| exercise\npass", "#| check\npass"]
     for numbers, fine in (([1, 2], True), ([2, 1], True), ([1], False), ([1, 1], False), ([1, 3], False)):
         sources = [*exercise * 2, *(f"#| solution\n# Exercise {n}\n{n}" for n in numbers)]
-        write_nb(new_nb([mk_cell(source, "code") for source in sources]), tmp_path / "x.ipynb")
         if fine:
-            found = book.exercises(tmp_path / "x.ipynb")
-            assert [cells["solution"][-1] for cells in found] == ["1", "2"]
+            assert [cells["solution"][-1] for cells in exercises_of(tmp_path, sources)] == ["1", "2"]
         else:
             with pytest.raises(ValueError, match="should be"):
-                book.exercises(tmp_path / "x.ipynb")
+                exercises_of(tmp_path, sources)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,8 +27,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM("tiny", **OPTIONS | VARIANTS[request.param])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("tiny", **OPTIONS | VARIANTS[request.param]) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with LLM("tiny", **OPTIONS) as llm:
+        yield llm
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
@@ -55,11 +62,12 @@ def reference() -> Any:
     return AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32).eval()
 
 
-def expected(prompt: list[int], params: SamplingParams, ends: tuple[int, ...]) -> list[int]:
+@cache
+def expected(prompt: tuple[int, ...], params: SamplingParams, ends: tuple[int, ...]) -> list[int]:
     """A greedy text by the definitions of OpenAI's documentation, from transformers' logits."""
     said: list[int] = []
     while len(said) < (params.max_tokens or 0):
-        logits = reference_logits(reference(), prompt + said)[-1].clone()
+        logits = reference_logits(reference(), [*prompt, *said])[-1].clone()
         for token in {*prompt, *said} if params.repetition_penalty else ():
             by = params.repetition_penalty or 1
             logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
@@ -90,32 +98,32 @@ def test_penalties_and_least_lengths_by_definition(asked: dict[str, Any], llm: L
     outs = llm.generate(prompts, [params, params, GREEDY], use_tqdm=False)
     ends = llm.config.eos_token_ids
     for out, sampling in zip(outs, [params, params, GREEDY], strict=True):
-        assert out.token_ids == expected(out.prompt_token_ids, sampling, ends)
+        assert out.token_ids == expected(tuple(out.prompt_token_ids), sampling, ends)
         assert len(out.token_ids) >= sampling.min_tokens
 
 
-def test_drawn_tokens_are_the_plain_engines(llm: LLM) -> None:
+def test_drawn_tokens_are_the_plain_engines(llm: LLM, plain: LLM) -> None:
     """With temperature, penalties change the same logits in every kind of engine."""
     samplings = [replace(GREEDY, temperature=1.0, seed=i, **asked) for i, asked in enumerate(ASKED)]
-    with LLM("tiny", **OPTIONS) as plain:
-        wanted = [out.token_ids for out in plain.generate([PROMPT] * len(ASKED), samplings, use_tqdm=False)]
-    assert [out.token_ids for out in llm.generate([PROMPT] * len(ASKED), samplings, use_tqdm=False)] == wanted
+    wanted, found = (one.generate([PROMPT] * len(ASKED), samplings, use_tqdm=False) for one in (plain, llm))
+    assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
 
 
 def test_least_lengths_hold_for_stop_strings(llm: LLM) -> None:
     """As in vLLM: a stop string counts once a token after the first `min_tokens` completes it."""
-    text = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0]
-    tokens, tokenizer = text.token_ids, llm.tokenizer
-    places = range(4, 20)
-    for n in places:
-        stop = tokenizer.decode(tokens[n - 1 : n])
-        least = replace(GREEDY, stop=stop, min_tokens=n)
-        out = llm.generate(PROMPT, least, use_tqdm=False)[0]
-        assert len(out.token_ids) > n and out.text.startswith(tokenizer.decode(tokens[:n]))
-        last = llm.generate(PROMPT, replace(least, min_tokens=n - 1), use_tqdm=False)[0]
-        assert last.token_ids == tokens[:n] and last.stop_reason == stop
-        streamed = [*llm.stream(PROMPT, least)]
-        assert "".join(piece.text for piece in streamed) == out.text
+    tokens, decode = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].token_ids, llm.tokenizer.decode
+    places, stops = range(4, 20), [decode(token) for token in tokens[3:19]]
+    least = [replace(GREEDY, stop=stop, min_tokens=n) for n, stop in zip(places, stops, strict=True)]
+    prompts, streamed = [PROMPT] * len(least), [""] * len(least)
+    for piece in llm.stream(prompts, least):
+        streamed[piece.index] += piece.text
+    outs = llm.generate(prompts, least, use_tqdm=False)
+    assert streamed == [out.text for out in outs]
+    for n, out in zip(places, outs, strict=True):
+        assert len(out.token_ids) > n and out.text.startswith(decode(tokens[:n]))
+    one_less = [replace(params, min_tokens=params.min_tokens - 1) for params in least]
+    for n, stop, out in zip(places, stops, llm.generate(prompts, one_less, use_tqdm=False), strict=True):
+        assert out.token_ids == tokens[:n] and out.stop_reason == stop
 
 
 def test_a_least_length_over_the_longest_is_refused() -> None:
@@ -130,17 +138,17 @@ def test_a_least_length_over_the_longest_is_refused() -> None:
         assert not llm.engine_core.scheduler.seqs
 
 
-def test_a_least_length_that_leaves_no_token_is_refused(llm: LLM) -> None:
+def test_a_least_length_that_leaves_no_token_is_refused(plain: LLM) -> None:
     """Before it ends, none of the tokens that end an answer may come; if these are all, it is no fault of the weights."""
-    others = [i for i in range(llm.config.spec.vocab_size) if i not in llm.config.eos_token_ids]
+    others = [i for i in range(plain.config.spec.vocab_size) if i not in plain.config.eos_token_ids]
     sampling = replace(GREEDY, min_tokens=2, max_tokens=3, stop_token_ids=others, ignore_eos=False)
     with pytest.raises(ValueError, match="min_tokens=2 with all 958 tokens as ends leaves none to generate: leave some out"):
-        llm.generate(PROMPT, sampling)
-    assert not llm.engine_core.scheduler.seqs
+        plain.generate(PROMPT, sampling)
+    assert not plain.engine_core.scheduler.seqs
     changes: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"min_tokens": 0}, {"stop_token_ids": others[1:]})
     for change in changes:
         allowed = replace(sampling, **change)
-        assert llm.generate(PROMPT, allowed, use_tqdm=False)[0].finish_reason != "error"
+        assert plain.generate(PROMPT, allowed, use_tqdm=False)[0].finish_reason != "error"
 
 
 WILD = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
@@ -191,32 +199,32 @@ def test_an_engine_with_a_seed_repeats_itself() -> None:
             SamplingParams(seed=bad)  # type: ignore[arg-type]
 
 
-def test_small_conveniences(llm: LLM) -> None:
-    out = llm.generate("12 + 7 =", use_tqdm=False)[0]
+def test_small_conveniences(plain: LLM) -> None:
+    out = plain.generate("12 + 7 =", use_tqdm=False)[0]
     assert out.outputs == [out] and out.outputs[0].text == out.text
-    assert llm.get_tokenizer() is llm.tokenizer
-    assert repr(llm).startswith("LLM('tiny', ") and len(repr(llm)) < 80
+    assert plain.get_tokenizer() is plain.tokenizer
+    assert repr(plain).startswith("LLM('tiny', ") and len(repr(plain)) < 80
 
 
-def test_the_built_in_model_adds_small_numbers(llm: LLM) -> None:
+def test_the_built_in_model_adds_small_numbers(plain: LLM) -> None:
     """What a new user tries first. Its chapter trains it on nine of ten of these sums; the others it works out."""
     sums = {f"{a} + {b} =": a + b for a in range(10) for b in range(10)}
-    texts = [out.text for out in llm.generate(list(sums), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)]
+    texts = [out.text for out in plain.generate(list(sums), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)]
     assert texts == [f" {answer}" for answer in sums.values()]
 
 
-def test_a_template_gets_its_options(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_gets_its_options(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """`enable_thinking` and its like reach the template, which says what it makes of them."""
     template = "{{ messages[0].content }}{% if enable_thinking is false %} no{% endif %}"
     template += "{% if add_generation_prompt %} go{% endif %}"
-    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    monkeypatch.setattr(plain.tokenizer, "chat_template", template)
     chat, off = [{"role": "user", "content": "Hi"}], {"enable_thinking": False}
-    said = [llm.format_chat(chat), llm.format_chat(chat, False), llm.format_chat(chat, True, off)]
-    assert [llm.tokenizer.decode(ids) for ids in said] == ["Hi go", "Hi", "Hi no go"]
-    out = llm.chat(chat, GREEDY, use_tqdm=False, add_generation_prompt=False, chat_template_kwargs=off)[0]
-    assert llm.tokenizer.decode(out.prompt_token_ids) == "Hi no"
+    said = [plain.format_chat(chat), plain.format_chat(chat, False), plain.format_chat(chat, True, off)]
+    assert [plain.tokenizer.decode(ids) for ids in said] == ["Hi go", "Hi", "Hi no go"]
+    out = plain.chat(chat, GREEDY, use_tqdm=False, add_generation_prompt=False, chat_template_kwargs=off)[0]
+    assert plain.tokenizer.decode(out.prompt_token_ids) == "Hi no"
     with pytest.raises(ValueError, match=r"must not have .'tokenize'.: leave it out"):
-        llm.format_chat(chat, True, {"tokenize": True})
+        plain.format_chat(chat, True, {"tokenize": True})
     for bad in ("x", [1], 5, {1: 2}):
         with pytest.raises(ValueError, match="must be a dict of names and values"):
-            llm.format_chat(chat, True, bad)  # type: ignore[arg-type]
+            plain.format_chat(chat, True, bad)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from show import check_blocks
 
 import atom_mini.prefix_index as prefix_index_module
-from atom_mini.block_manager import NO_HASH, BlockManager, BlockPool
+from atom_mini.block_manager import NO_HASH, BlockManager
 from atom_mini.config import SamplingParams
 from atom_mini.prefix_index import PrefixIndex, compute_hash
 from atom_mini.sequence import Sequence
@@ -281,17 +281,6 @@ def test_a_shared_block_is_free_when_its_last_owner_leaves(index_type: Any) -> N
     assert queue(manager)[-1] == 0 and manager.num_free_blocks == 6
 
 
-def test_pool_take_share_release() -> None:
-    pool = BlockPool(2)
-    block = pool.take()
-    pool.share(block.block_id)
-    assert block.ref_count == 2
-    pool.release(block.block_id)
-    assert block.ref_count == 1 and list(pool.free_block_ids) == [1]
-    pool.release(block.block_id)
-    assert block.ref_count == 0 and list(pool.free_block_ids) == [0, 1]  # nobody knows its content: first again
-
-
 # ---- admission ----
 
 
@@ -305,17 +294,6 @@ def test_free_hits_are_charged_and_held_hits_are_not(index_type: Any) -> None:
     manager.deallocate(one)
     assert manager.can_allocate(same, reserve=1) == [0, 1]  # now it needs 3 of 4
     assert manager.can_allocate(same, reserve=2) is None
-
-
-@both
-def test_a_refused_sequence_needs_less_once_more_of_its_prefix_is_in_use(index_type: Any) -> None:
-    manager = BlockManager(6, 2, index_type=index_type)
-    one, seq = Sequence([1, 2, 3, 4, 5], 2), Sequence([1, 2, 3, 4, 6], 2)
-    manager.allocate(one, [])  # 3 of 6, and nothing of it is computed
-    assert manager.can_allocate(seq, reserve=2) is None and manager.num_needed(seq, []) == 3
-    manager.stage(one, 4)
-    manager.index.publish()
-    assert manager.can_allocate(seq, reserve=2) == [0, 1] and manager.num_needed(seq, [0, 1]) == 1
 
 
 def test_without_caching_nothing_is_found_or_kept() -> None:

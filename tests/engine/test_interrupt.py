@@ -102,32 +102,36 @@ def expect_whole(core: EngineCore) -> None:
     assert sorted(s.id for s in queued) == sorted(scheduler.seqs), "a request is in no queue"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.smoke
-def test_interrupted_at_any_line(kind: str) -> None:
-    """One line in `STRIDE`; then the same requests go on, and others come, and all see the oracle's tokens."""
-    trial, at, places = Trial(make_core(KINDS[kind]).config, (), 12, [], 0.0), 0, set()
-    expected = [trial.expected(request)[:2] for request in REQUESTS]
+def interrupt_everywhere(make: Callable[[], EngineCore], requests: list[Request], trace: bool) -> None:
+    """At one line in `STRIDE`; then the same requests go on, and others come, and all see the oracle's tokens."""
+    trial, at, places = Trial(make().config, (), 12, [], 0.0), 0, set()
+    expected = [trial.expected(request)[:2] for request in requests]
     while True:
         at += STRIDE
-        core, wire = make_core(KINDS[kind]), Tripwire(at)
-        trace = record(core) if core.config.trace else None
-        seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)]
+        core, wire = make(), Tripwire(at)
+        written = record(core) if trace else None
+        seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(requests)]
         if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
             break
         places.add(wire.where)
         if not core.is_torn:
             expect_whole(core)
         serve(core, seqs)
-        later = [Sequence(r.prompt, 4, r.params, id=9 + i) for i, r in enumerate(REQUESTS)]
+        later = [Sequence(r.prompt, 4, r.params, id=9 + i) for i, r in enumerate(requests)]
         serve(core, later)
         expect_whole(core)
         for seq, (tokens, hashes) in zip(seqs + later, expected * 2, strict=True):
             assert seq.completion_token_ids == tokens, f"{wire.where}: request {seq.id} has other tokens"
             assert [h for entry in seq.logprobs for h in entry.values()] == hashes, wire.where
-        if trace is not None:
-            check_trace(trace)
+        if written is not None:
+            check_trace(written)
     assert len(places) > 60, "the wire hardly trips"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.smoke
+def test_interrupted_at_any_line(kind: str) -> None:
+    interrupt_everywhere(lambda: make_core(KINDS[kind]), REQUESTS, "trace" in KINDS[kind])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

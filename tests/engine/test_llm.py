@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit_json, is_empty, plain_search, recorded, reference_logits, save_checkpoint
+from checkpoints import edit_json, is_empty, plain_search, reference_logits, save_checkpoint
 from show import new_tokens
 
 from atom_mini import LLM, EngineArgs, RequestOutput, SamplingParams
@@ -57,6 +57,20 @@ def llm(shared: LLM) -> Iterator[LLM]:
     """One engine for all tests; each must leave it empty."""
     yield shared
     assert is_empty(shared)
+
+
+@pytest.fixture(scope="module")
+def whole(shared: LLM) -> RequestOutput:
+    """What is said to PROMPT."""
+    return shared.generate(PROMPT, GREEDY)[0]
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose embedding can be spoilt without its head."""
+    folder = tmp_path_factory.mktemp("untied")
+    save_checkpoint("qwen3", folder, tie_word_embeddings=False)
+    return str(folder)
 
 
 def tiny_folder(folder: Path, **generation_config: Any) -> str:
@@ -87,28 +101,21 @@ def check_pieces(pieces: list[TextPiece], out: RequestOutput) -> None:
 # what comes out
 
 
-def test_prompts_of_every_kind(llm: LLM) -> None:
-    """Text or ids, one or a list; a single prompt returns a list too; order is kept."""
-    ids = llm.tokenizer.encode(PROMPT)
-    other: Any = llm.tokenizer.encode("12 + 7 =")
-    for prompts in (PROMPT, ids, [PROMPT], [ids], tuple(ids)):
-        (out,) = llm.generate(prompts, GREEDY)
-        assert out.prompt_token_ids == ids
-        assert out.prompt == (PROMPT if prompts in (PROMPT, [PROMPT]) else None)
-    first, second = llm.generate([PROMPT, other], GREEDY)
-    assert first.token_ids == out.token_ids and second.prompt_token_ids == other and second.prompt is None
+def test_prompts_of_every_kind(llm: LLM, whole: RequestOutput) -> None:
+    """Text or ids, or dicts as vLLM takes them; one or a list; a single prompt returns a list too; order is kept."""
+    ids, other, short = llm.tokenizer.encode(PROMPT), llm.tokenizer.encode("12 + 7 ="), replace(GREEDY, max_tokens=5)
+    text, named = {"prompt": PROMPT}, {"prompt_token_ids": ids}
+    prompts: list[Any] = [PROMPT, text, [PROMPT], [text], ids, [ids], tuple(ids), named, [named]]
+    for i, prompt in enumerate(prompts):
+        (out,) = llm.generate(prompt, short)
+        assert (out.prompt_token_ids, out.prompt) == (ids, PROMPT if i < 4 else None)
+        assert out.token_ids == whole.token_ids[:5]
+    outs = llm.generate([named, other, text, PROMPT], GREEDY)
+    assert [out.prompt_token_ids for out in outs] == [ids, other, ids, ids] and outs[1].prompt is None
+    assert {outs[i].text for i in (0, 2, 3)} == {whole.text}
+    assert "".join(piece.text for piece in llm.stream(named, GREEDY)) == whole.text
+    assert llm.abort(llm.add_request(text, GREEDY))
     assert llm.generate([], GREEDY) == [] and list(llm.stream([], GREEDY)) == []
-
-
-def test_prompts_as_dicts(llm: LLM) -> None:
-    """As vLLM takes them, one or several, beside plain ones; streamed and by hand, too."""
-    (wanted,) = llm.generate(PROMPT, GREEDY)
-    ids = {"prompt_token_ids": wanted.prompt_token_ids}
-    for prompts in ({"prompt": PROMPT}, [{"prompt": PROMPT}], ids, [ids, {"prompt": PROMPT}, PROMPT]):
-        outs = llm.generate(prompts, GREEDY)
-        assert [out.text for out in outs] == [wanted.text] * (len(prompts) if isinstance(prompts, list) else 1)
-    assert "".join(piece.text for piece in llm.stream(ids, GREEDY)) == wanted.text
-    assert llm.abort(llm.add_request({"prompt": PROMPT}, GREEDY))
 
 
 @pytest.mark.parametrize("processes", [False, True])
@@ -128,13 +135,7 @@ def test_dtype_auto_means_none() -> None:
             assert llm.config.dtype is None and next(llm.engine_core.runner.model.parameters()).dtype is torch.float32  # type: ignore[attr-defined]
 
 
-def test_the_hint_is_the_option_that_ends_so() -> None:
-    """vLLM's `block_size` is our `kv_cache_block_size`, and not the `chunk_size` that looks more alike."""
-    refused(lambda: LLM("tiny", block_size=16), "block_size", "'kv_cache_block_size'")
-    refused(lambda: LLM("tiny", max_num_seq=4), "max_num_seq", "'max_num_seqs'")
-
-
-def bring(llm: LLM, token_ids: Seq[int], at_once: int) -> None:
+def bring(llm: LLM, monkeypatch: pytest.MonkeyPatch, token_ids: Seq[int], at_once: int = 1) -> None:
     """Let every request's tokens be these, `at_once` of them a step, as a step with drafts brings them."""
     forward, done = llm.engine_core.runner.forward, dict[int, int]()
 
@@ -147,81 +148,76 @@ def bring(llm: LLM, token_ids: Seq[int], at_once: int) -> None:
         logprobs = {i: [{t: -float(t)} for t in new[i]] for i in out.logprobs}
         return replace(out, token_ids=new, logprobs=logprobs)
 
-    llm.engine_core.runner.forward = brought  # type: ignore[method-assign]
+    monkeypatch.setattr(llm.engine_core.runner, "forward", brought)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 5])
 @pytest.mark.parametrize("max_tokens", [3, 4, 5, 9])
-def test_nothing_counts_behind_a_stop_string(at_once: int, max_tokens: int) -> None:
+def test_nothing_counts_behind_a_stop_string(
+    at_once: int, max_tokens: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may end in the middle of a step's tokens, and the request by max_tokens in the same step: the earlier one wins.
 
     Tokens, text, log probabilities and pieces are cut alike, and the engine holds nothing any more.
     """
-    with LLM("tiny", **OPTIONS) as llm:
-        said = llm.tokenizer.encode(" a cat and a dog and a red hen")
-        names = [llm.tokenizer.decode([i]) for i in said]
-        n = next(n for n in range(len(names)) if " and" in "".join(names[: n + 1])) + 1
-        bring(llm, said, at_once)
-        sampling = SamplingParams(max_tokens=max_tokens, stop=" and", ignore_eos=True, logprobs=0)
-        (out,) = llm.generate(PROMPT, sampling)
-        kept = min(n, max_tokens)
-        assert out.token_ids == said[:kept] and [[*entry] for entry in out.logprobs or ()] == [[i] for i in said[:kept]]
-        assert out.text == "".join(names[:kept]).removesuffix(" and")
-        stops = ("stop", " and") if n <= max_tokens else ("length", "max_tokens")
-        assert (out.finish_reason, out.stop_reason) == stops and is_empty(llm)
-    with LLM("tiny", **OPTIONS) as llm:
-        bring(llm, said, at_once)
-        check_pieces(collect(llm.stream(PROMPT, sampling))[0], out)
-        request = llm.add_request(PROMPT, sampling)
-        finished: list[int] = []
-        while not finished:
-            step = llm.step()
-            assert step is not None
-            finished += [seq.id for seq in step.finished]
-        assert finished == [request] and is_empty(llm)
+    said = llm.tokenizer.encode(" a cat and a dog and a red hen")
+    names = [llm.tokenizer.decode([i]) for i in said]
+    n = next(n for n in range(len(names)) if " and" in "".join(names[: n + 1])) + 1
+    bring(llm, monkeypatch, said, at_once)
+    sampling = SamplingParams(max_tokens=max_tokens, stop=" and", ignore_eos=True, logprobs=0)
+    (out,) = llm.generate(PROMPT, sampling)
+    kept = min(n, max_tokens)
+    assert out.token_ids == said[:kept] and [[*entry] for entry in out.logprobs or ()] == [[i] for i in said[:kept]]
+    assert out.text == "".join(names[:kept]).removesuffix(" and")
+    assert (out.finish_reason, out.stop_reason) == (("stop", " and") if n <= max_tokens else ("length", "max_tokens"))
+    assert is_empty(llm)
+    check_pieces(collect(llm.stream(PROMPT, sampling))[0], out)
+    request = llm.add_request(PROMPT, sampling)
+    finished: list[int] = []
+    while not finished:
+        step = llm.step()
+        assert step is not None
+        finished += [seq.id for seq in step.finished]
+    assert finished == [request]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the abort", "after it"])
-def test_interrupted_where_a_text_is_read(after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_where_a_text_is_read(after: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are in the books, and their text is not read, or not acted upon: the next step makes up for it."""
-    with LLM("tiny", **OPTIONS) as llm:
-        said = llm.tokenizer.encode(" a cat and a dog and a red hen")
-        bring(llm, said, 1)
-        sampling = SamplingParams(max_tokens=9, stop=" and", ignore_eos=True)
-        (wanted,) = llm.generate(PROMPT, sampling)
-        abort, request = llm.engine_core.abort, llm._prepare(PROMPT, sampling)[0]
-        llm._add([request])
+    bring(llm, monkeypatch, llm.tokenizer.encode(" a cat and a dog and a red hen"))
+    sampling = SamplingParams(max_tokens=9, stop=" and", ignore_eos=True)
+    (wanted,) = llm.generate(PROMPT, sampling)
+    abort, request = llm.engine_core.abort, llm._prepare(PROMPT, sampling)[0]
+    llm._add([request])
 
-        def interrupted(*args: Any) -> Any:
-            if after:
-                abort(*args)
-            raise KeyboardInterrupt
+    def interrupted(*args: Any) -> Any:
+        if after:
+            abort(*args)
+        raise KeyboardInterrupt
 
-        monkeypatch.setattr(llm.engine_core, "abort", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            while llm.step():
-                pass
-        monkeypatch.undo()
-        while not request.seq.is_finished:
-            llm.step()
-        out = llm.processor.postprocess(request)
-        assert (out.text, out.token_ids, out.stop_reason) == (wanted.text, wanted.token_ids, " and") and is_empty(llm)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine_core, "abort", interrupted)
+        while llm.step():
+            pass
+    while not request.seq.is_finished:
+        llm.step()
+    out = llm.processor.postprocess(request)
+    assert (out.text, out.token_ids, out.stop_reason) == (wanted.text, wanted.token_ids, " and")
 
 
-def test_token_ids_of_every_kind(llm: LLM) -> None:
+def test_token_ids_of_every_kind(llm: LLM, whole: RequestOutput) -> None:
     """Whatever is a whole number, in lists and arrays; what comes back is int."""
-    ids = llm.tokenizer.encode(PROMPT)
-    (wanted,) = llm.generate(ids, GREEDY)
+    ids, short = llm.tokenizer.encode(PROMPT), replace(GREEDY, max_tokens=3)
     array = np.array(ids)
     prompts: list[Any] = [array, array.astype(np.uint16), list(array), [array], [list(array)], (*array,)]
     prompts += [torch.tensor(ids), [torch.tensor(ids)], list(torch.tensor(ids)), [ids[0], *array[1:]]]
     for prompt in prompts:
-        (out,) = llm.generate(prompt, GREEDY)
-        assert out.token_ids == wanted.token_ids and out.prompt_token_ids == ids
+        (out,) = llm.generate(prompt, short)
+        assert out.token_ids == whole.token_ids[:3] and out.prompt_token_ids == ids
         assert {type(i) for i in out.prompt_token_ids} == {int} and json.dumps(out.prompt_token_ids)
         (piece, *_) = llm.stream(prompt, replace(GREEDY, max_tokens=1))
-        assert piece.token_ids == wanted.token_ids[:1]
-    outs = llm.generate(np.array([ids, ids[::-1]]), GREEDY)  # type: ignore[arg-type]
+        assert piece.token_ids == whole.token_ids[:1]
+    outs = llm.generate(np.array([ids, ids[::-1]]), short)  # type: ignore[arg-type]
     assert [out.prompt_token_ids for out in outs] == [ids, ids[::-1]]
     for wrong, word in ((np.array([3, VOCABULARY]), "vocabulary"), (array / 2, "float"), (np.array(5), "int")):
         refused(partial(llm.generate, wrong, GREEDY), word)
@@ -240,18 +236,11 @@ def test_completion_output(llm: LLM) -> None:
     assert llm.generate(PROMPT, replace(GREEDY, max_tokens=1))[0].tpot == 0
 
 
-def test_num_cached_tokens() -> None:
-    """Whole blocks of the prompt, never its last token's."""
-    with LLM("tiny", **OPTIONS) as llm:
-        prompt = list(range(10, 42))
-        for wanted, n in ((0, 32), (16, 32), (32, 33), (16, 31)):
-            ids = (prompt + prompt)[:n]
-            assert llm.generate(ids, GREEDY)[0].num_cached_tokens == wanted, n
-
-
 def test_default_sampling_is_the_checkpoints(llm: LLM, tmp_path: Path) -> None:
     """`None` is filled in from generation_config; what a request says itself counts more; greedy without do_sample."""
-    assert llm.generate(PROMPT)[0].token_ids == llm.generate(PROMPT, SamplingParams(temperature=0))[0].token_ids
+    asked = "Ada lives in Rome. Ben likes plums. Where does Ada live?"
+    (out,) = llm.generate(asked)
+    assert out.token_ids == llm.generate(asked, SamplingParams(temperature=0))[0].token_ids and len(out.token_ids) > 4
     authors = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     with LLM(tiny_folder(tmp_path, **authors), **OPTIONS) as other:
         for sampling, changed in (({}, {}), ({"top_k": 3, "temperature": 0.0}, {"top_k": 3, "temperature": 0.0})):
@@ -262,7 +251,7 @@ def test_default_sampling_is_the_checkpoints(llm: LLM, tmp_path: Path) -> None:
             assert seq.sampling_params.min_p == 0
             assert other.abort(seq.id) and is_empty(other)
     with LLM(tiny_folder(tmp_path, do_sample=True, temperature=1.0, top_k=1), **OPTIONS) as other:
-        assert other.generate(PROMPT)[0].token_ids == llm.generate(PROMPT)[0].token_ids  # the likeliest of one
+        assert other.generate(asked)[0].token_ids == out.token_ids  # the likeliest of one
 
 
 def test_seeds(llm: LLM) -> None:
@@ -288,21 +277,6 @@ def test_logprobs_equal_transformers(llm: LLM, sampling: dict[str, Any]) -> None
             likeliest = set(row.topk(k).indices.tolist())
             assert set(got) == likeliest | {token}
             assert all(abs(value - row[id].item()) <= 1e-4 for id, value in got.items())
-
-
-def test_logprobs_survive_preemption() -> None:
-    """One entry per token, in order, also for a request that was thrown out and came back."""
-    samplings = [replace(GREEDY, max_tokens=50, logprobs=i % 3) for i in range(6)]
-    prompts = [[20 + i] * 17 for i in range(6)]
-    with LLM("tiny", **OPTIONS) as llm:
-        wanted = llm.generate(prompts, samplings)
-    with LLM("tiny", device="cpu", num_kvcache_blocks=7) as tight:
-        outs = tight.generate(prompts, samplings)
-        assert tight.engine_core.scheduler.num_preemptions > 0
-    for out, other in zip(outs, wanted, strict=True):
-        assert out.token_ids == other.token_ids and out.logprobs is not None and other.logprobs is not None
-        for got, want in zip(out.logprobs, other.logprobs, strict=True):
-            assert got == pytest.approx(want, abs=1e-4)
 
 
 def test_folder_without_tokenizer(tmp_path: Path) -> None:
@@ -355,12 +329,13 @@ def test_stream_equals_generate(llm: LLM, sampling: SamplingParams) -> None:
     for index, out in enumerate(outs):
         check_pieces(found[index], out)
         check_pieces(collect(llm.stream(prompts[index], sampling))[0], out)
-    many = collect(llm.stream([PROMPT], [sampling]))
-    check_pieces(many[0], outs[0])
 
 
 def test_stream_comes_while_it_runs(llm: LLM) -> None:
-    """The first piece is there before the last token is computed."""
+    """The first piece is there before the last token is computed; a stream that nobody reads costs nothing."""
+    untouched = llm.stream(PROMPT)
+    assert is_empty(llm)
+    del untouched
     steps = llm.metrics.num_steps
     pieces = llm.stream(PROMPT, GREEDY)
     next(pieces)
@@ -371,7 +346,7 @@ def test_stream_comes_while_it_runs(llm: LLM) -> None:
 def test_generate_between_two_pieces(llm: LLM) -> None:
     """Both go through the same engine, and neither notices."""
     wanted, between = llm.generate([PROMPT, "12 + 7 ="], GREEDY)
-    for when in (0, 1, 7, 20):
+    for when in (0, 7):
         pieces = []
         for i, piece in enumerate(llm.stream(PROMPT, GREEDY)):
             pieces.append(piece)
@@ -394,16 +369,7 @@ def test_two_streams_open(llm: LLM) -> None:
     check_pieces([start, *first], wanted[0])
 
 
-def test_stream_is_checked_at_once(llm: LLM) -> None:
-    """The error comes from the call, not from the first piece; a stream that nobody reads costs nothing."""
-    with pytest.raises(ValueError, match="empty prompt"):
-        llm.stream(["ok", ""])
-    untouched = llm.stream(PROMPT)
-    assert is_empty(llm)
-    del untouched
-
-
-@pytest.mark.parametrize("how", ["close", "throw", "break", "raise"])
+@pytest.mark.parametrize("how", ["close", "throw", "break"])
 def test_dropped_stream_is_taken_back(llm: LLM, how: str) -> None:
     """Whatever ends the consumer, its prompts leave the engine, and others in it go on."""
     wanted = llm.generate([PROMPT, "12 + 7 ="], GREEDY)
@@ -418,14 +384,9 @@ def test_dropped_stream_is_taken_back(llm: LLM, how: str) -> None:
     elif how == "throw":
         with pytest.raises(KeyboardInterrupt):
             pieces.throw(KeyboardInterrupt())
-    elif how == "break":
+    else:
         for _ in pieces:
             break
-        del pieces
-    else:
-        with pytest.raises(ZeroDivisionError):
-            for _ in pieces:
-                raise ZeroDivisionError
         del pieces
     assert len(llm.engine_core.scheduler.running) == 1
     check_pieces([start, *other], wanted[1])
@@ -471,12 +432,14 @@ def test_every_cut_of_a_text_as_stop_string(llm: LLM) -> None:
     """Wherever the stop string begins and ends, within a token or across many, it stops there and none of it shows."""
     for sampling in (GREEDY, WILD):
         (whole,) = llm.generate(PROMPT, sampling)
-        cuts = {whole.text[i : i + n] for n in (1, 2, 3, 5, 11) for i in range(len(whole.text) - n + 1)}
+        cuts = {whole.text[i : i + n] for n in (1, 3, 11) for i in range(len(whole.text) - n + 1)}
         stops = sorted(cuts)
         assert len(stops) > 100
         samplings = [replace(sampling, stop=s) for s in stops]
         found = collect(llm.stream([PROMPT] * len(stops), samplings))
-        for i, (stop, out) in enumerate(zip(stops, llm.generate([PROMPT] * len(stops), samplings), strict=True)):
+        for i, stop in enumerate(stops):
+            out = found[i][-1].output
+            assert out is not None
             check_pieces(found[i], out)
             wanted = plain_search(whole.text, [stop])
             assert wanted is not None and (out.text, out.stop_reason) == wanted, stop
@@ -486,9 +449,9 @@ def test_every_cut_of_a_text_as_stop_string(llm: LLM) -> None:
                 assert [stop in text for text in texts] == [False, True], "it stops at once"
 
 
-def test_several_stop_strings(llm: LLM) -> None:
+def test_several_stop_strings(llm: LLM, whole: RequestOutput) -> None:
     """The one that is complete first wins, not the first in the list; of two that end together the longer is hidden."""
-    text = llm.generate(PROMPT, GREEDY)[0].text
+    text = whole.text
     cases = [
         [text[20:40], text[25:28]],
         [text[10:13], text[30:33]],
@@ -501,9 +464,8 @@ def test_several_stop_strings(llm: LLM) -> None:
     assert [(out.text, out.stop_reason) for out in outs] == [plain_search(text, stops) for stops in cases]
 
 
-def test_held_back_text_comes_at_the_end(llm: LLM) -> None:
+def test_held_back_text_comes_at_the_end(llm: LLM, whole: RequestOutput) -> None:
     """The beginning of a stop string that never ends is shown after all."""
-    (whole,) = llm.generate(PROMPT, GREEDY)
     for n in (1, 2, 5, 20):
         sampling = replace(GREEDY, stop=whole.text[-n:] + "\0")
         pieces = collect(llm.stream(PROMPT, sampling))[0]
@@ -511,23 +473,21 @@ def test_held_back_text_comes_at_the_end(llm: LLM) -> None:
         assert not any(p.text.endswith(whole.text[-n:]) for p in pieces[:-1])
 
 
-def test_stop_token_ids(llm: LLM) -> None:
+def test_stop_token_ids(llm: LLM, whole: RequestOutput) -> None:
     """The first of them ends it; its own token is the last one and belongs to the output."""
-    (whole,) = llm.generate(PROMPT, GREEDY)
-    for token in set(whole.token_ids):
-        end = whole.token_ids.index(token)
-        (out,) = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[token, VOCABULARY - 1]))
-        assert out.token_ids == whole.token_ids[: end + 1]
+    tokens = [*set(whole.token_ids)]
+    samplings = [replace(GREEDY, stop_token_ids=[token, VOCABULARY - 1]) for token in tokens]
+    for token, out in zip(tokens, llm.generate([PROMPT] * len(tokens), samplings), strict=True):
+        assert out.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
         assert (out.finish_reason, out.stop_reason) == ("stop", token)
 
 
-def test_eos_ids(llm: LLM, tmp_path: Path) -> None:
+def test_eos_ids(whole: RequestOutput, tmp_path: Path) -> None:
     """Every id of the list in generation_config ends a text, unless ignored; then stop_token_ids still count."""
-    (whole,) = llm.generate(PROMPT, GREEDY)
     late, early = whole.token_ids[12], whole.token_ids[6]
     first = min(whole.token_ids.index(late), whole.token_ids.index(early))
     ends = SamplingParams(temperature=0, max_tokens=24)
-    for eos in ([late, early], [VOCABULARY - 1, late, early], [early, VOCABULARY - 1]):
+    for eos in ([VOCABULARY - 1, late, early], [early, VOCABULARY - 1]):
         with LLM(tiny_folder(tmp_path, eos_token_id=eos), **OPTIONS) as other:
             (out,) = other.generate(PROMPT, ends)
             last = out.token_ids[-1]
@@ -540,29 +500,22 @@ def test_eos_ids(llm: LLM, tmp_path: Path) -> None:
         assert len(other.generate(PROMPT, ends)[0].token_ids) == whole.token_ids.index(early) + 1
 
 
-def test_special_tokens_are_not_in_the_text(llm: LLM, tmp_path: Path) -> None:
+def test_special_tokens_are_not_in_the_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """An end token is in token_ids and not in text."""
     special = llm.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    with LLM("tiny", **OPTIONS) as other:
-        forward = other.engine_core.runner.forward
-
-        def always_end(batch: Any) -> Any:
-            out = forward(batch)
-            return replace(out, token_ids=dict.fromkeys(out.token_ids, (special,)))
-
-        other.engine_core.runner.forward = always_end  # type: ignore[method-assign]
-        (out,) = other.generate(PROMPT, SamplingParams(max_tokens=5))
-        assert (out.token_ids, out.text, out.stop_reason) == ([special], "", "eos")
-        (out,) = other.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
-        assert (out.token_ids, out.text, out.stop_reason) == ([special] * 5, "", "max_tokens")
-        check_pieces(collect(other.stream(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)))[0], out)
+    bring(llm, monkeypatch, [special] * 5)
+    (out,) = llm.generate(PROMPT, SamplingParams(max_tokens=5))
+    assert (out.token_ids, out.text, out.stop_reason) == ([special], "", "eos")
+    (out,) = llm.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert (out.token_ids, out.text, out.stop_reason) == ([special] * 5, "", "max_tokens")
+    check_pieces(collect(llm.stream(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True)))[0], out)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 17])
-def test_max_tokens_is_exact(llm: LLM, n: int) -> None:
-    for prompt in ([7], list(range(15)), list(range(16)), list(range(17))):
-        (out,) = llm.generate(prompt, replace(GREEDY, max_tokens=n))
-        assert len(out.token_ids) == n and (out.finish_reason, out.stop_reason) == ("length", "max_tokens")
+def test_max_tokens_is_exact(llm: LLM) -> None:
+    lengths = list(itertools.product((1, 15, 16, 17), (1, 2, 3, 17)))
+    outs = llm.generate([[*range(m)] for m, _ in lengths], [replace(GREEDY, max_tokens=n) for _, n in lengths])
+    assert [len(out.token_ids) for out in outs] == [n for _, n in lengths]
+    assert {(out.finish_reason, out.stop_reason) for out in outs} == {("length", "max_tokens")}
 
 
 def test_length_by_max_model_len(llm: LLM) -> None:
@@ -574,7 +527,7 @@ def test_length_by_max_model_len(llm: LLM) -> None:
             assert n != 9 or out.token_ids == whole[:11]
 
 
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("size", [1, 16])
 def test_length_by_the_pool(size: int, llm: LLM) -> None:
     """A lone sequence may fill the pool, and one token more, whose K/V nobody needs."""
     whole = llm.generate(list(range(9)), GREEDY)[0].token_ids
@@ -597,6 +550,12 @@ def refused(action: Callable[[], Any], *words: str) -> None:
     assert "\n" not in message
 
 
+@pytest.fixture(scope="module")
+def small() -> Iterator[LLM]:
+    with LLM("tiny", device="cpu", num_kvcache_blocks=100) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
@@ -608,15 +567,11 @@ def refused(action: Callable[[], Any], *words: str) -> None:
         ([1, VOCABULARY], ["prompt", f"vocabulary of {VOCABULARY}"]),
         ([2**40], [str(2**40), str(VOCABULARY)]),
         ([3, -1], ["-1", "prompt", "from 0"]),
-        ([3, True], ["True"]),
         ([True, 3], ["True"]),
-        ([3, 1.5], ["1.5"]),
-        ([3, "a"], ["'a'"]),
-        ([3, None], ["None"]),
-        ([3, 1.5], ["type float"]),
-        ([3, "a"], ["type str"]),
-        ([3, True], ["type bool"]),
-        ([3, None], ["type NoneType"]),
+        ([3, True], ["True", "type bool"]),
+        ([3, 1.5], ["1.5", "type float"]),
+        ([3, "a"], ["'a'", "type str"]),
+        ([3, None], ["None", "type NoneType"]),
         ([3, [4]], ["type list"]),
         ([3, np.float64(4)], ["type float"]),
         ([3, np.True_], ["type bool"]),
@@ -635,24 +590,26 @@ def refused(action: Callable[[], Any], *words: str) -> None:
     ],
     ids=lambda value: str(value)[:24] if not isinstance(value, list) or len(value) < 9 else f"{len(value)} tokens",
 )
-def test_bad_prompts(prompt: Any, words: list[str], shared: LLM) -> None:
+def test_bad_prompts(prompt: Any, words: list[str], small: LLM, whole: RequestOutput) -> None:
     """Number, limit and knob; alone, in the middle of a list of good ones, streamed, and by add_request."""
-    with LLM("tiny", device="cpu", num_kvcache_blocks=100) as small:
-        refused(lambda: small.generate(prompt, GREEDY), *words)
-        refused(lambda: small.stream(prompt, GREEDY), *words)
-        one = prompt[0] if prompt == [[]] else prompt
-        if isinstance(one, str) or (isinstance(one, list) and one and isinstance(one[0], int)) or one == []:
-            refused(lambda: small.generate([PROMPT, one, PROMPT], GREEDY), *words)
-            refused(lambda: small.stream([PROMPT, one, PROMPT], GREEDY), *words)
-            refused(lambda: small.add_request(one, GREEDY), *words)
-        assert is_empty(small)
-        assert small.metrics.num_steps == 0
-        assert small.generate(PROMPT, GREEDY)[0].token_ids == shared.generate(PROMPT, GREEDY)[0].token_ids
+    steps = small.metrics.num_steps
+    refused(lambda: small.generate(prompt, GREEDY), *words)
+    refused(lambda: small.stream(prompt, GREEDY), *words)
+    one = prompt[0] if prompt == [[]] else prompt
+    if isinstance(one, str) or (isinstance(one, list) and one and isinstance(one[0], int)) or one == []:
+        refused(lambda: small.generate([PROMPT, one, PROMPT], GREEDY), *words)
+        refused(lambda: small.stream([PROMPT, one, PROMPT], GREEDY), *words)
+        refused(lambda: small.add_request(one, GREEDY), *words)
+    assert is_empty(small)
+    assert small.metrics.num_steps == steps
+    assert small.generate(PROMPT, replace(GREEDY, max_tokens=3))[0].token_ids == whole.token_ids[:3]
 
 
 NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "logprobs",
            "presence_penalty", "frequency_penalty", "min_tokens", "n"]  # fmt: skip
 COUNTS = ["kv_cache_block_size", "num_kvcache_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len"]
+KNOBS = [*COUNTS, "gpu_memory_utilization", "scheduler_delay_factor", "tensor_parallel_size", "data_parallel_size"]
+HUGE = 10**400
 OUTSIDE = {
     "temperature": (-0.1, -1, math.nan, math.inf, -math.inf),
     "top_p": (0, 0.0, -0.5, 1.0001, 2, math.nan, math.inf),
@@ -703,7 +660,6 @@ def test_no_numbers(name: str, value: Any) -> None:
         ({"ignore_eos": "no"}, ["ignore_eos='no'"]),
         ({"temprature": 1.0}, ["'temprature'", "'temperature'"]),
         ({"top_pp": 1.0}, ["'top_pp'", "'top_p'"]),
-        ({"n": 0}, ["n=0", "1"]),
         ({"xyzzy": 2}, ["'xyzzy'", "temperature"]),
         ({"max_token": 2}, ["'max_token'", "'max_tokens'"]),
     ],
@@ -717,26 +673,32 @@ def test_bad_sampling_params(options: dict[str, Any], words: list[str]) -> None:
     ("options", "words"),
     [
         *(
-            ({name: value}, [re.escape(f"{name}={value!r}"), "1"])
+            ({name: value}, [re.escape(f"{name}={value!r}"), "whole number from 1"])
             for name in COUNTS
             for value in (0, -1, 1.5, True, "16", math.nan)
         ),
-        *(({"gpu_memory_utilization": v}, ["gpu_memory_utilization", repr(v)]) for v in (0, 1.1, math.nan, "1", True)),
-        *(({"scheduler_delay_factor": v}, ["scheduler_delay_factor", repr(v)]) for v in (-1, math.nan, math.inf, "1")),
+        *(({"gpu_memory_utilization": v}, [f"utilization={v!r}", "above 0 to 1"]) for v in (0, 1.1, math.nan, "1", True)),
+        *(({"scheduler_delay_factor": v}, [f"scheduler_delay_factor={v!r}", "from 0"]) for v in (-1, math.nan, math.inf, "1")),
         *(({"dtype": v}, ["dtype", "float32"]) for v in ("int8", "fp32", 32)),
         *(({"enable_prefix_caching": v}, ["enable_prefix_caching", repr(v)]) for v in ("no", 2)),
         *(({"prefix_cache": v}, ["prefix_cache", repr(v), "'radix'"]) for v in ("tree", True)),
         ({"enable_prefix_caching": False, "prefix_cache": "radix"}, ["enable_prefix_caching=False", "'radix'", "set it to True"]),
         ({"enable_prefix_caching": True, "prefix_cache": "none"}, ["enable_prefix_caching=True", "'none'", "set it to False"]),
         ({"max_model_len": 2049}, ["2049", "2048"]),
-        ({"max_num_seq": 4}, ["'max_num_seq'", "'max_num_seqs'"]),
-        ({"block_size": 4}, ["'block_size'"]),
+        ({"max_num_seq": 4}, ["'max_num_seq'", "did you mean 'max_num_seqs'"]),
+        ({"block_size": 4}, ["'block_size'", "'kv_cache_block_size'"]),  # not the `chunk_size` that looks more alike
         ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size"]),
         ({"device": "gpu"}, ["device", "'gpu'", "cpu"]),
         ({"device": 5}, ["device", "5"]),
-        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ["2048", "100", "max_num_batched_tokens"]),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100},
+         ["max_model_len=2048", "max_num_batched_tokens=100", "enable_chunked_prefill=True"]),
+        *(({name: HUGE}, [f"{name}=1000"]) for name in KNOBS),
+        ({"max_num_seqs": 2**31}, ["max_num_seqs=2147483648"]),
+        ({"data_parallel_size": 10**9}, ["data_parallel_size=1000000000"]),
+        ({"data_parallel_place": [0, "", 1], "data_parallel_size": 2}, ["no option 'data_parallel_place'"]),
+        ({"data_parallel_place": [0, "", 1], "data_parallel_size": 2, "lockstep": True}, ["no option"]),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_bad_options(options: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before a weight is read, with number, limit and knob, or the nearest name."""
@@ -786,9 +748,8 @@ def test_sampling_params_stay_as_they_are(llm: LLM) -> None:
 # steps, aborts, interrupts, the end
 
 
-def test_step_and_add_request(llm: LLM) -> None:
+def test_step_and_add_request(llm: LLM, whole: RequestOutput) -> None:
     """Everything that `generate` does can be done by hand."""
-    (wanted,) = llm.generate(PROMPT, GREEDY)
     assert llm.step() is None
     ids = [llm.add_request(PROMPT, GREEDY), llm.add_request([5, 6, 7], replace(GREEDY, max_tokens=3))]
     assert len(set(ids)) == 2 and len(llm.engine_core.scheduler.waiting) == 2
@@ -800,14 +761,13 @@ def test_step_and_add_request(llm: LLM) -> None:
             tokens[new.request_id] += new.tokens
         finished |= {seq.id: seq.leave_reason for seq in step.finished}
     assert finished == dict.fromkeys(ids, "max_tokens")
-    assert tokens[ids[0]] == wanted.token_ids and len(tokens[ids[1]]) == 3
-    assert isinstance(llm.add_request(PROMPT), int)
-    llm.generate("12 + 7 =", replace(GREEDY, max_tokens=80))  # which runs the other one to its end as well
+    assert tokens[ids[0]] == whole.token_ids and len(tokens[ids[1]]) == 3
+    assert isinstance(llm.add_request(PROMPT, SamplingParams(max_tokens=5)), int)
+    llm.generate("12 + 7 =", replace(GREEDY, max_tokens=8))  # which runs the other one to its end as well
 
 
-def test_abort(llm: LLM) -> None:
+def test_abort(llm: LLM, whole: RequestOutput) -> None:
     """Waiting or running, once; the rest goes on."""
-    (wanted,) = llm.generate(PROMPT, GREEDY)
     stays, goes, waits = (llm.add_request(PROMPT, GREEDY) for _ in range(3))
     assert llm.abort(waits) and not llm.abort(waits)
     for _ in range(3):
@@ -817,12 +777,11 @@ def test_abort(llm: LLM) -> None:
     tokens = list(llm.engine_core.scheduler.running[0].completion_token_ids)
     while (step := llm.step()) is not None:
         tokens += [token for new in new_tokens(step) for token in new.tokens]
-    assert tokens == wanted.token_ids and not llm.abort(stays)
+    assert tokens == whole.token_ids and not llm.abort(stays)
 
 
-def test_abort_of_a_stream(llm: LLM) -> None:
+def test_abort_of_a_stream(llm: LLM, whole: RequestOutput) -> None:
     """The stream ends with what there was, and says so."""
-    (wanted,) = llm.generate(PROMPT, GREEDY)
     pieces = llm.stream(PROMPT, GREEDY)
     taken = [next(pieces) for _ in range(3)]
     (request_id,) = llm.engine_core.scheduler.seqs
@@ -831,7 +790,7 @@ def test_abort_of_a_stream(llm: LLM) -> None:
     out = taken[-1].output
     assert out is not None and (out.finish_reason, out.stop_reason, taken[-1].finish_reason) == ("abort",) * 3
     check_pieces(taken, out)
-    assert wanted.token_ids[: len(out.token_ids)] == out.token_ids and 3 <= len(out.token_ids) < 24
+    assert whole.token_ids[: len(out.token_ids)] == out.token_ids and 3 <= len(out.token_ids) < 24
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -842,8 +801,8 @@ def test_interrupted_step(
 ) -> None:
     """Ctrl-C within a step: the interrupted requests are gone, others lose nothing, and the next call is right."""
     prompts: list[Any] = [PROMPT, [5] * 40, "12 + 7 =", [5] * 33]
-    wanted = [out.token_ids for out in shared.generate(prompts, GREEDY)]
-    (alone,) = shared.generate("Ada lives in", GREEDY)
+    *outs, alone = shared.generate([*prompts, "Ada lives in"], GREEDY)
+    wanted = [out.token_ids for out in outs]
     options = {"device": "cpu", "num_kvcache_blocks": 12, "max_num_batched_tokens": 32}  # chunks and preemptions too
     with LLM("tiny", **options) as llm:
         runner: Any = llm.engine_core.runner
@@ -996,24 +955,12 @@ def test_context_manager_closes_after_an_error() -> None:
     refused(lambda: llm.generate(PROMPT), "closed")
 
 
-def test_two_engines_at_once(llm: LLM) -> None:
+def test_two_engines_at_once(llm: LLM, whole: RequestOutput) -> None:
     """Nothing is global: two models run step by step beside each other."""
-    (wanted,) = llm.generate(PROMPT, GREEDY)
     with LLM("tiny", device="cpu", kv_cache_block_size=4, num_kvcache_blocks=50) as other:
         pairs = list(zip(llm.stream(PROMPT, GREEDY), other.stream(PROMPT, GREEDY), strict=True))
     assert all(a.text == b.text for a, b in pairs)
-    check_pieces([a for a, _ in pairs], wanted)
-
-
-@pytest.mark.torch_decode("it looks at logits through a hook on the model, which a compiled decode never calls")
-def test_same_prompt_many_times(llm: LLM) -> None:
-    """Identical prompts in one call share their blocks, and all say the same."""
-    prompt = llm.tokenizer.encode("Ada lives in Rome. Ben likes plums. " * 4)
-    with recorded(llm) as recorder:
-        outs = llm.generate([prompt] * 5, GREEDY)
-    assert len({tuple(out.token_ids) for out in outs}) == 1
-    computed = sum(batch.total_tokens_num for batch in recorder.batches[:5] if batch.type.name == "PREFILL")
-    assert computed < 3 * len(prompt)
+    check_pieces([a for a, _ in pairs], whole)
 
 
 # threads
@@ -1131,43 +1078,6 @@ def test_a_short_call_does_not_wait_for_a_long_one(overlap: bool) -> None:
         assert ended == ["short"] * 5 + ["long"]
 
 
-@pytest.mark.usefixtures("eager_switches")
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("num_steps", [0, 3, 12])
-def test_close_from_another_thread(num_steps: int, overlap: bool) -> None:
-    """It waits for the step under way; the others end with what they have, or are told that it is closed."""
-    sampling = replace(GREEDY, max_tokens=60)
-    with LLM("tiny", overlap=overlap, **OPTIONS) as llm:
-        wanted = llm.generate([PROMPT, "12 + 7 ="], sampling)
-        start = llm.metrics.num_steps
-
-        def run(stream: bool) -> list[RequestOutput | None]:
-            try:
-                if not stream:
-                    return list(llm.generate([PROMPT, "12 + 7 ="], sampling))
-                found = collect(llm.stream([PROMPT, "12 + 7 ="], sampling))
-                for pieces in found.values():
-                    check_pieces(pieces, pieces[-1].output)  # type: ignore[arg-type]
-                return [found[i][-1].output for i in range(2)]
-            except ValueError as error:
-                assert "closed" in str(error)
-                return []
-
-        def close() -> list[Any]:
-            while llm.metrics.num_steps - start < num_steps:
-                time.sleep(0.0005)
-            llm.close()
-            return []
-
-        ran = in_threads([partial(run, False), partial(run, True), close])
-        assert not llm.engine_core.scheduler.seqs and (num_steps == 0 or ran[0] or ran[1])
-        for outs in ran:
-            for out, whole in zip(outs, wanted if outs else [], strict=True):
-                assert out.token_ids == whole.token_ids[: len(out.token_ids)]
-                assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
-                assert out.finish_reason == ("abort" if len(out.token_ids) < len(whole.token_ids) else "length")
-
-
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 CORES: dict[str, dict[str, Any]] = {
     "plain": {}, "drafts": NGRAM, "radix": NGRAM | {"prefix_cache": "radix"}, "overlap": {"overlap": True},
@@ -1245,17 +1155,22 @@ def test_a_closed_engine_refuses(name: str) -> None:
 @pytest.mark.usefixtures("eager_switches")
 @pytest.mark.parametrize("name", CORES)
 def test_requests_of_threads_end_when_another_closes(name: str) -> None:
-    """Dropped streams and whole ones, and generates, while it closes: no thread fails in another way."""
+    """Dropped streams and whole ones, and generates, while it closes: each ends with what it has, or is told so."""
+    sampling = replace(GREEDY, max_tokens=30)
     with LLM("tiny", **OPTIONS, **CORES[name]) as llm:
+        (whole,) = llm.generate(PROMPT, sampling)
         ended: list[str | None] = []
 
         def work(seed: int) -> None:
             rng = random.Random(seed)
-            sampling = replace(GREEDY, max_tokens=30)
             with pytest.raises(ValueError, match="this LLM is closed"):
                 while True:
                     if rng.random() < 0.5:
-                        ended.append(llm.generate(PROMPT, sampling)[0].finish_reason)
+                        (out,) = llm.generate(PROMPT, sampling)
+                        assert out.token_ids == whole.token_ids[: len(out.token_ids)]
+                        assert out.finish_reason == ("abort" if len(out.token_ids) < 30 else "length")
+                        assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+                        ended.append(out.finish_reason)
                     else:
                         pieces: Any = llm.stream([PROMPT, "12 + 7 ="], sampling)
                         [*itertools.islice(pieces, rng.randrange(9))]
@@ -1267,7 +1182,7 @@ def test_requests_of_threads_end_when_another_closes(name: str) -> None:
             llm.close()
 
         in_threads([*(partial(work, seed) for seed in range(4)), close])
-        assert {*ended} <= {"length", "abort"} and not llm.engine_core.scheduler.seqs
+        assert not llm.engine_core.scheduler.seqs
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -1310,7 +1225,7 @@ def test_import_is_light() -> None:
 BROKEN_MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap": True},
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "drafts": {"speculative_config": NGRAM["speculative_config"] | {"prompt_lookup_min": 1}},
     "radix": {"prefix_cache": "radix"},
     "turns": {"interleave_decode": True},
     "mixed": {"enable_mixed_steps": True},
@@ -1326,12 +1241,11 @@ BROKEN_WISHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sampling", BROKEN_WISHES)
 @pytest.mark.parametrize("mode", BROKEN_MODES)
-def test_logits_that_are_no_numbers_end_one_request(mode: str, sampling: str, tmp_path: Path) -> None:
+def test_logits_that_are_no_numbers_end_one_request(mode: str, sampling: str, untied: str) -> None:
     """It ends with an error that says so; the others in the batch, and whoever comes later, get what they ever got."""
-    save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
     params = SamplingParams(max_tokens=8, **BROKEN_WISHES[sampling])
     good, bad = [[5, 6, 5, 6, 5], [8, 9, 8, 9]], [5, 6, 7, 5, 6]
-    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40, **BROKEN_MODES[mode]) as llm:
+    with LLM(untied, device="cpu", num_kvcache_blocks=40, **BROKEN_MODES[mode]) as llm:
         wanted = [out.token_ids for out in llm.generate(good, params)]
         embedding = inner_model(llm).model.embed_tokens.weight
         with torch.no_grad():
@@ -1353,10 +1267,9 @@ def inner_model(llm: LLM) -> Any:
     return getattr(runner, "runner", runner).model
 
 
-def test_logits_that_break_on_the_way(tmp_path: Path) -> None:
+def test_logits_that_break_on_the_way(untied: str) -> None:
     """What was generated before stays in the result."""
-    save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
-    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40) as llm:
+    with LLM(untied, device="cpu", num_kvcache_blocks=40) as llm:
         fine = llm.generate([5, 6], replace(GREEDY, max_tokens=6))[0].token_ids
         with torch.no_grad():
             inner_model(llm).model.embed_tokens.weight[fine[3]] = torch.inf
@@ -1367,21 +1280,17 @@ def test_logits_that_break_on_the_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("draft_sampling", [False, True])
-def test_a_draft_model_whose_logits_are_no_numbers(draft_sampling: bool, tmp_path: Path) -> None:
+def test_a_draft_model_whose_logits_are_no_numbers(draft_sampling: bool, untied: str) -> None:
     """Bad drafts do no harm, and neither do drafts that are no tokens."""
-    save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
-    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40) as llm:
+    with LLM(untied, device="cpu", num_kvcache_blocks=40) as llm:
         wanted = llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids
-    drafts = {"method": "draft_model", "model": str(tmp_path), "draft_sampling": draft_sampling}
-    with LLM(str(tmp_path), device="cpu", num_kvcache_blocks=40, speculative_config=drafts) as llm:
+    drafts = {"method": "draft_model", "model": untied, "draft_sampling": draft_sampling}
+    with LLM(untied, device="cpu", num_kvcache_blocks=40, speculative_config=drafts) as llm:
         drafter: Any = llm.engine_core.drafter  # type: ignore[attr-defined]
         with torch.no_grad():
             drafter.runner.model.model.embed_tokens.weight[5] = torch.nan
         assert llm.generate([5, 6], replace(GREEDY, max_tokens=8))[0].token_ids == wanted
         assert llm.generate([5, 6], replace(WILD, max_tokens=8))[0].finish_reason == "length"
-
-
-HUGE = 10**400
 
 
 @pytest.mark.parametrize("name", [*NUMBERS])
@@ -1391,36 +1300,15 @@ def test_integers_of_400_digits_in_a_wish(name: str) -> None:
 
 def test_a_seed_of_400_digits(llm: LLM) -> None:
     """Its last 64 bits count."""
-    seeds = (HUGE + 5, (HUGE + 5) % 2**64, HUGE + 6)
-    outs = [llm.generate("Once", SamplingParams(temperature=1.5, seed=seed), use_tqdm=False)[0] for seed in seeds]
+    samplings = [replace(WILD, seed=seed) for seed in (HUGE + 5, (HUGE + 5) % 2**64, HUGE + 6)]
+    outs = llm.generate(["Once"] * 3, samplings, use_tqdm=False)
     assert outs[0].token_ids == outs[1].token_ids != outs[2].token_ids
-
-
-@pytest.mark.parametrize(
-    "name", ["kv_cache_block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_kvcache_blocks",
-             "gpu_memory_utilization", "scheduler_delay_factor", "tensor_parallel_size", "data_parallel_size"],
-)  # fmt: skip
-def test_integers_of_400_digits_in_a_knob(name: str) -> None:
-    refused(lambda: LLM("tiny", **{name: HUGE}), f"{name}=1000")
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_p", 7e-46), ("repetition_penalty", 1e-46), ("temperature", 1e308)])
 def test_what_float32_cannot_hold(name: str, value: float) -> None:
     """Zero there: such a request got token 0 for ever, or a warning at every step."""
     refused(lambda: SamplingParams(**{name: value}), re.escape(f"{name}={value!r}"))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_num_seqs": 2**31}, "max_num_seqs=2147483648"),
-        ({"data_parallel_size": 10**9}, "data_parallel_size=1000000000"),
-        ({"data_parallel_place": [0, "", 1], "data_parallel_size": 2}, "no option 'data_parallel_place'"),
-        ({"data_parallel_place": [0, "", 1], "data_parallel_size": 2, "lockstep": True}, "no option"),
-    ],
-)
-def test_knobs_beyond_their_limits(options: dict[str, Any], words: str) -> None:
-    refused(lambda: LLM("tiny", **options), words)
 
 
 @pytest.mark.parametrize("model", [None, 3, b"tiny", ["tiny"]], ids=repr)

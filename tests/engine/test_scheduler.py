@@ -15,7 +15,7 @@ from show import NewTokens, check_blocks, new_tokens
 import atom_mini.scheduler as scheduler_module
 from atom_mini import Config, EngineArgs
 from atom_mini.config import SamplingParams
-from atom_mini.engine_core import EngineCore, StepOutput
+from atom_mini.engine_core import EngineCore
 from atom_mini.scheduler import MixedScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
 from atom_mini.sequence import Sequence, SequenceStatus, SequenceType
 
@@ -53,10 +53,13 @@ def answer(batch: ScheduledBatch, token: int = 1) -> ScheduledBatchOutput:
 
 
 class Answering:
-    """A runner that always says 1."""
+    """A runner that always says `token`."""
+
+    def __init__(self, token: int = 1) -> None:
+        self.token = token
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        return answer(batch)
+        return answer(batch, self.token)
 
 
 def run(scheduler: Scheduler) -> list[tuple[SequenceType, dict[int, int]]]:
@@ -225,15 +228,6 @@ def test_the_delay_gate_does_not_stop_a_prompt_that_was_cut(clock: list[float]) 
     assert step(scheduler) == (DECODE, {0: 1, 1: 1})
 
 
-def test_a_delay_factor_of_zero_never_waits(clock: list[float]) -> None:
-    scheduler = make()
-    add(scheduler, request(0, 4))
-    step(scheduler)
-    clock[0] += 1e9
-    add(scheduler, request(1, 4))
-    assert step(scheduler) == (PREFILL, {1: 4})
-
-
 # ---- decodes between prompts ----
 
 
@@ -377,18 +371,6 @@ def test_a_prompt_may_read_a_block_that_a_decode_fills_in_the_same_step() -> Non
     assert second.num_cached_tokens == 4 and second.block_table[0] == first.block_table[0]
 
 
-def test_a_failed_mixed_step_leaves_nothing_behind() -> None:
-    scheduler = make_mixed(max_num_batched_tokens=8)
-    add(scheduler, request(0, 3))
-    step(scheduler)
-    add(scheduler, request(1, 12))
-    assert scheduler.schedule() is not None
-    scheduler.rollback()
-    check_blocks(scheduler.block_manager, scheduler.running)
-    assert [s.id for s in scheduler.waiting] == [0, 1] and not scheduler.running
-    assert step(scheduler) == (PREFILL, {0: 4, 1: 4})
-
-
 # ---- preemption and failed steps ----
 
 
@@ -419,14 +401,14 @@ def test_a_failed_step_leaves_the_queues_in_their_order() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_engine_step_passes_the_error_on_and_works_again(error: type[BaseException]) -> None:
-    class Runner:
+    class Runner(Answering):
         calls = 0
 
         def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
             self.calls += 1
             if self.calls == 3:
                 raise error
-            return answer(batch)
+            return super().forward(batch)
 
     core = EngineCore(EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=8), Runner())
     seqs = [request(i, 5, max_tokens=5) for i in range(2)]
@@ -484,70 +466,30 @@ def test_stop_order(tokens: tuple[int, ...], params: dict[str, Any], reason: str
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "reason", "length"),
+    ("options", "max_tokens", "reason", "length"),
     [
-        (6, {"num_kvcache_blocks": 3}, "kv_cache", 13),  # the last token needs no slot
-        (6, {"max_model_len": 10}, "max_model_len", 10),
-        (6, {"max_model_len": 13, "num_kvcache_blocks": 3}, "max_model_len", 13),
-        (6, {"max_model_len": 14, "num_kvcache_blocks": 3}, "kv_cache", 13),
+        ({"num_kvcache_blocks": 3}, 100, "kv_cache", 13),  # the last token needs no slot
+        ({"num_kvcache_blocks": 3}, 7, "max_tokens", 13),  # what was asked for ends exactly there
+        ({"max_model_len": 10}, 100, "max_model_len", 10),
+        ({"max_model_len": 13, "num_kvcache_blocks": 3}, 100, "max_model_len", 13),
+        ({"max_model_len": 14, "num_kvcache_blocks": 3}, 100, "kv_cache", 13),
     ],
 )
-def test_length_limits(prompt: int, options: dict[str, Any], reason: str, length: int) -> None:
+def test_length_limits(options: dict[str, Any], max_tokens: int, reason: str, length: int) -> None:
     scheduler = make(**options)
-    seq = request(0, prompt, max_tokens=100)
+    seq = request(0, 6, max_tokens=max_tokens)
     add(scheduler, seq)
     run(scheduler)
     assert (seq.leave_reason, seq.num_tokens) == (reason, length)
 
 
-def test_a_wish_that_ends_exactly_at_the_pool_is_max_tokens() -> None:
-    scheduler = make(num_kvcache_blocks=3)
-    seq = request(0, 6, max_tokens=7)
-    add(scheduler, seq)
-    run(scheduler)
-    assert (seq.leave_reason, seq.num_tokens) == ("max_tokens", 13)
-
-
-def test_records_tell_the_new_tokens_of_each_step_and_the_reason_with_the_last() -> None:
-    scheduler = make(max_num_batched_tokens=8)
-    add(scheduler, request(0, 3, max_tokens=2), request(1, 9, max_tokens=1))
-    streams: list[list[NewTokens]] = []
-    while scheduled := scheduler.schedule():
-        batch, seqs = scheduled
-        output = answer(batch, 7)
-        finished = scheduler.postprocess(list(seqs.values()), output)
-        streams.append(new_tokens(StepOutput(batch, list(seqs.values()), output, finished, 0.0)))
-        assert [s.id for s in finished] == [o.request_id for o in streams[-1] if o.reason]
-    assert streams == [
-        [NewTokens(0, (7,))],  # the chunk of request 1 has nothing to say
-        [NewTokens(1, (7,), "max_tokens")],
-        [NewTokens(0, (7,), "max_tokens")],
-    ]
-
-
-def engine(**options: Any) -> EngineCore:
-    class Runner:
-        def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-            return answer(batch, 7)
-
-    return EngineCore(EngineArgs(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), Runner())
-
-
 def test_a_step_says_what_it_brought_whenever_it_is_asked() -> None:
-    core = engine()
+    core = EngineCore(EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=64), Answering(7))
     for i in range(2):
         core.add(request(i, 5, max_tokens=3))
     (first, *_, last) = iter(core.step, None)
     assert new_tokens(last) == [NewTokens(i, (7,), "max_tokens") for i in range(2)]
     assert new_tokens(first) == [NewTokens(i, (7,)) for i in range(2)]  # by now they are finished; then they were not
-
-
-def test_records_hold_what_was_kept() -> None:
-    core, seq = engine(), request(0, 5, max_tokens=9, stop_token_ids=[9])
-    core.add(seq)
-    core.runner.forward = lambda batch: ScheduledBatchOutput({0: (4, 9, 8)})  # type: ignore[method-assign]
-    step = core.step()
-    assert step is not None and new_tokens(step) == [NewTokens(0, (4, 9), "stop_9")]
 
 
 def test_times_and_status_of_a_life(clock: list[float]) -> None:
@@ -601,28 +543,6 @@ def test_a_refusal_names_number_limit_and_knob_and_changes_nothing() -> None:
     assert [s.id for s in scheduler.waiting] == [0] and scheduler.block_manager.num_free_blocks == 3
     run(scheduler)
     add(scheduler, request(2, 12))  # one less fits
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_num_seqs": 0}, ["max_num_seqs=0", "from 1"]),
-        ({"max_num_batched_tokens": -1}, ["max_num_batched_tokens=-1", "from 1"]),
-        ({"kv_cache_block_size": 1.5}, ["kv_cache_block_size=1.5", "whole number"]),
-        ({"num_kvcache_blocks": True}, ["num_kvcache_blocks=True"]),
-        ({"scheduler_delay_factor": -0.1}, ["scheduler_delay_factor=-0.1", "from 0"]),
-        ({"gpu_memory_utilization": 0}, ["gpu_memory_utilization=0", "above 0 to 1"]),
-        (
-            {"enable_chunked_prefill": False, "max_model_len": 100, "max_num_batched_tokens": 99},
-            ["max_model_len=100", "max_num_batched_tokens=99", "enable_chunked_prefill=True"],
-        ),
-        ({"max_num_sequences": 4}, ["'max_num_sequences'", "did you mean 'max_num_seqs'"]),
-    ],
-)
-def test_config_refusals(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        EngineArgs(**options)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_a_batch_is_frozen_and_a_snapshot() -> None:

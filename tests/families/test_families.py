@@ -178,7 +178,7 @@ def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> No
     file = folder / "model.safetensors"
     tensors = load_file(file)
     edit(tensors)
-    save_file(tensors, file)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def load(folder: Path) -> Any:

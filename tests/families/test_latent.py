@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -83,9 +84,40 @@ def make_prompts() -> list[list[int]]:
 def generate(folder: Path, prompts: list[list[int]], **engine: Any) -> tuple[Recorder, dict[int, list[int]], LLM]:
     """All logits of a run, the tokens by request, and the engine; what was never stored is NaN."""
     with LLM(str(folder), **{"device": "cpu", "dtype": "float32"} | engine) as llm, recorded(llm) as recorder:
-        llm.engine_core.runner.kv_cache.fill_(math.nan)  # type: ignore[attr-defined]
+        runner: Any = llm.engine_core.runner
+        for tensor in (runner.kv_cache, *vars(getattr(runner, "pool", SimpleNamespace())).values()):
+            tensor.fill_(math.nan)
         outs = llm.generate(prompts, GREEDY, use_tqdm=False)
     return recorder, {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}, llm
+
+
+def equal_on_every_path(model: Any, folder: Path, prompts: list[list[int]], *engines: dict[str, Any], limit: float) -> None:
+    """The logits are transformers', and all engines say the same; small ones with chunks and preemptions."""
+    texts = []
+    for engine in engines:
+        recorder, sequences, llm = generate(folder, prompts, **engine)
+        errors = recorder.errors(model, sequences)
+        assert max(errors.values()) <= limit, errors
+        spread = torch.stack(list(recorder.every.values())).std()
+        assert 1 < spread < 20, f"logits with a spread of {spread} would show no error, or too much rounding"
+        scheduler: Any = llm.engine_core.scheduler
+        assert recorder.num_decode_steps > 0
+        if "max_num_batched_tokens" in engine:
+            assert recorder.num_chunks > 0 and scheduler.num_preemptions > 0
+        texts.append([*sequences.values()])
+    assert all(text == texts[0] for text in texts)
+
+
+def equal_alone_and_among_32(model: Any, folder: Path, limit: float, **engine: Any) -> None:
+    """The same logits, and the same tokens, in a batch of 32 and alone."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(300) for _ in range(rng.randint(1, 70))] for _ in range(32)]
+    recorder, many, _ = generate(folder, prompts, **engine)
+    assert max(len(batch.req_ids) for batch in recorder.batches) == 32
+    assert max(recorder.errors(model, many).values()) <= limit
+    for n in (0, 13):
+        _, alone, _ = generate(folder, prompts[n : n + 1], **engine)
+        assert [*alone.values()] == [[*many.values()][n]]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,33 +125,12 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     """Whole prefills, chunks of 7, decodes of five and of one, prefix hits, preempted and resumed."""
     kind, options = CASES[case]
     model = save_mixture(kind, tmp_path, **options)
-    texts = []
-    for engine in (ROOMY, SEVENS, TIGHT):
-        recorder, sequences, llm = generate(tmp_path, make_prompts(), **engine)
-        errors = recorder.errors(model, sequences)
-        assert max(errors.values()) <= 1e-4, errors
-        spread = torch.stack(list(recorder.every.values())).std()
-        assert 1 < spread < 20, f"logits with a spread of {spread} would show no error, or too much rounding"
-        scheduler: Any = llm.engine_core.scheduler
-        assert recorder.num_decode_steps > 0
-        if engine is not ROOMY:
-            assert recorder.num_chunks > 0 and scheduler.num_preemptions > 0
-        texts.append([*sequences.values()])
-    assert texts[0] == texts[1] == texts[2]
+    equal_on_every_path(model, tmp_path, make_prompts(), ROOMY, SEVENS, TIGHT, limit=1e-4)
 
 
 def test_alone_and_among_32(tmp_path: Path) -> None:
-    """The same logits to 1e-4, and the same tokens, in a batch of 32 and alone."""
     kind, options = CASES["V2-Lite"]
-    model = save_mixture(kind, tmp_path, **options)
-    rng = random.Random(1)
-    prompts = [[rng.randrange(300) for _ in range(rng.randint(1, 70))] for _ in range(32)]
-    recorder, many, _ = generate(tmp_path, prompts, **ROOMY)
-    assert max(len(batch.req_ids) for batch in recorder.batches) == 32
-    assert max(recorder.errors(model, many).values()) <= 1e-4
-    for n in (0, 13):
-        _, alone, _ = generate(tmp_path, prompts[n : n + 1], **ROOMY)
-        assert [*alone.values()] == [[*many.values()][n]]
+    equal_alone_and_among_32(save_mixture(kind, tmp_path, **options), tmp_path, 1e-4, **ROOMY)
 
 
 def test_prefix_hits(tmp_path: Path) -> None:
@@ -249,19 +260,22 @@ def test_rows_are_sorted_once() -> None:
     assert found["a.q_b_proj.weight"]()[48 + 30 : 48 + 36, 0].tolist() == [78, 79, 80, 82, 84, 86]
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "GLM-4.7-Flash"])
-def test_info_counts_latents(name: str, tmp_path: Path) -> None:
-    """`atom-mini info` without an engine: the bytes of latents, not of keys and values."""
-    cfg, wanted = PUBLISHED[name]
-    cfg.num_hidden_layers, layers = 1, cfg.num_hidden_layers  # a table of weights is enough
-    cfg.dtype, cfg.architectures = torch.bfloat16, [type(cfg).__name__.replace("Config", "ForCausalLM")]
-    cfg.save_pretrained(tmp_path)
-    cfg.num_hidden_layers = layers
-    code = "import sys; from atom_mini import EngineArgs; from atom_mini.instruments import needs as c; "
-    code += "import atom_mini; config = EngineArgs(sys.argv[1], dtype='bfloat16'); "
-    code += "print(c.needs(config, 'cuda')['kvcache_bytes_per_token'])"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert done.stdout.split() == [str(wanted // layers)], done.stderr
+def test_info_counts_latents(tmp_path: Path) -> None:
+    """`atom-mini info` without an engine, in a process of its own: the bytes of latents, not of keys and values."""
+    bytes_of_a_layer = []
+    for name in ("DeepSeek-V2-Lite", "GLM-4.7-Flash"):
+        cfg, wanted = PUBLISHED[name]
+        cfg.num_hidden_layers, layers = 1, cfg.num_hidden_layers  # a table of weights is enough
+        cfg.dtype, cfg.architectures = torch.bfloat16, [type(cfg).__name__.replace("Config", "ForCausalLM")]
+        cfg.save_pretrained(tmp_path / name)
+        cfg.num_hidden_layers = layers
+        bytes_of_a_layer.append(str(wanted // layers))
+    code = "import sys; from atom_mini import EngineArgs; from atom_mini.instruments.needs import needs\n"
+    code += "for folder in sys.argv[1:]:\n    config = EngineArgs(folder, dtype='bfloat16')\n"
+    code += "    print(needs(config, 'cuda')['kvcache_bytes_per_token'])"
+    folders = [str(tmp_path / name) for name in ("DeepSeek-V2-Lite", "GLM-4.7-Flash")]
+    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True)
+    assert done.stdout.split() == bytes_of_a_layer, done.stderr
 
 
 @pytest.mark.parametrize("announced", [0, 1])

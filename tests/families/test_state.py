@@ -6,7 +6,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ import pytest
 import symbolic
 import torch
 import transformers
-from checkpoints import Recorder, edit_json, recorded, reference_logits
-from safetensors.torch import load_file, save_file
+from checkpoints import edit_json, reference_logits
+from safetensors.torch import load_file
+from test_families import fuse, rewrite
 from test_fuzz import mutate
+from test_latent import equal_alone_and_among_32, equal_on_every_path, generate
 from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
@@ -85,48 +87,31 @@ def make_prompts() -> list[list[int]]:
     return [stem[:84], stem[:33], [*stem[:40], 7, 8], stem[:33], stem[50:51], stem[60:77]]
 
 
-def generate(folder: Path, prompts: list[list[int]], **engine: Any) -> tuple[Recorder, dict[int, list[int]], LLM]:
-    """All logits of a run, the tokens by request, and the engine; slots that were never stored or cleared are NaN."""
-    with LLM(str(folder), **{"device": "cpu", "dtype": "float32"} | engine) as llm, recorded(llm) as recorder:
-        runner: Any = llm.engine_core.runner
-        for tensor in (runner.kv_cache, runner.pool.state, runner.pool.past):
-            tensor.fill_(math.nan)
-        outs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    return recorder, {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}, llm
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """A case's model and its folder, made once: for tests that change neither."""
+
+    @cache
+    def make(case: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp("saved")
+        return save(case, folder), folder
+
+    return make
 
 
 # Against transformers
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(case: str, saved: Any) -> None:
     """Whole prefills, chunks of 7, decodes together and alone, slots used again, preempted and resumed."""
-    model, texts = save(case, tmp_path), []
-    for engine in (ROOMY, SEVENS, TIGHT) if case in ("dense", "mixture") else (TIGHT,):
-        recorder, sequences, llm = generate(tmp_path, make_prompts(), **engine)
-        errors = recorder.errors(model, sequences)
-        assert max(errors.values()) <= 2e-4, errors
-        spread = torch.stack(list(recorder.every.values())).std()
-        assert 1 < spread < 20, f"logits with a spread of {spread} would show no error, or too much rounding"
-        assert recorder.num_decode_steps > 0
-        if engine is not ROOMY:
-            scheduler: Any = llm.engine_core.scheduler
-            assert recorder.num_chunks > 0 and scheduler.num_preemptions > 0
-        texts.append([*sequences.values()])
-    assert all(text == texts[0] for text in texts)
+    engines = (ROOMY, SEVENS, TIGHT) if case in ("dense", "mixture") else (TIGHT,)
+    equal_on_every_path(*saved(case), make_prompts(), *engines, limit=2e-4)
 
 
 @pytest.mark.parametrize("case", ["dense", "mixture"])
-def test_alone_and_among_32(case: str, tmp_path: Path) -> None:
-    """The same logits in a batch of 32 and alone."""
-    model, rng = save(case, tmp_path), random.Random(1)
-    prompts = [[rng.randrange(300) for _ in range(rng.randint(1, 70))] for _ in range(32)]
-    recorder, many, _ = generate(tmp_path, prompts, **ROOMY)
-    assert max(len(batch.req_ids) for batch in recorder.batches) == 32
-    assert max(recorder.errors(model, many).values()) <= 2e-4
-    for n in (0, 13):
-        _, alone, _ = generate(tmp_path, prompts[n : n + 1], **ROOMY)
-        assert [*alone.values()] == [[*many.values()][n]]
+def test_alone_and_among_32(case: str, saved: Any) -> None:
+    equal_alone_and_among_32(*saved(case), 2e-4, **ROOMY)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -261,13 +246,12 @@ def worst_error(model: Any, folder: Path, **engine: Any) -> float:
 
 
 @pytest.mark.parametrize("mistake", ["none", *MISTAKES])
-def test_a_mistake_moves_a_logit(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_moves_a_logit(mistake: str, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each moves some logit by more than 1: through chunks, decodes, preemptions and slots used again."""
     case, owner, name, old, new = MISTAKES.get(mistake, ("dense", *[None] * 4))  # type: ignore[misc]
-    model = save(case, tmp_path)
     if owner is not None:
         mutate(monkeypatch, owner, name, old, new)
-    error = worst_error(model, tmp_path, **TIGHT)
+    error = worst_error(*saved(case), **TIGHT)
     assert error <= 2e-4 if mistake == "none" else error > 1, error
 
 
@@ -300,10 +284,9 @@ def whole_head_turns(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("plant", [kept_after_preemption, slots_by_place, whole_head_turns])
-def test_a_larger_mistake_moves_a_logit(plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save("dense, biases, tied", tmp_path)
+def test_a_larger_mistake_moves_a_logit(plant: Any, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert worst_error(model, tmp_path, **TIGHT) > 1
+    assert worst_error(*saved("dense, biases, tied"), **TIGHT) > 1
 
 
 def test_query_scale_and_epsilons_show_on_crafted_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,10 +396,9 @@ def test_an_engine_under_a_fuzz(tmp_path: Path) -> None:
     assert preemptions > 10 and aborted > 0
 
 
-def test_a_step_that_fails_half_way_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_step_that_fails_half_way_leaves_no_trace(saved: Any) -> None:
     """Only some layers have their new states; all sequences restart."""
-    save("dense", tmp_path)
-    with LLM(str(tmp_path), device="cpu", **ROOMY) as llm:
+    with LLM(str(saved("dense")[1]), device="cpu", **ROOMY) as llm:
         right = [out.token_ids for out in llm.generate(make_prompts(), GREEDY, use_tqdm=False)]
         model: Any = llm.engine_core.runner.model  # type: ignore[attr-defined]
         calls = 0
@@ -449,19 +431,17 @@ def test_bytes_of_the_published_shape() -> None:
     assert (QWEN35_9B.kv_layers, QWEN35_9B.kv_shape) == (8, (2, 4, 256))
 
 
-def test_the_pool_is_what_was_counted(tmp_path: Path) -> None:
-    save("dense", tmp_path)
-    with LLM(str(tmp_path), device="cpu", **TIGHT) as llm:
+def test_the_pool_is_what_was_counted(saved: Any) -> None:
+    with LLM(str(saved("dense")[1]), device="cpu", **TIGHT) as llm:
         runner: Any = llm.engine_core.runner
         each = state.state_bytes(llm.config.spec, torch.float32)
         assert runner.pool.state.nbytes + runner.pool.past.nbytes == (TIGHT["max_num_seqs"] + 1) * each
         assert runner.kv_cache.shape[0] == 1 and runner.kv_cache.nbytes == runner.block_bytes * TIGHT["num_kvcache_blocks"]
 
 
-def test_a_batch_without_sequences_changes_no_state(tmp_path: Path) -> None:
+def test_a_batch_without_sequences_changes_no_state(saved: Any) -> None:
     """The dummy step of an idle engine in lockstep (chapter 73b) may run between two steps of live sequences."""
-    save("mixture", tmp_path)
-    with LLM(str(tmp_path), device="cpu", **TIGHT) as llm:
+    with LLM(str(saved("mixture")[1]), device="cpu", **TIGHT) as llm:
         runner: Any = llm.engine_core.runner
         with_spare_block(runner)
         runner.pool.state.fill_(7.0)
@@ -533,26 +513,26 @@ def test_defaults_that_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("knob", ["overlap", "interleave_decode", "enable_mixed_steps", "trace", "engine_process"])
-def test_other_rooms_say_the_same(knob: str, tmp_path: Path) -> None:
-    save("mixture", tmp_path)
-    _, plain, _ = generate(tmp_path, make_prompts(), **TIGHT)
-    with LLM(str(tmp_path), device="cpu", **TIGHT | {knob: True}) as llm:
+def test_other_rooms_say_the_same(knob: str, saved: Any) -> None:
+    _, folder = saved("mixture")
+    _, plain, _ = generate(folder, make_prompts(), **TIGHT)
+    with LLM(str(folder), device="cpu", **TIGHT | {knob: True}) as llm:
         outs = llm.generate(make_prompts(), GREEDY, use_tqdm=False)
     assert [out.prompt_token_ids + out.token_ids for out in outs] == [*plain.values()]
 
 
-def test_the_log_says_what_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save("dense", tmp_path)
+def test_the_log_says_what_is_off(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "atom_mini"):
-        LLM(str(tmp_path), device="cpu", **TIGHT).close()
+        LLM(str(saved("dense")[1]), device="cpu", **TIGHT).close()
     assert "5 states of 24192 bytes; torch's attention, no graphs, no prefix cache" in caplog.text
 
 
-def test_no_graphs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graphs_on_a_gpu(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner is `StateRunner`, which records no graphs, on any device."""
-    save("dense", tmp_path)
-    monkeypatch.setattr(state, "StateRunner", lambda config: "ours")
-    assert make_runner(EngineArgs(str(tmp_path), device="cuda")) == "ours"
+    with monkeypatch.context() as patch:
+        patch.setattr("atom_mini.model_runner.choose_device", lambda name: torch.device("cuda"))  # as if there were one
+        patch.setattr(state, "StateRunner", lambda config: "ours")
+        assert make_runner(EngineArgs(str(saved("dense")[1]), device="cuda")) == "ours"
     small = EngineArgs("tiny", device="cpu", compiled=False, num_kvcache_blocks=8)
     assert type(make_runner(small)) is ModelRunner
 
@@ -574,12 +554,6 @@ def wrap(kind: str, folder: Path, **more: Any) -> Any:
     return model
 
 
-def rewrite(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_the_decoder_in_a_wrapper(kind: str, tmp_path: Path) -> None:
     """Its names have a prefix; vision and MTP are left out; the wrapper's config says that the embedding is the head."""
@@ -597,15 +571,6 @@ def test_the_decoder_in_a_wrapper(kind: str, tmp_path: Path) -> None:
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
     """The experts are stored as in the published files."""
     model = save("mixture", tmp_path)
-
-    def fuse(tensors: dict[str, Tensor]) -> None:
-        for layer in range(4):
-            at = f"model.layers.{layer}.mlp.experts"
-            parts = {name: torch.stack([tensors.pop(f"{at}.{e}.{name}_proj.weight") for e in range(8)])
-                     for name in ("gate", "up", "down")}  # fmt: skip
-            tensors[f"{at}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
-            tensors[f"{at}.down_proj"] = parts["down"]
-
     rewrite(tmp_path, fuse)
     recorder, sequences, _ = generate(tmp_path, make_prompts()[1:3], **ROOMY)
     assert max(recorder.errors(model, sequences).values()) <= 2e-4

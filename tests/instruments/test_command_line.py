@@ -82,6 +82,9 @@ def test_generate(capsys: Capture, llm: LLM) -> None:
     shown = capsys.readouterr()
     assert shown.out == f"Once upon{one}\n\n12 + 7 ={two}\n"
     assert_figures(shown.err)
+    first, second, means = shown.err.splitlines()[-3:]  # a line for each request
+    assert re.match(r"1: \d+ prompt tokens \(0 cached\), 6 new, TTFT [\d.,]+ ms, TPOT [\d.,]+ ms, length", first)
+    assert second.startswith("2: ") and means.startswith("prefill")
     options = ["--model", "tiny", "--max-tokens", "6", *CPU]
     for arguments in (["Once upon", *options], [*options, "Once upon"]):
         assert main(arguments) == 0
@@ -132,11 +135,6 @@ def test_prompts_from_stdin(capsys: Capture, monkeypatch: Patch) -> None:
         monkeypatch.setattr("sys.stdin", nothing)
         assert len(run_json(capsys, "--max-tokens", "2", *CPU)) == len(EXAMPLES)
         assert run_json(capsys, "-", *CPU) == []
-
-
-def test_examples(capsys: Capture) -> None:
-    assert main(["--max-tokens", "2", *CPU]) == 0
-    assert "Once upon a time" in capsys.readouterr().out
 
 
 def options_of(command: str) -> dict[str, Any]:
@@ -520,13 +518,6 @@ def test_options_are_not_abbreviated(capsys: Capture) -> None:
         assert text in capsys.readouterr().err
 
 
-def test_each_request_gets_its_line(capsys: Capture) -> None:
-    assert main(["Once upon a time", "12 + 7 =", "--max-tokens", "3", *CPU]) == 0
-    first, second, means = capsys.readouterr().err.splitlines()[-3:]
-    assert re.match(r"1: \d+ prompt tokens \(0 cached\), 3 new, TTFT [\d.,]+ ms, TPOT [\d.,]+ ms, length", first)
-    assert second.startswith("2: ") and means.startswith("prefill")
-
-
 # extras
 
 ALONE = """
@@ -637,11 +628,12 @@ def test_openmp_reads_it() -> None:
     assert f"GOMP_SPINCOUNT = '{SPINS}'" in shown
 
 
-def test_the_environment_is_left_alone_once_torch_is_loaded(monkeypatch: Patch) -> None:
-    """Who calls `main` from a program of his own has loaded torch: nothing would come of it."""
+def test_the_environment_is_left_alone_once_torch_is_loaded(capsys: Capture, monkeypatch: Patch) -> None:
+    """Who calls `main` from a program of his own has loaded torch: nothing would come of it. Without prompts, examples."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     assert main(["--max-tokens", "1", *CPU]) == 0 and "GOMP_SPINCOUNT" not in os.environ
+    assert "Once upon a time" in capsys.readouterr().out
 
 
 def test_the_reader_may_close_the_pipe() -> None:

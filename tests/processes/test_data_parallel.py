@@ -3,19 +3,15 @@ in lockstep the same collectives on all ranks, whatever comes when."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,20 +24,23 @@ from checkpoints import save_checkpoint, save_family
 from show import check_blocks
 from test_engine_process import (  # noqa: F401
     PROMPTS,
-    SAMPLINGS,
     SMALL,
     SOON,
     answers,
     ask_from_eight_threads,
+    each_gets_its_own,
+    expect_end,
     facts,
     fake,
+    front,
+    interrupted_lines,
     listeners,
     processes,
+    python,
     tidy,
     time_limit,
     wait_for,
 )
-from test_interrupt import Tripwire
 
 from atom_mini import LLM, Config, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
@@ -132,39 +131,16 @@ def test_same_answers_in_mixed_steps(here: Any) -> None:
 
 @alone
 def test_many_threads(locked: LLM) -> None:
-    """Eight threads, in calls and streams, some dropped: each gets the answers that it gets alone, and no wave is lost."""
-    jobs = [(random.Random(i).choice(PROMPTS), SAMPLINGS[i % len(SAMPLINGS)]) for i in range(20)]
-    alone = [facts(locked.generate(*job)[0]) for job in jobs]
-
-    def ask(i: int) -> Any:
-        if i % 4 == 1:
-            stream = locked.stream("Once", SamplingParams(max_tokens=200, ignore_eos=True))
-            next(stream)
-            stream.close()
-        if i % 3 == 0:
-            *_, last = locked.stream(*jobs[i])
-            return facts(last.output)
-        return facts(locked.generate(*jobs[i])[0])
-
-    with ThreadPoolExecutor(8) as pool:
-        assert [*pool.map(ask, range(len(jobs)))] == alone
+    """Each gets the answers that it gets alone, and no wave is lost."""
+    each_gets_its_own(locked)
     expect_empty(replicas_of(locked))
 
 
 @alone
 def test_ctrl_c_at_any_line(both: LLM) -> None:
-    """Some lines of a call of the front; the next call is right, and nothing is left in an engine."""
-    prompts, sampling = PROMPTS[:3], SamplingParams(max_tokens=5, stop="zebra", ignore_eos=True)
-    expected = [(out.text, out.token_ids) for out in both.generate(prompts, sampling)]
-    at, places = 5, set()
-    while True:
-        wire = Tripwire(at)
-        if not wire.run(lambda: both.generate(prompts, sampling)):
-            break
-        at += 61
-        places.add(wire.where)
-        assert [(out.text, out.token_ids) for out in both.generate(prompts, sampling)] == expected, wire.where
-    assert len(places) > 5
+    """Nothing is left in an engine."""
+    sampling = SamplingParams(max_tokens=5, stop="zebra", ignore_eos=True)
+    assert len(interrupted_lines(both, PROMPTS[:3], sampling, at=5, stride=61)) > 5
     expect_empty(replicas_of(both))
 
 
@@ -355,9 +331,15 @@ def test_the_rule(loads: tuple[int, int], length: int, where: int) -> None:
 
 @alone
 def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
-    """Its requests end with "abort" and a warning, the others get their tokens, and it gets nothing more."""
-    llm = fake(kind=LLM, data_parallel_size=2)
+    """The numbers are of those that live. A dead one's requests end with "abort" and a warning, the others get their
+    tokens, and it gets nothing more."""
+    llm = fake(kind=LLM, data_parallel_size=3)
     core, sampling = replicas_of(llm), SamplingParams(max_tokens=150, ignore_eos=True)
+    *_, idle = core.engines
+    os.kill(idle.process.pid, signal.SIGKILL)
+    wait_for(lambda: idle.dead)
+    with pytest.warns(UserWarning, match="SIGKILL"):
+        assert core.metrics()["free_blocks"] == 2 * SMALL["num_kvcache_blocks"]
     results: list[Any] = [None] * 6
 
     def ask(i: int) -> None:
@@ -388,22 +370,9 @@ def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     assert out.token_ids == [102, 103, 104] and dead.num_given == given
     os.kill(alive.process.pid, signal.SIGKILL)
     for call in (lambda: llm.generate([[5]], sampling), lambda: [*llm.stream([[5]], sampling)], lambda: llm.add_request([5])):
-        with pytest.raises(EngineDead, match=r"(?s)SIGKILL.*SIGKILL"):
+        with pytest.raises(EngineDead, match=r"(?s)SIGKILL.*SIGKILL.*SIGKILL"):
             while True:
                 call()
-    llm.close()
-
-
-@alone
-def test_numbers_of_those_that_live(fake: Callable[..., Any]) -> None:  # noqa: F811
-    llm = fake(kind=LLM, data_parallel_size=2)
-    core = replicas_of(llm)
-    dead, alive = core.engines
-    os.kill(dead.process.pid, signal.SIGKILL)
-    wait_for(lambda: dead.dead)
-    with pytest.warns(UserWarning, match="SIGKILL"):
-        assert core.metrics()["free_blocks"] == SMALL["num_kvcache_blocks"]
-    assert core.engines == [alive]
     llm.close()
 
 
@@ -443,28 +412,12 @@ print(*[engine.process.pid for engine in core.engines], flush=True)
 """
 
 
-def front(then: str, **options: Any) -> tuple[subprocess.Popen[str], list[int]]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(PAIR | options)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
-    assert process.stdout is not None
-    return process, [*map(int, process.stdout.readline().split())]
-
-
 @alone
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa: F811
-    process, engines = front("signal.pause()" if how == "kill" else "")
+    process, engines = front("signal.pause()" if how == "kill" else "", FRONT, PAIR)
     assert len(engines) == 2
-    if how == "kill":
-        assert {*engines} <= processes().keys()
-        process.kill()
-    else:
-        assert process.wait(10) == 0
-    assert wait_for(lambda: not {*engines} & processes().keys()) < SOON
-    process.wait()
-    if process.stdout:
-        process.stdout.close()
+    expect_end(process, engines, how == "kill")
 
 
 @alone
@@ -472,13 +425,12 @@ def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> Non
     """The replicas end, and no folder is left, neither for sockets nor for the group."""
     slow = 'import sys, time\nif "atom_mini.processes.engine_process:load_engine" in sys.orig_argv:\n    time.sleep(2)\n'
     (tmp_path / "sitecustomize.py").write_text(slow)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
-    command = [sys.executable, "-c", FRONT.format(then=""), json.dumps(PAIR | {"lockstep": True})]
-    process, before = subprocess.Popen(command, env=env), processes().keys()
-    wait_for(lambda: len(processes().keys() - before) == 2)
-    assert len([*tidy.iterdir()]) == 1
-    process.kill()
-    process.wait()
+    with python(FRONT.format(then=""), PAIR | {"lockstep": True}, tmp_path) as process:
+        try:
+            wait_for(lambda: [*tidy.iterdir()] and len(processes(tag=str(tidy))) == 2, 18)
+            assert len([*tidy.iterdir()]) == 1
+        finally:
+            process.kill()
     wait_for(lambda: not [*tidy.iterdir()])
 
 

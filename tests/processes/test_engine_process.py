@@ -137,14 +137,15 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
 def fake(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineCoreClient]:
     """Makes a client whose engine only counts: it starts fast, and a test can make it fail."""
     (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading="pass"))
-
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(in_forward: str = "pass", in_loading: str = "pass", kind: Any = None, **options: Any) -> Any:
         text = FAKE.format(in_forward=in_forward, in_loading=in_loading)
         (tmp_path / "sitecustomize.py").write_text(text)
         options = {"engine_process": True, **SMALL, **options}
-        return kind("tiny", **options) if kind else EngineCoreClient(EngineArgs("tiny", **options))
+        made = kind("tiny", **options) if kind else EngineCoreClient(EngineArgs("tiny", **options))
+        assert [*Path(tempfile.gettempdir()).iterdir()] == [], "the folder of the sockets is still there"
+        return made
 
     return make
 
@@ -232,20 +233,28 @@ def test_same_answers(name: str, remote: LLM) -> None:
                 assert any(out.metrics for out in outs)
 
 
-@alone
-def test_many_threads(remote: LLM) -> None:
-    """Eight threads, in calls and streams: each gets the answers that it gets alone."""
-    jobs = [(random.Random(i).choice(PROMPTS), SAMPLINGS[i % len(SAMPLINGS)]) for i in range(24)]
-    alone = [facts(remote.generate(*job)[0]) for job in jobs]
+def each_gets_its_own(llm: LLM) -> None:
+    """Eight threads, in calls and streams, some dropped: each gets the answers that it gets alone."""
+    jobs = [(random.Random(i).choice(PROMPTS), SAMPLINGS[i % len(SAMPLINGS)]) for i in range(20)]
+    alone = [facts(llm.generate(*job)[0]) for job in jobs]
 
     def ask(i: int) -> Any:
+        if i % 4 == 1:
+            stream = llm.stream("Once", SamplingParams(max_tokens=200, ignore_eos=True))
+            next(stream)
+            stream.close()
         if i % 3 == 0:
-            *_, last = remote.stream(*jobs[i])
+            *_, last = llm.stream(*jobs[i])
             return facts(last.output)
-        return facts(remote.generate(*jobs[i])[0])
+        return facts(llm.generate(*jobs[i])[0])
 
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(ask, range(len(jobs)))] == alone
+
+
+@alone
+def test_many_threads(remote: LLM) -> None:
+    each_gets_its_own(remote)
     expect_empty(remote.engine_core)  # type: ignore[arg-type]
 
 
@@ -289,19 +298,24 @@ def test_refusals_are_those_of_the_engine_here(remote: LLM) -> None:
     remote.abort(7)
 
 
+def interrupted_lines(llm: LLM, prompts: list[str], sampling: SamplingParams, at: int, stride: int) -> set[str]:
+    """As in `test_interrupt`: where a call was interrupted, in the caller's thread; the next call is right."""
+
+    def call() -> list[Any]:
+        return [(out.text, out.token_ids) for out in llm.generate(prompts, sampling, use_tqdm=False)]
+
+    expected, places = call(), set()
+    while (wire := Tripwire(at)).run(call):
+        places.add(wire.where)
+        assert call() == expected, wire.where
+        at += stride
+    return places
+
+
 @alone
 def test_ctrl_c_at_any_line(remote: LLM) -> None:
-    """As in `test_interrupt`: some lines of a call of the front, and the next call is right."""
-    prompts, sampling = PROMPTS[:3], SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
-    expected = [(out.text, out.token_ids) for out in remote.generate(prompts, sampling)]
-    at, places = 1, set()
-    while True:
-        wire = Tripwire(at)
-        if not wire.run(lambda: remote.generate(prompts, sampling)):
-            break
-        at += 23
-        places.add(wire.where)
-        assert [(out.text, out.token_ids) for out in remote.generate(prompts, sampling)] == expected, wire.where
+    sampling = SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
+    places = interrupted_lines(remote, PROMPTS[:3], sampling, at=1, stride=23)
     assert sum("core_client" in place for place in places) > 5
     expect_empty(remote.engine_core)  # type: ignore[arg-type]
 
@@ -374,8 +388,11 @@ def test_ten_thousand_bad_frames(fake: Callable[..., EngineCoreClient]) -> None:
 
 @alone
 def test_the_engine_checks_requests_itself(fake: Callable[..., EngineCoreClient]) -> None:
-    """A request that the front accepted by mistake ends, and the others go on."""
+    """A request that cannot be sent is not queued; one that the front accepted by mistake ends, and the others go on."""
     core = fake()
+    with pytest.raises((ValueError, OverflowError)):
+        core.add(Sequence([5], 4, id=2**70))
+    assert core.is_finished() and core.step() is None
     fine, bad = request(core, max_tokens=5), Sequence([5], 4)
     bad.token_ids = [10**6]
     core.add(bad)
@@ -406,15 +423,6 @@ def test_bad_frames_do_not_end_the_engine(fake: Callable[..., EngineCoreClient])
     assert len([w for w in warned if "refused" in str(w.message)]) == len(frames)
     assert seq.completion_token_ids == [103 + i for i in range(200)]
     expect_empty(core)
-    core.close()
-
-
-@alone
-def test_what_cannot_be_sent_is_not_queued(fake: Callable[..., EngineCoreClient]) -> None:
-    core = fake()
-    with pytest.raises((ValueError, OverflowError)):
-        core.add(Sequence([5], 4, id=2**70))
-    assert core.is_finished() and core.step() is None
     core.close()
 
 
@@ -465,36 +473,26 @@ def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkey
 
 @alone
 def test_it_does_not_run_ahead(fake: Callable[..., EngineCoreClient]) -> None:
-    """An engine whose front does not read pauses, and goes on when the front reads."""
+    """An engine whose front does not read pauses, and goes on when the front reads; if it dies with a full queue, the
+    caller gets the error."""
     core = fake(num_kvcache_blocks=1200)
     seq = request(core, max_tokens=2000)
     time.sleep(3)  # for 2,000 steps
     assert core_client.AHEAD < core.metrics()["steps"] < 1000, "the street was full; a question is answered all the same"
     finish(core, seq)
     assert seq.completion_token_ids == [103 + i for i in range(2000)]
-    core.close()
-
-
-@alone
-def test_deaths_behind_unread_results(fake: Callable[..., EngineCoreClient]) -> None:
-    """The engine dies with a full queue: its results are used, and then every caller gets the error."""
-    core = fake(num_kvcache_blocks=1200)
-    seq = request(core, max_tokens=2000)
+    late = request(core, max_tokens=2000)
     wait_for(lambda: len(core.engines[0].messages) >= core_client.AHEAD)
     os.kill(core.engines[0].process.pid, signal.SIGKILL)
     wait_for(lambda: core.engines[0].dead)
     with pytest.raises(EngineDead, match="SIGKILL"):
-        finish(core, seq)
+        finish(core, late)
     core.close()
 
 
 @alone
-def test_nothing_is_left_on_disk_while_it_runs(fake: Callable[..., EngineCoreClient], tidy: Path) -> None:
-    """The folder of the sockets is removed after READY, and no port is open."""
-    core = fake()
-    assert [*tidy.iterdir()] == []
-    assert not listeners(os.getpid()) | listeners(core.engines[0].process.pid), "it listens on a port"
-    core.close()
+def test_it_listens_on_no_port(remote: LLM) -> None:
+    assert not listeners(os.getpid()) | listeners(manager_of(remote).process.pid)
 
 
 # Deaths
@@ -627,12 +625,18 @@ def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., Eng
 
 
 @alone
-def test_an_idle_engine_answers_pings(fake: Callable[..., EngineCoreClient]) -> None:
-    """Without requests for several times the limit, it is not declared dead."""
-    core, heard = fake(ping_timeout=0.4), set[float]()
+def test_an_idle_engine_lives_on(fake: Callable[..., EngineCoreClient]) -> None:
+    """It answers pings: without requests for several times the limit, it is not declared dead. And it outlives the thread
+    that made it: the kernel's signal is tied to a thread, which must not be the caller's."""
+    made, heard = list[EngineCoreClient](), set[float]()
+    thread = threading.Thread(target=lambda: made.append(fake(ping_timeout=0.4)))
+    thread.start()
+    thread.join()
+    core = made.pop()
     wait_for(lambda: heard.add(core.engines[0].last_heard) or len(heard) > 5)
-    seq = request(core, max_tokens=2)
+    seq = request(core, max_tokens=5)
     finish(core, seq)
+    assert seq.num_completion_tokens == 5
     core.close()
 
 
@@ -677,20 +681,35 @@ from atom_mini.processes.core_client import EngineCoreClient
 from atom_mini.sequence import Sequence
 core = EngineCoreClient(EngineArgs("tiny", engine_process=True, **json.loads(sys.argv[1])))
 core.add(Sequence([5, 6, 7], 4, SamplingParams(max_tokens=200, ignore_eos=True)))
-print(core.engines[0].process.pid, core.step() is not None, flush=True)
+assert core.step() is not None
+print(core.engines[0].process.pid, flush=True)
 {then}
 """
 
 
-def front(then: str) -> tuple[subprocess.Popen[str], int]:
-    """A front in another process, and its engine's process id."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(SMALL)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
+def python(script: str, options: dict[str, Any], *folders: Path, **more: Any) -> subprocess.Popen[str]:
+    """Another process that runs the script; `folders` stand first in its path."""
+    path = os.pathsep.join(str(place) or os.getcwd() for place in (*folders, *sys.path))
+    command = [sys.executable, "-c", script, json.dumps(options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, text=True, **more)
+
+
+def front(then: str, script: str = FRONT, options: dict[str, Any] = SMALL) -> tuple[subprocess.Popen[str], list[int]]:
+    """A front in another process, and its engines' process ids."""
+    process = python(script.format(then=then), options)
     assert process.stdout is not None
-    pid, is_running = process.stdout.readline().split()
-    assert is_running == "True"
-    return process, int(pid)
+    return process, [*map(int, process.stdout.readline().split())]
+
+
+def expect_end(process: subprocess.Popen[str], engines: list[int], is_killed: bool) -> None:
+    """The engines end soon after their front, which is killed or ends."""
+    with process:
+        if is_killed:
+            assert {*engines} <= processes().keys()
+            process.kill()
+        else:
+            assert process.wait(10) == 0
+        assert wait_for(lambda: not {*engines} & processes().keys()) < SOON
 
 
 @alone
@@ -703,16 +722,9 @@ def test_death_of_the_front(how: str, fake: Callable[..., EngineCoreClient]) -> 
         "exit": "",
         "del": "engine = core.engines[0]; del core; assert engine.dead and not engine.is_alive()",
     }[how]
-    process, engine = front(then)
-    if how.startswith("kill"):
-        assert engine in processes()
-        process.kill()
-    else:
-        assert process.wait(10) == 0
-    assert wait_for(lambda: engine not in processes()) < SOON
-    process.wait()
-    if process.stdout:
-        process.stdout.close()
+    process, engines = front(then)
+    assert len(engines) == 1
+    expect_end(process, engines, how.startswith("kill"))
 
 
 @alone
@@ -720,26 +732,13 @@ def test_death_of_the_front(how: str, fake: Callable[..., EngineCoreClient]) -> 
 def test_death_of_the_front_before_ready(when: str, fake: Callable[..., EngineCoreClient], tidy: Path, tmp_path: Path) -> None:
     loading = f"open({str(tmp_path / 'loads')!r}, 'w').close(); time.sleep(60)"
     (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading=loading))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", FRONT.format(then=""), json.dumps(SMALL)], env=env)
-    wait_for(lambda: processes(tag=str(tidy)).keys() - {process.pid})
-    if when == "while it loads":
-        wait_for(lambda: (tmp_path / "loads").exists())
-    process.kill()
-    process.wait()
-
-
-@alone
-def test_an_engine_outlives_the_thread_that_made_it(fake: Callable[..., EngineCoreClient]) -> None:
-    """The kernel's signal is tied to a thread, which must not be the caller's."""
-    made: list[EngineCoreClient] = []
-    thread = threading.Thread(target=lambda: made.append(fake()))
-    thread.start()
-    thread.join()
-    seq = request(made[0], max_tokens=5)
-    finish(made[0], seq)
-    assert seq.num_completion_tokens == 5
-    made.pop().close()
+    with python(FRONT.format(then=""), SMALL) as process:
+        try:
+            wait_for(lambda: [*tidy.iterdir()] and processes(tag=str(tidy)), LIMIT * 0.6)
+            if when == "while it loads":
+                wait_for(lambda: (tmp_path / "loads").exists())
+        finally:
+            process.kill()
 
 
 @alone
@@ -755,9 +754,8 @@ def test_interrupted_while_it_starts(fake: Callable[..., EngineCoreClient]) -> N
 @alone
 def test_closed_where_warnings_are_errors(fake: Callable[..., EngineCoreClient]) -> None:
     """No socket is left to the garbage collector, which would warn and not close it."""
-    process, _ = front("import warnings\nwarnings.simplefilter('error')\ncore.close()")
-    assert process.wait(10) == 0 and process.stdout
-    process.stdout.close()
+    with front("import warnings\nwarnings.simplefilter('error')\ncore.close()")[0] as process:
+        assert process.wait(10) == 0
 
 
 @alone
@@ -779,9 +777,8 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 while core.step():
     pass
 """
-    process, _ = front(then)
-    assert process.wait(20) == 0 and process.stdout
-    process.stdout.close()
+    with front(then)[0] as process:
+        assert process.wait(20) == 0
 
 
 @alone

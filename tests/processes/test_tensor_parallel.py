@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import random
@@ -32,9 +31,22 @@ pytest.importorskip("zmq", reason="the extra processes is not installed")
 
 from show import children, run_ranks
 from side_by_side import SideBySide, in_this_process
-from test_engine_process import answers, ctrl_c, expect_empty, listeners, processes, tidy, time_limit, wait_for  # noqa: F401
+from test_engine_process import (  # noqa: F401
+    PROMPTS,
+    SMALL,
+    SOON,
+    answers,
+    ctrl_c,
+    expect_empty,
+    interrupted_lines,
+    listeners,
+    processes,
+    python,
+    tidy,
+    time_limit,
+    wait_for,
+)
 from test_families import CASES as MIXTURES
-from test_interrupt import Tripwire
 from test_latent import CASES as LATENTS
 from test_latent import save_mixture
 from test_parity import CASES as PLAIN
@@ -63,9 +75,7 @@ from atom_mini.sequence import SequenceType
 from atom_mini.speculation.verify import as_rows
 
 alone = pytest.mark.alone  # it starts processes or looks at the clock
-SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "kv_cache_block_size": 4}
-PROMPTS = ["Once upon a time", "12 + 7 =", "Once upon a day", "Mia has a red cat."]
-SOON = 2.0  # seconds: everybody knows by then
+PAIR: dict[str, Any] = {"tensor_parallel_size": 2, **SMALL}
 LIMIT = 90.0  # seconds: longer than anything here takes
 
 
@@ -445,7 +455,7 @@ def start(folder: Path, patch: pytest.MonkeyPatch, early: str = "pass", in_step:
     patch.syspath_prepend(folder)
     patch.setenv("TOKENS", str(folder / "tokens"))
     try:
-        return LLM("tiny", **{"tensor_parallel_size": 2, **SMALL, **options})
+        return LLM("tiny", **PAIR, **options)
     finally:
         sys.path.remove(str(folder))
 
@@ -486,7 +496,7 @@ def test_same_answers_and_the_same_tokens_on_all_ranks(pair: tuple[LLM, Path]) -
 def test_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the heads, so half of the bytes of a block."""
     in_this_process(monkeypatch)
-    with LLM("tiny", tensor_parallel_size=2, **SMALL) as two, LLM("tiny", **SMALL) as one:
+    with LLM("tiny", **PAIR) as two, LLM("tiny", **SMALL) as one:
         parts, whole = two.engine_core.runner.runners, one.engine_core.runner  # type: ignore[attr-defined]
         assert [part.kv_cache.nbytes * 2 for part in parts] == [whole.kv_cache.nbytes] * 2  # type: ignore[attr-defined]
         weights = [sum(w.nbytes for w in r.model.parameters()) for r in (*parts, whole)]  # type: ignore[attr-defined]
@@ -507,7 +517,7 @@ def test_two_engines_in_one_process(pair: tuple[LLM, Path]) -> None:
     llm, _ = pair
     sampling = SamplingParams(max_tokens=8)
     expected = llm.generate(PROMPTS, sampling, use_tqdm=False)
-    with LLM("tiny", tensor_parallel_size=2, **SMALL) as other, ThreadPoolExecutor(2) as pool:
+    with LLM("tiny", **PAIR) as other, ThreadPoolExecutor(2) as pool:
         both = [pool.submit(x.generate, PROMPTS, sampling, False) for x in (llm, other) for _ in range(2)]
         assert all([o.text for o in f.result()] == [o.text for o in expected] for f in both)
     assert [o.text for o in llm.generate(PROMPTS, sampling, use_tqdm=False)] == [o.text for o in expected]
@@ -533,14 +543,7 @@ def test_ctrl_c_in_steps(pair: tuple[LLM, Path]) -> None:
 @alone
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_at_any_line(pair: tuple[LLM, Path]) -> None:
-    """As in `test_interrupt`: at some lines of the caller's thread."""
-    llm, _ = pair
-    sampling, at, places = SamplingParams(max_tokens=4, ignore_eos=True), 1, set()
-    expected = [o.token_ids for o in llm.generate(PROMPTS[:2], sampling, use_tqdm=False)]
-    while (wire := Tripwire(at)).run(lambda: llm.generate(PROMPTS[:2], sampling, use_tqdm=False)):
-        places.add(wire.where)
-        assert [o.token_ids for o in llm.generate(PROMPTS[:2], sampling, use_tqdm=False)] == expected, wire.where
-        at += 31
+    places = interrupted_lines(pair[0], PROMPTS[:2], SamplingParams(max_tokens=4, ignore_eos=True), at=1, stride=31)
     assert any("core_client" in place for place in places)
 
 
@@ -603,7 +606,7 @@ def test_kill_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @alone
 def test_stop_a_rank(tidy: Path) -> None:  # noqa: F811
     """A stopped rank is noticed within the group's limit, by the engine and by its front."""
-    llm = LLM("tiny", tensor_parallel_size=2, collective_timeout=2.0, **SMALL)
+    llm = LLM("tiny", collective_timeout=2.0, **PAIR)
     assert [*tidy.iterdir()] == []
     strike(llm, rank_of(llm), signal.SIGSTOP)
     until_dead(llm, "2000ms", 2 + SOON + 2)
@@ -613,7 +616,7 @@ def test_stop_a_rank(tidy: Path) -> None:  # noqa: F811
 @alone
 def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:  # noqa: F811
     """An idle engine ends with its rank."""
-    llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
+    llm = LLM("tiny", **PAIR)
     manager: Any = llm.engine_core.engines[0]  # type: ignore[attr-defined]
     os.kill(*ranks_alive(tidy), signal.SIGKILL)
     wait_for(lambda: manager.dead, SOON)
@@ -625,7 +628,7 @@ def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:  # noqa: F811
 @alone
 def test_a_stopped_rank_ends_with_the_engine(tidy: Path) -> None:  # noqa: F811
     """Killing the engine's process group also ends a stopped rank."""
-    llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
+    llm = LLM("tiny", **PAIR)
     os.kill(rank_of(llm), signal.SIGSTOP)
     llm.close()
     assert not ranks_alive(tidy)
@@ -634,7 +637,7 @@ def test_a_stopped_rank_ends_with_the_engine(tidy: Path) -> None:  # noqa: F811
 @alone
 def test_kill_rank_0(tidy: Path) -> None:  # noqa: F811
     """The other ranks end, too."""
-    llm = LLM("tiny", tensor_parallel_size=2, **SMALL)
+    llm = LLM("tiny", **PAIR)
     strike(llm, engine_of(llm), signal.SIGKILL)
     until_dead(llm, "engine 0 is dead: killed by SIGKILL")
     assert not ranks_alive(tidy)
@@ -678,13 +681,13 @@ def test_ctrl_c_while_loading(tidy: Path) -> None:  # noqa: F811
     timer = threading.Timer(1.0, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        LLM("tiny", tensor_parallel_size=2, **SMALL)
+        LLM("tiny", **PAIR)
 
 
 FRONT = """
 import json, sys, time
 from atom_mini import LLM
-llm = LLM("tiny", tensor_parallel_size=2, **json.loads(sys.argv[1]))
+llm = LLM("tiny", **json.loads(sys.argv[1]))
 print("ready", flush=True)
 {then}
 """
@@ -694,33 +697,28 @@ print("ready", flush=True)
 @pytest.mark.parametrize("how", ["kill", "exit", "kill while it loads", "kill the engine"])
 def test_no_rank_stays_behind(how: str, tidy: Path) -> None:  # noqa: F811
     then = "" if how == "exit" else "time.sleep(60)"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    command = [sys.executable, "-c", FRONT.format(then=then), json.dumps(SMALL)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
-    assert process.stdout is not None
-    if how == "kill while it loads":
-        wait_for(lambda: ranks_alive(tidy), 60)  # two processes import torch, one after the other
-    else:
-        assert process.stdout.readline() == "ready\n"
-    if how == "exit":
-        assert process.wait(20) == 0
-    else:
-        if how == "kill the engine":
-            (engine,) = children(process.pid)
-            os.kill(engine, signal.SIGKILL)
-        else:
-            assert how == "kill while it loads" or len(ranks_alive(tidy)) == 1
+    with python(FRONT.format(then=then), PAIR) as process:
+        try:
+            if how == "kill while it loads":
+                wait_for(lambda: ranks_alive(tidy), 60)  # two processes import torch, one after the other
+            else:
+                assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            if how == "exit":
+                assert process.wait(20) == 0
+            elif how == "kill the engine":
+                os.kill(*children(process.pid), signal.SIGKILL)
+            else:
+                assert how == "kill while it loads" or len(ranks_alive(tidy)) == 1
+                process.kill()
+            wait_for(lambda: not ranks_alive(tidy), SOON)
+        finally:
             process.kill()
-    wait_for(lambda: not ranks_alive(tidy), SOON)
-    process.kill()
-    process.wait()
-    process.stdout.close()
 
 
 STUCK = """
 import json, os, signal, sys, threading
 from atom_mini import LLM
-llm = LLM("tiny", tensor_parallel_size=2, **json.loads(sys.argv[1]))
+llm = LLM("tiny", **json.loads(sys.argv[1]))
 from show import children, run_ranks
 (rank,) = children(llm.engine_core.engines[0].process.pid)
 os.kill(rank, signal.SIGSTOP)
@@ -745,9 +743,7 @@ def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_p
     """Its collective would wait for 300 seconds: the exit does not."""
     if how != "stopped":
         (tmp_path / "sitecustomize.py").write_text(GONE)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *(p or os.getcwd() for p in sys.path)])}
-    command = [sys.executable, "-c", STUCK, json.dumps(SMALL)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True)
+    process = python(STUCK, PAIR, tmp_path, stderr=subprocess.PIPE)
     out, errors = process.communicate(timeout=LIMIT / 2)
     assert out == "stuck\n" if how == "stopped" else "rank 1 is dead: exit code 3" in errors
 

@@ -337,23 +337,13 @@ print(exp2.stats.cache_path, sum(exp2.stats.cache_hits.values()), sep="\\n")
     assert Path(folder).name == "__pycache__"
 
 
-def test_it_is_chosen_by_itself_and_loaded_late() -> None:
+def test_numba_is_not_imported_with_a_gpu() -> None:
+    """It may be there and broken: whether a decode is compiled is known once torch has said what device there is. By itself
+    it is on a CPU."""
     code = """
 import sys
 from atom_mini import EngineArgs
-import atom_mini
-print(EngineArgs("tiny", device="cpu").compiled, EngineArgs("tiny", device="cpu", compiled=False).compiled)
-print("numba" in sys.modules)
-with atom_mini.LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
-    print(type(llm.engine_core.runner).__name__)
-"""
-    assert python(code).split() == ["True", "False", "False", "CompiledRunner"]
-
-
-def test_numba_is_not_imported_with_a_gpu() -> None:
-    """It may be there and broken: whether a decode is compiled is known once torch has said what device there is."""
-    code = """
-import sys
+print([EngineArgs("tiny", device="cpu", compiled=asked).compiled for asked in (None, False)], "numba" in sys.modules)
 from importlib.machinery import ModuleSpec, SourceFileLoader
 class Broken(SourceFileLoader):
     def exec_module(self, module):
@@ -365,7 +355,6 @@ sys.meta_path.insert(0, Finder)
 import torch
 import atom_mini.assemble as assemble
 import atom_mini.refinements.parts as parts
-from atom_mini import EngineArgs
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 assemble.choose_runner = lambda config: lambda config: "what a GPU has"
 for options in ({}, {"device": "cuda"}, {"device": "cuda:0"}, {"device": "cpu"}):
@@ -374,7 +363,7 @@ for options in ({}, {"device": "cuda"}, {"device": "cuda:0"}, {"device": "cpu"})
     except ImportError as error:
         print(error)
 """
-    assert python(code).splitlines() == ["what a GPU has"] * 3 + ["Numba needs another NumPy"]
+    assert python(code).splitlines() == ["[True, False] False", *["what a GPU has"] * 3, "Numba needs another NumPy"]
 
 
 REFUSED: list[dict[str, Any]] = [

@@ -73,14 +73,12 @@ def test_a_config_is_pickled_and_copied_whole() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_goes_together_has_no_order(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_together_has_no_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pairs, and drawn triples, give the same settings in any order of the table."""
     rng = random.Random(seed)
     everything = {n: [rng.choice(v)] for n, v in (VALUES | PROCESSES).items()}
     asked = [{a: everything[a][0], b: everything[b][0]} for a, b in combinations(sorted(everything), 2)]
-    asked += [draw(rng, VALUES | PROCESSES, 3) for _ in range(300)]
+    asked += [draw(rng, VALUES | PROCESSES, 3) for _ in range(100)]
     usual = [settled(options) for options in asked]
     assert 50 < usual.count("refused") < len(usual) - 50
     monkeypatch.setattr(parts, "TOGETHER", rng.sample(parts.TOGETHER, len(parts.TOGETHER)))
@@ -227,8 +225,6 @@ def test_mixed_steps_go_with_no_other_plan(options: dict[str, Any]) -> None:
     for both in ({"enable_mixed_steps": True} | options, options | {"enable_mixed_steps": True}):
         with pytest.raises(ValueError, match=rf"{name}=.* does not go with enable_mixed_steps=True: set it to"):
             EngineArgs("tiny", **both)
-
-
 
 
 def test_options_are_a_field_of_a_users_own_class() -> None:

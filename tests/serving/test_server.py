@@ -315,16 +315,12 @@ def test_a_wrong_field_is_a_400_that_names_it(served: Served, path: str, body: A
     complain(served.post(path, body), 400, param)
 
 
-def test_a_developer_message_is_a_system_message(served: Served) -> None:
-    llm = served.engine.llm
-    template = llm.tokenizer.chat_template
-    llm.tokenizer.chat_template = "{{ messages[0]['role'] }}{{ messages[1]['role'] }}"
-    try:
-        talk = [{"role": role, "content": "x"} for role in ("developer", "user")]
-        found = served.post(TALK, CHAT | {"messages": talk, "max_tokens": 1}).json()
-        assert found["usage"]["prompt_tokens"] == len(llm.tokenizer.encode("systemuser"))
-    finally:
-        llm.tokenizer.chat_template = template
+def test_a_developer_message_is_a_system_message(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = served.engine.llm.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['role'] }}{{ messages[1]['role'] }}")
+    talk = [{"role": role, "content": "x"} for role in ("developer", "user")]
+    found = served.post(TALK, CHAT | {"messages": talk, "max_tokens": 1}).json()
+    assert found["usage"]["prompt_tokens"] == len(tokenizer.encode("systemuser"))
 
 
 def test_the_engines_log_lines_remain(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,7 +355,7 @@ def test_an_invalid_body_is_a_400(served: Served, body: bytes) -> None:
     assert response.status_code == 400 and response.json()["error"]["message"]
 
 
-def test_requests_of_vllm_users(served: Served) -> None:
+def test_requests_of_vllm_users(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's answers are the engine's own: penalties, a least length, a template's options; no model is the model."""
     llm = served.engine.llm
     for asked in ({"presence_penalty": 1.5}, {"frequency_penalty": -0.5}, {"min_tokens": 20, "stop": ["."]}):
@@ -367,13 +363,10 @@ def test_requests_of_vllm_users(served: Served) -> None:
         found = served.post(TEXT, {"prompt": PROMPT, "max_tokens": 30} | asked).json()
         assert (found["model"], found["choices"][0]["text"]) == ("tiny", out.text)
     assert "presence_penalty=3.0 must be" in complain(served.post(TEXT, X | {"presence_penalty": 3}), 400, "presence_penalty")
-    template = llm.tokenizer.chat_template
-    llm.tokenizer.chat_template = "{% if enable_thinking is false %}12 + 7 ={% endif %}{% if add_generation_prompt %} {% endif %}"
-    try:
-        more = {"add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}}
-        assert served.post(TALK, CHAT | more).json()["choices"][0]["message"]["content"] == " 19"
-    finally:
-        llm.tokenizer.chat_template = template
+    template = "{% if enable_thinking is false %}12 + 7 ={% endif %}{% if add_generation_prompt %} {% endif %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    more = {"add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}}
+    assert served.post(TALK, CHAT | more).json()["choices"][0]["message"]["content"] == " 19"
 
 
 @pytest.mark.parametrize("name", ["guided_decoding", "logit_bias", "best_of", "skip_special_tokens"])

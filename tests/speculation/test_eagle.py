@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from checkpoints import edit_json, random_model, save_checkpoint
 from safetensors.torch import load_file, save_file
 from script import load
+from test_speculation import noted
 from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
@@ -204,12 +206,12 @@ def test_tensors_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> No
     tensors = load_file(file)
     d2t, missing = tensors["d2t"], ("fc.weight", "norm.weight")
     cases: list[tuple[dict[str, Any], str]] = [({name: None}, rf"lacks 1 weight.s.: {name}") for name in missing]
-    cases += [({"score.weight": torch.ones(2)}, r"1 weight.s. that the model has no place for: score.weight")]
     cases += [
+        ({"score.weight": torch.ones(2)}, r"1 weight.s. that the model has no place for: score.weight"),
         ({"d2t": d2t[:-1]}, "must map draft_vocab_size=70 tokens"),
         ({"d2t": d2t + 300}, "must map .* to 0..299"),
+        ({"d2t": None}, "d2t maps 300 tokens"),
     ]
-    cases += [({"d2t": None}, "d2t maps 300 tokens")]
     for change, message in cases:
         save_file({k: v for k, v in (tensors | change).items() if v is not None}, file)
         with pytest.raises(ValueError, match=message):
@@ -301,6 +303,11 @@ def lost_prompt(drafter: Any, target: Any) -> None:
     drafter.observe = forgetful
 
 
+@cache
+def plain(kind: str) -> list[list[int]]:
+    return run(make_prompts(kind, 24), GREEDY, 0)[0]
+
+
 @pytest.mark.parametrize("mistake", [post_norm, norm_order, shifted_layers, lost_prompt], ids=lambda m: m.__name__)
 def test_floors_see_what_the_text_does_not(mistake: Any) -> None:
     """Each mistake leaves every word as it is, and falls through a floor."""
@@ -312,7 +319,7 @@ def test_floors_see_what_the_text_does_not(mistake: Any) -> None:
             scheduler = core.scheduler
             mistake(core.drafter, core.runner.model)
             outs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [out.token_ids for out in outs] == run(prompts, GREEDY, 0)[0]
+        assert [out.token_ids for out in outs] == plain(kind)
         found[kind] = scheduler.spec_stats.tokens_per_step
     assert any(found[kind] < FLOORS[kind] - 0.3 for kind in found), found
 
@@ -327,19 +334,24 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_text_is_the_same_with_and_without(engine: str) -> None:
-    """Whatever the temperature and k, and through chunks, prefix hits and preemptions."""
+@cache
+def mixed(k: int, engine: str) -> tuple[list[list[int]], Any]:
+    """Texts of all kinds with `k` drafts."""
     prompts = [*make_prompts("stories", 6), *make_prompts("recall", 3)]
     prompts += [prompts[0], prompts[1][:5]]
     samplings = [
         SamplingParams(temperature=0.8 * (n % 2), seed=n, max_tokens=30 + n, repetition_penalty=1.1 if n == 3 else 1.0)
         for n in range(len(prompts))
     ]
-    plain, _ = run(prompts, samplings, 0)
+    return run(prompts, samplings, k, **ENGINES[engine])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_text_is_the_same_with_and_without(engine: str) -> None:
+    """Whatever the temperature and k, and through chunks, prefix hits and preemptions."""
     for k in (1, 4):
-        text, (_, scheduler) = run(prompts, samplings, k, **ENGINES[engine])
-        assert text == plain
+        text, (_, scheduler) = mixed(k, engine)
+        assert text == mixed(0, "roomy")[0]
     assert (scheduler.num_preemptions > 0) == (engine in ("tight", "blocks of 1"))
 
 
@@ -375,28 +387,21 @@ def test_replayed_steps_feed_the_head() -> None:
     assert found[0] == found[1] and found[0][1].accepted.total() > 2
 
 
+@cache
+def drafts_by_place(engine: str) -> tuple[dict[tuple[int, int], list[int]], int]:
+    """(the drafts by text and length, how often somebody was preempted)."""
+    drafts = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
+    with LLM("tiny", **TINY | ENGINES[engine] | drafts, enable_prefix_caching=False) as llm:
+        _, given = noted(llm, make_prompts("stories", 8), GREEDY)
+        return given, llm.engine_core.scheduler.num_preemptions
+
+
 @pytest.mark.parametrize("engine", ["chunks", "tight", "blocks of 1", "interleaved"])
 def test_a_draft_depends_on_its_place_alone(engine: str) -> None:
     """A text's drafts after n tokens are the same, whatever has happened to it before: chunks, preemptions."""
-    found: list[dict[tuple[int, int], list[int]]] = []
-    for options in ({}, ENGINES[engine]):
-        given: dict[tuple[int, int], list[int]] = {}
-        drafts = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
-        with LLM("tiny", **TINY | options | drafts, enable_prefix_caching=False) as llm:
-            core: Any = llm.engine_core
-            scheduler, propose = core.scheduler, core.drafter.propose
-
-            def noting(seqs: Any, most: Any, propose: Any = propose, given: Any = given) -> Any:
-                drafts = propose(seqs, most)
-                given.update({(s.id, s.num_tokens): draft for s, draft in zip(seqs, drafts, strict=True)})
-                return drafts
-
-            core.drafter.propose = noting
-            llm.generate(make_prompts("stories", 8), GREEDY, use_tqdm=False)
-        first = min(id for id, _ in given)
-        found.append({(id - first, place): draft for (id, place), draft in given.items()})
-    assert (scheduler.num_preemptions > 0) == (engine in ("tight", "blocks of 1"))
-    both = [(found[0][at], found[1][at]) for at in found[0].keys() & found[1].keys()]
+    (roomy, _), (given, preemptions) = drafts_by_place("roomy"), drafts_by_place(engine)
+    assert (preemptions > 0) == (engine in ("tight", "blocks of 1"))
+    both = [(roomy[at], given[at]) for at in roomy.keys() & given.keys()]
     longest = [(a[: len(b)], b[: len(a)]) for a, b in both if a and b]
     assert len(longest) > 60 and all(a == b for a, b in longest)
 

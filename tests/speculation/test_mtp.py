@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import transformers
 from checkpoints import edit_json, random_model
 from safetensors.torch import load_file, save_file
 from test_quantized import save_fp8_twin
+from test_speculation import noted
 from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
@@ -81,42 +84,22 @@ def run(folder: Path, k: int = 3, params: Any = GREEDY, **options: Any) -> tuple
         return [(out.token_ids, out.logprobs and len(out.logprobs)) for out in outs], llm.engine_core.scheduler
 
 
-def noted(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], dict[tuple[int, int], list[int]]]:
-    """(the texts, by text and length the drafts that were made) of a greedy run."""
-    core: Any = llm.engine_core
-    given, propose = dict[tuple[int, int], list[int]](), core.drafter.propose
-
-    def noting(seqs: Any, most: Any) -> Any:
-        drafts = propose(seqs, most)
-        given.update({(seq.id, seq.num_tokens): draft for seq, draft in zip(seqs, drafts, strict=True)})
-        return drafts
-
-    core.drafter.propose = noting
-    outs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    place = {out.request_id: i for i, out in enumerate(outs)}
-    texts = [out.prompt_token_ids + out.token_ids for out in outs]
-    return texts, {(place[id], length): draft for (id, length), draft in given.items()}
-
-
 class Reference:
     """The formulas, with transformers' model and its layers, without a cache."""
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        self.model = (
-            transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
-        )
+        eager: dict[str, Any] = {"attn_implementation": "eager"}
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, **eager).float().eval()
         config = self.model.config
         config.num_hidden_layers = LAYERS + 1
         if getattr(config, "mlp_layer_types", None):
             config.mlp_layer_types = [*config.mlp_layer_types, config.mlp_layer_types[-1]]
-        whole = type(self.model).from_pretrained(folder, config=config, attn_implementation="eager").float().eval()
+        whole = type(self.model).from_pretrained(folder, config=config, **eager).float().eval()
         self.layer, self.tensors = whole.model.layers[LAYERS], tensors
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.model.config.rms_norm_eps
-        return (
-            x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.tensors[f"model.layers.{LAYERS}.{name}.weight"]
-        )
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * self.tensors[f"model.layers.{LAYERS}.{name}.weight"]
 
     @torch.no_grad()
     def states(self, ids: Tensor) -> Tensor:
@@ -150,15 +133,27 @@ class Reference:
         return found
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Tensor]]]:
+    """(folder, tensors) of a checkpoint of a kind, made once."""
+
+    @cache
+    def save(kind: str) -> tuple[Path, dict[str, Tensor]]:
+        folder = tmp_path_factory.mktemp("module")
+        return folder, save_module(kind, folder)
+
+    return save
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_formulas(kind: str, engine: str, tmp_path: Path) -> None:
+def test_drafts_are_those_of_the_formulas(kind: str, engine: str, saved: Any) -> None:
     """Every draft of every pass, whatever has happened before: chunks, preemptions, blocks of any size."""
     if kind not in PUBLISHED and engine != "roomy":
         pytest.skip("two layouts by all roads are enough")
-    reference = Reference(tmp_path, save_module(kind, tmp_path))
-    with drafting(tmp_path, **ENGINES[engine], enable_prefix_caching=False) as llm:
-        texts, given = noted(llm, PROMPTS)
+    reference = Reference(*saved(kind))
+    with drafting(saved(kind)[0], **ENGINES[engine], enable_prefix_caching=False) as llm:
+        texts, given = noted(llm, PROMPTS, GREEDY)
         scheduler: Any = llm.engine_core.scheduler
     assert (scheduler.num_preemptions > 0) == (engine in ("tight", "blocks of 1"))
     count = 0
@@ -172,20 +167,26 @@ def test_drafts_are_those_of_the_formulas(kind: str, engine: str, tmp_path: Path
     assert count > 100
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def wishes(warm: float) -> list[SamplingParams]:
+    return [SamplingParams(temperature=warm, seed=n, max_tokens=14 + n, logprobs=2 if n == 1 else None,
+                           repetition_penalty=1.2 if n == 3 else 1.0, stop_token_ids=[7] if n == 4 else [])
+            for n in range(len(PROMPTS))]  # fmt: skip
+
+
+@cache
+def plain(folder: Path, warm: float) -> list[Any]:
+    return run(folder, 0, wishes(warm))[0]
+
+
+@pytest.mark.parametrize("warm", [0.0, 0.9], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_no_text_changes(kind: str, engine: str, sampling: str, tmp_path: Path) -> None:
+def test_no_text_changes(kind: str, engine: str, warm: float, saved: Any) -> None:
     """With prefix hits, preemptions, penalties, log probabilities and stops, for k of 1 and 4."""
-    save_module(kind, tmp_path)
-    warm = 0.9 * (sampling == "sampled")
-    params = [SamplingParams(temperature=warm, seed=n, max_tokens=14 + n, logprobs=2 if n == 1 else None,
-                             repetition_penalty=1.2 if n == 3 else 1.0, stop_token_ids=[7] if n == 4 else [])
-              for n in range(len(PROMPTS))]  # fmt: skip
-    plain, _ = run(tmp_path, 0, params)
+    folder, _ = saved(kind)
     for k in (1, 4):
-        found, scheduler = run(tmp_path, k, params, **ENGINES[engine])
-        assert found == plain and scheduler.spec_stats.proposed.total() > 20
+        found, scheduler = run(folder, k, wishes(warm), **ENGINES[engine])
+        assert found == plain(folder, warm) and scheduler.spec_stats.proposed.total() > 20
 
 
 def agree(kind: str, folder: Path, by_state: bool) -> None:
@@ -228,7 +229,7 @@ def test_fp8_as_it_is_published(tmp_path: Path) -> None:
     found = []
     for name in ("plain", "fp8"):
         with drafting(tmp_path / name) as llm:
-            found.append(noted(llm, PROMPTS))
+            found.append(noted(llm, PROMPTS, GREEDY))
     assert found[0] == found[1] and len(found[0][1]) > 20
 
 
@@ -254,11 +255,8 @@ def test_its_memory_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with LLM(str(tmp_path), device="cpu", speculative_config={"method": "mtp"}, max_num_seqs=400) as llm:
         core: Any = llm.engine_core
         weights, block = core.drafter.memory(llm.config, torch.float32)
-        mine = [
-            t
-            for n, t in tensors.items()
-            if f"layers.{LAYERS}." in n and not n.endswith(("tokens.weight", "head.weight"))
-        ]
+        shared = ("tokens.weight", "head.weight")
+        mine = [t for n, t in tensors.items() if f"layers.{LAYERS}." in n and not n.endswith(shared)]
         assert weights == sum(4 * t.numel() for t in mine)
         used = weights + core.runner.kv_cache.nbytes + core.drafter.runner.kv_cache.nbytes
         assert used <= free < used + core.runner.block_bytes + block
@@ -269,20 +267,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     """Every weight of the module, missing, in a wrong shape, or one too many, by its name in the file."""
     tensors = save_module("GLM-4.5", tmp_path)
     here = f"model.layers.{LAYERS}."
-    cases: list[tuple[dict[str, Any], str]] = []
-    for name in (
-        "enorm.weight",
-        "eh_proj.weight",
-        "shared_head.norm.weight",
-        "self_attn.k_proj.bias",
-        "mlp.gate.weight",
-    ):
-        cases.append(({here + name: None}, rf"lacks 1 weight.s.: {here}{name}"))
-    cases.append(
-        ({here + "eh_proj.weight": torch.ones(64, 64)}, rf"{here}eh_proj.weight is \[64, 64\] in the file, \[64, 128\]")
-    )
-    cases.append(({here + "score.weight": torch.ones(2)}, rf"no place for: {here}score.weight"))
-    cases.append(({name: None for name in tensors if name.startswith(here)}, rf"lacks \d+ weight.s.: {here}"))
+    names = "enorm.weight", "eh_proj.weight", "shared_head.norm.weight", "self_attn.k_proj.bias", "mlp.gate.weight"
+    cases: list[tuple[dict[str, Any], str]] = [({here + n: None}, rf"lacks 1 weight.s.: {here}{n}") for n in names]
+    shape = rf"{here}eh_proj.weight is \[64, 64\] in the file, \[64, 128\]"
+    cases += [
+        ({here + "eh_proj.weight": torch.ones(64, 64)}, shape),
+        ({here + "score.weight": torch.ones(2)}, rf"no place for: {here}score.weight"),
+        ({name: None for name in tensors if name.startswith(here)}, rf"lacks \d+ weight.s.: {here}"),
+    ]
     for change, message in cases:
         write(tmp_path, {k: v for k, v in (tensors | change).items() if v is not None})
         with pytest.raises(ValueError, match=message):
@@ -300,12 +292,8 @@ def test_who_has_no_module_is_refused(tmp_path: Path) -> None:
             EngineArgs(model, speculative_config=wanted)
     with pytest.raises(ValueError, match=r"model='x' is for .*, not for method='mtp'"):
         EngineArgs("tiny", speculative_config=wanted | {"model": "x"})
-    state = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    }
+    state = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    state |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     cfg = transformers.AutoConfig.for_model("qwen3_5_text", **state, architectures=["Qwen3_5ForCausalLM"])
     cfg.save_pretrained(tmp_path)
     edit_json(tmp_path / "config.json", mtp_num_hidden_layers=1)

@@ -41,9 +41,8 @@ def closed_form(logits: np.ndarray, seen: set[int], temperature: float = 1.0, to
                 min_p: float = 0.0, repetition_penalty: float = 1.0) -> np.ndarray:  # fmt: skip
     """What one row is drawn from, from the definitions, in float64."""
     x = logits.astype(np.float64)
-    x = np.array(
-        [(v / repetition_penalty if v > 0 else v * repetition_penalty) if i in seen else v for i, v in enumerate(x)]
-    )
+    scaled = np.where(x > 0, x / repetition_penalty, x * repetition_penalty)
+    x = np.where(np.isin(np.arange(V), [*seen]), scaled, x)
     weights = np.exp((x - x.max()) / temperature)
     order = np.argsort(-weights)
     weights[order[top_k:]] = 0
@@ -77,9 +76,7 @@ def probs_after(table: Tensor, last: Tensor, seen: Tensor, sampling: dict[str, A
     return rejection.final_probs(logits, meta)
 
 
-Drafter = Callable[
-    [Tensor, list[int], np.ndarray], tuple[Tensor, Tensor]
-]  # q -> (tokens, the q that they claim)
+Drafter = Callable[[Tensor, list[int], np.ndarray], tuple[Tensor, Tensor]]  # q -> (tokens, the q that they claim)
 
 
 def keep(
@@ -207,9 +204,23 @@ class OneForAll(RejectionSampler):
         return super().accepts(p, q, x, u.view(-1, 3)[:, :1].expand(-1, 3).flatten())  # two drafts and the bonus
 
 
-@pytest.mark.parametrize("kind", [Unclamped, Absolute, FromTarget, Swapped, WrongBonus, OneForAll])
-def test_a_wrong_rule_is_seen(kind: type[RejectionSampler]) -> None:
-    assert not is_exact(generate(PLAIN, sampler=kind(), n=FEW), PLAIN)
+def cut(q: Tensor, seeds: list[int], positions: np.ndarray) -> tuple[Tensor, Tensor]:
+    """What is drawn from must be what is tested: here the drafts are cut, and q is not."""
+    return draft_tokens(q.masked_fill(q < 0.2, 0), seeds, positions), q
+
+
+RULES = [Unclamped, Absolute, FromTarget, Swapped, WrongBonus, OneForAll]
+MISTAKES: dict[str, dict[str, Any]] = {kind.__name__: {"sampler": kind()} for kind in RULES} | {
+    "an argmax that calls itself random": {"drafter": lambda q, *_: (q.argmax(-1), q)},
+    "a q before its filters": {"drafter": cut},
+    "penalties without the drafts": {"sampling": SAMPLING[1], "penalise_drafts": False},  # vLLM 18902
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str) -> None:
+    how = {"sampling": PLAIN} | MISTAKES[mistake]
+    assert not is_exact(generate(**how, n=FEW), how["sampling"])
 
 
 @pytest.mark.parametrize("streams", [("DRAFT", "ACCEPT"), ("DRAFT", "RESIDUAL"), ("ACCEPT", "RESIDUAL")])
@@ -217,24 +228,6 @@ def test_shared_noise_is_seen(streams: tuple[str, str], monkeypatch: pytest.Monk
     """vLLM 54282: chi-square far off, with every single function right."""
     monkeypatch.setattr(rejection, streams[1], getattr(rejection, streams[0]))
     assert not is_exact(generate(PLAIN, n=FEW), PLAIN)
-
-
-def test_an_argmax_that_calls_itself_random_is_seen() -> None:
-    assert not is_exact(generate(PLAIN, drafter=lambda q, *_: (q.argmax(-1), q), n=FEW), PLAIN)
-
-
-def test_a_q_before_its_filters_is_seen() -> None:
-    """What is drawn from must be what is tested: here the drafts are cut, and q is not."""
-
-    def cut(q: Tensor, seeds: list[int], positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        return draft_tokens(q.masked_fill(q < 0.2, 0), seeds, positions), q
-
-    assert not is_exact(generate(PLAIN, drafter=cut, n=FEW), PLAIN)
-
-
-def test_penalties_without_the_drafts_are_seen() -> None:
-    """vLLM 18902: row j must know the drafts before it."""
-    assert not is_exact(generate(SAMPLING[1], penalise_drafts=False, n=FEW), SAMPLING[1])
 
 
 def test_probabilities_that_do_not_sum_to_one_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

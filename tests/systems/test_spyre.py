@@ -10,21 +10,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
+from checkpoints import save_checkpoint
 from show import check_blocks, check_trace, new_tokens
 from symbolic import Request, SymbolicRunner, Trial, play
 
 import atom_mini.model_runner as model_runner
-from atom_mini import EngineArgs
+from atom_mini import LLM, EngineArgs
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import record
+from atom_mini.model_runner import ModelRunner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.systems.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
+from atom_mini.systems.spyre_runner import RectangularRunner
 
 TABLES = Path(__file__).with_name("spyre_tables")
 
@@ -141,26 +146,25 @@ def test_the_admission_run() -> None:
     assert max(len(row.tkvs) * row.tkv for row in rows if row.kind == "decode") <= 1536
 
 
-def test_the_admission_run_without_the_volume_rule() -> None:
-    """Request 4 would prefill at step 35 and the rectangle grow to 4 x 426 = 1,704."""
-    class Careless(SpyreScheduler):
-        def _too_large(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-            return None
+class NoVolume(SpyreScheduler):
+    def _too_large(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+        return None
 
-    rows = list(replay(make_config(512, 1536), ADMISSION, Careless))
+
+class NoLength(SpyreScheduler):
+    def _too_long(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
+        return None
+
+
+def test_the_admission_run_without_one_of_its_rules() -> None:
+    """Without the length rule, request 1's last chunk would not wait for request 0 to end, but run at step 7; without the
+    volume rule, request 4 would prefill at step 35 and the rectangle grow to 4 x 426 = 1,704."""
+    rows = list(replay(make_config(512, 1536), ADMISSION, NoLength))
+    assert next(i for i, row in enumerate(rows, 1) if row.prefill == ("1", 260)) == 7
+    rows = list(replay(make_config(512, 1536), ADMISSION, NoVolume))
     assert next(i for i, row in enumerate(rows, 1) if row.prefill and row.prefill[0] == "4") == 35
     # the figure counts what has been generated, one more than what the step attends to
     assert max(len(r.tkvs) * (r.tkv + 1) for r in rows[:46] if r.kind == "decode" and len(r.tkvs) == 4) >= 1704
-
-
-def test_the_admission_run_without_the_length_rule() -> None:
-    """Request 1's last chunk would not wait for request 0 to end, but run at step 7."""
-    class Careless(SpyreScheduler):
-        def _too_long(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-            return None
-
-    rows = list(replay(make_config(512, 1536), ADMISSION, Careless))
-    assert next(i for i, row in enumerate(rows, 1) if row.prefill == ("1", 260)) == 7
 
 
 def test_a_waiting_request_counts_each_token_that_others_may_still_make() -> None:
@@ -230,9 +234,9 @@ class Published(SpyreScheduler):
 
 
 def test_every_look_ahead_is_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 400 random runs, each rule saying yes and no many times."""
+    """In 200 random runs, each rule saying yes and no many times."""
     Published.looks.clear()
-    for seed in range(400):
+    for seed in range(200):
         run_spyre_trial(seed, monkeypatch, Published)
     assert len(Published.looks) == 4 and min(Published.looks.values()) > 100, Published.looks
 
@@ -430,10 +434,6 @@ def test_published_worker_traces(table: dict[str, Any]) -> None:
 
 def lay_out(batch: PaddedBatch, size: int) -> Any:
     """`RectangularRunner`'s layout, flat, without a runner."""
-    from types import SimpleNamespace
-
-    from atom_mini.systems.spyre_runner import RectangularRunner
-
     runner: Any = SimpleNamespace(config=SimpleNamespace(kv_cache_block_size=size))
     return [part.ravel() for part in RectangularRunner._lay_out(runner, batch)]
 
@@ -512,8 +512,9 @@ def make_spyre_trial(seed: int) -> Trial:
 
 
 def run_spyre_trial(
-    seed: int, monkeypatch: pytest.MonkeyPatch, scheduler: type[SpyreScheduler] = SpyreScheduler, crowded: bool = False
-) -> Counter[str]:
+    seed: int, monkeypatch: pytest.MonkeyPatch, scheduler: type[SpyreScheduler] = SpyreScheduler, crowded: bool = False,
+    watch: Callable[[EngineCore], Any] = lambda core: None,
+) -> Counter[str]:  # fmt: skip
     """Play trial `seed`; raises if an output is wrong, a limit broken, a step idle, a block lost."""
     trial, luck, left = make_spyre_trial(seed), random.Random(~seed), [10]
     if crowded:
@@ -527,7 +528,9 @@ def run_spyre_trial(
     runner = RectangularSymbols(trial.config, trial.alphabet, True, fails)
     with monkeypatch.context() as patch:
         patch.setattr(model_runner, "locate", locate_redirected(model_runner.locate, runner))
-        stats = play(trial, EngineCore(trial.config, runner, scheduler(trial.config)), runner, True, time.perf_counter)
+        core = EngineCore(trial.config, runner, scheduler(trial.config))
+        watch(core)
+        stats = play(trial, core, runner, True, time.perf_counter)
     stats["trials"] += 1
     return stats
 
@@ -566,29 +569,22 @@ class OncePerOwner(SpyreScheduler):
 
 
 def test_no_request_runs_out_of_blocks_where_prompts_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """400 crowded runs: many admissions that only sharing makes possible, and the oracle's tokens for all."""
+    """200 crowded runs: many admissions that only sharing makes possible, and the oracle's tokens for all."""
     OncePerOwner.late = 0
-    for seed in range(400):
+    for seed in range(200):
         run_spyre_trial(seed, monkeypatch, OncePerOwner, crowded=True)
     assert OncePerOwner.late > 100, OncePerOwner.late
 
 
 def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replayed trace gives the queues and the pool of every step, and the reason of each refusal."""
-    reasons: Counter[str] = Counter()
-    for seed in range(200):
-        trial = make_spyre_trial(seed)
-        runner = RectangularSymbols(trial.config, trial.alphabet)
-        with monkeypatch.context() as patch:
-            patch.setattr(model_runner, "locate", locate_redirected(model_runner.locate, runner))
-            core = EngineCore(trial.config, runner)
-            trace = record(core)
-            play(trial, core, runner, True, time.perf_counter)
-        check_trace(trace)
-        refused = [e["why"] for step in trace.steps for e in step.events if e["event"] == "refused"]
-        reasons.update(why.split(":")[0] for why in refused)
+    traces: list[Any] = []
+    for seed in range(60):
+        run_spyre_trial(seed, monkeypatch, watch=lambda core: traces.append(record(core)))
+        check_trace(traces[-1])
+    refused = [e["why"] for trace in traces for step in trace.steps for e in step.events if e["event"] == "refused"]
     known = {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks", "one prefill at a time"}
-    assert reasons.keys() == known
+    assert {why.split(":")[0] for why in refused} == known
 
 
 class NoSlack(SpyreScheduler):
@@ -618,11 +614,6 @@ class NoRedirect(SpyreScheduler):
         return replace(super()._prefill(seq, decoding), num_redirected=0)
 
 
-class NoVolume(SpyreScheduler):
-    def _too_large(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-        return None
-
-
 class NoGrowth(SpyreScheduler):
     def _to_come(self, seq: Sequence) -> int:
         return -(-seq.num_tokens // self.size) - len(seq.block_table)
@@ -644,14 +635,9 @@ def test_the_fuzz_can_fail(mutant: type[SpyreScheduler], monkeypatch: pytest.Mon
             run_spyre_trial(seed, monkeypatch, mutant, crowded)
 
 
-class NoLength(SpyreScheduler):
-    def _too_long(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-        return None
-
-
 def test_least_padding_keeps_the_context_without_the_length_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """What chapter 41 says: padding made anew in each step never exceeds max_model_len, asked for or not."""
-    for seed in range(500):
+    for seed in range(200):
         run_spyre_trial(seed, monkeypatch, NoLength)
 
 
@@ -677,12 +663,6 @@ def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams
 @pytest.mark.parametrize("options", [{}, {"interleave": False}, {"chunk_size": 4, "max_batch_tkv_limit": 96}], ids=str)
 def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: str, tmp_path: Path) -> None:
     """Padded chunks, rectangles, redirected writes: the same logits as without any of it, and nothing unwritten is read."""
-    import torch
-    from checkpoints import save_checkpoint
-
-    from atom_mini.model_runner import ModelRunner
-    from atom_mini.systems.spyre_runner import RectangularRunner
-
     save_checkpoint("qwen3", tmp_path, head_dim=16, max_position_embeddings=96)
     rng = random.Random(0)
     stem = [rng.randrange(300) for _ in range(50)]
@@ -704,8 +684,6 @@ def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: 
 
 def test_llm_with_spyres_scheduler() -> None:
     """Chosen by the config; the built-in model says the same with either scheduler."""
-    from atom_mini import LLM
-
     prompts = ["Once upon a time", "12 + 7 =", "Ada lives in Rome. Ben lives in Oslo. Where does Ada live?"]
     params = [SamplingParams(max_tokens=20, temperature=t, seed=3) for t in (0.9, 0.0, 0.0)]
     texts = []
