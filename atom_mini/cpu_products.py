@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .models import Linear
 
 # %% auto #0
-__all__ = ['PRIVATE', 'uses_onednn', 'round_rows', 'multiply', 'reorder', 'pack', 'prepare']
+__all__ = ['PRIVATE', 'SHORT', 'TILE', 'uses_onednn', 'round_rows', 'multiply', 'reorder', 'pack', 'lacks_products',
+           'multiply_wide', 'multiply_short', 'prepare']
 
 # %% ../nbs/appendix/92_cpu_products.ipynb #1f5183c2
 PRIVATE = "_linear_pointwise", "_reorder_linear_weight"  # of torch.ops.mkldnn
@@ -52,10 +53,44 @@ def pack(layer: Linear, keeps_order: bool = False) -> None:
     elif not keeps_order:
         layer.weight = nn.Parameter(reorder(layer.weight.data), requires_grad=False)
 
+# %% ../nbs/appendix/92_cpu_products.ipynb #43a0f53c
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def lacks_products(x: Tensor) -> bool:
+    """Whether `x` has 16 bits per number, and this CPU no instructions for products."""
+    if x.device.type != "cpu" or x.dtype not in SHORT:
+        return False
+    name = f"_is_mkldnn_{SHORT[x.dtype]}_supported"
+    known = hasattr(torch.ops.mkldnn, name) and getattr(torch.ops.mkldnn, name)()
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    emulated = is_wide and not torch.cpu._is_avx512_bf16_supported()
+    return not known or (emulated and x.dtype == torch.bfloat16)
+
+# %% ../nbs/appendix/92_cpu_products.ipynb #a6327bc4
+TILE = 512  # rows of a weight that are widened at a time
+
+
+def multiply_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] @ weight [out, in].T + bias in float32 -> [T, out], rounded to x's
+    dtype."""
+    wide = x.float()
+    product = multiply if uses_onednn(wide) else F.linear
+    out = torch.cat([product(wide, tile.float()) for tile in weight.split(TILE)], 1)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def multiply_short(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`multiply_wide`, or torch's own product for one row."""
+    return (F.linear if len(x) == 1 else multiply_wide)(x, weight, bias)
+
 
 def prepare(model: nn.Module, keeps_order: bool = False) -> None:
-    """`pack` every float32 `Linear` on a CPU."""
+    """`pack` every float32 `Linear` on a CPU, and widen 16-bit ones where that is
+    faster."""
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     for layer in model.modules():
         if isinstance(layer, Linear) and uses_onednn(layer.weight):
             pack(layer, keeps_order or any(layer.weight is table for table in tables))
+        elif isinstance(layer, Linear) and lacks_products(layer.weight):
+            layer.multiply = multiply_short

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionMetaData
 from ..cpu_decode import CpuOps
-from ..cpu_products import prepare
+from ..cpu_products import lacks_products, prepare
 from ..graphs import first_decodes
 from ..model_runner import ModelRunner
 from ..models import TorchOps
@@ -140,7 +141,8 @@ class CompiledRunner(ModelRunner):
     """A `ModelRunner` on a CPU whose decodes are one compiled function.
 
     Steps of more than `most_rows` sequences go through torch: with so many, a product
-    that splits all three dimensions is faster. The next step overwrites the logits.
+    that splits all three dimensions is faster. Where torch's products are slow, they
+    are computed in groups. The next step overwrites the logits.
     """
 
     most_rows = 64
@@ -154,6 +156,7 @@ class CompiledRunner(ModelRunner):
         sizes = [qkv.shape[2]] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1]]
         sizes += [down.shape[2], config.spec.vocab_size]
         self.buffers = [torch.empty(self.most_rows, n) for n in sizes]
+        self.in_groups = lacks_products(self.model.head.weight)
         self.run_model(*self.prepare_model(first_decodes(1)))  # compiles, or loads
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
@@ -172,14 +175,30 @@ class CompiledRunner(ModelRunner):
         self.threads.run(decode_step, counters, self.weights, self.eps, *args)
         return self.buffers[-1][:count]
 
+    def decode_in_groups(
+        self, ids: Tensor, meta: AttentionMetaData
+    ) -> Tensor:
+        """`decode` of any number of rows. Of one request's rows, the earlier ones, whose
+        keys the later ones read, come first."""
+        found = []
+        for start in range(0, len(ids), self.most_rows):
+            rows = slice(start, start + self.most_rows)
+            where = meta.context_lens[rows], meta.block_tables[rows]
+            part = replace(meta, context_lens=where[0], block_tables=where[1])
+            found.append(self.decode(ids[rows], part).clone())
+        return torch.cat(found)
+
     def run_model(
         self, ids: Tensor, positions: Tensor, meta: AttentionMetaData,
         last: Tensor,
     ) -> Tensor:  # fmt: skip
         """As `ModelRunner.run_model`."""
         self.threads.recover()
-        if len(ids) == len(meta.lens) == len(last) <= self.most_rows:
-            return self.decode(ids, meta)
+        if len(ids) == len(meta.lens) == len(last):
+            if len(ids) <= self.most_rows:
+                return self.decode(ids, meta)
+            if self.in_groups:
+                return self.decode_in_groups(ids, meta)
         return super().run_model(ids, positions, meta, last)
 
     def close(self) -> None:

@@ -171,6 +171,23 @@ def test_the_same_bits(dtype: str, tmp_path: Path) -> None:
             assert all(row.equal(wanted[i, n]) for (_, n), row in found.items())
 
 
+@pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
+def test_many_rows_in_groups_have_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
+    """In 16 bits without instructions for them, more rows than fit are decoded group by group; rows of one request may
+    be in two groups."""
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=2)
+    asked = [[i, i + 1, i] * 3 for i in range(1, 10)]
+    found = []
+    with LLM(str(tmp_path), compiled=True, dtype="bfloat16", enable_prefix_caching=False, **SMALL, **options) as llm:
+        runner = llm.engine_core.runner
+        for most, in_groups in ((64, False), (4, True)):
+            runner.most_rows, runner.in_groups = most, in_groups
+            poison(llm)
+            outs = llm.generate(asked, GREEDY, use_tqdm=False)
+            found.append([(list(out.token_ids), out.finish_reason) for out in outs])
+    assert found[0] == found[1] and is_empty(llm)
+
+
 @torch.inference_mode()
 def exact_logits(model: Any, asked: list[list[int]], tokens: list[list[int]]) -> Sampled:
     """Transformers' in float32."""
