@@ -64,7 +64,6 @@ NOT_HERE = {  # names that vLLM's users try: the reason, or what to use
     "num_scheduler_steps": "each step has its own plan; overlap hides the planning",
     "pipeline_parallel_size": "no model is cut between two layers; use one device",
     "prompt_logprobs": "a prompt's logits are not computed; logprobs has the answer's",
-    "quantization": "the checkpoint's own config says how its weights are stored",
     "revision": "the newest is fetched; download another and pass its folder",
     "skip_special_tokens": "the text never has them; out.token_ids does",
     "skip_tokenizer_init": "the tokenizer is always loaded; prompts may be token ids",

@@ -19,8 +19,8 @@ from .windows import WindowModel
 from ..loading import Readers
 
 # %% auto #0
-__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantize_mxfp4', 'dequantize_fp8', 'read_mxfp4', 'read_fp8', 'read_checked',
-           'unpack', 'PackedExperts', 'PackedMLP', 'FamilyModel']
+__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantize_mxfp4', 'dequantize_fp8', 'read_mxfp4', 'read_fp8', 'read_int8',
+           'read_checked', 'unpack', 'PackedExperts', 'PackedMLP', 'FamilyModel']
 
 # %% ../../nbs/families/64_quantized_files.ipynb #e09fc83a
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -74,6 +74,16 @@ def read_fp8(weight: Any, scales: Any, how: Storage, part: Any = None) -> Tensor
     return whole if part is None else whole[part]
 
 
+def read_int8(weight: Any, scales: Any, how: Storage, part: Any = None) -> Tensor:
+    """[out, in] in float32, or a part of it, from int8 and a scale per row [out, 1]."""
+    codes, scale = weight(), scales().float()
+    what = f"scales {[*scale.shape]} for a weight {[*codes.shape]}"
+    require(scale.shape == (len(codes), 1), f"{what}: give {[len(codes), 1]}")
+    require(codes.dtype == torch.int8, f"weights in {codes.dtype} must be in int8")
+    whole = codes.float() * scale
+    return whole if part is None else whole[part]
+
+
 def read_checked(name: str, read: Any, part: Any = None) -> Tensor:
     """The tensor that `read` returns. ValueError for bytes without scales."""
     tensor = read(part)
@@ -85,6 +95,7 @@ def read_checked(name: str, read: Any, part: Any = None) -> Tensor:
 METHODS: dict[str, tuple[str, str, str, Any]] = {
     "mxfp4": ("_blocks", "_scales", "", read_mxfp4),
     "fp8": (".weight", ".weight_scale_inv", ".weight", read_fp8),
+    "int8": (".weight", ".weight_scale", ".weight", read_int8),
 }
 _log = logging.getLogger("atom_mini")
 

@@ -20,7 +20,7 @@ __all__ = ['Fields', 'EVEN', 'FULL', 'SLIDING', 'LINEAR', 'FAMILIES', 'HYBRID', 
            'FamilySpec', 'LatentSpec', 'StateSpec', 'get', 'is_sparse', 'read_mixture', 'check_routing', 'check_only',
            'read_plain', 'read_smollm3', 'read_mixtral', 'read_olmoe', 'read_gated', 'read_qwen2_moe', 'read_qwen3_moe',
            'read_groups', 'read_glm4_moe', 'read_gpt_oss', 'read_latent', 'read_deepseek_v2', 'read_state', 'Family',
-           'read_windows', 'read_storage', 'check_family', 'decoder_of', 'own_sizes', 'read_family']
+           'read_windows', 'is_int8', 'read_storage', 'check_family', 'decoder_of', 'own_sizes', 'read_family']
 
 # %% ../../nbs/families/61_mixture.ipynb #389b1116
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Experts:
 class Storage:
     """How the weights of a quantized checkpoint are stored."""
 
-    method: str  # "mxfp4" or "fp8"
+    method: str  # "mxfp4", "fp8", or "int8"
     block: tuple[int, ...] = ()  # fp8: the weights [rows, columns] that share a scale
 
 
@@ -341,6 +341,20 @@ def read_windows(cfg: Any, layers: tuple[str, ...] = (SLIDING,)) -> tuple[int, .
     return tuple(size if one else 0 for one in slides)
 
 
+def is_int8(how: Fields) -> bool:
+    """Whether compressed-tensors stores int8 with a scale per row of each weight, for
+    activations in int8 with a scale per token."""
+    plain = {"num_bits": 8, "type": "int", "symmetric": True}
+    rules = {"weights": plain | {"strategy": "channel"}}
+    rules["input_activations"] = plain | {"strategy": "token", "dynamic": True}
+    groups = [*how.get("config_groups", {}).values()]
+    wrong = [
+        key for group in groups for part, rule in rules.items()
+        for key in rule if (group.get(part) or {}).get(key) != rule[key]
+    ]  # fmt: skip
+    return how.get("format") == "int-quantized" and bool(groups) and not wrong
+
+
 def read_storage(cfg: Any) -> Storage | None:
     """How a config says that its weights are stored; None: plainly. Opens no file.
     ValueError for a method that we do not read (chapter 64)."""
@@ -351,8 +365,12 @@ def read_storage(cfg: Any) -> Storage | None:
     is_pair = isinstance(size, list | tuple) and [*map(is_count, size)] == [True, True]
     if method == "fp8" and (not is_pair or scheme != "dynamic"):
         method = f"fp8, weight_block_size={size}, activation_scheme={scheme}"
-    what = f"quant_method={method} is not supported, mxfp4 and fp8 (in blocks) are"
-    require(method in ("mxfp4", "fp8"), f"{what}: use the checkpoint in 16 bits")
+    if method == "compressed-tensors":
+        method = "int8" if is_int8(how) else f"{method}, format={how.get('format')}"
+    what = f"quant_method={method} is not supported, mxfp4, fp8 (in blocks), and int8 "
+    what += "(compressed-tensors, symmetric, by row and token) are"
+    known = ("mxfp4", "fp8", "int8")
+    require(method in known, f"{what}: use the checkpoint in 16 bits")
     return Storage(method, tuple(size or ()))
 
 # %% ../../nbs/families/61_mixture.ipynb #b8d932b2

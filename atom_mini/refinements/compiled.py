@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 
 from ..checkpoint import ModelSpec, install, require
+from .int8 import Int8Spec
 from .parts import EngineArgs, is_on_cpu
 
 
@@ -20,7 +21,7 @@ def unfit(config: EngineArgs) -> str | None:
         return "it is for torch on a CPU: set device='cpu' and attention='torch'"
     if config.dtype == "float16":
         return "it supports float32 and bfloat16: set dtype to one of them"
-    if type(spec) is not ModelSpec:
+    if type(spec) not in (ModelSpec, Int8Spec):
         return f"it does not support the layers of model_type={spec.model_type!r}"
     sizes = spec.hidden_size, spec.intermediate_size, spec.head_dim
     if any(size % 16 for size in sizes):

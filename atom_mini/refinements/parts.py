@@ -43,7 +43,7 @@ class EngineArgs(Config):
     """
 
     _: KW_ONLY
-    # refinements (20_turns, 23a, 25, 93) and records (30)
+    # refinements (20_turns, 23a, 25, 92b, 93) and records (30)
     interleave_decode: bool = False  # decode between two prefills
     # prompts wait until the oldest has waited this many times the last prefill step
     scheduler_delay_factor: Annotated[float, Field(ge=0)] = 0.0
@@ -51,6 +51,7 @@ class EngineArgs(Config):
     overlap: bool | None = None
     fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
     compiled: bool | None = None  # None: where it applies
+    quantization: Literal["int8"] | None = None  # of weights and activations (92b)
     trace: bool = False  # record each step
     # other caches and schedulers (40, 41); None: "hash" if caching is on
     prefix_cache: Literal["hash", "radix", "none"] | None = None
@@ -152,6 +153,10 @@ class EngineArgs(Config):
         """
         if self.prefix_cache is None:
             self.prefix_cache = "hash" if self.enable_prefix_caching else "none"
+        if self.quantization is not None and self.spec is not None:
+            from atom_mini.refinements.int8 import check_int8
+
+            check_int8(self)
         self._check_parts(given)
         apply_all(self, given)
         if self.overlap is None:
@@ -322,6 +327,9 @@ TOGETHER: list[Need] = [
         {"scheduler": ("atom",), "attention": ("triton",), "compiled": (False,),
          "tensor_parallel_size": (1,)},
         "it is Triton kernels that read whole matrices"),
+    Need("quantization='int8'", has("quantization", "int8"),
+        {"attention": ("torch",), "fuse_layers": (False,), "tensor_parallel_size": (1,)},
+        "its products are made for one CPU"),
     Need("prefix_cache='hash' or 'radix'", has("prefix_cache", "hash", "radix"),
         {"enable_prefix_caching": (True,)}, "both are prefix caches"),
     Need("prefix_cache='none'", has("prefix_cache", "none"),

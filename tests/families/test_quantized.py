@@ -275,7 +275,7 @@ REFUSED = {
     "awq": {"quant_method": "awq", "bits": 4},
     "gptq": {"quant_method": "gptq", "bits": 4},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "compressed-tensors, format=float-quantized": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "quark": {"quant_method": "quark"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "fbgemm_fp8": {"quant_method": "fbgemm_fp8"},

@@ -1,0 +1,228 @@
+"""quantization="int8": the logits of a float64 model that rounds alike, from floats and from files in int8; refusals by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, recorded, save_checkpoint, save_family
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from atom_mini import LLM, EngineArgs, SamplingParams
+from atom_mini.refinements.int8 import Int8Spec
+from atom_mini.refinements.int8_model import Int8Linear, quantize_rows
+
+INT8: dict[str, Any] = {"quantization": "int8", "device": "cpu", "num_kvcache_blocks": 100}
+HALF = {"num_bits": 8, "type": "int", "symmetric": True}
+GROUP = {
+    "targets": ["Linear"],
+    "weights": HALF | {"strategy": "channel", "dynamic": False},
+    "input_activations": HALF | {"strategy": "token", "dynamic": True},
+}
+STORED = {  # as llm-compressor writes it, less what nobody needs to know
+    "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": GROUP}, "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 48}),
+}
+IDS = [(7 * i * i + 3) % 300 for i in range(30)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class Rounding(nn.Module):
+    """A transformers layer in float64 that rounds weights and inputs by the definition."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.bias, weight = layer.bias, layer.weight.double()
+        self.weight = self.nearest(weight)
+
+    @staticmethod
+    def nearest(x: Tensor) -> Tensor:
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return (x / step).round() * step
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.nearest(x) @ self.weight.T
+        return out if self.bias is None else out + self.bias
+
+
+@torch.inference_mode()
+def exact_logits(model: Any, ids: list[int]) -> Tensor:
+    """[tokens, vocabulary] float64 of a transformers model whose layers round as ours."""
+    model = model.double()
+    for layer in model.model.layers:
+        for half in (layer.self_attn, layer.mlp):
+            for name, child in [*half.named_children()]:
+                if isinstance(child, nn.Linear):
+                    setattr(half, name, Rounding(child))
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def logits(folder: Path, **options: Any) -> Tensor:
+    """Ours [30, vocabulary], all of them of one prompt."""
+    with LLM(str(folder), **INT8 | options) as llm, recorded(llm) as recorder:
+        llm.generate([IDS], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    return torch.stack([row for (_, i), row in sorted(recorder.every.items()) if i < len(IDS)])
+
+
+def check(found: Tensor, exact: Tensor) -> None:
+    """Nearly all tokens agree as float32 does. In a few, a number was next to the middle between two codes."""
+    apart = (found - exact).abs().amax(-1) / exact.std()
+    assert apart.median() < 2e-5 and apart.max() < 0.2, apart
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_logits_are_those_of_a_float64_model_that_rounds_alike(name: str, tmp_path: Path) -> None:
+    kind, shape = CASES[name]
+    model = save_checkpoint(kind, tmp_path, num_hidden_layers=2, **shape)
+    plain = logits(tmp_path, quantization=None)
+    found = logits(tmp_path)
+    exact = exact_logits(model, IDS)
+    check(found, exact)
+    assert (plain - exact).abs().median() > 1000 * (found - exact).abs().median()
+
+
+def test_a_layer_is_the_sum_of_whole_numbers() -> None:
+    """Codes, scales, and products, for numbers of any size; rows of zeros; and what is not a number stays that."""
+    from atom_mini.models import Linear
+
+    torch.manual_seed(1)
+    x, w = torch.randn(9, 600) * torch.logspace(-20, 20, 9)[:, None], torch.randn(70, 600)
+    x[4], w[5] = 0, 0
+    layer = Int8Linear(Linear(600, {"up_proj": 70}, bias=True))
+    codes, scales = quantize_rows(w)
+    for target, value in ((layer.weight, codes), (layer.weight_scale, scales), (layer.bias, torch.zeros(70))):
+        target.copy_(value)
+    inner, outer = quantize_rows(x)
+    assert inner.abs().amax(-1).tolist() == [127] * 4 + [0] + [127] * 4 and inner.equal(inner.round())
+    assert ((inner * outer - x).abs() <= 0.5001 * outer).all()
+    exact = (inner.long() @ codes.long().T).double() * outer.double() * scales.double().T
+    torch.testing.assert_close(layer(x).double(), exact, rtol=1e-6, atol=0)
+    x[0, 3], x[1, 7] = torch.nan, torch.inf
+    assert (~layer(x).isfinite()).all(-1).tolist() == [True] * 2 + [False] * 7
+
+
+def store(folder: Path, home: Path, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
+    """The same weights in int8, as compressed-tensors stores them, and as the floats that these mean."""
+    tensors = load_file(folder / "model.safetensors")
+    small, whole = dict(tensors), dict(tensors)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        codes, scales = quantize_rows(tensors[name])
+        small[name], small[f"{name}_scale"] = codes.to(torch.int8), scales.to(dtype)
+        whole[name] = codes * scales.to(dtype).float()
+    for kind, weights in (("int8", small), ("whole", whole)):
+        shutil.copytree(folder, home / kind)
+        save_file(weights, home / kind / "model.safetensors", {"format": "pt"})
+    edit_json(home / "int8" / "config.json", quantization_config=STORED)
+    return home / "int8", home / "whole"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_in_int8(name: str, tmp_path: Path) -> None:
+    """Kept as it is, with the bits of its floats rounded while they are loaded; without the option, unpacked to floats."""
+    kind, shape = CASES[name]
+    save_checkpoint(kind, tmp_path / "float", num_hidden_layers=2, **shape)
+    stored, whole = store(tmp_path / "float", tmp_path)
+    assert logits(stored).equal(logits(tmp_path / "float"))
+    assert logits(stored, quantization=None).equal(logits(whole, quantization=None))
+    with LLM(str(stored), **INT8) as llm:
+        model = llm.engine_core.runner.model
+        layers = [m for m in model.modules() if isinstance(m, Int8Linear)]
+        assert len(layers) == 8 and all(m.weight.dtype == torch.int8 for m in layers)
+        assert model.head.weight.dtype == model.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_scales_in_16_bits_and_layers_that_are_not_converted(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path / "float", num_hidden_layers=2)
+    stored, whole = store(tmp_path / "float", tmp_path, torch.bfloat16)
+    assert logits(stored, quantization=None).equal(logits(whole, quantization=None))
+    tensors, name = load_file(stored / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    before = logits(stored)
+    tensors[name] = load_file(whole / "model.safetensors")[name]
+    del tensors[f"{name}_scale"]
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    apart = (logits(stored) - before).abs().max()
+    assert 0 <= apart < 0.05 * before.std()  # its scale was rounded to 16 bits
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "asymmetric": {"weights": GROUP["weights"] | {"symmetric": False}},
+    "a scale per group": {"weights": GROUP["weights"] | {"strategy": "group", "group_size": 128}},
+    "four bits": {"weights": GROUP["weights"] | {"num_bits": 4}},
+    "static activations": {"input_activations": GROUP["input_activations"] | {"dynamic": False, "strategy": "tensor"}},
+    "weights alone": {"input_activations": None},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_formats_of_compressed_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=1)
+    edit_json(tmp_path / "config.json", quantization_config=STORED | {"config_groups": {"group_0": GROUP | WRONG[name]}})
+    for option in (None, "int8"):
+        with pytest.raises(ValueError, match="quant_method=compressed-tensors, format=int-quantized is not supported"):
+            EngineArgs(str(tmp_path), device="cpu", quantization=option)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
+def test_codes_of_another_type_are_refused(kind: torch.dtype, tmp_path: Path) -> None:
+    save_checkpoint("qwen3", tmp_path / "float", num_hidden_layers=1)
+    stored, _ = store(tmp_path / "float", tmp_path)
+    tensors, name = load_file(stored / "model.safetensors"), "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(kind)
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"q_proj\.weight is torch\.\w+: quantization='int8' needs int8 next to its weight_scale"):
+        LLM(str(stored), **INT8)
+    del tensors[f"{name}_scale"]
+    tensors[name] = tensors[name].to(torch.uint8)
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"q_proj\.weight is torch\.uint8: quantization='int8' needs 16 or 32 bits without one"):
+        LLM(str(stored), **INT8)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quantization": "int4"}, r"quantization='int4' must be 'int8'"),
+    ({"attention": "triton"}, "attention='triton' does not go with quantization='int8': set it to 'torch'"),
+    ({"fuse_layers": True}, "does not go with"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 does not go with quantization='int8': set it to 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "match"), REFUSED, ids=lambda value: str(value)[:30])
+def test_it_is_refused_by_name(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        EngineArgs("tiny", **{"device": "cpu", "quantization": "int8"} | options)
+
+
+def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in (None, "cuda"):
+        with pytest.raises(ValueError, match=rf"is for a CPU, not for device={device!r}: set device='cpu', or leave it out"):
+            EngineArgs("tiny", device=device, quantization="int8")
+    assert type(EngineArgs("tiny", device="cpu", quantization="int8").spec) is Int8Spec
+
+
+def test_other_layers_and_other_files_are_refused(tmp_path: Path) -> None:
+    save_family("qwen3_moe", tmp_path / "moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32)
+    with pytest.raises(ValueError, match="does not support the layers of 'qwen3_moe'"):
+        EngineArgs(str(tmp_path / "moe"), device="cpu", quantization="int8")
+    save_checkpoint("qwen3", tmp_path / "fp8", num_hidden_layers=1)
+    how = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [16, 16]}
+    edit_json(tmp_path / "fp8" / "config.json", quantization_config=how)
+    with pytest.raises(ValueError, match="does not go with weights stored in fp8: leave it out"):
+        EngineArgs(str(tmp_path / "fp8"), device="cpu", quantization="int8")
+
+
+def test_the_built_in_model_keeps_its_texts() -> None:
+    asked = ["12 + 7 =", "Ada lives in Rome. Ben likes plums. Mia has a red cat. What does Mia have?"]
+    with LLM("tiny", **INT8) as llm:
+        outs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+    assert [out.text for out in outs] == [" 19", " Mia has a red cat."]
