@@ -17,9 +17,10 @@ from numba.extending import intrinsic, models, register_model
 # %% auto #0
 __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'ROWS', 'tile', 'tile_of_one', 'PIECE', 'kernel',
            'Vector', 'VectorModel', 'pointer', 'load', 'call', 'fma', 'broadcast', 'sum_lanes', 'fma_four', 'store_four',
-           'prefetch', 'make_tile', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece', 'LOG2_E', 'fetch_add',
-           'pieces', 'linear', 'exp2', 'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'add_values',
-           'exponentials', 'attend_head', 'attend', 'decode_step']
+           'prefetch', 'make_tile', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece', 'SHORTS', 'PAIRS', 'code_tile',
+           'code_tile_of_one', 'load_codes', 'add_pairs', 'sum_whole', 'quantize', 'add_four', 'store_scaled', 'make_code_tile',
+           'multiply_codes', 'LOG2_E', 'fetch_add', 'pieces', 'linear', 'exp2', 'add_norm', 'silu_and_mul', 'norm_and_rotate',
+           'rotate_and_store', 'score', 'add_values', 'exponentials', 'attend_head', 'attend', 'scales_at', 'decode_step']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
@@ -56,23 +57,27 @@ class VectorModel(models.PrimitiveModel):
 VECTOR = Vector("Vector")
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #ba7beaee
-def pointer(context: Any, b: Any, sig: Any, args: Any) -> tuple[Any, bool]:
-    """A pointer to args[0][args[1], args[2] :], and whether it is to bfloat16."""
+def pointer(
+    context: Any, b: Any, sig: Any, args: Any, count: int = LANES
+) -> tuple[Any, Any]:
+    """A pointer to `count` numbers from args[0][args[1], args[2]] on, and their type."""
     array = context.make_array(sig.args[0])(context, b, args[0])
     width = b.extract_value(array.shape, 1)
     first = b.gep(array.data, [b.add(b.mul(args[1], width), args[2])])
-    several = ir.VectorType(first.type.pointee, LANES)
-    return b.bitcast(first, several.as_pointer()), sig.args[0].dtype == types.uint16
+    several = ir.VectorType(first.type.pointee, count)
+    return b.bitcast(first, several.as_pointer()), sig.args[0].dtype
 
 
 @intrinsic
 def load(typing, array, row, i):
-    """array[row, i : i + LANES], float32 or the bits of bfloat16."""
+    """array[row, i : i + LANES], float32, int8, or the bits of bfloat16."""
 
     def generate(context, b, sig, args):
-        place, is_short = pointer(context, b, sig, args)
-        value = b.load(place, align=2 if is_short else 4)
-        if not is_short:
+        place, kind = pointer(context, b, sig, args)
+        value = b.load(place, align=kind.bitwidth // 8)
+        if kind == types.int8:
+            return b.sitofp(value, WIDE)
+        if kind == types.float32:
             return value
         return b.bitcast(b.shl(b.zext(value, WORDS), WORDS([16] * LANES)), WIDE)
 
@@ -205,12 +210,12 @@ def store(typing, array, row, i, x):
     """array[row, i : i + LANES] = x, rounded if the array is bfloat16."""
 
     def generate(context, b, sig, args):
-        place, is_short = pointer(context, b, sig, args)
+        place, kind = pointer(context, b, sig, args)
         value = args[3]
-        if is_short:
+        if kind == types.uint16:
             high = b.lshr(rounded(b, value), WORDS([16] * LANES))
             value = b.trunc(high, place.type.pointee)
-        b.store(value, place, align=2 if is_short else 4)
+        b.store(value, place, align=kind.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, VECTOR), generate
@@ -242,6 +247,122 @@ def multiply_piece(part, x, w, bias, y, panel):
             multiply_four(panel, 0, x, bias, y, o)
         else:
             multiply_four(w, o, x, bias, y, o)
+
+# %% ../../nbs/appendix/92b_eight_bits.ipynb #260a9ac6
+SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+PAIRS = ir.VectorType(ir.IntType(32), 2 * LANES)
+
+
+@intrinsic
+def load_codes(typing, array, row, i):
+    """array[row, i : i + 2 * LANES], int8 or int16, as int16 in a `Vector`."""
+
+    def generate(context, b, sig, args):
+        place, kind = pointer(context, b, sig, args, 2 * LANES)
+        codes = b.load(place, align=kind.bitwidth // 8)
+        codes = b.sext(codes, SHORTS) if kind == types.int8 else codes
+        return b.bitcast(codes, WIDE)
+
+    return VECTOR(array, types.intp, types.intp), generate
+
+# %% ../../nbs/appendix/92b_eight_bits.ipynb #0dd71fb1
+@intrinsic
+def add_pairs(typing, x, y, sums):
+    """sums + x * y of codes: each 32-bit lane adds its two products."""
+
+    def generate(context, b, sig, args):
+        x, y = (b.sext(b.bitcast(v, SHORTS), PAIRS) for v in args[:2])
+        both, no = b.mul(x, y), PAIRS(ir.Undefined)
+        halves = [[2 * k + j for k in range(LANES)] for j in (0, 1)]
+        even, odd = (b.shuffle_vector(both, no, WORDS(half)) for half in halves)
+        total = b.add(b.add(even, odd), b.bitcast(args[2], WORDS))
+        return b.bitcast(total, WIDE)
+
+    return VECTOR(x, y, sums), generate
+
+
+@intrinsic
+def sum_whole(typing, sums):
+    """The sum of 32-bit whole numbers in a `Vector`, as a float32."""
+
+    def generate(context, b, sig, args):
+        name = f"llvm.vector.reduce.add.v{LANES}i32"
+        whole = call(b, name, ir.IntType(32), [b.bitcast(args[0], WORDS)])
+        return b.sitofp(whole, ir.FloatType())
+
+    return types.float32(VECTOR), generate
+
+# %% ../../nbs/appendix/92b_eight_bits.ipynb #174d7b11
+@kernel
+def quantize(x, codes, scales):
+    """Codes [R, size] int16 and scales [R] of the rows of x [R, size]."""
+    least = np.float32(1e-30).view(np.int32)
+    for r in range(len(x)):
+        bits, top = x[r].view(np.int32), least
+        for i in range(len(bits)):
+            top = np.int32(max(top, bits[i] & np.int32(0x7FFFFFFF)))
+        largest = np.int32(top).view(np.float32)
+        scales[r] = largest / np.float32(127)
+        inverse = np.float32(127) / largest
+        for i in range(len(bits)):
+            codes[r, i] = np.int16(np.rint(x[r, i] * inverse))
+
+# %% ../../nbs/appendix/92b_eight_bits.ipynb #124bb635
+@kernel
+def add_four(w, x, sums):
+    """sums + w * x of codes, for four vectors w, one per output."""
+    a, b = add_pairs(w[0], x, sums[0]), add_pairs(w[1], x, sums[1])
+    return a, b, add_pairs(w[2], x, sums[2]), add_pairs(w[3], x, sums[3])
+
+
+@kernel
+def store_scaled(sums, scales, scale, bias, o, y, r):
+    """y[r, o : o + 4] = the sums of four vectors, times both scales, plus the bias."""
+    y[r, o] = sum_whole(sums[0]) * (scale * scales[o]) + bias[o]
+    y[r, o + 1] = sum_whole(sums[1]) * (scale * scales[o + 1]) + bias[o + 1]
+    y[r, o + 2] = sum_whole(sums[2]) * (scale * scales[o + 2]) + bias[o + 2]
+    y[r, o + 3] = sum_whole(sums[3]) * (scale * scales[o + 3]) + bias[o + 3]
+
+
+def make_code_tile(rows: int) -> Any:
+    """The compiled tile for one or two rows of codes."""
+
+    @kernel
+    def tile(w, scales, o, codes, row_scales, r, bias, y):
+        """y[r + j, o + i] = w[o + i] . codes[r + j], scaled, + bias: four i, all j."""
+        zero, later = broadcast(np.float32(0)), min(o + 8, len(w) - 4)
+        a = b = (zero, zero, zero, zero)
+        for k in range(0, w.shape[1], 2 * LANES):
+            four = (load_codes(w, o, k), load_codes(w, o + 1, k),
+                    load_codes(w, o + 2, k), load_codes(w, o + 3, k))  # fmt: skip
+            if r == 0:
+                for i in range(4):
+                    prefetch(w, later + i, k)
+            a = add_four(four, load_codes(codes, r, k), a)
+            if rows > 1:
+                b = add_four(four, load_codes(codes, r + 1, k), b)
+        store_scaled(a, scales, row_scales[r], bias, o, y, r)
+        if rows > 1:
+            store_scaled(b, scales, row_scales[r + 1], bias, o, y, r + 1)
+
+    return tile
+
+
+code_tile, code_tile_of_one = make_code_tile(2), make_code_tile(1)
+
+# %% ../../nbs/appendix/92b_eight_bits.ipynb #e30df7c9
+@kernel
+def multiply_codes(part, codes, row_scales, w, scales, bias, y):
+    """Outputs [part * PIECE, (part + 1) * PIECE) of y [R, O], from codes [R, I] int16
+    with a scale per row, and w [O, I] int8 with a scale per output.
+
+    I is a multiple of 2 * LANES, O of 4."""
+    rest = len(codes) % 2
+    for o in range(part * PIECE, min(part * PIECE + PIECE, len(w)), 4):
+        for r in range(0, len(codes) - rest, 2):
+            code_tile(w, scales, o, codes, row_scales, r, bias, y)
+        for r in range(len(codes) - rest, len(codes)):
+            code_tile_of_one(w, scales, o, codes, row_scales, r, bias, y)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #baaecd62
 @intrinsic
@@ -277,8 +398,16 @@ def pieces(counts, n):
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #95364785
 @kernel
-def linear(counts, x, w, bias, y):
-    """y [R, O] = x [R, I] @ w [O, I].T + bias [O]; I is a multiple of LANES, O >= 4."""
+def linear(counts, x, w, bias, y, scales=None):
+    """y [R, O] = x [R, I] @ w [O, I].T + bias [O]; I is a multiple of LANES, O >= 4.
+
+    If w is int8, `scales` [O] are those of its rows (chapter 92b)."""
+    if scales is not None:
+        codes, row_scales = np.empty(x.shape, np.int16), np.empty(len(x), np.float32)
+        quantize(x, codes, row_scales)
+        for part in pieces(counts, -(-len(w) // PIECE)):
+            multiply_codes(part, codes, row_scales, w, scales, bias, y)
+        return
     widens = w.itemsize == 2 and len(x) > 2 * ROWS
     panel = np.empty((4 if widens else 0, w.shape[1]), np.float32)
     for part in pieces(counts, -(-len(w) // PIECE)):
@@ -438,26 +567,36 @@ def attend(counts, qkv, cache, lens, tables, out):
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #be08362f
 @kernel
+def scales_at(scales, i):
+    """Those of layer i; None if there are none."""
+    return None if scales is None else scales[i]
+
+
+@kernel
 def decode_step(counters, weights, eps, cache, lens, tables, buffers):
     """A decode of B sequences, from their embeddings in `buffers[0]` to their logits
     in `buffers[-1]`.
 
     `counters` [9 * layers + 2, 16] int64, zeros; `cache` [layers, 2, N, K, S, D]; lens
     [B], tables [B, W]; weights and buffers [B, ...] as the runner makes them."""
-    norms, head_norms, cos, sin, matrices, biases, head, no_bias = weights
+    norms, head_norms, cos, sin, matrices, biases, head, no_bias, scales = weights
     x, residual, normed, qkv, attended, gate_up, act, logits = buffers
     for i in range(len(cache)):
         counts, kv = counters[9 * i :], cache[i]
         add_norm(counts[0], x, residual, norms[2 * i], eps, normed)
-        linear(counts[1], normed, matrices[0][i], biases[0][i], qkv)
+        each = scales_at(scales[0], i)
+        linear(counts[1], normed, matrices[0][i], biases[0][i], qkv, each)
         rotate_and_store(
             counts[2], qkv, head_norms[i], cos, sin, eps, kv, lens, tables
         )
         attend(counts[3], qkv, kv, lens, tables, attended)
-        linear(counts[4], attended, matrices[1][i], biases[1][i], x)
+        each = scales_at(scales[1], i)
+        linear(counts[4], attended, matrices[1][i], biases[1][i], x, each)
         add_norm(counts[5], x, residual, norms[2 * i + 1], eps, normed)
-        linear(counts[6], normed, matrices[2][i], biases[2][i], gate_up)
+        each = scales_at(scales[2], i)
+        linear(counts[6], normed, matrices[2][i], biases[2][i], gate_up, each)
         silu_and_mul(counts[7], gate_up, act)
-        linear(counts[8], act, matrices[3][i], biases[3][i], x)
+        each = scales_at(scales[3], i)
+        linear(counts[8], act, matrices[3][i], biases[3][i], x, each)
     add_norm(counters[-1], x, residual, norms[-1], eps, normed)
     linear(counters[-2], normed, head, no_bias, logits)

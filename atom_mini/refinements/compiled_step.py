@@ -27,8 +27,8 @@ from ..sampler import Sampler, SamplingMetaData
 from ..sequence import NO_TOKEN
 
 # %% auto #0
-__all__ = ['Threads', 'as_numpy', 'stack', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps', 'OneThreadSampler',
-           'CompiledRunner']
+__all__ = ['Threads', 'as_numpy', 'stack', 'scales_of', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
+           'OneThreadSampler', 'CompiledRunner']
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #405ce380
 class Threads:
@@ -78,6 +78,13 @@ def stack(layers: list[Any]) -> Tensor:
     return whole
 
 
+def scales_of(layers: list[Any]) -> np.ndarray | None:
+    """Scales [L, O] of weights in int8 (chapter 92b); None for floats."""
+    if not hasattr(layers[0], "weight_scale"):
+        return None
+    return floats([layer.weight_scale[:, 0] for layer in layers])
+
+
 def bias_of(layer: Any) -> Tensor:
     """[O]; zeros if the layer has no bias."""
     return torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias
@@ -108,6 +115,7 @@ def collect(model: Any) -> tuple[Any, ...]:
         decoder.rotary.cos.numpy(), decoder.rotary.sin.numpy(),
         tuple(as_numpy(stack(kind)) for kind in kinds), tuple(biases),
         as_numpy(head), np.zeros(len(head), np.float32),
+        tuple(map(scales_of, kinds)),
     )  # fmt: skip
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #081f9329
@@ -156,7 +164,8 @@ class CompiledRunner(ModelRunner):
         sizes = [qkv.shape[2]] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1]]
         sizes += [down.shape[2], config.spec.vocab_size]
         self.buffers = [torch.empty(self.most_rows, n) for n in sizes]
-        self.in_groups = lacks_products(self.model.head.weight)
+        is_int8 = self.weights[-1][0] is not None
+        self.in_groups = is_int8 or lacks_products(self.model.head.weight)
         self.run_model(*self.prepare_model(first_decodes(1)))  # compiles, or loads
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:

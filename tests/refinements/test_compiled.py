@@ -152,14 +152,15 @@ def test_bfloat16_is_stored_as_torch_stores_it() -> None:
     assert found.view(torch.int16)[~wanted.isnan()].equal(wanted.view(torch.int16)[~wanted.isnan()])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # short weights are widened in one way for one row, in another for 30
-def test_the_same_bits(dtype: str, tmp_path: Path) -> None:
+# short weights are widened in one way for one row, in another for 30
+@pytest.mark.parametrize("kind", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_the_same_bits(kind: dict[str, str], tmp_path: Path) -> None:
     """From run to run, with one thread or several, alone and among others. Of prompts of one token: all of it is compiled."""
     from atom_mini.refinements.compiled_step import Threads
 
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=2, num_key_value_heads=1)
     asked = [[i] for i in range(1, 31)]
-    options = SMALL | {"dtype": dtype, "max_num_seqs": 30, "enable_prefix_caching": False}
+    options = SMALL | kind | {"max_num_seqs": 30, "enable_prefix_caching": False}
     with LLM(str(tmp_path), compiled=True, **options) as llm:
         wanted, tokens = run(llm, asked)
         for count in (1, 2, 5):
@@ -173,7 +174,7 @@ def test_the_same_bits(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
 def test_many_rows_in_groups_have_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
-    """In 16 bits without instructions for them, more rows than fit are decoded group by group; rows of one request may
+    """In int8, or in 16 bits without instructions for them, more rows than fit are decoded group by group; rows of one request may
     be in two groups."""
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=2)
     asked = [[i, i + 1, i] * 3 for i in range(1, 10)]

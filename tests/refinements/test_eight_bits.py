@@ -1,14 +1,18 @@
-"""quantization="int8": the logits of a float64 model that rounds alike, from floats and from files in int8; refusals by name."""
+"""quantization="int8": the logits of a float64 model that rounds alike, from floats and from files in int8, in torch and
+compiled; refusals by name."""
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, recorded, save_checkpoint, save_family
+from checkpoints import edit_json, is_empty, recorded, save_checkpoint, save_family
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -57,7 +61,7 @@ class Rounding(nn.Module):
 @torch.inference_mode()
 def exact_logits(model: Any, ids: list[int]) -> Tensor:
     """[tokens, vocabulary] float64 of a transformers model whose layers round as ours."""
-    model = model.double()
+    model = model.double()  # what is a `Rounding` already stays one
     for layer in model.model.layers:
         for half in (layer.self_attn, layer.mlp):
             for name, child in [*half.named_children()]:
@@ -226,3 +230,119 @@ def test_the_built_in_model_keeps_its_texts() -> None:
     with LLM("tiny", **INT8) as llm:
         outs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
     assert [out.text for out in outs] == [" 19", " Mia has a red cat."]
+
+
+compiled = pytest.mark.skipif(find_spec("numba") is None, reason="Numba is not installed")
+
+
+@compiled
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_logits_are_those_of_the_float64_model(name: str, tmp_path: Path) -> None:
+    """Of prompts of one token, so that all of it is compiled: 12 rows in one step."""
+    from test_compiled import poison, run
+
+    kind, shape = CASES[name]
+    model = save_checkpoint(kind, tmp_path, num_hidden_layers=2, **shape)
+    asked = [[i] for i in range(1, 13)]
+    with LLM(str(tmp_path), compiled=True, kv_cache_block_size=3, **INT8) as llm:
+        assert type(llm.engine_core.runner).__name__ == "CompiledRunner"
+        poison(llm)
+        found, tokens = run(llm, asked, GREEDY)
+    texts = [a + b for a, b in zip(asked, tokens, strict=True)]
+    rows = [exact_logits(model, text) for text in texts]
+    keys = sorted(found)
+    check(torch.stack([found[key] for key in keys]), torch.stack([rows[i][n - 1] for i, n in keys]))
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+WAYS: dict[str, dict[str, Any]] = {
+    "preempted": {}, "overlap": {"overlap": True}, "drafts": {"speculative_config": NGRAM}, "bfloat16": {"dtype": "bfloat16"},
+    "turns": {"interleave_decode": True, "max_num_batched_tokens": 8},
+    "mixed": {"enable_mixed_steps": True, "max_num_batched_tokens": 8},
+    "chunks": {"max_num_batched_tokens": 16, "prefix_cache": "radix"}, "no cache": {"enable_prefix_caching": False},
+}  # fmt: skip
+
+
+def share_alike(ours: list[list[int]], wanted: list[list[int]]) -> float:
+    """The share of tokens before the first that differs in its request."""
+    alike = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x)) for x, y in zip(ours, wanted, strict=True)]
+    return sum(alike) / sum(map(len, wanted))
+
+
+@compiled
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(2))
+def test_compiled_tokens_are_those_of_torch(way: str, seed: int) -> None:
+    """With preemption, prefix hits, and drafts, in a pool that held NaN; a second time, with the same tokens. A number in
+    the middle between two codes may be rounded either way, after which a text of random prompts can go on otherwise."""
+    from test_compiled import prompts
+
+    rng = random.Random(seed)
+    asked = [p * rng.choice([1, 1, 3]) for p in prompts(seed, 12, 14)]
+    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=rng.randint(1, 24)) for _ in asked]
+    plain = {"compiled": False, "device": "cpu", "num_kvcache_blocks": 200, "quantization": "int8"}
+    tight = {"kv_cache_block_size": 4, "num_kvcache_blocks": 18, "max_num_seqs": 6, "compiled": True}
+    with LLM("tiny", **plain | {k: v for k, v in WAYS[way].items() if k == "dtype"}) as llm:
+        wanted = [list(out.token_ids) for out in llm.generate(asked, params, use_tqdm=False)]
+    with LLM("tiny", **plain | tight | WAYS[way]) as llm:
+        core = llm.engine_core
+        getattr(core.runner, "runner", core.runner).kv_cache.fill_(torch.nan)
+        for _ in range(2):
+            found = [list(out.token_ids) for out in llm.generate(asked, params, use_tqdm=False)]
+            assert share_alike(found, wanted) > 0.9
+        assert is_empty(llm) and (core.scheduler.num_preemptions > 0 or way != "preempted")
+
+
+TRIAL = """
+import sys
+sys.path.insert(0, "tests")
+import folders
+import torch
+from test_compiled import GREEDY, SMALL, run
+from atom_mini import LLM
+from atom_mini.refinements.compiled_loops import LANES
+found = []
+for compiled in (False, True):
+    with LLM(sys.argv[1], compiled=compiled, kv_cache_block_size=3, quantization="int8", **SMALL) as llm:
+        found.append(run(llm, [[i] for i in range(1, 8)]))
+keys = sorted({*found[0][0]} & {*found[1][0]})
+apart = torch.stack([(found[0][0][key] - found[1][0][key]).abs().max() for key in keys])
+print(LANES, apart.median().item(), len(keys))
+"""
+
+
+@compiled
+@pytest.mark.skipif("x86" not in os.uname().machine and "amd64" not in os.uname().machine, reason="those of x86")
+@pytest.mark.parametrize("lanes", [4, 8])
+def test_every_width_of_vectors(lanes: int, tmp_path: Path) -> None:
+    """This machine runs what is compiled for lesser ones."""
+    from test_compiled import WIDTHS, python
+
+    kind, shape = CASES["llama, biases"]
+    save_checkpoint(kind, tmp_path, num_hidden_layers=1, **shape)
+    used, apart, count = python(TRIAL, str(tmp_path), **WIDTHS[lanes]).split()
+    assert int(used) == lanes and float(apart) < 1e-4 and int(count) == 70
+
+
+@compiled
+def test_a_shape_that_is_not_compiled(tmp_path: Path) -> None:
+    """Its decodes run in torch, or the reason is said."""
+    save_checkpoint("llama", tmp_path, num_hidden_layers=1, intermediate_size=80)
+    assert EngineArgs(str(tmp_path), device="cpu", compiled=None).compiled
+    assert not EngineArgs(str(tmp_path), device="cpu", quantization="int8", compiled=None).compiled
+    with pytest.raises(ValueError, match=r"compiled=True does not apply: in eight bits, the inputs .*80.* multiples of 32"):
+        EngineArgs(str(tmp_path), device="cpu", quantization="int8", compiled=True)
+
+
+def test_without_numba() -> None:
+    from test_compiled import python
+
+    code = """
+import sys
+sys.modules["numba"] = None
+from atom_mini import LLM, SamplingParams
+with LLM("tiny", device="cpu", num_kvcache_blocks=50, quantization="int8") as llm:
+    print(type(llm.engine_core.runner).__name__)
+    print(llm.generate("12 + 7 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].text)
+"""
+    assert python(code).split() == ["ModelRunner", "19"]
