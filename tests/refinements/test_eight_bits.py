@@ -3,7 +3,6 @@ compiled; refusals by name."""
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from importlib.util import find_spec
@@ -291,37 +290,6 @@ def test_compiled_tokens_are_those_of_torch(way: str, seed: int) -> None:
             found = [list(out.token_ids) for out in llm.generate(asked, params, use_tqdm=False)]
             assert share_alike(found, wanted) > 0.9
         assert is_empty(llm) and (core.scheduler.num_preemptions > 0 or way != "preempted")
-
-
-TRIAL = """
-import sys
-sys.path.insert(0, "tests")
-import folders
-import torch
-from test_compiled import GREEDY, SMALL, run
-from atom_mini import LLM
-from atom_mini.refinements.compiled_loops import LANES
-found = []
-for compiled in (False, True):
-    with LLM(sys.argv[1], compiled=compiled, kv_cache_block_size=3, quantization="int8", **SMALL) as llm:
-        found.append(run(llm, [[i] for i in range(1, 8)]))
-keys = sorted({*found[0][0]} & {*found[1][0]})
-apart = torch.stack([(found[0][0][key] - found[1][0][key]).abs().max() for key in keys])
-print(LANES, apart.median().item(), len(keys))
-"""
-
-
-@compiled
-@pytest.mark.skipif("x86" not in os.uname().machine and "amd64" not in os.uname().machine, reason="those of x86")
-@pytest.mark.parametrize("lanes", [4, 8])
-def test_every_width_of_vectors(lanes: int, tmp_path: Path) -> None:
-    """This machine runs what is compiled for lesser ones."""
-    from test_compiled import WIDTHS, python
-
-    kind, shape = CASES["llama, biases"]
-    save_checkpoint(kind, tmp_path, num_hidden_layers=1, **shape)
-    used, apart, count = python(TRIAL, str(tmp_path), **WIDTHS[lanes]).split()
-    assert int(used) == lanes and float(apart) < 1e-4 and int(count) == 70
 
 
 @compiled
