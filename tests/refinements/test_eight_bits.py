@@ -3,6 +3,7 @@ compiled; refusals by name."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from importlib.util import find_spec
@@ -290,6 +291,31 @@ def test_compiled_tokens_are_those_of_torch(way: str, seed: int) -> None:
             found = [list(out.token_ids) for out in llm.generate(asked, params, use_tqdm=False)]
             assert share_alike(found, wanted) > 0.9
         assert is_empty(llm) and (core.scheduler.num_preemptions > 0 or way != "preempted")
+
+
+PROCESSORS = {  # compiled for it, and not run: numbers in a vector, and the instruction
+    "icelake-server": ("+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni", 16, "vpdpwssd"),
+    "haswell": ("+avx,+avx2,+fma", 8, "vpmaddwd"),
+}
+
+
+@compiled
+@pytest.mark.skipif("x86" not in os.uname().machine and "amd64" not in os.uname().machine, reason="those of x86")
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pairs_become_one_instruction(name: str, tmp_path: Path) -> None:
+    from test_compiled import python
+
+    code = """
+from numba import types
+from atom_mini.refinements.compiled_loops import LANES, code_tile
+row, plane = ([types.Array(kind, n, "C") for kind in (types.float32, types.int8, types.int16)] for n in (1, 2))
+code_tile.compile((plane[1], row[0], types.int64, plane[2], row[0], types.int64, row[0], plane[0]))
+print(LANES, *"".join(code_tile.inspect_asm().values()).split())
+"""
+    features, lanes, instruction = PROCESSORS[name]
+    names = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    used, *words = python(code, **names).split()
+    assert int(used) == lanes and words.count(instruction) == 8 and "vpmulld" not in words
 
 
 @compiled
