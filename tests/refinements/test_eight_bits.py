@@ -265,8 +265,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def share_alike(ours: list[list[int]], wanted: list[list[int]]) -> float:
     """The share of tokens before the first that differs in its request."""
-    alike = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x)) for x, y in zip(ours, wanted, strict=True)]
-    return sum(alike) / sum(map(len, wanted))
+    alike = 0
+    for one, other in zip(ours, wanted, strict=True):
+        apart = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+        alike += min(apart, default=len(other))
+    return alike / sum(map(len, wanted))
 
 
 @compiled
