@@ -60,7 +60,7 @@ VECTOR = Vector("Vector")
 def pointer(
     context: Any, b: Any, sig: Any, args: Any, count: int = LANES
 ) -> tuple[Any, Any]:
-    """A pointer to `count` numbers from args[0][args[1], args[2]] on, and their type."""
+    """A pointer to `count` numbers at args[0][args[1], args[2] :], and their type."""
     array = context.make_array(sig.args[0])(context, b, args[0])
     width = b.extract_value(array.shape, 1)
     first = b.gep(array.data, [b.add(b.mul(args[1], width), args[2])])

@@ -55,7 +55,8 @@ def read_codes(name: str, read: Any, has_scales: bool) -> Tensor:
     tensor = read()
     is_right = tensor.is_floating_point() and tensor.dtype.itemsize > 1
     is_right = tensor.dtype == torch.int8 if has_scales else is_right
-    need = "int8 next to its weight_scale" if has_scales else "16 or 32 bits without one"
+    need = "16 or 32 bits without one"
+    need = "int8 next to its weight_scale" if has_scales else need
     require(is_right, f"{name} is {tensor.dtype}: quantization='int8' needs {need}")
     return tensor if has_scales else quantize_rows(tensor)[0].to(torch.int8)
 
