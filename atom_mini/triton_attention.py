@@ -274,13 +274,14 @@ def merge_parts(
     tl.debug_barrier()
     if tl.atomic_add(merge + 2 + number, 1, sem="acq_rel") == parts - 1:
         first, count, partial = tl.load(item), tl.load(item + 1), tl.load(merge)
-        for start in range(0, ROWS, 16):  # few rows take few registers
-            row = begin + start + tl.arange(0, 16)
+        FEW: tl.constexpr = 16 if BLOCK_D <= 256 else 8  # rows, for lack of registers
+        for start in range(0, ROWS, FEW):
+            row = begin + start + tl.arange(0, FEW)
             token, heads = row // G, head + row % G
             valid, dims = (token < count)[:, None], tl.arange(0, BLOCK_D)[None, :]
-            acc = tl.zeros([16, BLOCK_D], tl.float32)
-            top = tl.full([16, 1], -1e30, tl.float32)
-            total = tl.zeros([16, 1], tl.float32)
+            acc = tl.zeros([FEW, BLOCK_D], tl.float32)
+            top = tl.full([FEW, 1], -1e30, tl.float32)
+            total = tl.zeros([FEW, 1], tl.float32)
             for part in range(parts):
                 at = partial + part * count
                 mean = _load_rows(partial_ptr, at, count, token, heads, H, D, BLOCK_D)

@@ -55,7 +55,7 @@ class LatentOps(TritonOps):
         self.rope = rope
         self.launches = LATENT_LAUNCHES[arch]
         self.tiles = [(max(launch.rows, heads), KEYS) for launch in self.launches]
-        sizes = zip(self.tiles, self.launches)
+        sizes = zip(self.tiles, self.launches, strict=True)
         self.num_counters = max(triton.cdiv(t[0], launch.rows) for t, launch in sizes)
 
     def attend(
@@ -80,6 +80,7 @@ class LatentOps(TritonOps):
         return out
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #2336eb07
+# q [T, H, L + R], cache [N, 1, S, L + R], out [T, H, L]; partial [R, H, L], lse [R, H]
 @triton.jit
 def latent_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, block_stride, scale,
@@ -87,8 +88,7 @@ def latent_attention_kernel(
     LARGE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """Work items, in `TILES` tiles each: q [T, H, L + R], cache [N, 1, S, L + R], whose
-    first L numbers are the values, out [T, H, L]; `partial` [R, H, L], `lse` [R, H]."""
+    """Work items, in `TILES` tiles each. The first L numbers of a row are its values."""
     n, dims, turned = tl.arange(0, KEYS), tl.arange(0, L), L + tl.arange(0, R)
     num_items = tl.load(plan_ptr + 4 * LARGE)
     items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)
@@ -130,7 +130,5 @@ def latent_attention_kernel(
         else:
             tl.store(partial_ptr + at, acc, mask=exists)
             tl.store(lse_ptr + to, top + tl.log2(total), mask=token < q_len)
-            merge_parts(
-                item, plan_ptr, i % TILES, i % TILES * ROWS, 0, out_ptr, partial_ptr,
-                lse_ptr, H, ROWS, H, L, L,
-            )
+            merge_parts(item, plan_ptr, i % TILES, i % TILES * ROWS, 0, out_ptr,
+                        partial_ptr, lse_ptr, H, ROWS, H, L, L)  # fmt: skip
