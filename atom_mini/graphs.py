@@ -187,13 +187,22 @@ class GraphRunner(ModelRunner):
         torch.cuda.empty_cache()
         return free - (left[0] - left[1]) - (left[-2] - left[-1]) * (len(sizes) - 1)
 
+    def _find_size(self, batch: ScheduledBatch) -> int | None:
+        """The size of the graph that replays `batch`; None if no graph can: it is not a
+        decode, it has too many rows, or a sequence needs large tiles."""
+        from atom_mini.triton_attention import FEW_TOKENS  # imports triton
+
+        rows, most = batch.total_seqs_num, batch.queries[0].max()
+        if batch.type is not SequenceType.DECODE or most > FEW_TOKENS:
+            return None
+        return min((n for n in self.graphs if n >= rows), default=None)
+
     def launch(
         self, batch: ScheduledBatch, fill_in: FillIn | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run a step: (logits [R, vocabulary], token ids [R]). A decode is replayed."""
-        count = batch.total_seqs_num
-        size = min((n for n in self.graphs if n >= count), default=None)
-        if size is None or batch.type is not SequenceType.DECODE:
+        count, size = batch.total_seqs_num, self._find_size(batch)
+        if size is None:
             return super().launch(batch, fill_in)
         ids, *_ = self._upload(batch, size)
         if fill_in is not None:

@@ -20,7 +20,8 @@ __all__ = ['Fields', 'EVEN', 'FULL', 'SLIDING', 'LINEAR', 'FAMILIES', 'HYBRID', 
            'FamilySpec', 'LatentSpec', 'StateSpec', 'get', 'is_sparse', 'read_mixture', 'check_routing', 'check_only',
            'read_plain', 'read_smollm3', 'read_mixtral', 'read_olmoe', 'read_gated', 'read_qwen2_moe', 'read_qwen3_moe',
            'read_groups', 'read_glm4_moe', 'read_gpt_oss', 'read_latent', 'read_deepseek_v2', 'read_state', 'Family',
-           'read_windows', 'is_int8', 'read_storage', 'check_family', 'decoder_of', 'own_sizes', 'read_family']
+           'read_windows', 'is_int8', 'read_compressed', 'read_storage', 'check_family', 'decoder_of', 'own_sizes',
+           'read_family']
 
 # %% ../../nbs/families/61_mixture.ipynb #389b1116
 @dataclass(frozen=True)
@@ -341,18 +342,28 @@ def read_windows(cfg: Any, layers: tuple[str, ...] = (SLIDING,)) -> tuple[int, .
     return tuple(size if one else 0 for one in slides)
 
 
-def is_int8(how: Fields) -> bool:
-    """Whether compressed-tensors stores int8 with a scale per row of each weight, for
-    activations in int8 with a scale per token."""
-    plain = {"num_bits": 8, "type": "int", "symmetric": True}
-    rules = {"weights": plain | {"strategy": "channel"}}
-    rules["input_activations"] = plain | {"strategy": "token", "dynamic": True}
-    groups = [*how.get("config_groups", {}).values()]
-    wrong = [
-        key for group in groups for part, rule in rules.items()
-        for key in rule if (group.get(part) or {}).get(key) != rule[key]
-    ]  # fmt: skip
-    return how.get("format") == "int-quantized" and bool(groups) and not wrong
+def is_int8(group: Any) -> bool:
+    """Whether a group of compressed-tensors stores int8 with a scale per row of each
+    weight, for activations in int8 with a scale per token, and for exact outputs."""
+    codes = {"num_bits": 8, "type": "int", "symmetric": True}
+    rules = {"weights": codes | {"strategy": "channel"}}
+    rules["input_activations"] = codes | {"strategy": "token", "dynamic": True}
+    if not isinstance(group, dict) or group.get("output_activations"):
+        return False
+    pairs = [(group.get(name), rule.items()) for name, rule in rules.items()]
+    is_known = all(isinstance(own, dict) and rule <= own.items() for own, rule in pairs)
+    return is_known and group.get("format") in (None, "int-quantized")
+
+
+def read_compressed(how: Fields) -> str:
+    """The method of a config of compressed-tensors: "int8", or words for what we do not
+    read."""
+    method, groups = how.get("format"), how.get("config_groups")
+    more = [name for name in ("transform_config", "kv_cache_scheme") if how.get(name)]
+    is_right = method == "int-quantized" and isinstance(groups, dict) and bool(groups)
+    if is_right and not more and all(map(is_int8, groups.values())):
+        return "int8"
+    return ", ".join([f"compressed-tensors, format={method}", *more])
 
 
 def read_storage(cfg: Any) -> Storage | None:
@@ -366,7 +377,7 @@ def read_storage(cfg: Any) -> Storage | None:
     if method == "fp8" and (not is_pair or scheme != "dynamic"):
         method = f"fp8, weight_block_size={size}, activation_scheme={scheme}"
     if method == "compressed-tensors":
-        method = "int8" if is_int8(how) else f"{method}, format={how.get('format')}"
+        method = read_compressed(how)
     what = f"quant_method={method} is not supported, mxfp4, fp8 (in blocks), and int8 "
     what += "(compressed-tensors, symmetric, by row and token) are"
     known = ("mxfp4", "fp8", "int8")

@@ -38,7 +38,8 @@ from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.verify import SpecCore
+from atom_mini.speculation.verify import SpecCore, as_rows
+from atom_mini.triton_attention import FEW_TOKENS
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -244,6 +245,19 @@ def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
     stats = core.scheduler.spec_stats
     assert stats.accepted.total() > 5 and stats.proposed.total() > stats.accepted.total() and 4 in sizes
     assert not graphs or max(runner.graphs) == 12  # type: ignore[attr-defined]
+
+
+def test_many_drafts_of_one_sequence_are_not_replayed(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over `FEW_TOKENS` new tokens get large tiles, which no graph has: eager, with the logits of the plain path."""
+    monkeypatch.setattr("atom_mini.graphs.graph_sizes", lambda most: [most])
+    runner, plain = GraphRunner(make_config(folder, max_num_seqs=FEW_TOKENS + 1), record), plain_runner(folder)
+    counts = count_replays(runner)
+    for tokens, replays in ((FEW_TOKENS, 1), (FEW_TOKENS + 1, 1)):
+        prompt = made_up_batch(SequenceType.PREFILL, tokens, np.arange(5)[None])
+        rows = as_rows(replace(prompt, type=SequenceType.DECODE, scheduled_tokens=np.arange(tokens)))
+        logits, wanted = (r.launch(rows)[0].cpu() for r in (runner, plain))
+        assert torch.allclose(logits, wanted, atol=1e-4)
+        assert sum(counts.values()) == replays
 
 
 def test_a_launch_returns_logits_whoever_runs_it(folder: Path, record: Any) -> None:

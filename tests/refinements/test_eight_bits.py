@@ -175,6 +175,33 @@ def test_other_formats_of_compressed_tensors_are_refused(name: str, tmp_path: Pa
             EngineArgs(str(tmp_path), device="cpu", quantization=option)
 
 
+BROKEN: dict[str, dict[str, Any]] = {
+    "no groups": {"config_groups": None},
+    "a list of groups": {"config_groups": [GROUP]},
+    "a named scheme": {"config_groups": {"W8A8": ["Linear"]}},
+    "an empty group": {"config_groups": {"group_0": None}},
+    "a rule that is a word": {"config_groups": {"group_0": GROUP | {"weights": "int8"}}},
+    "rounded outputs": {"config_groups": {"group_0": GROUP | {"output_activations": GROUP["input_activations"]}}},
+    "a group in another format": {"config_groups": {"group_0": GROUP | {"format": "pack-quantized"}}},
+    "rotated activations": {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": []}}}},
+    "a cache in eight bits": {"kv_cache_scheme": HALF},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_a_config_asks_for_is_never_ignored(name: str, tmp_path: Path) -> None:
+    """What changes the numbers and is not computed here, and groups that are none, are refused before the weights are opened."""
+    save_checkpoint("qwen3", tmp_path, num_hidden_layers=1)
+    group = GROUP | {"output_activations": None, "format": "int-quantized"}
+    usual = STORED | {"transform_config": {}, "config_groups": {"group_0": group}}
+    edit_json(tmp_path / "config.json", quantization_config=usual)
+    assert EngineArgs(str(tmp_path), device="cpu", quantization="int8").spec.model_type == "qwen3"
+    edit_json(tmp_path / "config.json", quantization_config=usual | BROKEN[name])
+    for option in (None, "int8"):
+        with pytest.raises(ValueError, match=r"quant_method=compressed-tensors, format=int-quantized.* is not supported"):
+            EngineArgs(str(tmp_path), device="cpu", quantization=option)
+
+
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32])
 def test_codes_of_another_type_are_refused(kind: torch.dtype, tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path / "float", num_hidden_layers=1)
@@ -294,6 +321,27 @@ def test_compiled_tokens_are_those_of_torch(way: str, seed: int) -> None:
             found = [list(out.token_ids) for out in llm.generate(asked, params, use_tqdm=False)]
             assert share_alike(found, wanted) > 0.9
         assert is_empty(llm) and (core.scheduler.num_preemptions > 0 or way != "preempted")
+
+
+@compiled
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_number_of_threads_changes_no_bit(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any logits, in prompts and decodes, and in a second run."""
+    monkeypatch.setattr("atom_mini.model_runner.SMALL_STEP", 0)  # even small steps use all threads
+    asked = [[(i * i + n) % 200 for i in range(n)] for n in (1, 40, 150, 3)]
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 4, 1):
+            torch.set_num_threads(count)
+            with LLM("tiny", compiled=is_compiled, **INT8) as llm:
+                runner, rows = llm.engine_core.runner, []
+                run_model = runner.run_model
+                monkeypatch.setattr(runner, "run_model", lambda *a, r=rows, f=run_model: (r.append(f(*a).clone()), r[-1])[1])
+                llm.generate(asked, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+            found.append(torch.cat(rows))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0].isfinite().all() and all(each.equal(found[0]) for each in found)
 
 
 PROCESSORS = {  # compiled for it, and not run: numbers in a vector, and the instruction
