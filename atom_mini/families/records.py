@@ -356,12 +356,11 @@ def is_int8(group: Any) -> bool:
 
 
 def read_compressed(how: Fields) -> str:
-    """The method of a config of compressed-tensors: "int8", or words for what we do not
-    read."""
+    """The method of compressed-tensors: "int8", or words for what we do not read."""
     method, groups = how.get("format"), how.get("config_groups")
+    each = [*groups.values()] if isinstance(groups, dict) else []
     more = [name for name in ("transform_config", "kv_cache_scheme") if how.get(name)]
-    is_right = method == "int-quantized" and isinstance(groups, dict) and bool(groups)
-    if is_right and not more and all(map(is_int8, groups.values())):
+    if method == "int-quantized" and each and not more and all(map(is_int8, each)):
         return "int8"
     return ", ".join([f"compressed-tensors, format={method}", *more])
 
