@@ -21,7 +21,7 @@ LIMIT = 120  # seconds for a check
 CHAPTER_LIMIT = 900  # and for a chapter with all of its own
 UNSOLVED = ("AssertionError", "NotImplementedError")
 MISSPELT = ("", "NameError", "SyntaxError")  # how a check must not end on a wrong answer
-SECTION = re.compile(r"(?m)^# %% (\d+)\n")
+SECTION = re.compile(r"(?m)^# %% (\w+) (\d+)\n")
 
 
 def run(shell: Any, source: str) -> str:
@@ -72,10 +72,11 @@ def check_exercise(shell: Any, cells: dict[str, str]) -> None:
 
 
 def wrong_answers(path: Path, folder: Path) -> dict[int, str]:
-    """The sections of the file with a chapter's wrong answers, by the number of the exercise; none without a file."""
-    file = folder / f"{path.stem}.py"
-    parts = SECTION.split(file.read_text()) if file.exists() else [""]
-    return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
+    """A chapter's sections of its part's file of wrong answers, by the number of the exercise."""
+    file = folder / f"{path.parent.name}.py"
+    _, *parts = SECTION.split(file.read_text())
+    sections = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    return {int(number): text for stem, number, text in sections if stem == path.stem}
 
 
 def study(path: Path, folder: Path) -> tuple[int, int]:

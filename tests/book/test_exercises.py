@@ -17,7 +17,7 @@ import pytest
 import unsolved
 from execnb.nbio import mk_cell, new_nb, write_nb
 from execnb.shell import CaptureShell
-from exercises import check_exercise, run, wrong_answers
+from exercises import SECTION, check_exercise, run, wrong_answers
 from IPython.core.interactiveshell import InteractiveShell
 from places import TOOLS
 
@@ -70,6 +70,13 @@ def test_chapter_runs_and_its_exercises_bite(path: Path, study: Any) -> None:
     found = study(path)
     assert not found["error"], found["error"]
     assert found == {"done": len(book.exercises(path)), "wrong": len(wrong_answers(path, WRONG)), "error": ""}
+
+
+def test_wrong_answers_are_to_exercises() -> None:
+    """Of chapters of their part: a misspelled name would be read by nobody."""
+    for file in WRONG.glob("*.py"):
+        stems = {stem for stem, _ in SECTION.findall(file.read_text())}
+        assert stems <= {path.stem for path in CHAPTERS if path.parent.name == file.stem}, file.name
 
 
 SHELL = {"exercise": "#| exercise\nanswer = None", "check": "#| check\nassert answer == 3"}

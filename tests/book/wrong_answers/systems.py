@@ -1,8 +1,13 @@
-# %% 1
+# %% 40_radix_cache 1
+prompt = [1, 2, 3, 4]
+# %% 40_radix_cache 2
+def by_shared_prefix(tree: RadixCache, prompts: list[list[int]]) -> list[list[int]]:
+    return sorted(prompts, key=lambda tokens: len(tree.match(tokens)), reverse=False)
+# %% 41_spyre 1
 computed = 64
-# %% 2
+# %% 41_spyre 2
 load = [(0, 6, 3, 2), (0, 6, 10, 10)]
-# %% 3
+# %% 41_spyre 3
 class ColumnPositions(RectangularRunner):
     def prepare_model(self, batch):
         ids, _, meta, rows = super().prepare_model(batch)

@@ -1,0 +1,65 @@
+# %% 61_mixture 1
+def half(E, k):
+    return E // (2 * k)  # as if no two tokens chose the same expert
+# %% 61_mixture 2
+def share(B):
+    p = 1 / (np.arange(E) + 10)
+    draw = [rng.choice(E, K, replace=False, p=p / p.sum()) for _ in range(B)]
+    return len(set(np.concatenate(draw).tolist())) / E  # of all, not of the even case
+# %% 61_mixture 3
+def balance(logits):
+    correction = torch.zeros(logits.shape[1])
+    for _ in range(300):
+        ids = route(logits, Routing(2, "sigmoid"), correction)[1]
+        load = torch.bincount(ids.flatten(), minlength=len(correction)).float()
+        correction += 0.01 * torch.sign(load - load.mean())  # raises the load of busy experts
+    return correction
+# %% 62_grouped_kernel 1
+times_read = {T: 2 * T for T in (1, 16, 17, 40)}  # once for each token
+# %% 62_grouped_kernel 2
+def pack(w):
+    groups = w.unflatten(-1, (-1, 32))
+    power = (groups.abs().amax(-1) / 6).log2().ceil().clamp(-127, 127)
+    scaled = groups / torch.exp2(power)[..., None]
+    nearest = (scaled.abs()[..., None] - E2M1[:8]).abs().argmin(-1)
+    codes = (nearest + 8 * (scaled < 0)).flatten(-2).unflatten(-1, (-1, 2))
+    return codes[..., 1] + 16 * codes[..., 0], (power + 127).to(torch.uint8)  # high half first
+# %% 63_sinks_windows 1
+def empty_parts(length, window):
+    return max(0, length - window) // 256  # as if all parts had one size
+# %% 63_sinks_windows 2
+def times_counted(length):
+    return length // 256  # the last part is a part, too
+# %% 63_sinks_windows 3
+def blocks_read(length, window, tile):
+    return -(-length // 16) - max(0, length - window) // 16  # as if loads began at any block
+# %% 64_quantized_files 1
+def dequantize_nvfp4(blocks, scales, scale):
+    pairs = PAIRS.view(torch.int64).flatten()
+    out = pairs.index_select(0, blocks.flatten().int()).view(torch.float32)
+    return (out.view(*scales.shape, 16) * scales.float()[..., None]).flatten(-2)  # without the matrix's scale
+# %% 64_quantized_files 2
+def better_scales(weights):
+    return weights.abs().amax(-1).log2().floor() - 1  # always the next one
+# %% 65a_latent_attention 1
+def share(n, chunk):
+    pairs = n * (n + 1) / 2
+    return (n * expand + pairs * plain) / (pairs * absorbing)  # as if all chunks shared the expanded keys
+# %% 65a_latent_attention 2
+def idle(heads, rows=16):
+    return max(0.0, 1 - heads / rows)  # as if a tile held one token
+# %% 65a_latent_attention 3
+times = {4: 2, 16: 5, 20: 5}
+# %% 66a_delta_rule 1
+def half_life(A_log, dt_bias, a=0.0):
+    return math.log(2) / math.log1p(math.exp(a + dt_bias))  # all heads decay alike
+# %% 66a_delta_rule 2
+def sort_rows(rows, spec):
+    return rows.unflatten(0, (spec.linear_num_key_heads, -1)).mT.flatten()  # the heads take turns
+# %% 66b_state_slots 1
+def serve(budget, n, token, sequence):
+    count = int((budget - sequence) // (n * token))  # one state for all
+    return count, count * sequence / budget
+# %% 66b_state_slots 2
+def spacing(token, sequence, block_size):
+    return sequence // token // block_size * block_size  # rounded down: too much memory

@@ -1,0 +1,205 @@
+# %% 00_one_request 1
+best_order = sorted(range(16), key=lambda i: i % 2)  # some order
+# %% 00_one_request 2
+def used_share(i):
+    return (len(prompts[i]) + wanted[i]) / 128  # the last token has no slot
+# %% 00b_map 1
+def num_steps(prompt: int, output: int, budget: int) -> int:
+    return -(-prompt // budget) + output  # the last prefill gives a token, too
+# %% 00b_map 2
+def blocks_at_the_end(prompt: int, output: int, size: int) -> int:
+    return -(-(prompt + output) // size)  # a slot for the last token
+# %% 01a_checkpoint 1
+num_parameters = sum(sum(tensor["shape"]) for tensor in header.values())  # a sum, not a product
+# %% 01a_checkpoint 2
+def is_pointer(file: Path) -> bool:
+    return file.stat().st_size < 10_000  # config.json is small, too
+# %% 01b_config 1
+@explained
+@dataclass
+class Window:  # not strict: "64" is accepted
+    size: Annotated[int, Field(ge=16, le=4096)] = 128
+    offset: Annotated[int, Field(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        require(self.offset < self.size, f"offset={self.offset} must be below size")
+# %% 01b_config 2
+params, defaults = SamplingParams(), {"temperature": 0.6}  # None is filled in by both
+# %% 02_sequence 1
+def num_computed(prompt: int, most: int, lost_at: int) -> int:
+    return prompt + most - 1 + prompt  # forgets what was generated before the loss
+# %% 02_sequence 2
+def ttft(seq: Sequence) -> float:
+    return seq.first_token_time - seq.arrive_time
+
+def tpot(seq: Sequence) -> float:
+    return (seq.leave_time - seq.first_token_time) / seq.num_completion_tokens  # counts the first
+# %% 03_block_manager 1
+first, second = list(range(5)), list(range(100, 108))
+# %% 03_block_manager 2
+found = {256: 256, 16: 300}
+# %% 03b_prefix_cache 1
+prompt = [1, 2, 3, 4, 5, 6, 7]  # one too few
+# %% 03b_prefix_cache 2
+one, two = [1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 3, 4, 5, 6, 7, 9]  # the second blocks differ, too
+# %% 04_scheduler 1
+tokens = (4, 5, 9)  # nothing comes after the end
+# %% 04_scheduler 2
+def may_overtake(n: int) -> bool:
+    return n < 100  # c waits for most of them
+# %% 04_scheduler 3
+class FirstIsVictim(Scheduler):
+    def _grow(self, seq):
+        raise NotImplementedError("it goes wrong, but for no reason of the exercise")
+# %% 05_attention 1
+def window_mask(n: int, length: int, window: int) -> Tensor:
+    keys = torch.arange(length)
+    return causal_mask(n, length) & (keys >= keys[-n:, None] - window)  # one too many
+# %% 05_attention 2
+unharmed = {1, 4, 8, 12}
+# %% 06a_models 1
+def rotate_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.chunk(2, -1)
+    cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]  # the half with the minus sign
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+# %% 06a_models 2
+attention = 1024 * (16 + 8 + 8) * 128 + 16 * 128 * 1024  # without q and k norm
+num_weights = 151936 * 1024 + 28 * (attention + 3 * 1024 * 3072 + 2 * 1024) + 1024
+# %% 06b_loading 1
+def load_some(model: nn.Module, folder: Path) -> list[str]:
+    targets, files = weight_targets(model), checkpoint_files(folder)
+    for name in targets.keys() & files.keys():  # what has no place is overlooked
+        with open_file(files[name]) as tensors:
+            targets[name].copy_(tensors.get_tensor(name))
+    return [name for name in targets if name not in files]
+# %% 06b_loading 2
+def header_share(file: Path) -> float:
+    whole = file.read_bytes()
+    return int.from_bytes(whole[:8], "little") / len(whole)  # without the first eight bytes
+# %% 06c_it_speaks 1
+def log_prob(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    return logits.log_softmax(-1).gather(1, ids[:, None]).sum().item()  # of each token itself, not of the next
+# %% 06c_it_speaks 2
+missed = {"one layer without 1/√D"}  # norms of q and k change only the product, too
+# %% 06c_it_speaks 3
+def quiet_fault(model):
+    model.model.norm.weight *= -1.0  # the likeliest becomes the least likely
+# %% 07_sampler 1
+tied = torch.tensor([[5.0, 5.0] + [0.0] * 22]) + torch.tensor([[0.0, 1e-3] + [0.0] * 22])  # no tie
+# %% 07_sampler 2
+def draw_sorted(probs: Tensor, u: Tensor) -> Tensor:
+    ordered, order = probs.sort(-1)  # from the least likely
+    return order.gather(1, draw(ordered, u)[:, None])[:, 0]
+# %% 08_model_runner 1
+def slots_from_the_end(tables: list[list[int]], lens: list[int], size: int) -> list:
+    return [t[-1] * size + (n - 1) % size for t, n in zip(tables, lens)]
+
+reserve_is_safe = True
+# %% 08_model_runner 2
+def blocks_that_fit(peak: int, block_bytes: int) -> int:
+    return int((24 * 2**30 - 2**30 - peak) * 0.9) // block_bytes  # 90 % of what is left
+# %% 09a_engine_core 1
+class ClockRunner(CountingRunner):
+    clock = 0.0
+
+    def forward(self, batch):
+        self.clock += 1 + 0.01 * batch.total_tokens_num  # decodes too
+        return super().forward(batch)
+# %% 09a_engine_core 2
+class ChecksInside(EngineCore):
+    def add(self, seq):
+        with self.transaction():
+            self.scheduler.add(seq)  # which checks it first
+
+def num_recomputed(seqs):
+    return sum(seq.num_tokens for seq in seqs if not seq.is_finished)  # the newest, too
+# %% 09b_text 1
+text, num_seen = "Where does Ada live?", 6  # all of the stop string
+# %% 09b_text 2
+first_wrong, both_wrong = "é".encode(), "漢".encode()
+# %% 09c_llm 1
+def tokens_in_next_piece(n: int) -> int:
+    return n + 1
+# %% 09c_llm 2
+def first_answer(prompts: list[str], params: list[SamplingParams]) -> int:
+    stream = llm.stream(prompts, params)
+    last = [piece.index for piece in stream if piece.finished]  # until the end
+    return last[0]
+# %% 09c_llm 3
+def break_even(parameters, layers, heads, dim) -> int:
+    return int(2 * parameters // kv_bytes(layers, heads, dim, 1024))  # rounded down
+# %% 10_triton_attention 1
+right = []
+# %% 10_triton_attention 2
+parts_and_keys = {8_193: (32, 257), 20_000: (32, 625)}  # not in whole tiles
+# %% 10_triton_attention 3
+other_size = SPLIT_KEYS  # no other
+# %% 11_small_kernels 1
+differs = [torch.bfloat16]
+# %% 11_small_kernels 2
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x - -y  # right, but by torch's kernels
+# %% 11_small_kernels 3
+weights, u_of_row = [3.0, 2.0, 1.0], 0.9
+# %% 11b_one_copy 1
+class Places:
+    def __init__(self, device, num_places):
+        self.device = device
+        self.hosts = deque(np.empty(3, int) for _ in range(num_places))
+
+    def send(self, there, values):
+        if self.device.queue:  # waits at every step
+            self.device.run()
+        self.hosts.rotate()
+        self.hosts[0][:] = values
+        self.device.copy(there, self.hosts[0])
+# %% 11b_one_copy 2
+def bytes_sent(sizes: list[int]) -> int:
+    return -(-sum(sizes) // 16) * 16  # only the whole
+# %% 12a_graphs 1
+best_ladder = sorted({*range(32, 257, 32)})  # pads more
+# %% 12a_graphs 2
+harmful = graph_sizes(20)
+# %% 12a_graphs 3
+def follows(step, change) -> bool:
+    graph = record(step, None)
+    graph.replay()
+    return torch.equal(graph.outputs[0], step()[0])  # nothing has changed
+# %% 12b_assemble 1
+class Shortest(Scheduler):
+    def add(self, seq):
+        super().add(seq)
+        self.waiting = type(self.waiting)(sorted(self.waiting, key=lambda s: -len(s)))  # the longest
+# %% 12b_assemble 2
+def needs_torch(name: str) -> bool:
+    return "import torch" in paths[modules.index(name)].read_text()  # not what it imports
+# %% 13_one_request_through 1
+other_prompt = prompt.replace("girl", "hen")  # behind the two blocks that are shared
+# %% 13_one_request_through 2
+computed_again = len(ids) - 2 * SIZE
+# %% 13_one_request_through 3
+seed = next(s for s in range(100) if s != 0)
+# %% 14_survives 1
+class NoRollback(EngineCore):
+    pass  # it rolls back
+
+harmful = 1
+# %% 14_survives 2
+def reordered(name: str, known: list[str]) -> list[str]:
+    return [k for k in known if set(name.split("_")) <= set(k.split("_"))]  # a part of the words is enough
+# %% 22_rope_scaling 1
+def ntk(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
+    theta = p["rope_theta"] * p["factor"]  # the last pair has index D/2 - 1, not D/2
+    return theta ** -(torch.arange(0, dim, 2) / dim), 1.0
+# %% 22_rope_scaling 2
+def new_share(freqs: Tensor, scaled: Tensor, factor: float) -> Tensor:
+    return (factor * TRAINED * scaled / (2 * math.pi)).clamp(max=1)  # also what training showed
+# %% 24_what_every_engine_does 1
+def no_second_pair(logits, tokens):
+    changed = logits.clone()
+    changed[tokens] = float("-inf")
+    return changed
+# %% 24_what_every_engine_does 2
+names = ["b", "<0xC3>", "<0xA9>", "b"]  # a character of two bytes, and nothing that breaks it
+# %% 24_what_every_engine_does 3
+rule = (lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, at most 1")  # accepts True

@@ -1,0 +1,45 @@
+# %% 70_engine_process 1
+class Matrix(Message):
+    shape: list[Size]
+    data: bytes
+
+    def unpack(self):
+        return np.resize(np.frombuffer(self.data, np.float32), self.shape)  # repeats what there is
+# %% 70_engine_process 2
+def merge(tokens: list[int], row: Row) -> list[int]:
+    return tokens if row.start < len(tokens) else row.token_ids
+# %% 70_engine_process 3
+def worst(limit: float) -> float:
+    return limit
+# %% 72a_shards 1
+def argmax_of_all(group, part):
+    value, place = part.max(0)
+    best = group.all_gather(torch.stack([value.double(), place.double()]))
+    return int(best[best[:, 0].argmax(), 1])  # the place in its own part
+# %% 72a_shards 2
+def share_of_sums(tokens):
+    compute_ms = 2 * 70.6e9 * tokens / (2 * 989e12) * 1e3
+    return bytes_ms(1, 2, 450e9) / compute_ms
+# %% 72a_shards 3
+def visited(ranks: int, experts: int, k: int) -> float:
+    return ranks * (1 - (1 - 1 / ranks) ** k)  # as if an expert could be chosen twice
+# %% 72c_ranks 1
+def named(ends: dict[int, float], pause: float) -> list[int]:
+    return [rank for rank, at in ends.items() if at <= pause]
+# %% 72c_ranks 2
+def follow(last: int, frame: bytes) -> int:
+    return decode(frame, Step).id
+# %% 73a_replicas 1
+def fewest_tokens(replicas, seq):
+    return min(replicas, key=lambda r: max(map(len, r.seqs.values())))
+# %% 73a_replicas 2
+def with_promises(replica, seq):
+    replica.hashes.update(chain(seq)[:2])
+# %% 73a_replicas 3
+def served(p: float, n: int, lockstep: bool) -> float:
+    return 1 - p * n if lockstep else 1 - p
+# %% 73b_lockstep 1
+def wasted(steps: list[int]) -> float:
+    return sum(max(steps) - n for n in steps) / sum(steps)
+# %% 73b_lockstep 2
+events = [(0, "hears"), (1, "hears"), (0, "sleeps"), (1, "sleeps")]

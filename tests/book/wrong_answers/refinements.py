@@ -1,0 +1,47 @@
+# %% 20_parts 1
+calm_row = Need("trace=True", has("trace", True), {"overlap": (False,)}, "records are easier to read")
+# %% 20_parts 2
+def implied(options):
+    usual, known = vars(EngineArgs("tiny")), vars(EngineArgs("tiny", **options))
+    return {n for n in known if n != "hf_config" and known[n] != usual[n]}
+# %% 20_turns 1
+class ThreeInARow(TurnScheduler):
+    in_a_row = 0
+
+    def _choose(self):
+        self.last_was_prefill = self.in_a_row >= 2  # after two
+        kind, seqs = super()._choose()
+        self.in_a_row = self.in_a_row + 1 if kind is SequenceType.PREFILL else 0
+        return kind, seqs
+# %% 20_turns 2
+best_factor = 4
+# %% 20_turns 3
+def largest_budget(limit, step, token):
+    return int((limit - step) / token) // 2
+# %% 23a_overlap 1
+class DeepCore(OverlapCore):
+    def step(self):
+        with self.transaction():
+            while len(self.in_flight) < 2 and (scheduled := self.scheduler.schedule()):
+                batch, seqs = scheduled
+                self._launch(batch, [*seqs.values()])
+        return super().step()
+# %% 23a_overlap 2
+class UnorderedDevice(WritingDevice):
+    held = None
+    def run(self, batch):
+        self.held = batch  # kept, and run all the same
+        return super().run(batch)
+# %% 23b_launching 1
+loaded = 5
+# %% 23b_launching 2
+def overwritten(places: list[int]) -> list[int]:
+    return [n for n in range(len(places)) if places[n] in places[n + 1 :]]
+# %% 25_half_the_launches 1
+foldable = {"input", "q", "head, untied"}  # the norm of a head would see the weight
+# %% 25_half_the_launches 2
+def finish(product, x, folded, bias):
+    centered = product - x.mean(1, keepdim=True)  # the mean, but not through the matrix
+    return centered / x.std(1, correction=0, keepdim=True) + bias
+# %% 25_half_the_launches 3
+sequences = next(n for n in range(1, 65) if saved(n, "MI300X", LOW, 1000) < 0.1)  # another GPU

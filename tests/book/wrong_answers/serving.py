@@ -1,0 +1,52 @@
+# %% 80_async_llm 1
+async def first_sentence(engine, prompt):
+    text = ""
+    async for piece in engine.generate(prompt, story):
+        text += piece.text
+        if "." in text:
+            break
+    return text + "."
+# %% 80_async_llm 2
+async def in_time(engine, prompt, seconds):
+    texts = []
+
+    async def collect():
+        async for piece in engine.generate(prompt, story):
+            texts.append(piece.text)
+
+    task = asyncio.create_task(collect())
+    await asyncio.wait([task], timeout=seconds)
+    return "".join(texts)
+# %% 82_server 1
+def text_of(chunks):
+    text = ""
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            text += choice["delta"].get("content", "")
+    if not chunk["choices"] or choice["finish_reason"] is None:
+        raise ValueError("it broke off")
+    return text
+# %% 82_server 2
+class Fair(Server):
+    async def pieces(self, request, stream):
+        busy = vars(self).setdefault("busy", [])
+        if len(busy) >= 2:
+            raise ApiError(429, "2 answers are unfinished: wait")
+        busy.append(request.user)
+        try:
+            async for piece in super().pieces(request, stream):
+                yield piece
+        finally:
+            busy.remove(request.user)
+# %% 84_fleet 1
+def place(session: str, replicas: list[str]) -> str:
+    # a ring, but nearly all sessions fall behind its last name
+    names = sorted(replicas)
+    return next((name for name in names if name > session), names[0])
+
+
+# %% 84_fleet 2
+def in_order(source: Path, target: Path) -> list[dict | None]:
+    # sorted by name, which is not the order of the requests
+    rows = sorted(map(json.loads, target.read_text().splitlines()), key=lambda row: row["custom_id"])
+    return [row["response"]["body"] for row in rows]

@@ -1,0 +1,57 @@
+# %% 50_verify 1
+mean_tokens = sum(0.8**i for i in range(1, 5))  # without the token that is not a draft
+# %% 50_verify 2
+class Pairs(Again):
+    def propose(self, seqs, most):
+        drafts = []
+        for seq, n in zip(seqs, most):
+            after = dict(zip(seq.token_ids, seq.token_ids[1:]))  # of this request alone
+            draft, token = [], seq.last_token
+            while len(draft) < n and token in after:
+                token = after[token]
+                draft.append(token)
+            drafts.append(draft)
+        return drafts
+
+methods["pairs"] = Method(lambda: Pairs)
+# %% 50_verify 3
+def most_covered(k):
+    return LARGEST_GRAPH // k  # without the newest token's row
+# %% 51_acceptance 1
+def first_token(p, q):
+    return np.eye(len(p))[q.argmax()]  # as if every draft were kept
+# %% 51_acceptance 2
+def first_of_two(p, q, rng):
+    for _ in range(2):  # the second is tried as if the first had not been rejected
+        x = rng.choice(5, p=q)
+        if rng.random() < p[x] / q[x]:
+            return x, True
+    rest = np.maximum(p - q, 0)
+    return rng.choice(5, p=rest / rest.sum()), False
+# %% 52_drafters 1
+class Latest(NgramDrafter):
+    def _find(self, seq):
+        return seq.num_tokens  # guesses nothing
+
+text_for_latest = [1] * 8
+# %% 52_drafters 2
+brings_more = False
+# %% 53_eagle 1
+def draftable(head, ids):
+    return len(head.target_ids) / 958  # of the vocabulary, not of the text
+# %% 53_eagle 2
+class PostNorm(EagleDrafter):
+    def run(self, step, hidden, ids=None):
+        states, drafts = super().run(step, hidden, ids)
+        if not len(drafts):
+            return states, drafts
+        return states, self.model.choose(self.model.norm(states, None)[0])  # fed back as it was
+# %% 53_eagle 3
+def by_token(after):
+    matrix = torch.zeros(64, 128)
+    matrix[after, torch.arange(60)] = 1  # the successor, which the output matrix maps on again
+    return matrix
+# %% 54_when_it_pays 1
+fastest = 11  # the most tokens, whatever they cost
+# %% 54_when_it_pays 2
+pays_from = 0.2  # as if each draft counted alone: 1 + 3 a
