@@ -64,7 +64,8 @@ def lacks_products(x: Tensor) -> bool:
     name = f"_is_mkldnn_{SHORT[x.dtype]}_supported"
     known = hasattr(torch.ops.mkldnn, name) and getattr(torch.ops.mkldnn, name)()
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    emulated = is_wide and not torch.cpu._is_avx512_bf16_supported()
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()  # private
+    emulated = is_wide and not has_bf16
     return not known or (emulated and x.dtype == torch.bfloat16)
 
 # %% ../nbs/appendix/92_cpu_products.ipynb #a6327bc4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import KW_ONLY
 from importlib.util import find_spec
 from pathlib import Path
@@ -437,14 +438,14 @@ OVERLAP_ON_GPU = True  # the default there
 
 
 def can_overlap(config: EngineArgs) -> bool:
-    """Whether the engine runs on a GPU, and the options allow `overlap=True`, which is
-    set to find out."""
+    """Whether the engine runs on a GPU, and no row of the table excludes overlap."""
     if config.spec is None or config.scheduler_cls is not None or is_on_cpu(config):
         return False
-    config.overlap = True
-    rows = [row for row in TOGETHER if row.holds(config)]
+    ahead = copy(config)
+    ahead.overlap = True
+    rows = [row for row in TOGETHER if row.holds(ahead)]
     needs = [need for row in rows for need in row.needs.items()]
-    return all(getattr(config, name) in allowed for name, allowed in needs)
+    return all(getattr(ahead, name) in allowed for name, allowed in needs)
 
 # %% ../../nbs/refinements/20_parts.ipynb #98128a6b
 def fuse(config: EngineArgs) -> None:
