@@ -128,13 +128,17 @@ test-seconds: $(VENV)/dev
 	$(PY) -m pytest --record -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
 	$(PY) -m pytest --record -m "alone and not slow and not real"
 
-# OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python. Then they are peers.
+# OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python, gguf and safetensors.
+# Then they are peers.
 # The real model is measured where `make real` has made it.
+PEERS := $(if $(OPENVINO),--openvino $(OPENVINO)) $(if $(LLAMA),--llama $(LLAMA))
+
 bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py --plain --loops 0 2 $(if $(OPENVINO),--openvino $(OPENVINO))
 	$(PY) tests/bench/compiled.py
 	$(PY) tests/bench/busy.py
-	test ! -d build/smollm2 || $(PY) tests/bench/real.py $(if $(OPENVINO),--openvino $(OPENVINO)) $(if $(LLAMA),--llama $(LLAMA))
+	test ! -d build/smollm2 || $(PY) tests/bench/real.py $(PEERS)
+	test ! -d build/smollm2 || $(PY) tests/bench/eight_bits.py
 	$(PY) tests/bench/speculation.py
 	$(PY) tests/bench/families.py
 	$(PY) tests/bench/host_step.py
@@ -144,16 +148,18 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/policies.py
 	$(PY) tests/bench/server.py
 
-# docs/figures.md's tables and chapter 82's: the benchmarks behind them, on a quiet machine; recorded with machine, date and commit,
-# and written into the pages.
+# docs/figures.md's tables, chapter 82's and 92b's: the benchmarks behind them, on a quiet machine; recorded with machine, date and
+# commit, and written into the pages. OPENVINO= and LLAMA= as above.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
-	for name in cpu speculation families host_step full_size busy real; do \
+	for name in cpu speculation families host_step full_size busy; do \
 		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
+	$(PY) tests/bench/real.py $(PEERS) --json build/figures/real.json
 	$(PY) tests/bench/figures.py build/figures
 	$(PY) nbs/_book/book.py readme
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
-	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb
+	$(PY) tests/bench/eight_bits.py --json tests/bench/results/eight_bits.json
+	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb nbs/appendix/92b_eight_bits.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; docs/figures.md's table and README's figure are made from it. Then the
 # same load with three policies for prompts beside decodes.

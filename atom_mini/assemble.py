@@ -36,9 +36,9 @@ def choose_ops(
     if (config.attention or ("triton" if on_gpu else "torch")) == "torch":
         return TorchOps() if on_gpu else CpuOps(), Sampler()
     check_triton(on_gpu)
-    from atom_mini.sampling_kernels import sample
+    from atom_mini.sampling_kernels import KernelSampler
 
-    return config.spec.make_triton_ops(device, dtype), Sampler(sample)
+    return config.spec.make_triton_ops(device, dtype), KernelSampler()
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
 def check_triton(on_gpu: bool) -> None:

@@ -75,20 +75,21 @@ def first_decodes(count: int) -> ScheduledBatch:
 
 # %% ../nbs/12a_graphs.ipynb #8334fcc1
 def is_simple(params: SamplingParams) -> bool:
-    """Whether a request asks for at most a temperature."""
-    filters = params.min_p or params.top_p not in (None, 1) or (params.top_k or 0) > 0
-    extras = params.is_penalized or params.logprobs is not None
-    return not filters and not extras
+    """Whether a request asks neither for penalties nor for log probabilities."""
+    return not params.is_penalized and params.logprobs is None
 
 
 class HowSampled:
-    """The sampling parameters of a batch, as arrays."""
+    """The sampling parameters of a batch, as arrays: `filters` [3, B] are top-k, top-p,
+    and min-p."""
 
     def __init__(self, params: list[SamplingParams]) -> None:
         self.params = params
         self.is_simple = all(map(is_simple, params))
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
+        filters = [(max(p.top_k or 0, 0), p.top_p or 1, p.min_p or 0) for p in params]
+        self.filters = np.array(filters, np.float32).reshape(-1, 3).T
 
 # %% ../nbs/12a_graphs.ipynb #c0309130
 class GraphRunner(ModelRunner):
@@ -96,6 +97,7 @@ class GraphRunner(ModelRunner):
 
     num_spare_blocks = 1  # padding rows write there
     ops: Any  # TritonOps: no other has a plan
+    sampler: Any  # KernelSampler: no other draws in a graph
 
     def __init__(self, config: Config, record: Callable = DeviceGraph) -> None:
         self.record = record
@@ -113,7 +115,7 @@ class GraphRunner(ModelRunner):
 
     def _upload(self, batch: ScheduledBatch, size: int) -> list[Tensor]:
         """Upload the inputs of the graph for `size` sequences: ids, positions, slots,
-        temperatures, random numbers, plan. Padding rows write to the spare block."""
+        temperatures, random numbers, filters, plan. Padding rows write to a spare block."""
         if batch.sampling_params != self.sampled.params:
             self.sampled = HowSampled(batch.sampling_params)
         lens = batch.context_lens
@@ -124,7 +126,8 @@ class GraphRunner(ModelRunner):
         rows = [batch.scheduled_tokens, positions, slots, self.sampled.temperature, u]
         fill = [0, 0, (self.kv_cache.shape[2] - 1) * block_size, 0, 0]  # a spare slot
         arrays = [padded(a, size, value) for a, value in zip(rows, fill, strict=True)]
-        return self.static.upload([*arrays, plan.data])
+        filters = np.stack([padded(a, size, 0) for a in self.sampled.filters])
+        return self.static.upload([*arrays, filters, plan.data])
 
     def _largest_plan(self, size: int) -> Any:
         longest = self.config.max_model_len
@@ -137,13 +140,13 @@ class GraphRunner(ModelRunner):
 
         The logits [size, vocabulary] are the first rows of `self.logits`.
         """
-        ids, positions, slots, temperature, u, data = inputs
+        ids, positions, slots, temperature, u, filters, data = inputs
         nothing = torch.empty(0)  # the kernel reads the plan alone
         plan = replace(self._largest_plan(len(ids)), data=data)
         meta = AttentionMetaData(nothing, nothing, slots, [], [], plan)
         hidden = self.compute_hidden(ids, positions, meta)
         logits = self.logits[: len(ids)].copy_(self.model.compute_logits(hidden))
-        return hidden, self.sampler.unfiltered(logits, temperature, u)
+        return hidden, self.sampler.draw(logits, temperature, u, filters)
 
     def _capture_one(self, size: int, *place: Any) -> Any:
         """Record a step of `size` sequences; AssertionError if its replay differs.
@@ -160,7 +163,7 @@ class GraphRunner(ModelRunner):
 
     def _capture(self, sizes: list[int]) -> list[int]:
         """Record `sizes`, the largest first; return the bytes left before and after."""
-        num_bytes = 32 * sizes[-1] + self._largest_plan(sizes[-1]).data.nbytes + 6 * 16
+        num_bytes = 44 * sizes[-1] + self._largest_plan(sizes[-1]).data.nbytes + 7 * 16
         self.static = InputBuffer(self.device, num_bytes, grows=False)
         left = [left_bytes(self.device)]
         self._make_logits(sizes[-1])

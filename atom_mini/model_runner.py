@@ -171,13 +171,12 @@ class ModelRunner:
         return made_up_batch(SequenceType.PREFILL, n, np.tile(table, (tokens // n, 1)))
 
     def _sample_most(self) -> None:
-        """Sample as many rows as a step may have, each with all filters."""
-        rows = self.config.max_decode_rows
-        batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
-        params = SamplingParams(temperature=1, top_p=0.5, min_p=0.1)
-        shape = rows, self.config.spec.vocab_size
-        logits = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.sample(replace(batch, sampling_params=[params] * rows), logits)
+        """Sample as many rows as a step may have, each with all filters, by the sort: no
+        other way to sample needs more memory."""
+        rows, vocab = self.config.max_decode_rows, self.config.spec.vocab_size
+        params = [SamplingParams(temperature=1, top_p=0.5, min_p=0.1)] * rows
+        meta = SamplingMetaData.pack(params, np.arange(rows), vocab, self.upload)
+        Sampler()(torch.zeros(rows, vocab, dtype=self.dtype, device=self.device), meta)
 
     def _run_largest_steps(self) -> None:
         """Run the largest prefill and the largest sampling, to measure their memory."""

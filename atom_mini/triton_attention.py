@@ -21,8 +21,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by NumPy, on the CPU
 
 # %% auto #0
 __all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'MAX_ITEMS', 'MAX_PARTIALS', 'FEW_TOKENS', 'ANYWHERE', 'cut_queries',
-           'part_size', 'most_parts', 'cut_keys', 'AttentionPlan', 'plan_attention', 'paged_attention_kernel',
-           'merge_kernel', 'Launch', 'launches', 'product_type', 'PagedAttention']
+           'part_size', 'most_parts', 'cut_keys', 'AttentionPlan', 'plan_attention', 'merge_parts',
+           'paged_attention_kernel', 'Launch', 'launches', 'product_type', 'PagedAttention']
 
 # %% ../nbs/10_triton_attention.ipynb #62e25316
 def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -73,25 +73,26 @@ def most_parts(
 
 # %% ../nbs/10_triton_attention.ipynb #94cc93c0
 def cut_keys(tiles: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Items [n, 8] of `tiles`, the longest first, and merges [m, 4].
+    """Items [n, 8] of `tiles`, the longest first, and merges [m, 2].
 
     `most` [B] bounds the parts of each sequence's keys. `AttentionPlan` names the
     columns.
     """
-    row, tokens, position, seq = tiles.T
+    _, tokens, position, seq = tiles.T
     end = position + tokens
     size = part_size(end, most[seq])
     parts = -(-end // size)
-    partials = np.where(parts > 1, parts * tokens, 0)
+    is_cut = parts > 1
+    partials = parts * tokens * is_cut
     partial = partials.cumsum() - partials  # the first one of each tile
+    merge = is_cut.cumsum() - is_cut
     tile, part = _pieces(parts)
     begin = part * size[tile]
     ends = np.minimum(begin + size[tile], end[tile])
-    to = np.where(parts[tile] > 1, partial[tile] + part * tokens[tile], -1)
-    items = np.column_stack([tiles[tile], begin, ends, to, np.zeros_like(to)])
-    tile, token = _pieces(np.where(parts > 1, tokens, 0))
-    merges = [row[tile] + token, partial[tile] + token, tokens[tile], parts[tile]]
-    return items[np.argsort(begin - ends, kind="stable")], np.stack(merges, 1)
+    to = np.where(is_cut[tile], partial[tile] + part * tokens[tile], -1)
+    items = np.column_stack([tiles[tile], begin, ends, to, merge[tile]])
+    merges = np.stack([partial, parts], 1)[is_cut]
+    return items[np.argsort(begin - ends, kind="stable")], merges
 
 # %% ../nbs/10_triton_attention.ipynb #9963a060
 @dataclass
@@ -104,14 +105,13 @@ class AttentionPlan:
 
     An item is 8 numbers: first query row, query tokens, position of the first, offset
     of its block table, first key, end of keys, first row in the partial results (-1 if
-    nothing is merged), 0. A merge is 4: query row, first partial row, distance to the
-    next, number of rows.
+    nothing is merged), offset of its merge. A merge is the tile's first row in the
+    partial results, its number of parts, and a counter for each program of an item.
     """
 
     data: Any  # an np.ndarray on the host, a Tensor on the device
     num_small: int  # items of sequences with up to FEW_TOKENS tokens
     num_large: int
-    num_merges: int
     num_partials: int
 
     @property
@@ -124,11 +124,12 @@ FEW_TOKENS = 16  # a sequence with more new tokens gets large tiles
 
 def plan_attention(
     query_lens: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray,
-    tile_tokens: tuple[int, int],
+    tile_tokens: tuple[int, int], num_counters: int,
 ) -> AttentionPlan:
     """The plan of a step: `query_lens`, `context_lens` [B], `block_tables` [B, W].
 
-    `tile_tokens`: the tokens of a small tile, and of a large one.
+    `tile_tokens`: the tokens of a small tile, and of a large one. A merge has
+    `num_counters` counters, which are 0.
     """
     is_large = query_lens > FEW_TOKENS
     sizes = np.where(is_large, tile_tokens[1], tile_tokens[0])
@@ -139,15 +140,17 @@ def plan_attention(
     items = items[np.argsort(large, kind="stable")]
     num_large = int(large.sum())
     num_small = len(items) - num_large
+    num_partials = int(items[items[:, 6] >= 0, 1].sum())
+    merges = np.pad(merges, ((0, 0), (0, num_counters)))
     begin = 8 + merges.size
     items[:, 3] = items[:, 3] * block_tables.shape[1] + begin + items.size
+    items[:, 7] = items[:, 7] * merges.shape[1] + 8
     rows = int(query_lens.sum())
     at_large = begin + 8 * num_small
     header = [num_small, len(merges), begin, rows, num_large, 0, at_large, 0]
     pieces = header, merges.ravel(), items.ravel(), block_tables.ravel()
     data = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
-    num_partials = int(merges[:, 3].sum())
-    return AttentionPlan(data, num_small, num_large, len(merges), num_partials)
+    return AttentionPlan(data, num_small, num_large, num_partials)
 
 # %% ../nbs/10_triton_attention.ipynb #8da09157
 @triton.jit
@@ -218,20 +221,14 @@ def _attend(
 
 # %% ../nbs/10_triton_attention.ipynb #10a00007
 @triton.jit
-def _rows(kv_head, G: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.arange(0, ROWS)
-    return row // G, kv_head * G + row % G
-
-
-@triton.jit
-def _queries(
-    q_ptr, first, count, token, head, H: tl.constexpr, D: tl.constexpr,
+def _load_rows(
+    ptr, first, count, token, head, H: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
     row = (first + token).to(tl.int64) * H + head
     inside = (token < count)[:, None] & (dims < D)[None, :]
-    return tl.load(q_ptr + row[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    return tl.load(ptr + row[:, None] * D + dims[None, :], mask=inside, other=0.0)
 
 # %% ../nbs/10_triton_attention.ipynb #10a0000a
 @triton.jit
@@ -263,6 +260,44 @@ def _start(begin, head, sink_ptr):
         total = tl.where(begin == 0, 1.0, total)
     return top, total
 
+# %% ../nbs/10_triton_attention.ipynb #a29b0a6a
+@triton.jit
+def merge_parts(
+    item, plan_ptr, number, begin, head, out_ptr, partial_ptr, lse_ptr,
+    G: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Average the parts [R, H, D] of `ROWS` rows from `begin` on by their log-sum-exp
+    [R, H], if program `number` of this item is the last to arrive."""
+    merge = plan_ptr + tl.load(item + 7)
+    parts = tl.load(merge + 1, cache_modifier=".cv")  # later than the stores
+    tl.debug_barrier()
+    if tl.atomic_add(merge + 2 + number, 1, sem="acq_rel") == parts - 1:
+        first, count, partial = tl.load(item), tl.load(item + 1), tl.load(merge)
+        FEW: tl.constexpr = 16 if BLOCK_D <= 256 else 8  # rows, for lack of registers
+        zero = tl.multiple_of(tl.load(plan_ptr + 5), 32)
+        dims = (zero + tl.arange(0, BLOCK_D))[None, :]
+        for start in range(0, ROWS, FEW):
+            row = begin + start + zero + tl.arange(0, FEW)
+            token, heads = row // G, head + row % G
+            valid = (token < count)[:, None]
+            acc = tl.zeros([FEW, BLOCK_D], tl.float32)
+            top = tl.full([FEW, 1], -1e30, tl.float32)
+            total = tl.zeros([FEW, 1], tl.float32)
+            for part in range(parts):
+                at = (partial + part * count + token).to(tl.int64) * H + heads
+                at, inside = at[:, None], valid & (dims < D)
+                mean = tl.load(partial_ptr + at * D + dims, mask=inside, other=0.0)
+                lse = tl.load(lse_ptr + at, mask=valid, other=0.0)
+                new_top = tl.maximum(top, lse)
+                old, weight = total * tl.exp2(top - new_top), tl.exp2(lse - new_top)
+                total, top = tl.maximum(old + weight, 1e-30), new_top
+                acc = acc * (old / total) + mean * (weight / total)
+            at = ((first + token).to(tl.int64) * H + heads)[:, None] * D + dims
+            out = acc.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at, out, mask=valid & (dims < D))
+        tl.store(merge + 2 + number, 0)
+
 # %% ../nbs/10_triton_attention.ipynb #e7fa7a93
 @triton.jit
 def paged_attention_kernel(
@@ -273,20 +308,19 @@ def paged_attention_kernel(
 ):
     """Attend to the small or the LARGE items: q, out [T, H, D], cache [2, N, K, S, D].
     Parts write `partial` [R, H, D] and `lse` [R, H]. Sinks: [H] or None."""
+    G: tl.constexpr = H // K
+    row = tl.arange(0, ROWS)
     num_items = tl.load(plan_ptr + 4 * LARGE)
     items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)
     for i in range(tl.program_id(0), num_items * K, tl.num_programs(0)):
         item = items + i // K * 8
         kv_head = i % K
-        token, head = _rows(kv_head, H // K, ROWS)
-        first = tl.load(item)
-        count = tl.load(item + 1)
+        token, head = row // G, kv_head * G + row % G
+        first, count = tl.load(item), tl.load(item + 1)
         position = tl.load(item + 2)
-        partial = tl.load(item + 6)
-        q = _queries(q_ptr, first, count, token, head, H, D, BLOCK_D).to(PRODUCT)
+        q = _load_rows(q_ptr, first, count, token, head, H, D, BLOCK_D).to(PRODUCT)
         table_ptr = plan_ptr + tl.load(item + 3)
-        begin = tl.load(item + 4)
-        end = tl.load(item + 5)
+        begin, end = tl.load(item + 4), tl.load(item + 5)
         seen_to = position + token + 1
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         top, total = _start(begin, head, sink_ptr)
@@ -304,34 +338,16 @@ def paged_attention_kernel(
             q, acc, top, total, full, end, seen_to, heads_ptr, v_offset, block_stride,
             table_ptr, scale, D, S, KEYS, WINDOW, True, 1, PRODUCT,
         )
+        partial = tl.load(item + 6)
         _store(
             acc, top, total, first, count, partial, token, head, out_ptr, partial_ptr,
             lse_ptr, H, D,
         )
-
-# %% ../nbs/10_triton_attention.ipynb #a29b0a6a
-@triton.jit
-def merge_kernel(
-    partial_ptr, lse_ptr, out_ptr, plan_ptr,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-):
-    """Average one query token's partial results [R, H, D] of one head, weighted by
-    their log-sum-exp [R, H]."""
-    if tl.program_id(0) < tl.load(plan_ptr + 1):
-        merge = plan_ptr + 8 + tl.program_id(0) * 4
-        head = tl.program_id(1)
-        splits = tl.arange(0, SPLITS)
-        dims = tl.arange(0, BLOCK_D)
-        exists = splits < tl.load(merge + 3)
-        row = (tl.load(merge + 1) + splits * tl.load(merge + 2)).to(tl.int64) * H + head
-        lse = tl.load(lse_ptr + row, mask=exists, other=float("-inf"))
-        weights = tl.exp2(lse - tl.max(lse, 0))
-        inside = exists[:, None] & (dims < D)[None, :]
-        at = row[:, None] * D + dims[None, :]
-        parts = tl.load(partial_ptr + at, mask=inside, other=0.0)
-        out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-        to = (tl.load(merge).to(tl.int64) * H + head) * D + dims
-        tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=dims < D)
+        if partial >= 0:
+            merge_parts(
+                item, plan_ptr, kv_head, 0, kv_head * G, out_ptr, partial_ptr, lse_ptr,
+                G, ROWS, H, D, BLOCK_D,
+            )
 
 # %% ../nbs/10_triton_attention.ipynb #d97e5391
 class Launch(NamedTuple):
@@ -392,6 +408,7 @@ class PagedAttention:
         self.kv_heads = num_kv_heads
         self.dim = head_dim
         self.group = num_heads // num_kv_heads
+        self.num_counters = num_kv_heads  # programs of an item
         self.units = 4
         if device.type != "cpu":
             properties = torch.cuda.get_device_properties(device)
@@ -407,7 +424,8 @@ class PagedAttention:
         """The plan of a step: `query_lens`, `context_lens` [B], `block_tables` [B, W]; its
         `data` is on the host."""
         small, large = (rows // self.group for rows, _ in self.tiles)
-        return plan_attention(query_lens, context_lens, block_tables, (small, large))
+        lens = query_lens, context_lens
+        return plan_attention(*lens, block_tables, (small, large), self.num_counters)
 
     def largest_decode_plan(
         self, num_seqs: int, longest: int, block_size: int
@@ -417,8 +435,9 @@ class PagedAttention:
         splits = min(MAX_SPLITS, -(-longest // SPLIT_KEYS))
         items = num_seqs * splits
         cut = num_seqs if splits > 1 else 0
-        size = 8 + 4 * cut + 8 * items + num_seqs * -(-longest // block_size)
-        return AttentionPlan(np.zeros(size, np.int32), items, 0, cut, cut * splits)
+        merges = (2 + self.num_counters) * cut
+        size = 8 + merges + 8 * items + num_seqs * -(-longest // block_size)
+        return AttentionPlan(np.zeros(size, np.int32), items, 0, cut * splits)
 
     def most_partials(
         self, num_tokens: int, num_seqs: int, longest: int
@@ -427,17 +446,6 @@ class PagedAttention:
         `num_seqs` sequences, and contexts of `longest` tokens."""
         parts = min(MAX_SPLITS, -(-longest // SPLIT_KEYS))
         return min(MAX_PARTIALS * num_seqs, parts * num_tokens) if parts > 1 else 0
-
-    def merge(
-        self, plan: AttentionPlan, partial: Tensor, lse: Tensor, out: Tensor
-    ) -> None:
-        """Merge `partial` [R, H, D] and `lse` [R, H] into `out` [T, H, D] where keys were
-        cut."""
-        if plan.num_merges:
-            block_d = triton.next_power_of_2(self.dim)
-            merge_kernel[(plan.num_merges, self.heads)](
-                partial, lse, out, plan.data, self.heads, self.dim, block_d, MAX_SPLITS
-            )
 
     def __call__(
         self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan,
@@ -461,5 +469,4 @@ class PagedAttention:
                     kv_cache.shape[3], large, *self.tiles[large], launch.stages,
                     product_type(q.dtype), window, sinks, **launch.options(),
                 )
-        self.merge(plan, partial, lse, out)
         return out

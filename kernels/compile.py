@@ -151,6 +151,7 @@ class Row(NamedTuple):
     wide: int = 0  # loads of 16 bytes
     narrow: int = 0  # loads of 2 bytes
     loads: int = 0  # all, without scalar ones
+    early: int = 0  # atomic adds that may be seen before what the program has stored
     executed: int = 0  # wave instructions, of a tiny case that also ran
     refused: str = ""  # why it does not run there
     error: str = ""
@@ -187,8 +188,8 @@ class Refused(Exception):
 
 
 def make_plan(phase: str) -> AttentionPlan:
-    """Of a decode that is cut along the keys, or of a prefill that is not."""
-    counts = (2**16, 0, 64) if phase == "decode" else (0, 2**16, 0)
+    """Of a decode or of a prefill, cut along the keys."""
+    counts = (2**16, 0) if phase == "decode" else (0, 2**16)
     return AttentionPlan(empty([4096], torch.int32), *counts, 64)
 
 
@@ -242,7 +243,9 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
     angles = empty((tokens, shape.dim), number)
     cache = empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
     ops.rotate_and_store(qkv, norm, 1e-6, angles, angles, cache, empty([tokens], torch.int64))
-    sampling_kernels.sample(empty((tokens, shape.vocab), number, misaligned), empty([tokens]), empty([tokens]))
+    logits = empty((tokens, shape.vocab), number, misaligned)
+    for filters in (None, empty((3, tokens))):
+        sampling_kernels.sample(logits, empty([tokens]), empty([tokens]), filters)
 
 
 def run_fused(shape: Shape, rows: int, dtype: str = "bf16", units: int = 132, bias: bool = False) -> None:
@@ -325,6 +328,33 @@ def occupancy(hardware: Hardware, registers: int, lds: int, warps: int) -> float
     return min(by_registers, hardware.unit_lds // max(lds, 1)) * warps / 4
 
 
+STORE, ADD = r"^\s*(?:@%p\d+ )?(?:st\.global|(?:global|buffer)_store)", r"^\s*(?:@%p\d+ )?(?:atom\.global|global_atomic_add)"
+# Needed between a program's last store and its barrier, between the barrier and the add, and behind the add, before the
+# next barrier. On NVIDIA the add itself releases and acquires.
+ORDER = {
+    "sm": ("", r"atom\.global\.gpu\.acq_rel", ""),
+    "gfx90a": (r"s_waitcnt .*vmcnt\(0\)", "", "buffer_wbinvl1"),
+    "gfx9": (r"s_waitcnt .*vmcnt\(0\)", "buffer_wbl2 sc1", "buffer_inv sc1"),
+    "gfx11": ("s_waitcnt_vscnt null, 0x0", "", "(?s:buffer_gl1_inv.*buffer_gl0_inv)"),
+    "gfx12": ("s_wait_storecnt(_dscnt)? 0x0", "", "global_inv scope:SCOPE_DEV"),
+}
+
+
+def early_adds(target: str, text: str) -> int:
+    """Atomic adds before which not every thread has waited at a barrier for its stores to arrive, or behind which a
+    cache may keep what others stored before theirs."""
+    order = next(order for name, order in ORDER.items() if target.startswith(name))
+    lines, early = [line for line in text.splitlines() if not re.match(r"\s*([.;/]|$)", line)], 0
+    for at in [n for n, line in enumerate(lines) if re.match(ADD, line)]:
+        first = max((n for n in range(at) if re.match(STORE, lines[n])), default=0)
+        barriers = [n for n, line in enumerate(lines) if re.match(r"\s*(bar\.sync|s_barrier\b|s_barrier_signal)", line)]
+        before = max((n for n in barriers if first < n < at), default=first)
+        after = min((n for n in barriers if n > at), default=at)
+        parts = lines[first:before], lines[before : at + 1], lines[at:after]
+        early += not all(part and re.search(rule, "\n".join(part)) for rule, part in zip(order, parts, strict=True))
+    return early
+
+
 def amd_facts(text: str) -> dict[str, Any]:
     """What the assembly and its metadata say."""
 
@@ -381,7 +411,9 @@ def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row
             return [Row(target, "not compiled", case, error=f"{type(error).__name__}: {str(error).strip()[-300:]}")]
     rows = []
     for name, kernel in launches:
-        facts = nvidia_facts(kernel) if target.startswith("sm") else amd_facts(kernel.asm["amdgcn"])
+        text = kernel.asm["ptx" if target.startswith("sm") else "amdgcn"]
+        facts = nvidia_facts(kernel) if target.startswith("sm") else amd_facts(text)
+        facts["early"] = early_adds(target, text)
         rows.append(examine(target, name, case, facts, kernel.metadata.shared, kernel.metadata.num_warps))
     return rows
 
@@ -402,7 +434,7 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
 
 ATTENTION = ("paged_attention_kernel", "latent_attention_kernel")
 FUSED = ("add_product_kernel", "gated_product_kernel", "heads_kernel")
-STREAMS = (*ATTENTION, "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel")
+STREAMS = (*ATTENTION, "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel", "bar_kernel")
 
 
 def reason(row: Row) -> str:
@@ -431,6 +463,8 @@ def faults(row: Row) -> list[str]:
             found.append(f"no {wanted or 'matrix'} instructions")
     if row.kernel in (*FUSED, "expert_kernel") and not row.wide:  # a bias, or scales, may be narrow
         found.append("no 128-bit loads")
+    if row.early:
+        found.append(f"{row.early} atomic adds that may be seen before what the program has stored")
     if row.kernel in STREAMS and (row.narrow or not row.wide):  # the plan's 32-bit numbers are loaded one by one
         found.append(f"no 128-bit loads of rows ({row.narrow} of 16 bits)")
     return found

@@ -32,6 +32,7 @@ from amd.memory import Fault  # noqa: E402
 from amd.program import KINDS  # noqa: E402
 
 import machines  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import pytest  # noqa: E402
 import folders  # noqa: E402, F401
@@ -39,6 +40,8 @@ import test_kernels as kernels  # noqa: E402
 from atom_mini.families.latent_kernel import LATENT_LAUNCHES  # noqa: E402
 from atom_mini.instruments import launches as table  # noqa: E402
 from atom_mini import sampling_kernels  # noqa: E402
+from atom_mini.config import SamplingParams  # noqa: E402
+from atom_mini.sampler import Sampler, SamplingMetaData  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6}  # twice what was seen
@@ -75,10 +78,27 @@ def sample(dtype: str) -> Error:
     return 0.0 if torch.equal(ours, kernels.twin_sample(logits, heat, u)) else math.inf
 
 
-def attend(dtype: str, lens: kernels.Lens, dim: int = 64, group: int = 2, kv_heads: int = 1) -> Error:
+def filter_and_sample(dtype: str) -> Error:
+    options = [{"top_k": 20, "top_p": 0.9}, {"top_p": 0.85, "min_p": 0.04}]  # no equal logits where they cut
+    logits = 3 * randn([2, 5000], dtype, 3)
+    params = [SamplingParams(temperature=0.8, seed=seed, **one) for seed, one in enumerate(options)]
+    meta = SamplingMetaData.pack(params, np.arange(2), 5000)
+    ours = sampling_kernels.KernelSampler()(logits, meta)
+    return 0.0 if torch.equal(ours, Sampler()(logits, meta)) else math.inf
+
+
+def attend(
+    dtype: str, lens: kernels.Lens, dim: int = 64, group: int = 2, kv_heads: int = 1, backwards: bool = False
+) -> Error:
+    """`backwards`: the parts of a context arrive from the last to the first."""
     ops = kernels.make_ops(kv_heads, group, dim, TYPES[dtype])
     ops.units = 1  # so few programs that each has several items: its registers then hold another one's numbers
-    return kernels.Step(lens, 16, kv_heads, group, dim, TYPES[dtype]).error(ops)
+
+    def turn(plan: kernels.AttentionPlan) -> None:
+        items = kernels.items(plan)
+        items[:] = items[:: -1 if backwards else 1].copy()
+
+    return kernels.Step(lens, 16, kv_heads, group, dim, TYPES[dtype]).error(ops, turn)
 
 
 def windows(dtype: str, lens: kernels.Lens, window: int) -> Error:
@@ -131,8 +151,10 @@ CASES: dict[str, Callable[[], Error]] = {
     "rotate, norm fp16, heads of 96": lambda: rotate("fp16", True, tokens=3, dim=96),
     "sample fp32": lambda: sample("fp32"),
     "sample bf16": lambda: sample("bf16"),
+    "sample bf16, filters": lambda: filter_and_sample("bf16"),
     "decode bf16, heads of 64": lambda: attend("bf16", [(1, 40)]),
     "decode bf16, two parts": lambda: attend("bf16", [(1, 319), (1, 5)], group=3, kv_heads=2),
+    "decode fp16, three parts": lambda: attend("fp16", [(2, 600), (1, 270)], backwards=True),
     "decode fp16, heads of 128": lambda: attend("fp16", [(1, 40), (1, 17)], dim=128),
     "decode fp32, heads of 64": lambda: attend("fp32", [(1, 40)]),
     "decode bf16, heads of 96": lambda: attend("bf16", [(1, 40), (2, 9)], dim=96, group=3),

@@ -16,7 +16,7 @@ from ..attention import AttentionMetaData
 from ..checkpoint import require
 import atom_mini.instruments.launches as launches
 from ..instruments.launches import amd
-from ..triton_attention import Launch, product_type
+from ..triton_attention import Launch, merge_parts, product_type
 from ..triton_ops import TritonOps
 
 # %% auto #0
@@ -55,6 +55,8 @@ class LatentOps(TritonOps):
         self.rope = rope
         self.launches = LATENT_LAUNCHES[arch]
         self.tiles = [(max(launch.rows, heads), KEYS) for launch in self.launches]
+        sizes = zip(self.tiles, self.launches, strict=True)
+        self.num_counters = max(triton.cdiv(t[0], launch.rows) for t, launch in sizes)
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
@@ -75,10 +77,10 @@ class LatentOps(TritonOps):
                     kv_cache.shape[3], large, tiles, launch.rows, KEYS, launch.stages,
                     product_type(q.dtype), **launch.options(),
                 )
-        self.merge(plan, partial, lse, out)
         return out
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #2336eb07
+# q [T, H, L + R], cache [N, 1, S, L + R], out [T, H, L]; partial [R, H, L], lse [R, H]
 @triton.jit
 def latent_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, lse_ptr, plan_ptr, block_stride, scale,
@@ -86,8 +88,7 @@ def latent_attention_kernel(
     LARGE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """Work items, in `TILES` tiles each: q [T, H, L + R], cache [N, 1, S, L + R], whose
-    first L numbers are the values, out [T, H, L]; `partial` [R, H, L], `lse` [R, H]."""
+    """Work items, in `TILES` tiles each. The first L numbers of a row are its values."""
     n, dims, turned = tl.arange(0, KEYS), tl.arange(0, L), L + tl.arange(0, R)
     num_items = tl.load(plan_ptr + 4 * LARGE)
     items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)
@@ -122,11 +123,12 @@ def latent_attention_kernel(
             acc = tl.dot(used, k.to(PRODUCT), acc, input_precision="ieee")
             total, top = total * shrink + tl.sum(weights, 1), new_top
         acc = acc / tl.maximum(total, 1e-30)[:, None]
+        to = (tl.where(partial < 0, q_row, partial) + token).to(tl.int64) * H + head
+        at = to[:, None] * L + dims[None, :]
         if partial < 0:
-            to = (q_row + token).to(tl.int64) * H + head
-            out = acc.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + to[:, None] * L + dims[None, :], out, mask=exists)
+            tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=exists)
         else:
-            to = (partial + token).to(tl.int64) * H + head
-            tl.store(partial_ptr + to[:, None] * L + dims[None, :], acc, mask=exists)
+            tl.store(partial_ptr + at, acc, mask=exists)
             tl.store(lse_ptr + to, top + tl.log2(total), mask=token < q_len)
+            merge_parts(item, plan_ptr, i % TILES, i % TILES * ROWS, 0, out_ptr,
+                        partial_ptr, lse_ptr, H, ROWS, H, L, L)  # fmt: skip

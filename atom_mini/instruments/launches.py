@@ -29,6 +29,7 @@ LAUNCHES: dict[str, tuple[Launch, Launch]] = {  # small tiles, large tiles
     "gfx1102": (Launch(16, 2**12, 8, 2, 2, amd(4)), Launch(32, 2**12, 8, 1, 2, amd(4))),
     "gfx1201": (Launch(16, 2**13, 4, 1, 7, amd()), Launch(128, 2**13, 8, 1, 2, amd())),
     "float32": 2 * (Launch(16, 0, 8, 1, 2),),  # CDNA's matrix unit takes float32
+    "float32 gfx1": 2 * (Launch(16, 0, 16, 2, 2),),
 }
 
 # %% ../../nbs/appendix/94_machine_code.ipynb #32b0000b
@@ -59,7 +60,10 @@ def architecture(device: torch.device) -> str:
 def launches_for(
     device: torch.device, dtype: torch.dtype, table: dict[str, tuple[Launch, Launch]]
 ) -> tuple[Launch, Launch]:
-    """The row of `table` for a device; "float32" if no matrix unit takes `dtype`."""
+    """The row of `table` for a device. If no matrix unit takes `dtype`, it is "float32",
+    or "float32 gfx1" if there is one and the device is RDNA."""
     arch = architecture(device)
-    has_matrix_unit = dtype != torch.float32 or arch.startswith("gfx9")
-    return table[arch if has_matrix_unit else "float32"]
+    if dtype != torch.float32 or arch.startswith("gfx9"):
+        return table[arch]
+    is_rdna = arch.startswith("gfx1") and "float32 gfx1" in table
+    return table["float32 gfx1" if is_rdna else "float32"]

@@ -162,11 +162,9 @@ class FusedOps(TritonOps):
         """Fold the norms of a model that has its weights, and replace its layers."""
         decoder: Any = model.model
         for i, layer in enumerate(decoder.layers):
-            fold(layer.input_layernorm, layer.self_attn.qkv, f"layer {i}'s first norm")
-            fold(
-                layer.post_attention_layernorm, layer.mlp.gate_up,
-                f"layer {i}'s second norm",
-            )  # fmt: skip
+            of = f"norm of layer {i}"
+            fold(layer.input_layernorm, layer.self_attn.qkv, f"first {of}")
+            fold(layer.post_attention_layernorm, layer.mlp.gate_up, f"second {of}")
         self.replace_layers(decoder)
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #fae532dd

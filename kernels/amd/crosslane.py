@@ -1,4 +1,4 @@
-"""Values that move between lanes: DPP's patterns, reads of one lane, permutations."""
+"""Values that move between lanes: DPP's patterns, reads of one lane, permutations, counts of lanes."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def build(i: Instruction) -> Step | None:
     if name == "writelane_b32":
         n, value, at = register(i.operands[0]).first, scalar(i.operands[1]), scalar(i.operands[2])
         return lambda w: w.v[n].__setitem__(at(w) % w.lanes, value(w))
+    if name in ("mbcnt_lo_u32_b32", "mbcnt_hi_u32_b32"):
+        return build_count(i, 32 * ("hi" in name))
     if name in ("permlane16_swap_b32", "permlane32_swap_b32"):
         return build_swap(i, int(name[8:10]))
     return build_permute(i) if name == "permlanex16_b32" else None
@@ -67,6 +69,18 @@ def build_swap(i: Instruction, size: int) -> Step:
         x[:, 1], y[:, 0] = y[:, 0].copy(), x[:, 1].copy()
 
     return swap
+
+
+def build_count(i: Instruction, first: int) -> Step:
+    """A number, and how many bits of a mask stand for lanes before the own one, of the 32 lanes from `first` on."""
+    n, mask, number = register(i.operands[0]).first, read(i.operands[1], "u32"), read(i.operands[2], "u32")
+    before = np.arange(32) < np.arange(i.target.lanes)[:, None] - first
+
+    def count(w: Wave) -> None:
+        bits = np.asarray(mask(w), np.uint32)[..., None] >> np.arange(32, dtype=np.uint32) & 1
+        w.put("u32", n, number(w) + (bits * before).sum(1, dtype=np.uint32))
+
+    return count
 
 
 def build_permute(i: Instruction) -> Step:

@@ -24,14 +24,19 @@ Place = Callable[[Wave], tuple[Any, np.ndarray, np.ndarray]]  # a memory, [lanes
 def build(i: Instruction) -> Step | None:
     if i.name == "ds_bpermute_b32":
         return build_permute(i)
+    if i.name in ("global_atomic_add", "global_atomic_add_u32"):
+        return build_atomic_add(i)
     if not (found := FORM.fullmatch(MORE.sub("", i.name))):
         return None
     (space, access, paired, apart, name), more = found.groups(), MORE.findall(i.name)
     is_load, size, to_lds = access in ("load", "read"), SIZES[name], "_lds" in more or i.take("lds", False)
     if space == "s":
         return build_scalar(i, size // 4)
-    if is_load and i.take("th", "TH_LOAD_LU") != "TH_LOAD_LU":  # for the cache: it was the last use
+    if is_load and i.take("th", "TH_LOAD_LU") not in ("TH_LOAD_LU", "TH_LOAD_NT"):  # for the cache: it was the last use
         raise Unknown(i.text)
+    if is_load and space == "global":
+        for cache in ("sc0", "sc1", "glc", "dlc", "scope"):  # it asks which caches may answer: here there are none
+            i.take(cache)
     step = size * (64 if apart else 1)
     offsets = [i.take("offset0") * step, i.take("offset1") * step] if paired else [i.take("offset")]
     operands = [""] * to_lds + i.operands
@@ -99,6 +104,26 @@ def build_store(places: list[Place], size: int, sources: list[int], counter: str
             w.late(counter, frozenset(), lambda: None, "store")
 
     return store
+
+
+def build_atomic_add(i: Instruction) -> Step:
+    """Gives what was there before, lane after lane: workgroups run one after the other, so that nothing comes between."""
+    if True not in (i.take("sc0"), i.take("glc"), i.take("th") == "TH_ATOMIC_RETURN"):
+        raise Unknown("an atomic that returns nothing")
+    i.take("scope")
+    to, at, data, base = i.operands
+    n, source, counter = register(to).first, register(data).first, i.target.counters["memory"]
+    place = global_place(at, [base], i.take("offset"), 4)
+
+    def add(w: Wave) -> None:
+        memory, at, some = place(w)
+        before = np.zeros(w.lanes, np.uint32)
+        for lane in np.flatnonzero(some):
+            before[lane] = memory.read(at[lane : lane + 1], 4)[0, 0]
+            memory.write(at[lane : lane + 1], (before[lane] + w.v[source, lane])[None, None], 4)
+        w.load(counter, n, [before])
+
+    return add
 
 
 def build_to_lds(place: Place, size: int, offset: int, counter: str) -> Step:

@@ -16,7 +16,7 @@ from .vector import look_up
 
 # What changes times, caches or what a debugger sees, but no result.
 WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|wait_alu|wait_storecnt)|"
-                            r"buffer_gl0_inv|global_inv")  # fmt: skip
+                            r"buffer_(gl0_inv|gl1_inv|inv|wbl2|wbinvl1|wbinvl1_vol)|global_(inv|wb)")  # fmt: skip
 
 
 def extract(x: int, field: int) -> int:
@@ -32,6 +32,7 @@ BITS: dict[str, Operation] = {  # scc: the result is not zero
     "lshl": lambda x, y, c, n: x << (y & n - 1), "lshr": lambda x, y, c, n: x >> (y & n - 1),
     "ashr": lambda x, y, c, n: x >> (y & n - 1), "bfe_u32": lambda x, y, c, n: extract(x, y),
     "bfe_i32": lambda x, y, c, n: signed(extract(x, y), y >> 16),
+    "bcnt1_i32": lambda x, y, c, n: (y & (1 << n) - 1).bit_count(),
 }  # fmt: skip
 SUMS: dict[str, Operation] = {  # scc: the result does not fit
     "add": lambda x, y, c, n: x + y, "addc": lambda x, y, c, n: x + y + c,
@@ -40,13 +41,14 @@ SUMS: dict[str, Operation] = {  # scc: the result does not fit
 }  # fmt: skip
 OTHERS: dict[str, Operation] = {  # scc stays
     "mov": lambda x, y, c, n: y, "cselect": lambda x, y, c, n: x if c else y,
+    "brev": lambda x, y, c, n: int(f"{y & (1 << n) - 1:0{n}b}"[::-1], 2),
     "mul": lambda x, y, c, n: x * y, "mul_hi": lambda x, y, c, n: x * y >> 32,
     "add_nc": lambda x, y, c, n: x + y, "sub_nc": lambda x, y, c, n: x - y,
 }  # fmt: skip
 TESTS: dict[str, Operation] = {  # scc: what they say; the result is x or y, if there is one
     "cmp_eq": lambda x, y, c, n: x == y, "cmp_lg": lambda x, y, c, n: x != y, "cmp_lt": lambda x, y, c, n: x < y,
     "cmp_gt": lambda x, y, c, n: x > y, "cmp_ge": lambda x, y, c, n: x >= y,
-    "bitcmp0": lambda x, y, c, n: not x >> (y & 31) & 1,
+    "bitcmp0": lambda x, y, c, n: not x >> (y & 31) & 1, "bitcmp1": lambda x, y, c, n: x >> (y & 31) & 1,
     "min": lambda x, y, c, n: x < y, "max": lambda x, y, c, n: x >= y,
 }  # fmt: skip
 OPERATIONS = BITS | SUMS | OTHERS | TESTS

@@ -119,7 +119,7 @@ SAME: dict[str, tuple[str, Callable]] = {
     "rcp": ("f32", lambda a: 1 / F64(a)), "rsq": ("f32", lambda a: 1 / np.sqrt(F64(a))),
     "add": ("f16 f32 u16 u32", np.add), "sub": ("f32 u16 u32", np.subtract), "subrev": ("f32 u32", lambda a, b: b - a),
     "mul": ("f32", np.multiply), "max": ("f32 u16 i32 u32", np.fmax), "min": ("f32 i32", np.fmin),
-    "max3": ("f32 i32", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
+    "max3": ("f32 i32 u32", lambda a, b, c: np.fmax(np.fmax(a, b), c)),
     "min3": ("i32", lambda a, b, c: np.fmin(np.fmin(a, b), c)),
     "med3": ("f32", lambda a, b, c: np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))),
     "and": ("b16 b32", np.bitwise_and), "or": ("b16 b32", np.bitwise_or), "xor": ("b32", np.bitwise_xor),
@@ -161,6 +161,7 @@ MIXED: dict[str, tuple[str, Callable]] = {
     "addc_co_u32": ("u32 mask: u32 u32 mask", lambda a, b, c: carry(I64(a) + b + c)),
     "sub_co_u32": ("u32 mask: u32 u32", lambda a, b: carry(I64(a) - b)),
     "subrev_co_u32": ("u32 mask: u32 u32", lambda a, b: carry(I64(b) - a)),
+    "subb_co_u32": ("u32 mask: u32 u32 mask", lambda a, b, c: carry(I64(a) - b - c)),
     "cndmask_b32": ("b32: b32 b32 mask", lambda a, b, c: np.where(c, b, a)),
     "cndmask_b16": ("b16: b16 b16 mask", lambda a, b, c: np.where(c, b, a)),
     "div_scale_f32": ("f32 mask: f32 f32 f32", scale),
@@ -171,12 +172,13 @@ COMPARE: dict[str, Callable] = {
     "lg": lambda a, b: (a < b) | (a > b),
 }  # fmt: skip
 COMPARE |= {f"n{name}": lambda a, b, f=f: ~f(a, b) for name, f in COMPARE.items()}  # so of a NaN they hold
-COMPARE |= {"ne": np.not_equal, "o": lambda a, b: ~(np.isnan(a) | np.isnan(b))}
+COMPARE |= {"ne": np.not_equal, "u": lambda a, b: np.isnan(a) | np.isnan(b), "o": lambda a, b: ~(np.isnan(a) | np.isnan(b))}
 
 
 def look_up(i: Instruction) -> tuple[str, list[str], list[str], Callable]:
     """Its name without what its encoding adds; the kinds of its results and sources; the function."""
-    name = re.sub(r"_(e32|e64|dpp|sdwa|e64_dpp)$", "", i.name)[2:].replace("_nc_", "_").replace("_co_ci_", "c_co_")
+    name = re.sub(r"_(e32|e64|dpp|sdwa|e64_dpp)$", "", i.name)[2:].replace("_nc_", "_")
+    name = name.replace("sub_co_ci", "subb_co").replace("add_co_ci", "addc_co")
     name = name.replace("_num_", "_").replace("mad_co_", "mad_")  # RDNA 4's names
     name += " clamp" * i.take("clamp", False)
     operation, _, kind = name.rpartition("_")

@@ -127,23 +127,44 @@ class AtomMini:
         return [list(out.token_ids) for out in outs], time.perf_counter() - start
 
 
-class OpenVino:
+class Peer:
+    """An engine in a process of the Python that has it: a script that prints a line about itself, then answers lines."""
+
+    def __init__(self, python: str, script: str, folder: Path) -> None:
+        command = [python, str(Path(__file__).with_name(script)), str(folder), str(torch.get_num_threads())]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.stdin, self.answer = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
+        self.about = self.read()
+
+    def read(self) -> Any:
+        """The next line. RuntimeError if the process has ended."""
+        if not (line := self.answer.readline()):
+            raise RuntimeError(f"{' '.join(map(str, self.process.args))} has ended: see above what it lacks")
+        return json.loads(line)
+
+    def ask(self, *question: Any) -> Result:
+        """Token ids and seconds."""
+        print(json.dumps(question), file=self.stdin, flush=True)
+        tokens, seconds = self.read()
+        return tokens, seconds
+
+    def close(self) -> None:
+        """End the process."""
+        self.stdin.close()
+        self.process.wait()
+
+
+class OpenVino(Peer):
     """OpenVINO GenAI's continuous batching, in a process of the Python that has it."""
 
     def __init__(self, python: str, folder: Path) -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):  # it wants one
             if not (folder / name).exists():
                 shutil.copy(Path(atom_mini.__file__).parent / "tiny" / name, folder)
-        command = [python, str(Path(__file__).with_name("openvino_peer.py")), str(folder), str(torch.get_num_threads())]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ask, self.answer = cast(IO[str], self.process.stdin), cast(IO[str], self.process.stdout)
-        if self.answer.readline() != "ready\n":
-            raise RuntimeError(f"{python} has no openvino-genai or no optimum-intel")
+        super().__init__(python, "openvino_peer.py", folder)
 
     def run(self, work: Workload) -> Result:
-        print(json.dumps([work.prompts, work.outputs]), file=self.ask, flush=True)
-        tokens, seconds = json.loads(self.answer.readline())
-        return tokens, seconds
+        return self.ask(work.prompts, work.outputs)
 
 
 OPENVINO = "OpenVINO GenAI"

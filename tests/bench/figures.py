@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests" / "bench" / "results" / "readme.json"
 INDEX = ROOT / "nbs" / "index.ipynb"
 Table = dict[str, list[str]]  # the name of a row -> its cells
+WHOLE = 4  # from this one on, tables are written as a whole: each engine that was measured has a row
+RANDOM = "random Qwen3, 29 M"  # as real.py calls it
+SECOND = "The same on the random Qwen3 of 29 M parameters, with random tokens:\n\n"  # above its table
 NAMES = {"transformers generate": "transformers `generate`"}
 DRAFTS = {  # row -> task, drafter
     "lookup, a list that is copied": ("copy", "lookup"),
@@ -141,19 +144,24 @@ def mixture(families: dict[str, Any]) -> Table:
     return engines(works) | {"different experts in a layer's step, counted (by formula)": cells}
 
 
-def real_model(real: dict[str, Any]) -> Table:
-    """Of each engine on the real model, by batch: tokens per second and the ratio to `generate`; alone, of the bandwidth."""
-    works = [real[name] for name in real if name.endswith(("request", "requests"))]
-    table: Table = {}
+def real_model(works: list[dict[str, Any]], batches: list[str]) -> Table:
+    """Of each engine, by batch: tokens per second, the ratio to `generate`, and the share of the bandwidth."""
+    table: Table = {"tokens per second": [text for batch in batches for text in (batch, "", "of bandwidth")]}
     for name in works[0]["engines"]:
-        cells = []
-        for number, work in enumerate(works):
-            found = work["engines"].get(name)
-            cells += [rate(found["tokens_per_second"]), ratio(found["ratio_to_generate"])] if found else ["", ""]
-            share = found and found["share_of_bandwidth"]
-            cells += [] if number else [f"{100 * share:.0f} %" if share else ""]
-        table[NAMES.get(name, name)] = cells
+        found = [work["engines"][name] for work in works]
+        table[NAMES.get(name, name)] = [
+            text for f in found
+            for text in (rate(f["tokens_per_second"]), ratio(f["ratio_to_generate"]), f"{100 * f['share_of_bandwidth']:.0f} %")
+        ]  # fmt: skip
     return table
+
+
+def real_tables(real: dict[str, Any]) -> list[Table]:
+    """Of SmolLM2 and, where it was measured, of the random Qwen3."""
+    models = [real, *filter(None, [real.get(RANDOM)])]
+    batches = [name for name in real if name.endswith(("request", "requests"))]
+    heads = [batch if not number else batch.split()[0] for number, batch in enumerate(batches)]
+    return [real_model([model[batch] for batch in batches], heads) for model in models]
 
 
 def stamp(machine: dict[str, Any]) -> dict[str, str]:
@@ -179,16 +187,16 @@ def collect(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
         small(found["host_step"], found["full_size"]) | {"`from atom_mini import LLM`": [f"{import_seconds():.1f} s"]},
         drafts(found["speculation"]["results"]),
         mixture(found["families"]),
-        {},
     ]
     said = {"drafts": drafts_sentence(found["speculation"]["results"]), "busy": busy_sentence(found["busy"])}
-    return {**old, **stamp(found["cpu"]), **said, "tables": updated(old["tables"], new)}
+    return {**old, **stamp(found["cpu"]), **said, "tables": updated(old["tables"][:WHOLE], new) + old["tables"][WHOLE:]}
 
 
 def collect_real(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
-    """The same of real.json alone: the real model's table has a stamp of its own."""
+    """The same of real.json alone: its tables have a stamp of their own, with the peers' versions."""
     real = json.loads((folder / "real.json").read_text())
-    return {**old, "real": stamp(real["machine"])["stamp"], "tables": updated(old["tables"], [{}, {}, {}, {}, real_model(real)])}
+    said = ", ".join([stamp(real["machine"])["stamp"], *real.get("peers", {}).values()])
+    return {**old, "real": said, "tables": old["tables"][:WHOLE] + real_tables(real)}
 
 
 def updated(old: list[Table], new: list[Table]) -> list[Table]:
@@ -199,14 +207,23 @@ def updated(old: list[Table], new: list[Table]) -> list[Table]:
     return [before | after for before, after in zip(old, new, strict=True)]
 
 
+def as_markdown(rows: Table) -> str:
+    """A table whose first row is its head."""
+    lines = [f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in (name, *cells))}|" for name, cells in rows.items()]
+    return "\n".join([lines[0], "|---" * lines[0].count("|", 1) + "|", *lines[1:]]) + "\n"
+
+
 def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """`text` (index.ipynb's markdown) with the new cells in the rows of the section *Figures*, and the new stamp."""
+    """`text` (index.ipynb's markdown) with the new cells in the rows of the section *Figures*, and the new stamp. The last
+    tables are written as a whole; one that the page does not have follows them."""
     before, section = text.split("## Figures", 1)
     section, *rest = re.split(r"(?=\n##? )", section, maxsplit=1)
-    tables = iter(new["tables"])
+    tables = enumerate(new["tables"])
 
     def table(found: re.Match[str]) -> str:
-        rows = next(tables)
+        number, rows = next(tables)
+        if number >= WHOLE:
+            return as_markdown(rows)
         lines = []
         for line in found[0].splitlines():
             name = line.strip("|").split("|")[0].strip()
@@ -215,6 +232,9 @@ def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
         return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
     section = re.sub(r"(?m)(?:^\|.*\n)+", table, section)
+    for _, rows in tables:
+        *_, last = re.finditer(r"(?m)(?:^\|.*\n)+", section)
+        section = f"{section[: last.end()]}\n{SECOND}{as_markdown(rows)}{section[last.end() :]}"
     for name in ("stamp", "drafts", "busy", "real"):
         section = section.replace(old[name], new[name])
     return before + "## Figures" + section + "".join(rest)

@@ -93,7 +93,7 @@ class HollowRunner(GraphRunner):
     def _capture(self, sizes: list[int]) -> list[int]:
         ops: Any = self.ops
         plan = ops.largest_decode_plan(sizes[-1], 8192, self.config.kv_cache_block_size)
-        self.static = InputBuffer(self.device, 32 * sizes[-1] + plan.data.nbytes + 96, grows=False)
+        self.static = InputBuffer(self.device, 44 * sizes[-1] + plan.data.nbytes + 112, grows=False)
         self._make_logits(sizes[-1])
         self.graphs = {n: HollowGraph(n) for n in sizes}
         return []

@@ -1,7 +1,8 @@
-"""OpenVINO GenAI, for cpu.py: run by a Python of its own, which has `openvino-genai` and `optimum-intel`.
+"""OpenVINO GenAI, for cpu.py and real.py: run by a Python of its own, which has `openvino-genai` and `optimum-intel`.
 
-`python openvino_peer.py CHECKPOINT THREADS` exports the checkpoint, then answers each line of its input, prompts and
-numbers of tokens as JSON, with a line: token ids and seconds. Weights, arithmetic and cache are float32.
+`python openvino_peer.py CHECKPOINT THREADS` exports the checkpoint, prints a line about itself, then answers each line of
+its input, prompts and numbers of tokens as JSON, with a line: token ids and seconds. Weights, arithmetic and cache are
+float32.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -18,7 +21,8 @@ def main(folder: str, threads: str) -> None:
     import openvino
     import openvino_genai
 
-    exported = Path(folder) / "openvino"
+    home = tempfile.TemporaryDirectory()
+    exported = Path(home.name) / "openvino"
     tool = Path(sys.executable).parent / "optimum-cli"
     task = ["--task", "text-generation-with-past", "--weight-format", "fp32"]
     command = [tool, "export", "openvino", "--model", folder, *task, exported]
@@ -28,7 +32,7 @@ def main(folder: str, threads: str) -> None:
     room.enable_prefix_caching = False
     exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": int(threads)}
     pipe = openvino_genai.ContinuousBatchingPipeline(str(exported), room, "CPU", exact)
-    print("ready", flush=True)
+    print(json.dumps({"version": f"OpenVINO GenAI {version('openvino-genai')}"}), flush=True)
     for line in sys.stdin:
         prompts, outputs = json.loads(line)
         params = [openvino_genai.GenerationConfig(max_new_tokens=n, ignore_eos=True, do_sample=False) for n in outputs]

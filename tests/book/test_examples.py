@@ -144,32 +144,40 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
         figures.collect(tmp_path, RECORDED)
 
 
-def test_the_real_models_figures_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small record by hand: the rows that it has change, with the stamp of their own table, and nothing else does."""
+def test_the_real_models_figures_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small record by hand: whoever was measured has a row, in a table for each model; nothing else changes. The page
+    has them, also the second one, which it did not have before."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
     figures = importlib.import_module("figures")
 
-    def work(**engines: tuple[float, float, float | None]) -> dict[str, Any]:
+    def work(**engines: tuple[float, float, float]) -> dict[str, Any]:
         keys = "tokens_per_second", "ratio_to_generate", "share_of_bandwidth"
         return {"engines": {name.replace("_", " "): dict(zip(keys, found, strict=True)) for name, found in engines.items()}}
 
-    one = work(transformers_generate=(9.96, 1.0, 0.304), ours=(31.4, 3.15, 0.66), peer=(52.5, 5.27, None))
-    eight = work(transformers_generate=(44.0, 1.0, 0.2), ours=(41.2, 0.936, 0.1))
+    one = work(transformers_generate=(9.96, 1.0, 0.304), ours=(31.4, 3.15, 0.66), peer=(52.5, 5.27, 0.5))
+    eight = work(transformers_generate=(44.0, 1.0, 0.2), ours=(41.2, 0.936, 0.1), peer=(43.9, 0.998, 1.234))
     machine = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 1, "instructions": "beads", "python": "3.14.1",
                "torch": "9.9", "transformers": "8.8"}  # fmt: skip
-    record = {"machine": machine, "1 request": one, "8 requests": eight, "other_load": 0.5}
+    record = {"machine": machine, "1 request": one, "8 requests": eight, "peers": {"a": "peer 1.2"}, "other_load": 0.5}
     (tmp_path / "real.json").write_text(json.dumps(record))
     rows = {
-        "transformers `generate`": ["10.0", "1.0", "30 %", "44", "1.0"],
-        "ours": ["31", "3.1", "66 %", "41", "0.94"],
-        "peer": ["52", "5.3", "", "", ""],
+        "tokens per second": ["1 request", "", "of bandwidth", "8", "", "of bandwidth"],
+        "transformers `generate`": ["10.0", "1.0", "30 %", "44", "1.0", "20 %"],
+        "ours": ["31", "3.1", "66 %", "41", "0.94", "10 %"],
+        "peer": ["52", "5.3", "50 %", "44", "1.00", "123 %"],
     }
-    tables = [{"other": ["1"]}, {}, {}, {}, {name: ["?"] for name in rows} | {"kept": ["5"]}]
-    found = figures.collect_real(tmp_path, {"stamp": "before", "real": "before", "tables": tables})
-    assert found["tables"] == [*tables[:4], rows | {"kept": ["5"]}] and found["stamp"] == "before"
+    found = figures.collect_real(tmp_path, RECORDED)
+    assert found["tables"] == [*RECORDED["tables"][:4], rows] and found["stamp"] == RECORDED["stamp"]
     assert found["real"].startswith("Measured on 2031-05-06 on 1 core of an Abacus (beads), Python 3.14, torch 9.9")
-    with pytest.raises(ValueError, match=r"docs/figures.md has no row .'peer'.: write it into index.ipynb"):
-        figures.collect_real(tmp_path, {"tables": [{}, {}, {}, {}, {name: [""] for name in rows if name != "peer"}]})
+    assert found["real"].endswith("transformers 8.8, peer 1.2")
+    (tmp_path / "real.json").write_text(json.dumps(record | {figures.RANDOM: {"1 request": one, "8 requests": one}}))
+    both = figures.collect_real(tmp_path, RECORDED)
+    second = both["tables"][5]
+    assert both["tables"][4] == rows and second["ours"] == rows["ours"][:3] * 2 and second.keys() == rows.keys()
+    page = book.written()
+    for old, new in ((RECORDED, found), (found, both), (both, both)):  # one table; another; no third
+        page = figures.write_page(page, old, new)
+        assert_same_figures(page, new)
 
 
 @pytest.fixture

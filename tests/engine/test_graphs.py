@@ -178,9 +178,9 @@ def poison(runner: GraphRunner) -> None:
         tokens.fill_(-7)
         for launch in getattr(graph, "launches", []):  # the recorder's; nobody can name those of a real graph
             kernel, *arguments = launch.args
-            if getattr(getattr(kernel, "fn", None), "__name__", "") == "merge_kernel":
-                arguments[0].fill_(torch.nan)
-                arguments[1].fill_(torch.nan)
+            if getattr(getattr(kernel, "fn", None), "__name__", "") == "paged_attention_kernel":
+                for partial in arguments[3:5]:
+                    partial.fill_(torch.nan)
 
 
 def test_every_rung_equals_eager_on_ragged_contexts(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_every_rung_equals_eager_on_ragged_contexts(folder: Path, record: Any, m
 
 
 def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
-    """The inputs of a replay come from the token pool; filters and penalties are sampled outside of it."""
+    """The inputs of a replay come from the token pool; penalties are sampled outside of it."""
     samplings: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9},
@@ -269,8 +269,32 @@ def test_a_launch_returns_logits_whoever_runs_it(folder: Path, record: Any) -> N
         assert torch.allclose(logits, wanted, atol=1e-4) and token_ids.tolist() == wanted_ids.tolist()
 
 
-def test_filters_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
-    """A request that wants more than a temperature gets it, and so do the plain ones beside it."""
+def test_filters_are_sampled_inside(folder: Path, record: Any) -> None:
+    """A decode with filters is not sampled again after its replay, and its tokens are those of the sort."""
+    samplings: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1}, {}]
+    runner = GraphRunner(make_config(folder), record)
+    sampled, counts, sample = list[SequenceType](), count_replays(runner), runner.sample
+
+    def noting(batch: ScheduledBatch, *args: Any) -> Any:
+        sampled.append(batch.type)
+        return sample(batch, *args)
+
+    runner.sample = noting  # type: ignore[method-assign]
+    replayed, _ = run(runner, samplings)
+    assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in run(plain_runner(folder), samplings)[0]]
+    assert sum(counts.values()) > 3 and SequenceType.DECODE not in sampled
+
+
+def test_memory_is_measured_by_the_sort(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that sample need no memory, but drafts and penalties do: it must be left for them."""
+    runner, sorted_shapes = ModelRunner(make_config(folder)), list[tuple[int, ...]]()
+    monkeypatch.setattr("atom_mini.sampler.keep_mask", lambda x, *_: sorted_shapes.append(x.shape) or torch.ones_like(x) > 0)
+    runner._sample_most()
+    assert sorted_shapes == [(runner.config.max_decode_rows, runner.config.spec.vocab_size)]
+
+
+def test_penalties_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
+    """And so are the filters beside them: each request gets what it gets from the plain runner."""
     samplings: list[dict[str, Any]] = [
         {"temperature": 1.0, "top_k": 5},
         {"logprobs": 2},
@@ -324,10 +348,12 @@ def test_static_inputs_never_move(folder: Path, record: Any) -> None:
     assert [v.data_ptr() for v in views] == [v.data_ptr() for v in runner._upload(first_decodes(2), 3)]
 
 
-def test_wishes_know_what_is_plain() -> None:
-    """A temperature is plain; each filter, a penalty and log probabilities are not; open ones count as off."""
-    assert HowSampled([SamplingParams(temperature=0.7), SamplingParams(top_k=-1, top_p=1.0, min_p=0.0)]).is_simple
-    for sampling in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"logprobs": 0}):
+def test_only_penalties_and_logprobs_are_not_simple() -> None:
+    """A temperature and filters are part of a graph; options that are not set count as off."""
+    inside = [SamplingParams(temperature=0.7, top_k=-1), SamplingParams(top_k=3, top_p=0.9, min_p=0.1)]
+    assert HowSampled(inside).is_simple
+    assert HowSampled(inside).filters.T.tolist() == [[0, 1, 0], pytest.approx([3, 0.9, 0.1])]
+    for sampling in ({"repetition_penalty": 1.1}, {"logprobs": 0}):
         assert not HowSampled([SamplingParams(), SamplingParams(**sampling)]).is_simple  # type: ignore[arg-type]
 
 
@@ -360,26 +386,29 @@ def test_kernels_that_cannot_run_say_why(folder: Path, monkeypatch: pytest.Monke
     make_runner(make_config(folder, attention="torch"))
 
 
-@pytest.mark.parametrize("breakage", ["stale table", "wrong spare slot", "stale sampling", "frozen plan"])
+@pytest.mark.parametrize("breakage", ["stale table", "wrong spare slot", "stale sampling", "stale filters", "frozen plan"])
 def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ways in which graphs go wrong, each noticed by comparing tokens."""
-    samplings: list[dict[str, Any]] = [{}, {"temperature": 1.2}, {"temperature": 1.2}]
+    """Five ways in which graphs go wrong, each noticed by comparing tokens."""
+    samplings: list[dict[str, Any]] = [{}, {"temperature": 1.2, "top_k": 3}, {"temperature": 1.2}]
     eager, _ = run(plain_runner(folder), samplings, max_tokens=6)
     runner = GraphRunner(make_config(folder), record)
     upload = runner.static.upload
 
     def broken(arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        ids, positions, slots, temperature, u, plan = arrays
+        ids, positions, slots, temperature, u, filters, plan = arrays
         if breakage == "stale table":
             plan = np.concatenate([plan[:-1], [0]]).astype(np.int32)
         elif breakage == "wrong spare slot":
             slots = np.where(slots == slots.max(), 0, slots)
         elif breakage == "stale sampling":
             temperature = np.zeros_like(temperature)
+        elif breakage == "stale filters":
+            filters = np.zeros_like(filters)
+            filters[1] = 1
         else:
             plan = plan.copy()
             plan[plan[2] + 5] -= 1
-        return upload([ids, positions, slots, temperature, u, plan])
+        return upload([ids, positions, slots, temperature, u, filters, plan])
 
     monkeypatch.setattr(runner.static, "upload", broken)
     assert run(runner, samplings, max_tokens=6)[0] != eager

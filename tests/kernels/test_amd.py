@@ -80,6 +80,7 @@ VECTOR: list[tuple[str, tuple, float | int]] = [
     ("v_max_f32 v0, v1, v2", (NAN, 3.0), 3.0), ("v_min_f32 v0, v1, v2", (3.0, NAN), 3.0),
     ("v_med3_f32 v0, v1, -1.0, 1.0", (7.0,), 1.0),
     ("v_max3_f32 v0, v1, v2, v3", (1.0, 5.0, NAN), 5.0), ("v_min3_i32 v0, v1, v2, v3", (1, -5, 7), -5),
+    ("v_max3_u32 v0, v1, v2, v3", (1, -5, 7), -5),
     ("v_fma_f32 v0, v1, v2, v3", (1.0 + 2**-23, 1.0 + 2**-23, -1.0), 2**-22 + 2**-46),  # rounded once
     ("v_fmac_f32 v1, v2, v3\nv_mov_b32 v0, v1", (1.0, 2.0, 3.0), 7.0),
     ("v_fmamk_f32 v0, v1, 0x40400000, v2", (2.0, 1.0), 7.0),
@@ -118,6 +119,8 @@ CDNA_ONLY: list[tuple[str, tuple, float | int]] = [
     ("v_cmp_gt_i32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc", (3, -1), 3),
     ("v_cmp_lt_u32_e64 s[4:5], v1, v2\nv_cndmask_b32_e64 v0, 5, v1, s[4:5]", (3, -1), 3),
     ("v_cmp_o_f32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc", (NAN, 1.0), 5),
+    ("v_cmp_u_f32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc", (3.0, NAN), 3.0),
+    ("v_cmp_u_f32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc", (3.0, INF), 5),
     ("v_cmp_nge_f32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc", (-1.0, NAN), -1.0),
     ("v_cmp_nlt_f32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc", (3.0, NAN), 3.0),
     ("v_cmp_nlt_f32_e32 vcc, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc", (-1.0, 3.0), 5),
@@ -128,6 +131,7 @@ CDNA_ONLY: list[tuple[str, tuple, float | int]] = [
     ("v_and_b32_sdwa v0, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:BYTE_1",
      (0xABCD1234, 0xF00), 0xD & 0xF),
     ("v_add_co_u32_e32 v3, vcc, v1, v2\nv_addc_co_u32_e64 v0, vcc, 0, 0, vcc", (0xFFFFFFFF, 1), 1),
+    ("v_sub_co_u32_e32 v3, vcc, v1, v2\nv_subb_co_u32_e64 v0, vcc, v2, 0, vcc", (1, 2), 1),
     ("v_mad_u64_u32 v[4:5], s[4:5], v1, v2, 1\nv_mov_b32 v0, v5", (2**31, 6), 3),
     ("v_lshlrev_b64 v[4:5], 33, v[1:2]\nv_mov_b32 v0, v5", (3, 0), 6),
     ("v_lshl_add_u64 v[4:5], v[1:2], 3, 1\nv_mov_b32 v0, v5", (2**31, 0), 4),
@@ -148,6 +152,7 @@ RDNA_ONLY: list[tuple[str, tuple, float | int]] = [
     ("v_cmp_gt_i32_e32 vcc_lo, v1, v2\nv_cndmask_b32_e32 v0, 5, v1, vcc_lo", (3, -1), 3),
     ("v_dual_mov_b32 v1, v2 :: v_dual_mov_b32 v2, v1\nv_sub_nc_u32 v0, v1, v2", (3, 10), 7),  # both are read first
     ("v_add_co_u32 v3, s4, v1, v2\nv_add_co_ci_u32_e64 v0, s4, 0, 0, s4", (0xFFFFFFFF, 1), 1),
+    ("v_sub_co_u32 v3, s4, v1, v2\nv_sub_co_ci_u32_e64 v0, null, v2, 0, s4", (1, 2), 1),
     ("v_mov_b16_e64 v0.h, v1.l", (0x12345678,), 0x5678FFAD), ("v_cvt_f16_f32 v0.l, v1", (1.0,), half(1.0) | 0xFFAD0000),
     ("v_cmpx_eq_u32_e32 0, v1\nv_mov_b32 v0, 9", (1,), UNSET),  # no lane is left to write
 ]  # fmt: skip
@@ -165,7 +170,9 @@ SCALAR: list[tuple[str, tuple, int, int]] = [  # ..., s0, scc
     ("s_and_b32 s0, s1, s2", (12, 3), 0, 0), ("s_andn2_b32 s0, s1, s2", (12, 4), 8, 1),
     ("s_lshl_b32 s0, s1, s2", (1, 33), 2, 1), ("s_ashr_i32 s0, s1, s2", (-8, 1), -4, 1),
     ("s_bfe_u32 s0, s1, 0x80004", (0xABCD,), 0xBC, 1), ("s_bfe_i32 s0, s1, 0x80004", (0xABCD,), 0xFFFFFFBC, 1),
-    ("s_lshl4_add_u32 s0, s1, s2", (2**28, 5), 5, 1), ("s_abs_i32 s0, s1", (-3,), 3, 1),
+    ("s_bcnt1_i32_b32 s0, s1", (0x8000_0003,), 3, 1), ("s_bcnt1_i32_b64 s0, s[2:3]", (9, 0, 0), 0, 0),
+    ("s_bcnt1_i32_b64 s0, s[2:3]", (9, 3, 4), 3, 1), ("s_bitcmp1_b32 s1, 3\ns_cselect_b32 s0, 7, 8", (8,), 7, 1),
+    ("s_brev_b32 s0, s1", (1,), 2**31, 0), ("s_lshl4_add_u32 s0, s1, s2", (2**28, 5), 5, 1), ("s_abs_i32 s0, s1", (-3,), 3, 1),
     ("s_mul_i32 s0, s1, s2", (-3, 5), -15, 0),
     ("s_mul_hi_u32 s0, s1, s2", (2**31, 6), 3, 0), ("s_movk_i32 s0, 0xf400", (), -3072, 0),
     ("s_mov_b32 s0, 0x7fffffff\ns_addk_i32 s0, 0x1", (), 2**31, 1),
@@ -265,7 +272,12 @@ def test_other_lanes() -> None:
     wave = execute("gfx950", "ds_bpermute_b32 v0, v2, v1", "s_waitcnt lgkmcnt(0)",
                    v={1: lane, 2: 4 * ((lane + 9) % 64)})  # fmt: skip
     assert wave.v[0].tolist() == ((lane + 9) % 64).tolist()
+    own = ["s_mov_b32 s4, 5", "v_mbcnt_lo_u32_b32 v0, s4, 0", "v_mbcnt_hi_u32_b32 v0, 6, v0"]
+    wave = execute("gfx942", *own)  # the lanes before the own one, of 0, 2, 33, and 34
+    assert wave.v[0, [0, 1, 2, 3, 33, 34, 35, 63]].tolist() == [0, 1, 1, 2, 2, 3, 4, 4]
     lane = lane[:32]
+    wave = execute("gfx1100", *own[:2])
+    assert wave.v[0, [0, 1, 2, 3, 31]].tolist() == [0, 1, 1, 2, 2]
     wave = execute("gfx1100", "v_permlanex16_b32 v0, v1, 0x76543210, 0xfedcba98 op_sel:[1,0]", v={1: lane})
     assert wave.v[0].tolist() == (lane ^ 16).tolist()
 
@@ -282,6 +294,15 @@ def test_memory() -> None:
                    "buffer_store_short v1, v1, s[0:3], 0 offen offset:2", v={1: 4 * lane}, memory=memory)  # fmt: skip
     assert wave.v[2, [0, 15, 16]].tolist() == [0x10000, 31 << 16 | 30, 0]  # beyond the range: 0
     assert memory[[1, 31, 33]].tolist() == [0, 60, 33]
+    for target, add in (("gfx90a", "add v2, v1, v3, s[0:1] glc"), ("gfx942", "add v2, v1, v3, s[0:1] sc0"),
+                        ("gfx1100", "add_u32 v2, v1, v3, s[0:1] glc"),
+                        ("gfx1201", "add_u32 v2, v1, v3, s[0:1] th:TH_ATOMIC_RETURN scope:SCOPE_DEV")):  # fmt: skip
+        lanes, counters = np.arange(TARGETS[target].lanes), np.array([7, 100], np.uint32)
+        wait = "s_wait_loadcnt 0x0" if target == "gfx1201" else "s_waitcnt vmcnt(0)"
+        values = {1: 4 * (lanes % 2), 3: np.full_like(lanes, 2)}  # even lanes add to the first, odd ones to the second
+        wave = execute(target, f"global_atomic_{add}", wait, v=values, memory=counters)
+        assert wave.v[2].tolist() == [(7, 100)[n % 2] + n // 2 * 2 for n in lanes]
+        assert counters.tolist() == [7 + len(lanes), 100 + len(lanes)]
     wave = execute("gfx942", "ds_write2_b32 v1, v2, v3 offset1:64", "s_waitcnt lgkmcnt(0)",
                    "ds_read2st64_b32 v[4:5], v1 offset1:1", "s_waitcnt lgkmcnt(0)",
                    v={1: 4 * lane, 2: lane, 3: lane + 100})  # fmt: skip

@@ -140,7 +140,13 @@ differs = [torch.bfloat16]
 def add(x: Tensor, y: Tensor) -> Tensor:
     return x - -y  # right, but by torch's kernels
 # %% 11_small_kernels 3
-weights, u_of_row = [3.0, 2.0, 1.0], 0.9
+def top_p_bar(rank: Tensor, weight: Tensor, p: float) -> int:
+    bar, step = -2**31, 2**31
+    while step >= 2**16:
+        if weight[rank >= bar + step].sum() > (1 - p) * weight.sum():
+            bar += step
+        step //= 2
+    return bar
 # %% 11b_one_copy 1
 class Places:
     def __init__(self, device, num_places):
