@@ -152,6 +152,7 @@ class Row(NamedTuple):
     narrow: int = 0  # loads of 2 bytes
     loads: int = 0  # all, without scalar ones
     early: int = 0  # atomic adds that may be seen before what the program has stored
+    unwaited: int = 0  # loads before the wait for the kernel before, of one that is launched early
     executed: int = 0  # wave instructions, of a tiny case that also ran
     refused: str = ""  # why it does not run there
     error: str = ""
@@ -248,14 +249,18 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
         sampling_kernels.sample(logits, empty([tokens]), empty([tokens]), filters)
 
 
-def run_fused(shape: Shape, rows: int, dtype: str = "bf16", units: int = 132, bias: bool = False) -> None:
-    """Launch the fused products of a layer, on a GPU of so many units; `bias`: each has one."""
+EARLY = "launched early"
+
+
+def run_fused(shape: Shape, rows: int, dtype: str = "bf16", units: int = 132, extra: str = "") -> None:
+    """Launch the fused products of a layer, on a GPU of so many units; `extra`: biases, or launched early on Hopper."""
     number = TYPES[dtype]
     ops = FusedOps(torch.device("cpu"), shape.heads, shape.kv_heads, shape.dim, number)
     ops.units = units  # decides how many columns a program has
+    ops.starts_early = extra == EARLY and table.architecture(torch.device("cpu")) == "sm_90"
 
     def linear(size: int, columns: int) -> Linear:
-        return Linear(size, {"w": columns}, bias).to(device="meta", dtype=number)
+        return Linear(size, {"w": columns}, extra == "biases").to(device="meta", dtype=number)
 
     x, angles = empty((rows, shape.hidden), number), empty((rows, 1, shape.dim), number)
     for size in (shape.heads * shape.dim, shape.inner):
@@ -311,10 +316,11 @@ def cases(quick: bool = False) -> Iterator[Case]:
         for tokens in (64, 4096):
             yield f"{shape.name}, {tokens} tokens", lambda a=(shape, tokens): run_small(*a)
     fused = [(QWEN, 16, "bf16", 132), (QWEN, 64, "bf16", 132), (QWEN, 64, "fp32", 132), (LLAMA, 64, "bf16", 4),
-             (LLAMA_1B, 32, "fp16", 132), (LLAMA_1B, 64, "bf16", 132, True)]  # fmt: skip
-    for shape, rows, dtype, units, *bias in fused[: 2 if quick else None]:
-        name = f"fused {shape.name}, {rows} rows, {dtype}, {units} units{', biases' * len(bias)}"
-        yield name, lambda a=(shape, rows, dtype, units, *bias): run_fused(*a)
+             (LLAMA_1B, 32, "fp16", 132), (LLAMA_1B, 64, "bf16", 132, "biases"), (QWEN, 16, "bf16", 132, EARLY),
+             (LLAMA, 64, "bf16", 132, EARLY)]  # fmt: skip
+    for shape, rows, dtype, units, *extra in fused[: 2 if quick else None]:
+        name = ", ".join([f"fused {shape.name}", f"{rows} rows", dtype, f"{units} units", *extra])
+        yield name, lambda a=(shape, rows, dtype, units, *extra): run_fused(*a)
     mixtures = [(shape, "bf16") for shape in MIXTURES[: 2 if quick else None]]
     for mixture, dtype in mixtures if quick else [*mixtures, (MIXTURES[0], "fp16"), (MIXTURES[0], "fp32")]:
         for phase, tokens in (("decode", 32), ("prefill", 8192)):
@@ -353,6 +359,12 @@ def early_adds(target: str, text: str) -> int:
         parts = lines[first:before], lines[before : at + 1], lines[at:after]
         early += not all(part and re.search(rule, "\n".join(part)) for rule, part in zip(order, parts, strict=True))
     return early
+
+
+def loads_before_wait(text: str) -> int:
+    """How many loads of a kernel in PTX come before its wait for the kernel before: all, if it does not wait."""
+    before = text.partition("griddepcontrol.wait")[0]
+    return len(re.findall(r"\bld\.global|cp\.async\.c[ag]", before))
 
 
 def amd_facts(text: str) -> dict[str, Any]:
@@ -414,6 +426,7 @@ def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row
         text = kernel.asm["ptx" if target.startswith("sm") else "amdgcn"]
         facts = nvidia_facts(kernel) if target.startswith("sm") else amd_facts(text)
         facts["early"] = early_adds(target, text)
+        facts["unwaited"] = loads_before_wait(text) if EARLY in case and target.startswith("sm") else 0
         rows.append(examine(target, name, case, facts, kernel.metadata.shared, kernel.metadata.num_warps))
     return rows
 
@@ -465,6 +478,8 @@ def faults(row: Row) -> list[str]:
         found.append("no 128-bit loads")
     if row.early:
         found.append(f"{row.early} atomic adds that may be seen before what the program has stored")
+    if row.unwaited:
+        found.append(f"{row.unwaited} loads before the wait for the kernel before")
     if row.kernel in STREAMS and (row.narrow or not row.wide):  # the plan's 32-bit numbers are loaded one by one
         found.append(f"no 128-bit loads of rows ({row.narrow} of 16 bits)")
     return found

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 import atom_mini.loading
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.models import Linear
+from atom_mini.refinements import fused
 from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -419,6 +421,13 @@ def common(bench: Bench, results: dict[str, Any], overlap: bool = False) -> None
     show(title, head, [[f"atom_mini, {name}, overlap={overlap}", *[results[k] for k in kinds], note]])
 
 
+EARLY = "fused layers, launched early"  # on Hopper; elsewhere this row repeats the one before
+SINGLE_RUNS: dict[str, dict[str, bool]] = {
+    "overlap=False": {"overlap": False}, "overlap=True": {"overlap": True},
+    "fused layers": {"overlap": True, "fuse_layers": True}, EARLY: {"overlap": True, "fuse_layers": True},
+}  # fmt: skip
+
+
 def single(bench: Bench, results: dict[str, Any]) -> None:
     """One request through `LLM.generate`: the time to its first token, and its tokens per second."""
     name, (kind, shape) = next(iter((TOY if bench.dry else MODELS).items()))
@@ -426,18 +435,19 @@ def single(bench: Bench, results: dict[str, Any]) -> None:
     options: dict[str, Any] = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
     options |= {"max_model_len": 2 * (length + count), "max_num_seqs": 4}
     params, rows = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count), []
-    for is_ahead in (False, True):
-        row = results[f"overlap={is_ahead}"] = dict[str, Any]()
+    for kind_of_run, extra in SINGLE_RUNS.items():
+        row = results[kind_of_run] = dict[str, Any]()
         with (
-            bench.guarded(f"one request with overlap={is_ahead}", row),
+            bench.guarded(f"one request with {kind_of_run}", row),
             random_checkpoint(bench, kind, shape) as folder,
-            LLM(folder, **options, overlap=is_ahead) as llm,
+            patch.object(fused, "START_EARLY", kind_of_run == EARLY),
+            LLM(folder, **options, **extra) as llm,
         ):
             for first in (1, 2):  # the first one warms up; they share no prefix
                 out = llm.generate([[first] * length], params, use_tqdm=False)[0]
             row |= {"ttft_ms": 1e3 * out.ttft, "tokens_per_second": len(out.token_ids) / out.latency}
-        label, rate = f"{name}, one request, overlap={is_ahead}", row.get("tokens_per_second")
-        note = bench.aim(f"{label}, tokens/s", rate, *SINGLE_STREAM_AIM) if is_ahead else ""
+        label, rate = f"{name}, one request, {kind_of_run}", row.get("tokens_per_second")
+        note = bench.aim(f"{label}, tokens/s", rate, *SINGLE_STREAM_AIM) if extra["overlap"] else ""
         rows.append([label, row.get("ttft_ms"), rate, note])
     show(f"One request: {length} tokens in, {count} out", ["", "first token ms", "tokens/s", ""], rows)
 

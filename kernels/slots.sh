@@ -59,7 +59,7 @@ case $slot in
     [[ -n $dry ]] || step 30 "a GPU is here" "$python" kernels/bench.py --check
     bench 60 limits --only limits
     step 120 profile "$python" kernels/profile_step.py $dry "$out"
-    tests 150 "kernels and graphs" tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py
+    tests 150 "kernels and graphs" tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py tests/engine/test_sampling_kernels.py tests/refinements/test_fused.py
     tests 230 "engine on a GPU" -m gpu -rs tests/engine/test_gpu.py tests/engine/test_gpu_right.py tests/engine/test_parity.py tests/systems/test_spyre.py tests/processes/test_tensor_parallel.py
     ;;
 2)

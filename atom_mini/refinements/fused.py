@@ -15,27 +15,30 @@ from torch import Tensor, nn
 
 from ..attention import get_forward_context
 from ..checkpoint import ModelSpec, require
-from ..instruments.launches import amd, launches_for
+from ..instruments.launches import amd, architecture, launches_for
 from ..models import DecoderLayer, Linear, RMSNorm
 from ..triton_attention import Launch, product_type
 from ..triton_ops import TritonOps
 
 # %% auto #0
-__all__ = ['MOST_ROWS', 'TILES', 'add_product_kernel', 'FusedOps', 'gated_product_kernel', 'heads_kernel', 'FusedLayer', 'fold',
-           'FusedSpec', 'fused_spec']
+__all__ = ['MOST_ROWS', 'START_EARLY', 'TILES', 'add_product_kernel', 'FusedOps', 'gated_product_kernel', 'heads_kernel',
+           'FusedLayer', 'fold', 'FusedSpec', 'fused_spec']
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #4dd7a41a
 @triton.jit
 def _product(
     x_ptr, w_ptr, bias_ptr, rows, n, exist, eps, SIZE: tl.constexpr, NORM: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    PRODUCT: tl.constexpr, EARLY: tl.constexpr,
 ):
     """x @ w.T + bias for the rows `n` of w [N, SIZE]: [ROWS, len(n)]. NORM: each row
     of x @ w.T is divided by the root mean square of its x."""
     m = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, n.shape[0]], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for k in tl.range(0, SIZE, DEPTH, num_stages=STAGES):
         columns = k + tl.arange(0, DEPTH)
         inside = (columns < SIZE)[None, :]
@@ -57,13 +60,13 @@ def _product(
 def add_product_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, out_ptr, rows, N: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr, PRODUCT: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Compute COLUMNS columns of residual + x @ w.T + bias."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     acc = _product(
         x_ptr, w_ptr, bias_ptr, rows, n, n < N, 0.0, SIZE, False, ROWS, DEPTH, STAGES,
-        PRODUCT,
+        PRODUCT, EARLY,
     )
     m = tl.arange(0, ROWS)
     at, inside = m[:, None] * N + n, (m < rows)[:, None] & (n < N)[None, :]
@@ -72,6 +75,7 @@ def add_product_kernel(
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #a051c44d
 MOST_ROWS = 64
+START_EARLY = False  # on Hopper and newer: see "Starting early"
 
 TILES: dict[str, tuple[Launch, Launch]] = {  # up to 16 rows, up to 64
     "sm_80": (Launch(16, 2**14, 4, 3, 4), Launch(64, 2**13, 4, 3, 2)),
@@ -95,6 +99,7 @@ class FusedOps(TritonOps):
     ) -> None:
         super().__init__(device, num_heads, num_kv_heads, head_dim, dtype)
         self.products = launches_for(device, dtype, TILES)
+        self.starts_early = START_EARLY and architecture(device) == "sm_90"
 
     def columns(self, n: int) -> int:
         """Columns per program: as many as leave a program for each unit, 16 to 64."""
@@ -109,6 +114,8 @@ class FusedOps(TritonOps):
         depth = max(16, min(depth, triton.next_power_of_2(size)))
         sizes = {"SIZE": size, "ROWS": tall, "COLUMNS": columns, "DEPTH": depth}
         rest = {"STAGES": launch.stages, "PRODUCT": product_type(x.dtype)}
+        early = {"launch_pdl": True} if self.starts_early else {}
+        rest |= {"EARLY": self.starts_early, **early}
         return sizes | rest | launch.options()
 
     def add_product(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
@@ -178,7 +185,7 @@ def _halves(acc):
 def gated_product_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, rows, eps, N: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr, PRODUCT: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Compute COLUMNS / 2 columns of silu(gate) * up; gate and up are the first N and
     the last N columns of norm(x) @ w.T + bias."""
@@ -187,7 +194,7 @@ def gated_product_kernel(
     n = pair + tl.arange(0, COLUMNS) % 2 * N
     acc = _product(
         x_ptr, w_ptr, bias_ptr, rows, n, pair < N, eps, SIZE, True, ROWS, DEPTH, STAGES,
-        PRODUCT,
+        PRODUCT, EARLY,
     )
     gate, up = _halves(acc)
     m, n = tl.arange(0, ROWS)[:, None], first + tl.arange(0, COLUMNS // 2)[None, :]
@@ -224,7 +231,7 @@ def heads_kernel(
     v_offset, block_stride, rows, eps, head_eps, H: tl.constexpr, K: tl.constexpr,
     D: tl.constexpr, S: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    PRODUCT: tl.constexpr,
+    PRODUCT: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Compute COLUMNS / 2 pairs of one head of norm(x) @ w.T + bias. q is normed,
     rotated, and returned; k is normed, rotated, and stored; v is stored."""
@@ -235,7 +242,7 @@ def heads_kernel(
     n = head * D + pair + tl.arange(0, COLUMNS) % 2 * HALF
     acc = _product(
         x_ptr, w_ptr, bias_ptr, rows, n, pair < HALF, eps, SIZE, True, ROWS, DEPTH,
-        STAGES, PRODUCT,
+        STAGES, PRODUCT, EARLY,
     )
     if norm_ptr is not None:
         norm_ptr += tl.where(head < H, 0, D)

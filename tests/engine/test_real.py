@@ -10,13 +10,14 @@ token is likelier by less than TIE, rounding decides: then the log probabilities
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import defaults
 import pytest
 import torch
-from real_prompts import prompts
+from real_prompts import TEXTS, prompts
 from real_weights import FOLDER, is_whole
 
 from atom_mini import LLM, SamplingParams
@@ -28,6 +29,7 @@ pytestmark = [
 MAX_TOKENS = 32
 TIE = 1e-3  # of two logits
 BF16_BOUND = 0.4  # of a log probability: bfloat16 has 8 bits, and there are 30 layers
+INT8_BOUND = 0.27  # of the mean change of a log probability: 0.24 was measured, and 0.30 with one wrong scale in 120
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},  # with the hash index
@@ -171,6 +173,44 @@ def test_bfloat16(reference: Reference, capsys: pytest.CaptureFixture[str]) -> N
     with capsys.disabled():
         print(f"\nbfloat16: {same / total:.1%} of {total} tokens are float32's choice; log probabilities within {worst:.2f}")
     assert same / total > 0.9
+
+
+@pytest.fixture
+def eight_bits(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark that chapter 92b's figures come from."""
+    monkeypatch.syspath_prepend(str(FOLDER.parents[1] / "tests" / "bench"))
+    return importlib.import_module("eight_bits")
+
+
+def test_int8(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many greedy tokens are float32's choice, of prompts through torch and decodes through the compiled function."""
+    asked = [prompt for prompt in reference.prompts.values() if len(prompt) < 400]
+    with LLM(str(FOLDER), quantization="int8", device="cpu") as llm:
+        outs = llm.generate(asked, GREEDY, use_tqdm=False)
+    same = total = 0
+    for out in outs:
+        likeliest = reference.logits(out.prompt_token_ids, out.token_ids).argmax(-1).tolist()
+        same += sum(a == b for a, b in zip(likeliest, out.token_ids, strict=True))
+        total += len(out.token_ids)
+    with capsys.disabled():
+        print(f"\nint8: {same / total:.1%} of {total} tokens are float32's choice")
+    assert same / total > 0.8
+
+
+def test_what_int8_costs_and_that_a_wrong_scale_is_noticed(eight_bits: Any, reference: Reference) -> None:
+    """The log probabilities of three texts change by no more than chapter 92b says, and each layer's error is what the
+    rounding predicts. With the scales of one matrix moved by a row, neither holds."""
+    tokenizer, ids = reference.tokenizer, reference.tokenizer.encode(TEXTS["a speech"], add_special_tokens=False)
+    with eight_bits.engine() as exact, eight_bits.engine(quantization="int8") as eight:
+        wanted = eight_bits.score_texts(exact, tokenizer)
+        before = eight_bits.compare(eight_bits.score_texts(eight, tokenizer), wanted)
+        ratio = eight_bits.largest_ratio(eight_bits.layer_errors(exact, eight, ids))
+        eight_bits.plant(eight)
+        after = eight_bits.compare(eight_bits.score_texts(eight, tokenizer), wanted)
+        wrong = eight_bits.largest_ratio(eight_bits.layer_errors(exact, eight, ids))
+    assert before["mean_absolute_difference"] < INT8_BOUND < after["mean_absolute_difference"]
+    assert abs(before["mean_difference"]) < 0.06 and before["same_choice"] > 0.83
+    assert ratio < 1.25 and wrong > 5
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(default: LLM, reference: Reference) -> None:

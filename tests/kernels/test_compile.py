@@ -70,6 +70,14 @@ def test_spills_are_found() -> None:
     assert any("spills" in fault for fault in faults)
 
 
+def test_a_kernel_that_is_launched_early_waits_before_it_reads() -> None:
+    """On Hopper; the same kernels without the wait are at fault."""
+    right = faults_of("sm_90", "tool.run_fused(tool.QWEN, 16, extra=tool.EARLY)", "fused, launched early")
+    assert len(right) == 3 and not any(right.values())
+    wrong = faults_of("sm_90", "tool.run_fused(tool.QWEN, 16)", "fused, launched early")
+    assert all("loads before the wait" in faults[0] for faults in wrong.values())
+
+
 def test_a_refusal_is_a_fault_where_none_is_expected() -> None:
     """RDNA 3 refuses latent attention. If CDNA did, its row of the table might be lost."""
     launch = "tool.attend_latents(16, 'decode', 'bf16', 16, '4 GiB')"

@@ -114,7 +114,7 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     sampling = steps["sampling, batch 2 context 16"]
     assert sampling["greedy_of_filtered"] == pytest.approx(sampling["greedy_ms"] / sampling["filtered_ms"])
     assert all(row["ttft_ms"] > 0 < row["tokens_per_second"] for row in parts["single"].values() if isinstance(row, dict))
-    assert {"overlap=False", "overlap=True"} <= set(parts["single"])
+    assert {"overlap=False", "overlap=True", "fused layers", "fused layers, launched early"} <= set(parts["single"])
     for engine in ("common", "transformers", "nano_vllm"):
         assert parts[engine]["output_tokens"] == parts["common"]["output_tokens"]
         assert parts[engine]["tokens_per_second"] > 0
