@@ -51,7 +51,7 @@ def lessons() -> None:
 
 
 def record(target: str, row: str) -> dict[str, list[Launch]]:
-    """The launches before they ran, with what they are given: the lessons and a decode of 300 keys, launched as a row
+    """The launches before they ran, with what they are given: the lessons and a decode of 250 keys, launched as a row
     of `LAUNCHES` says."""
     found = {}
     with triton.knobs.amd.scope():
@@ -60,7 +60,7 @@ def record(target: str, row: str) -> dict[str, list[Launch]]:
             lessons()
     architecture = patch.object(table, "architecture", lambda device: row)
     with architecture, emulated(target, runs=False) as found["decode"]:
-        execute.attend("bf16", [(1, 300)])
+        execute.attend("bf16", [(1, 250)])
     return found
 
 

@@ -88,7 +88,7 @@ def latent_attention_kernel(
     LARGE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, PRODUCT: tl.constexpr,
 ):
-    """Work items, in `TILES` tiles each. The first L numbers of a row are its values."""
+    """Work items of `TILES` tiles. The first L numbers of a row are its values."""
     n, dims, turned = tl.arange(0, KEYS), tl.arange(0, L), L + tl.arange(0, R)
     num_items = tl.load(plan_ptr + 4 * LARGE)
     items = plan_ptr + tl.load(plan_ptr + 4 * LARGE + 2)

@@ -60,8 +60,8 @@ def architecture(device: torch.device) -> str:
 def launches_for(
     device: torch.device, dtype: torch.dtype, table: dict[str, tuple[Launch, Launch]]
 ) -> tuple[Launch, Launch]:
-    """The row of `table` for a device. If no matrix unit takes `dtype`, it is "float32",
-    or "float32 gfx1" if there is one and the device is RDNA."""
+    """The row of `table` for a device. Without a matrix unit for `dtype`: "float32", or
+    on RDNA "float32 gfx1", if there is one."""
     arch = architecture(device)
     if dtype != torch.float32 or arch.startswith("gfx9"):
         return table[arch]

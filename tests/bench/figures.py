@@ -196,7 +196,8 @@ def collect_real(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
     """The same of real.json alone: its tables have a stamp of their own, with the peers' versions."""
     real = json.loads((folder / "real.json").read_text())
     said = ", ".join([stamp(real["machine"])["stamp"], *real.get("peers", {}).values()])
-    return {**old, "real": said, "tables": old["tables"][:WHOLE] + real_tables(real)}
+    work = f"{real['input']} tokens of English in and {real['output']} out"
+    return {**old, "real": said, "real_work": work, "tables": old["tables"][:WHOLE] + real_tables(real)}
 
 
 def updated(old: list[Table], new: list[Table]) -> list[Table]:
@@ -237,6 +238,7 @@ def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
         section = f"{section[: last.end()]}\n{SECOND}{as_markdown(rows)}{section[last.end() :]}"
     for name in ("stamp", "drafts", "busy", "real"):
         section = section.replace(old[name], new[name])
+    section = re.sub(r"\d+ tokens of English in and \d+ out", new.get("real_work", r"\g<0>"), section)
     return before + "## Figures" + section + "".join(rest)
 
 

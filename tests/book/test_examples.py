@@ -158,7 +158,8 @@ def test_the_real_models_figures_become_tables(tmp_path: Path, monkeypatch: pyte
     eight = work(transformers_generate=(44.0, 1.0, 0.2), ours=(41.2, 0.936, 0.1), peer=(43.9, 0.998, 1.234))
     machine = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 1, "instructions": "beads", "python": "3.14.1",
                "torch": "9.9", "transformers": "8.8"}  # fmt: skip
-    record = {"machine": machine, "1 request": one, "8 requests": eight, "peers": {"a": "peer 1.2"}, "other_load": 0.5}
+    record = {"machine": machine, "1 request": one, "8 requests": eight, "peers": {"a": "peer 1.2"}, "input": 7, "output": 9,
+              "other_load": 0.5}  # fmt: skip
     (tmp_path / "real.json").write_text(json.dumps(record))
     rows = {
         "tokens per second": ["1 request", "", "of bandwidth", "8", "", "of bandwidth"],
@@ -178,6 +179,7 @@ def test_the_real_models_figures_become_tables(tmp_path: Path, monkeypatch: pyte
     for old, new in ((RECORDED, found), (found, both), (both, both)):  # one table; another; no third
         page = figures.write_page(page, old, new)
         assert_same_figures(page, new)
+        assert page.count("SmolLM2-135M-Instruct (`make real`), 7 tokens of English in and 9 out, greedy") == 1
 
 
 @pytest.fixture
