@@ -165,7 +165,7 @@ def measure_model(name: str, args: argparse.Namespace, about: dict[str, str]) ->
         config = json.loads((folder / "config.json").read_text())
         for engine in found.values():  # each compiles or allocates what it needs for one, and for several
             engine.run(work(1, 4))
-            engine.run(work(max(args.batches), 4))
+            engine.run(work(8, 4))
         print(f"\n{name}; megabytes of weights:", ", ".join(f"{n} {e.weights / 1e6:.0f}" for n, e in found.items()))
         return {work_name(n): measure(found, work(n, args.output), args.rounds, config) for n in args.batches}
 

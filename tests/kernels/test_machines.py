@@ -119,7 +119,7 @@ def test_the_digest_is_of_kernels_and_launches(tmp_path: Path, monkeypatch: pyte
     assert after("tl.maximum(top,", "tl.minimum(top,") != before
     assert after('"num_warps": self.warps', '"num_warps": 2 * self.warps') != before
     assert after("# as in `LAUNCHES`", "# as there") == before
-    assert after('"""Work items, in', '"""Pieces, in') == before
+    assert after('"""Work items of', '"""Pieces of') == before
     assert after("class PagedAttention:", "class PagedAttention(object):") == before
 
 CARDS = {(7, 5): "sm_80", (8, 0): "sm_80", (8, 6): "sm_80", (8, 9): "sm_80", (9, 0): "sm_90", (10, 0): "sm_90",
