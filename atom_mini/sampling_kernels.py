@@ -215,7 +215,8 @@ def _top_p(
 # %% ../nbs/11_small_kernels.ipynb #e9133d39
 @triton.jit
 def _min_p(ptr, bar, ties, min_p, top, t, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
-    """The bar and the ties that are kept after min-p: no others, or those of before."""
+    """The bar and the ties after min-p: unchanged, or just below the least likely token
+    that min-p keeps, without ties."""
     ranks = tl.full([CHUNK], 0x7FFFFFFF, tl.int32)
     for start in range(0, VOCAB, CHUNK):
         x = _load(ptr, start + tl.arange(0, CHUNK), VOCAB)
