@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .models import Linear
 
 # %% auto #0
-__all__ = ['PRIVATE', 'SHORT', 'TILE', 'uses_onednn', 'round_rows', 'multiply', 'reorder', 'pack', 'lacks_products',
-           'multiply_wide', 'multiply_short', 'prepare']
+__all__ = ['PRIVATE', 'SHORT', 'TILE', 'uses_onednn', 'round_rows', 'multiply', 'reorder', 'pack', 'keep_freed_memory',
+           'lacks_products', 'multiply_wide', 'multiply_short', 'prepare']
 
 # %% ../nbs/appendix/92_cpu_products.ipynb #1f5183c2
 PRIVATE = "_linear_pointwise", "_reorder_linear_weight"  # of torch.ops.mkldnn
@@ -53,6 +53,11 @@ def pack(layer: Linear, keeps_order: bool = False) -> None:
     elif not keeps_order:
         layer.weight = nn.Parameter(reorder(layer.weight.data), requires_grad=False)
 
+# %% ../nbs/appendix/92_cpu_products.ipynb #92c00002
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 62 MiB of freed memory for the next tensors."""
+    torch.empty(31 << 20, dtype=torch.uint8)
+
 # %% ../nbs/appendix/92_cpu_products.ipynb #43a0f53c
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -89,6 +94,7 @@ def multiply_short(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 def prepare(model: nn.Module, keeps_order: bool = False) -> None:
     """`pack` every float32 `Linear` on a CPU, and widen 16-bit ones where that is
     faster."""
+    keep_freed_memory()
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     for layer in model.modules():
         if isinstance(layer, Linear) and uses_onednn(layer.weight):

@@ -19,16 +19,18 @@ from ..attention import AttentionMetaData
 from ..cpu_decode import CpuOps
 from ..cpu_products import lacks_products, prepare
 from ..graphs import first_decodes
-from ..model_runner import ModelRunner
+from ..model_runner import ModelRunner, made_up_batch
 from ..models import TorchOps
-from .compiled_loops import decode_step
+from atom_mini.refinements.compiled_loops import (
+    LANES, TALL, attend_prompts, decode_step,
+)  # fmt: skip
 from .parts import EngineArgs
 from ..sampler import Sampler, SamplingMetaData
-from ..sequence import NO_TOKEN
+from ..sequence import NO_TOKEN, SequenceType
 
 # %% auto #0
 __all__ = ['Threads', 'as_numpy', 'stack', 'scales_of', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
-           'OneThreadSampler', 'CompiledRunner']
+           'OneThreadSampler', 'CompiledRunner', 'parts_of_step']
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #405ce380
 class Threads:
@@ -120,11 +122,32 @@ def collect(model: Any) -> tuple[Any, ...]:
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #081f9329
 class PlainOps(CpuOps):
-    """`CpuOps` that keep the weights' order."""
+    """`CpuOps` that keep the weights' order, of a runner with `threads`."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
 
     def prepare(self, model: nn.Module) -> None:
         """Let oneDNN compute the products of a loaded model."""
         prepare(model, keeps_order=True)
+
+    def attend(
+        self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
+    ) -> Tensor:
+        """`paged_attention`: q [T, H, D] -> [T, H, D]."""
+        most = TALL // (q.shape[1] // kv_cache.shape[2])  # tokens of a piece
+        if max(meta.query_lens) == 1 or LANES == 4 or most == 0:
+            return super().attend(q, kv_cache, meta, scale)
+        if meta.plan is None:
+            meta.plan = parts_of_step(meta, most)
+        x, tables = q.float().contiguous(), meta.block_tables.contiguous().numpy()
+        out, counts = torch.empty_like(x), np.zeros(16, np.int64)
+        args = counts, x.numpy(), as_numpy(kv_cache), tables, meta.plan, out.numpy()
+        if torch.get_num_threads() == 1:
+            attend_prompts(*args)
+        else:
+            self.runner.threads.run(attend_prompts, *args)
+        return out.to(q.dtype)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #eabee525
 class OneThreadSampler(Sampler):
@@ -166,10 +189,12 @@ class CompiledRunner(ModelRunner):
         self.buffers = [torch.empty(self.most_rows, n) for n in sizes]
         is_int8 = self.weights[-1][0] is not None
         self.in_groups = is_int8 or lacks_products(self.model.head.weight)
-        self.run_model(*self.prepare_model(first_decodes(1)))  # compiles, or loads
+        prompt = made_up_batch(SequenceType.PREFILL, 2, np.zeros((1, 2), np.int32))
+        for batch in (first_decodes(1), prompt):  # compiles, or loads
+            self.run_model(*self.prepare_model(batch))
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        return PlainOps(), OneThreadSampler()
+        return PlainOps(self), OneThreadSampler()
 
     @torch.inference_mode()
     def decode(self, ids: Tensor, meta: AttentionMetaData) -> Tensor:
@@ -213,3 +238,14 @@ class CompiledRunner(ModelRunner):
     def close(self) -> None:
         """End the threads."""
         self.threads.pool.shutdown()
+
+# %% ../../nbs/appendix/93_cpu_decode.ipynb #93c0000c
+def parts_of_step(meta: AttentionMetaData, most: int) -> np.ndarray:
+    """The `parts` [P, 4] of `attend_prompts`, of at most `most` tokens each."""
+    parts, at = [], 0
+    for b, (count, length) in enumerate(zip(meta.query_lens, meta.lens, strict=True)):
+        for start in range(0, count, most):
+            end = min(start + most, count)
+            parts.append((length - count + end, b, at + start, at + end))
+        at += count
+    return np.array(sorted(parts, reverse=True))

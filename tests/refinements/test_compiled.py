@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,48 @@ def test_bfloat16_is_stored_as_torch_stores_it() -> None:
     found, wanted = (torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), torch.from_numpy(x).bfloat16())
     assert found.isnan().equal(wanted.isnan()) and int(wanted.isnan().sum()) >= 2 * (len(ends) - 1)
     assert found.view(torch.int16)[~wanted.isnan()].equal(wanted.view(torch.int16)[~wanted.isnan()])
+
+
+STEPS: dict[str, list[tuple[int, int]]] = {  # (new tokens, tokens in all)
+    "a prompt": [(203, 203)], "chunks and decodes": [(1, 97), (5, 200), (64, 300), (1, 1)], "short": [(2, 2), (3, 96), (4, 97)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", [(9, 3, 64, 16), (8, 8, 16, 4), (5, 1, 48, 3), (4, 2, 128, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_prompts(dtype: torch.dtype, shape: tuple[int, ...], step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch, over a pool with NaN where nothing is stored; the same bits with any number of threads, and for the last
+    tokens of each sequence by themselves."""
+    from types import SimpleNamespace
+
+    from show import make_step, reference_attention
+
+    from atom_mini.refinements import compiled_step
+    from atom_mini.refinements.compiled_step import PlainOps, Threads
+
+    heads, kv_heads, dim, size = shape
+    monkeypatch.setattr(compiled_step, "LANES", 16)  # vectors of 4 are also right
+    q, cache, meta, _ = make_step(STEPS[step], H=heads, K=kv_heads, D=dim, S=size)
+    q, cache = q.to(dtype), cache.to(dtype)
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            ops = PlainOps(SimpleNamespace(threads=Threads(count)))
+            found.append(ops.attend(q, cache, replace(meta, plan=None), dim**-0.5))
+            ops.runner.threads.pool.shutdown()
+    finally:
+        torch.set_num_threads(before)
+    assert all(each.equal(found[0]) for each in found) and found[0].dtype == dtype
+    exact = reference_attention(q.float(), cache.float(), meta, dim**-0.5)
+    step_size = torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(found[0].float(), exact, atol=3e-6, rtol=step_size)
+    news = [-(-n // 2) + 1 if n > 2 else n for n in meta.query_lens]
+    ends = np.cumsum(meta.query_lens)
+    rows = np.concatenate([np.arange(end - n, end) for n, end in zip(news, ends, strict=True)])
+    later = ops.attend(q[rows], cache, replace(meta, plan=None, query_lens=news), dim**-0.5)
+    assert later.equal(found[0][rows])
 
 
 # short weights are widened in one way for one row, in another for 30
