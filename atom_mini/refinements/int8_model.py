@@ -17,7 +17,7 @@ from ..loading import Readers, weight_targets
 from ..models import CausalLM, Linear
 
 # %% auto #0
-__all__ = ['LEAST', 'quantize_rows', 'Int8Linear', 'read_codes', 'read_scales', 'Int8Model']
+__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales', 'Int8Model']
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #6e7facb3
 LEAST = 1e-30  # instead of the largest number of a row of zeros
@@ -31,6 +31,16 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * (127 / top)).round(), top / 127
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #b9da2927
+HAS_BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)()  # private
+
+
+def multiply_bytes(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of codes, in float32: x [T, size] float32, weight [rows, size] int8."""
+    if HAS_BYTES:
+        return torch._int_mm(x.to(torch.int8), weight.T).float()
+    return multiply_wide(x, weight)
+
+
 class Int8Linear(Linear):
     """A `Linear` in eight bits: codes [rows, size] int8, and a scale per row."""
 
@@ -45,7 +55,7 @@ class Int8Linear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, size] -> [T, sum of parts], in x's dtype."""
         codes, scales = quantize_rows(x)
-        out = multiply_wide(codes, self.weight) * (scales * self.weight_scale.T)
+        out = multiply_bytes(codes, self.weight) * (scales * self.weight_scale.T)
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #7eadf058

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from atom_mini import LLM, EngineArgs, SamplingParams
+from atom_mini.refinements import int8_model
 from atom_mini.refinements.int8 import Int8Spec
 from atom_mini.refinements.int8_model import Int8Linear, quantize_rows
 
@@ -38,6 +39,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 IDS = [(7 * i * i + 3) % 300 for i in range(30)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 33])
+def test_bytes_and_floats_give_the_same_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors with instructions for products of bytes, and on others; a NaN stays in its row."""
+    x, w = torch.randn(rows, 576), torch.randint(-127, 128, (200, 576), dtype=torch.int8)
+    (codes, _), found = quantize_rows(x), []
+    layer = Int8Linear(int8_model.Linear(576, {"w": 200}))
+    layer.weight.copy_(w)
+    layer.weight_scale.fill_(1)
+    x[1:2, 5] = torch.nan
+    for has_bytes in (True, False):
+        monkeypatch.setattr(int8_model, "HAS_BYTES", has_bytes)
+        assert torch.equal(int8_model.multiply_bytes(codes, w).long(), codes.long() @ w.long().T)
+        found.append(layer(x))
+    assert torch.equal(found[0].nan_to_num(7), found[1].nan_to_num(7))
+    assert found[0][1:2].isnan().all() and found[0][2:].isfinite().all()
 
 
 class Rounding(nn.Module):
