@@ -35,7 +35,7 @@ HAS_BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)()  # private
 
 
 def multiply_bytes(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of codes, in float32: x [T, size] float32, weight [rows, size] int8."""
+    """Codes x [T, size] float32 @ weight.T [size, rows] int8 -> [T, rows] float32."""
     if HAS_BYTES:
         return torch._int_mm(x.to(torch.int8), weight.T).float()
     return multiply_wide(x, weight)

@@ -216,15 +216,15 @@ def as_markdown(rows: Table) -> str:
 
 def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
     """`text` (index.ipynb's markdown) with the new cells in the rows of the section *Figures*, and the new stamp. The last
-    tables are written as a whole; one that the page does not have follows them."""
+    tables are written as a whole; one that the page does not have follows them, and one without figures goes."""
     before, section = text.split("## Figures", 1)
     section, *rest = re.split(r"(?=\n##? )", section, maxsplit=1)
     tables = enumerate(new["tables"])
 
     def table(found: re.Match[str]) -> str:
-        number, rows = next(tables)
+        number, rows = next(tables, (WHOLE, None))
         if number >= WHOLE:
-            return as_markdown(rows)
+            return as_markdown(rows) if rows else ""
         lines = []
         for line in found[0].splitlines():
             name = line.strip("|").split("|")[0].strip()
@@ -233,6 +233,8 @@ def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
         return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |") + "\n"
 
     section = re.sub(r"(?m)(?:^\|.*\n)+", table, section)
+    if len(new["tables"]) < len(old["tables"]):
+        section = section.replace(f"\n{SECOND}", "")
     for _, rows in tables:
         *_, last = re.finditer(r"(?m)(?:^\|.*\n)+", section)
         section = f"{section[: last.end()]}\n{SECOND}{as_markdown(rows)}{section[last.end() :]}"

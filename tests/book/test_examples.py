@@ -176,7 +176,7 @@ def test_the_real_models_figures_become_tables(tmp_path: Path, monkeypatch: pyte
     second = both["tables"][5]
     assert both["tables"][4] == rows and second["ours"] == rows["ours"][:3] * 2 and second.keys() == rows.keys()
     page = book.written()
-    for old, new in ((RECORDED, found), (found, both), (both, both)):  # one table; another; no third
+    for old, new in ((RECORDED, found), (found, both), (both, both)):  # the second table goes; comes; stays
         page = figures.write_page(page, old, new)
         assert_same_figures(page, new)
         assert page.count("SmolLM2-135M-Instruct (`make real`), 7 tokens of English in and 9 out, greedy") == 1
