@@ -46,7 +46,7 @@ __all__ = ['unfit', 'why_not', 'say_slower', 'decide_compiled']
 def say_slower() -> None:
     """Print, once, what would make the decode faster."""
     hint = f"{install('cpu')} to compile it"
-    print(f"decode runs in torch, several times slower: {hint}", file=sys.stderr)
+    print(f"decode runs in torch, which is slower: {hint}", file=sys.stderr)
 
 
 def decide_compiled(config: EngineArgs) -> None:

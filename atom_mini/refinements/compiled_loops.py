@@ -299,8 +299,7 @@ def quantize(x, codes, scales):
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #92b0c001
 def fold(b: Any, groups: int, x: Any, y: Any = None) -> Any:
-    """Each of the groups of lanes of x, and then of y, half as long: one half of its
-    whole numbers added to the other."""
+    """The sums of the two halves of each group of lanes, first of x, then of y."""
     half, ends = x.type.count // groups // 2, [x.type.count] * (y is not None)
     first = [start + 2 * half * group + i
              for start in (0, *ends) for group in range(groups) for i in range(half)]

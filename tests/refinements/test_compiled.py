@@ -371,7 +371,7 @@ from atom_mini import LLM, SamplingParams
 with redirect_stderr(StringIO()) as hint:
     for options in ({"compiled": False}, {"dtype": "float16"}, {}, {}):
         LLM("tiny", device="cpu", num_kvcache_blocks=50, **options).close()
-        print(hint.getvalue().count("several times slower: run pip install"), end=" ")
+        print(hint.getvalue().count("which is slower: run pip install"), end=" ")
 print()
 with LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
     print(type(llm.engine_core.runner).__name__, llm.config.compiled)
