@@ -236,7 +236,7 @@ def _last_tie(ptr, bar, ties, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
         tie = (_rank(_load(ptr, tokens, VOCAB)) == bar.to(tl.int32)).to(tl.float32)
         here = tl.sum(tie, 0)
         if (seen < ties) & (seen + here >= ties):
-            is_kept = (tie > 0) & (seen + tl.cumsum(tie, 0) < ties + 1)
+            is_kept = (tie > 0) & (seen + tl.cumsum(tie, 0) - 1 < ties)
             last = tl.max(tl.where(is_kept, tokens, 0), 0)
         seen += here
     return tl.where(ties > 0, last, -1)

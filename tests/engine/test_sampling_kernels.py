@@ -141,6 +141,14 @@ def test_no_token_for_a_row_with_nan_or_infinity(dtype: torch.dtype) -> None:
     assert tokens[:5] == [-1] * 5 and tokens[5] >= 0
 
 
+def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
+    """So tiny that one token more or less is lost in rounding."""
+    logits = torch.randn(5, 257, generator=generator(8))
+    filters = as_filters([(0, 1e-7, 0), (0, 5e-8, 0), (20, 1e-12, 0), (0, 1e-30, 0.5), (0, 1e-30, 0)])
+    args = logits, torch.ones(5), torch.full((5,), 0.9), filters
+    assert sample(*(t.to(DEVICE) for t in args)).tolist() == logits.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_search_for_a_bar_ends_on_nan(dtype: torch.dtype) -> None:
     """NaN ranks above every number: a top-k of the NaN alone leaves top-p nothing to search."""

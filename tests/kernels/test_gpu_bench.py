@@ -120,7 +120,7 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
         assert parts[engine]["tokens_per_second"] > 0
     assert parts["overlap"]["common"]["output_tokens"] == parts["common"]["output_tokens"]
     assert all(parts["overlap"][f"overlap={ahead}"]["ms"] > 0 for ahead in (False, True))
-    assert len(figures["aims"]) == 10 and all(aim["reached"] is None for aim in figures["aims"].values())
+    assert len(figures["aims"]) == 12 and all(aim["reached"] is None for aim in figures["aims"].values())
 
 
 def test_sweep_tries_other_launches_and_restores_them(tmp_path: Path) -> None:
