@@ -700,17 +700,22 @@ def softmax_columns(scores, columns, tops, sums):
     for k in range(len(scores)):
         for c in range(columns):
             tops[c] = max(tops[c], scores[k, c])
-    for k in range(len(scores)):
+    some = np.empty(TALL, np.float32)
+    for start in range(0, len(scores), TALL):
+        some[:] = np.float32(0)
+        for k in range(start, min(start + TALL, len(scores))):
+            for c in range(columns):
+                scores[k, c] = exp2(scores[k, c] - tops[c])
+                some[c] += scores[k, c]
         for c in range(columns):
-            scores[k, c] = exp2(scores[k, c] - tops[c])
-            sums[c] += scores[k, c]
+            sums[c] += some[c]
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #93c0000a
 @kernel
 def attend_piece(q, cache, table, head, seen, scratch, out):
     """Attention of a sequence's last tokens of `seen`, by K/V head `head`: q and out
     [n, H, D]; a layer's cache [2, N, K, S, D]; `scratch` as `attend_prompts` has it."""
-    scores, columns, panel, found, tops, sums = scratch
+    scores, columns, panel, found, some, tops, sums = scratch
     group, dim = q.shape[1] // cache.shape[2], q.shape[2]
     used, first = len(q) * group, seen - len(q)
     turn(q, head, group, columns)
@@ -725,7 +730,9 @@ def attend_piece(q, cache, table, head, seen, scratch, out):
     for s in range(0, seen, TALL):
         n = min(TALL, seen - s)
         gather(cache[1], table, head, s, n, panel)
-        add_product(scores[s:].T, panel, n, found, used, dim)
+        some[:] = np.float32(0)
+        add_product(scores[s:].T, panel, n, some, used, dim)
+        found += some
     for c in range(used):
         out[c // group, head * group + c % group] = found[c] / sums[c]
 
@@ -742,7 +749,8 @@ def attend_prompts(counts, q, cache, tables, parts, out):
     scratch = (
         np.empty((longest, TALL), np.float32), np.empty((dim, TALL), np.float32),
         np.empty((TALL, dim), np.float32), np.empty((TALL, dim), np.float32),
-        np.empty(TALL, np.float32), np.empty(TALL, np.float32),
+        np.empty((TALL, dim), np.float32), np.empty(TALL, np.float32),
+        np.empty(TALL, np.float32),
     )  # fmt: skip
     for piece in pieces(counts, len(parts) * heads):
         part, head = parts[piece // heads], piece % heads
