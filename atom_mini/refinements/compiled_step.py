@@ -122,10 +122,10 @@ def collect(model: Any) -> tuple[Any, ...]:
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #081f9329
 class PlainOps(CpuOps):
-    """`CpuOps` that keep the weights' order, of a runner with `threads`."""
+    """`CpuOps` that keep the weights' order, and attend in `threads`."""
 
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
+    def __init__(self, threads: Threads) -> None:
+        self.threads = threads
 
     def prepare(self, model: nn.Module) -> None:
         """Let oneDNN compute the products of a loaded model."""
@@ -146,7 +146,7 @@ class PlainOps(CpuOps):
         if torch.get_num_threads() == 1:
             attend_prompts(*args)
         else:
-            self.runner.threads.run(attend_prompts, *args)
+            self.threads.run(attend_prompts, *args)
         return out.to(q.dtype)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #eabee525
@@ -178,11 +178,21 @@ class CompiledRunner(ModelRunner):
 
     most_rows = 64
 
+    @property
+    def threads(self) -> Threads:
+        """Those of its operations."""
+        ops: Any = self.ops
+        return ops.threads
+
+    @threads.setter
+    def threads(self, threads: Threads) -> None:
+        ops: Any = self.ops
+        ops.threads = threads
+
     def __init__(self, config: EngineArgs) -> None:
         super().__init__(config)
         self.weights = collect(self.model)
         self.eps = np.float32(config.spec.rms_norm_eps)
-        self.threads = Threads(torch.get_num_threads())
         qkv, o, gate_up, down = self.weights[4]
         sizes = [qkv.shape[2]] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1]]
         sizes += [down.shape[2], config.spec.vocab_size]
@@ -194,7 +204,7 @@ class CompiledRunner(ModelRunner):
             self.run_model(*self.prepare_model(batch))
 
     def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        return PlainOps(self), OneThreadSampler()
+        return PlainOps(Threads(torch.get_num_threads())), OneThreadSampler()
 
     @torch.inference_mode()
     def decode(self, ids: Tensor, meta: AttentionMetaData) -> Tensor:

@@ -164,8 +164,6 @@ STEPS: dict[str, list[tuple[int, int]]] = {  # (new tokens, tokens in all)
 def test_attention_of_prompts(dtype: torch.dtype, shape: tuple[int, ...], step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of torch, over a pool with NaN where nothing is stored; the same bits with any number of threads, and for the last
     tokens of each sequence by themselves."""
-    from types import SimpleNamespace
-
     from show import make_step, reference_attention
 
     from atom_mini.refinements import compiled_step
@@ -179,9 +177,9 @@ def test_attention_of_prompts(dtype: torch.dtype, shape: tuple[int, ...], step: 
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            ops = PlainOps(SimpleNamespace(threads=Threads(count)))
+            ops = PlainOps(Threads(count))
             found.append(ops.attend(q, cache, replace(meta, plan=None), dim**-0.5))
-            ops.runner.threads.pool.shutdown()
+            ops.threads.pool.shutdown()
     finally:
         torch.set_num_threads(before)
     assert all(each.equal(found[0]) for each in found) and found[0].dtype == dtype
@@ -197,8 +195,6 @@ def test_attention_of_prompts(dtype: torch.dtype, shape: tuple[int, ...], step: 
 
 def test_attention_of_a_long_prompt_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20,000 keys, values around 1: a single sum over them is 1e-5 off. Torch's is 8e-7."""
-    from types import SimpleNamespace
-
     from show import make_step
 
     from atom_mini.attention import causal_mask, gather_kv
@@ -208,7 +204,7 @@ def test_attention_of_a_long_prompt_is_exact(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compiled_step, "LANES", 16)
     q, cache, meta, _ = make_step([(60, 20000)], H=4, K=2, D=64, S=16)
     cache[1] += 1
-    found = PlainOps(SimpleNamespace(threads=Threads(1))).attend(q, cache, replace(meta, plan=None), 0.125)
+    found = PlainOps(Threads(1)).attend(q, cache, replace(meta, plan=None), 0.125)
     k, v = (x.double().repeat_interleave(2, 0) for x in gather_kv(cache, meta.block_tables[0], 20000))
     scores = (q.transpose(0, 1).double() @ k.transpose(1, 2) * 0.125).masked_fill_(~causal_mask(60, 20000), -torch.inf)
     assert (found - (scores.softmax(-1) @ v).transpose(0, 1)).abs().max() < 3e-6
