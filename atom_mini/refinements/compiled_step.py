@@ -177,17 +177,7 @@ class CompiledRunner(ModelRunner):
     """
 
     most_rows = 64
-
-    @property
-    def threads(self) -> Threads:
-        """Those of its operations."""
-        ops: Any = self.ops
-        return ops.threads
-
-    @threads.setter
-    def threads(self, threads: Threads) -> None:
-        ops: Any = self.ops
-        ops.threads = threads
+    ops: PlainOps
 
     def __init__(self, config: EngineArgs) -> None:
         super().__init__(config)
@@ -216,7 +206,7 @@ class CompiledRunner(ModelRunner):
         where = meta.context_lens.numpy(), meta.block_tables.contiguous().numpy()
         buffers = tuple(x[:count].numpy() for x in self.buffers)
         args = as_numpy(self.kv_cache), *where, buffers
-        self.threads.run(decode_step, counters, self.weights, self.eps, *args)
+        self.ops.threads.run(decode_step, counters, self.weights, self.eps, *args)
         return self.buffers[-1][:count]
 
     def decode_in_groups(
@@ -237,7 +227,7 @@ class CompiledRunner(ModelRunner):
         last: Tensor,
     ) -> Tensor:  # fmt: skip
         """As `ModelRunner.run_model`."""
-        self.threads.recover()
+        self.ops.threads.recover()
         if len(ids) == len(meta.lens) == len(last):
             if len(ids) <= self.most_rows:
                 return self.decode(ids, meta)
@@ -247,7 +237,7 @@ class CompiledRunner(ModelRunner):
 
     def close(self) -> None:
         """End the threads."""
-        self.threads.pool.shutdown()
+        self.ops.threads.pool.shutdown()
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #93c0000c
 def parts_of_step(meta: AttentionMetaData, most: int) -> np.ndarray:

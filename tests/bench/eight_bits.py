@@ -8,7 +8,8 @@ Nothing here is a time, so the machine may be busy.
 * The same, computed in float32 with rounded numbers, of two other ways to round: only the weights; and weights and
   activations with a scale for each 32 numbers, as in llama.cpp's Q8_0.
 * The greedy answers to 24 prompts, 32 tokens each at most: how many are the same, and how many of all tokens come
-  before an answer's first different token. Prompts go through torch here, and decodes through the compiled function.
+  before an answer's first different token. The products of prompts go through torch here, and decodes
+  through the compiled function.
 * The relative error of every layer's product on the first text, beside the error that the rounding predicts (chapter
   92b).
 

@@ -159,17 +159,23 @@ def test_log_probabilities_are_those_of_transformers(default: LLM, reference: Re
     check_logprobs(default, [(prompt, reference.logits(prompt, [0])[0]) for prompt in reference.prompts.values()], 1e-3)
 
 
+def likeliest_in_float32(reference: Reference, outs: list[Any]) -> tuple[int, int]:
+    """How many of the answers' tokens float32 finds the likeliest after those before them, and how many there are."""
+    same = total = 0
+    for out in outs:
+        likeliest = reference.logits(out.prompt_token_ids, out.token_ids).argmax(-1).tolist()
+        same += sum(a == b for a, b in zip(likeliest, out.token_ids, strict=True))
+        total += len(out.token_ids)
+    return same, total
+
+
 def test_bfloat16(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     """How many tokens are the same is printed; the log probabilities stay within a bound of those in float32."""
     asked = [prompt for prompt in reference.prompts.values() if len(prompt) < 400]  # longer ones take minutes on some CPUs
     with LLM(str(FOLDER), dtype="bfloat16") as llm:
         outs = llm.generate(asked, GREEDY, use_tqdm=False)
         worst = check_logprobs(llm, [(prompt, reference.logits(prompt, [0])[0]) for prompt in asked], BF16_BOUND)
-    same = total = 0
-    for out in outs:
-        likeliest = reference.logits(out.prompt_token_ids, out.token_ids).argmax(-1).tolist()
-        same += sum(a == b for a, b in zip(likeliest, out.token_ids, strict=True))
-        total += len(out.token_ids)
+    same, total = likeliest_in_float32(reference, outs)
     with capsys.disabled():
         print(f"\nbfloat16: {same / total:.1%} of {total} tokens are float32's choice; log probabilities within {worst:.2f}")
     assert same / total > 0.9
@@ -187,11 +193,7 @@ def test_int8(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [prompt for prompt in reference.prompts.values() if len(prompt) < 400]
     with LLM(str(FOLDER), quantization="int8", device="cpu") as llm:
         outs = llm.generate(asked, GREEDY, use_tqdm=False)
-    same = total = 0
-    for out in outs:
-        likeliest = reference.logits(out.prompt_token_ids, out.token_ids).argmax(-1).tolist()
-        same += sum(a == b for a, b in zip(likeliest, out.token_ids, strict=True))
-        total += len(out.token_ids)
+    same, total = likeliest_in_float32(reference, outs)
     with capsys.disabled():
         print(f"\nint8: {same / total:.1%} of {total} tokens are float32's choice")
     assert same / total > 0.8

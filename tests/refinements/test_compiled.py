@@ -222,7 +222,7 @@ def test_the_same_bits(kind: dict[str, str], tmp_path: Path) -> None:
     with LLM(str(tmp_path), compiled=True, **options) as llm:
         wanted, tokens = run(llm, asked)
         for count in (1, 2, 5):
-            llm.engine_core.runner.threads = Threads(count)
+            llm.engine_core.runner.ops.threads = Threads(count)
             found, same = run(llm, asked)
             assert same == tokens and largest_difference(wanted, found) == 0.0
         for i in (0, 7, 29):
@@ -333,18 +333,18 @@ def test_interrupted_at_any_line() -> None:
     asked = [[5, 6, 7], [8, 9]]
     with LLM("tiny", compiled=True, **SMALL) as llm:
         runner = llm.engine_core.runner
-        runner.threads = Threads(3)
+        runner.ops.threads = Threads(3)
         wanted = [out.token_ids for out in llm.generate(asked, few, use_tqdm=False)]
         at, places = 1, set()
         while (wire := Wire(at)).run(lambda: llm.generate(asked, few, use_tqdm=False)):
             places.add(wire.where)
             assert [out.token_ids for out in llm.generate(asked, few, use_tqdm=False)] == wanted, wire.where
-            assert is_empty(llm) and not runner.threads.is_interrupted
+            assert is_empty(llm) and not runner.ops.threads.is_interrupted
             at += 1
         assert len(places) > 20
-        runner.threads.is_interrupted = True  # and a second interrupt, while the first is mended
+        runner.ops.threads.is_interrupted = True  # and a second interrupt, while the first is mended
         for at in range(1, 9):
-            Wire(at).run(runner.threads.recover)
+            Wire(at).run(runner.ops.threads.recover)
         assert [out.token_ids for out in llm.generate(asked, few, use_tqdm=False)] == wanted
 
 
@@ -354,12 +354,12 @@ def test_a_fork_has_threads_of_its_own() -> None:
     from atom_mini.refinements.compiled_step import Threads
 
     with LLM("tiny", compiled=True, **SMALL) as llm:
-        llm.engine_core.runner.threads = Threads(3)
+        llm.engine_core.runner.ops.threads = Threads(3)
         wanted = llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids
         if (child := os.fork()) == 0:
             llm._process = os.getpid()  # else it is refused
             same = llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids == wanted
-            os._exit(0 if same and llm.engine_core.runner.threads.process == os.getpid() else 1)
+            os._exit(0 if same and llm.engine_core.runner.ops.threads.process == os.getpid() else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert llm.generate("12 + 7 =", GREEDY, use_tqdm=False)[0].token_ids == wanted
 
@@ -369,7 +369,7 @@ def test_its_threads_end_with_the_engine() -> None:
 
     before = threading.active_count()
     with LLM("tiny", compiled=True, **SMALL) as llm:
-        llm.engine_core.runner.threads = Threads(4)
+        llm.engine_core.runner.ops.threads = Threads(4)
         llm.generate("12 + 7 =", GREEDY, use_tqdm=False)
         assert threading.active_count() > before
     assert threading.active_count() == before
