@@ -15,14 +15,14 @@ from numba import njit, types
 from numba.extending import intrinsic, models, register_model
 
 # %% auto #0
-__all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'ROWS', 'tile', 'tile_of_one', 'PIECE', 'kernel',
+__all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'ROWS', 'tile', 'tile_of_one', 'AHEAD', 'kernel',
            'Vector', 'VectorModel', 'pointer', 'load', 'call', 'fma', 'broadcast', 'sum_lanes', 'fma_four', 'store_four',
-           'prefetch', 'make_tile', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece', 'SHORTS', 'PAIRS', 'code_tile',
-           'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums', 'add_four', 'make_code_tile',
-           'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces', 'linear', 'exp2', 'add_norm', 'silu_and_mul',
-           'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair', 'store_pair', 'add_values', 'exponentials',
-           'attend_head', 'attend', 'scales_at', 'decode_step', 'add_tile', 'add_product', 'turn', 'gather', 'hide',
-           'softmax_columns', 'attend_piece', 'attend_prompts']
+           'prefetch', 'make_tile', 'multiply_row', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece', 'SHORTS',
+           'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums', 'add_four',
+           'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces', 'linear', 'exp2',
+           'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair', 'store_pair',
+           'add_values', 'exponentials', 'attend_group', 'attend', 'scales_at', 'decode_step', 'add_tile', 'add_product', 'turn',
+           'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
@@ -146,8 +146,8 @@ def prefetch(typing, array, row, i):
 
     def generate(context, b, sig, args):
         place = b.bitcast(pointer(context, b, sig, args)[0], ir.IntType(8).as_pointer())
-        # to read, into the second-level cache, data
-        how = [ir.IntType(32)(n) for n in (0, 2, 1)]
+        # to read, into the first-level cache, data
+        how = [ir.IntType(32)(n) for n in (0, 3, 1)]
         call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *how])
         return context.get_dummy_value()
 
@@ -186,10 +186,27 @@ def make_tile(rows: int) -> Any:
 
 tile, tile_of_one = make_tile(ROWS), make_tile(1)
 
+# %% ../../nbs/appendix/92_cpu_products.ipynb #92f0a001
+AHEAD = 4096  # bytes
+
+
+@kernel
+def multiply_row(w, o, x, bias, y, at):
+    """y[0, at : at + 4] = x[0] @ w[o : o + 4].T + bias[at : at + 4]."""
+    for i in range(4):
+        sums = broadcast(np.float32(0))
+        for k in range(0, w.shape[1], LANES):
+            prefetch(w, o + i, k + AHEAD // w.itemsize)
+            sums = fma(load(w, o + i, k), load(x, 0, k), sums)
+        y[0, at + i] = sum_lanes(sums) + bias[at + i]
+
 # %% ../../nbs/appendix/92_cpu_products.ipynb #66c28f60
 @kernel
 def multiply_four(w, o, x, bias, y, at):
     """y[:, at : at + 4] = x [R, I] @ w[o : o + 4].T + bias[at : at + 4]."""
+    if len(x) == 1:
+        multiply_row(w, o, x, bias, y, at)
+        return
     rest = len(x) % ROWS
     for r in range(0, len(x) - rest, ROWS):
         tile(w, o, x, r, bias, y, at)
@@ -233,17 +250,15 @@ def widen(w, o, panel):
             store(panel, i, k, load(w, o + i, k))
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #e72845db
-PIECE = 32
-
-
 @kernel
-def multiply_piece(part, x, w, bias, y, panel):
-    """Outputs [part * PIECE, (part + 1) * PIECE) of y [R, O] = x [R, I] @ w.T + bias.
+def multiply_piece(start, end, x, w, bias, y, panel):
+    """Outputs [start, end) of y [R, O] = x [R, I] @ w.T + bias; `start` is a multiple
+    of 4, `end` may be above O.
 
     w [O, I], I a multiple of LANES, O >= 4; `panel` [4, I] is scratch to widen rows of
     w, or [0, I]."""
-    for start in range(part * PIECE, min(part * PIECE + PIECE, len(w)), 4):
-        o = min(start, len(w) - 4)
+    for first in range(start, min(end, len(w)), 4):
+        o = min(first, len(w) - 4)
         if len(panel):
             widen(w, o, panel)
             multiply_four(panel, 0, x, bias, y, o)
@@ -369,13 +384,34 @@ code_tile, code_tile_of_one = make_code_tile(2), make_code_tile(1)
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #e30df7c9
 @kernel
-def multiply_codes(part, codes, row_scales, w, scales, bias, y):
-    """Outputs [part * PIECE, (part + 1) * PIECE) of y [R, O], from codes [R, I] int16
-    with a scale per row, and w [O, I] int8 with a scale per output.
+def sum_codes(w, o, codes):
+    """The sums of w[o] * codes[0]."""
+    sums = broadcast(np.float32(0))
+    for k in range(0, w.shape[1], 2 * LANES):
+        prefetch(w, o, k + AHEAD)
+        sums = add_pairs(load_codes(w, o, k), load_codes(codes, 0, k), sums)
+    return sums
 
-    I is a multiple of 2 * LANES, O of 4."""
+
+@kernel
+def code_row(w, scales, o, codes, row_scales, bias, y):
+    """y[0, o : o + 4] = codes[0] @ w[o : o + 4].T, scaled, + bias[o : o + 4]."""
+    sums = (sum_codes(w, o, codes), sum_codes(w, o + 1, codes),
+            sum_codes(w, o + 2, codes), sum_codes(w, o + 3, codes))  # fmt: skip
+    store_sums(y, 0, o, sums, row_scales[0], scales, bias)
+
+
+@kernel
+def multiply_codes(start, end, codes, row_scales, w, scales, bias, y):
+    """Outputs [start, end) of y [R, O], from codes [R, I] int16 with a scale per row,
+    and w [O, I] int8 with a scale per output.
+
+    I is a multiple of 2 * LANES, `start` and O of 4; `end` may be above O."""
     rest, scales = len(codes) % 2, scales[:]  # an array even for Numba, never None
-    for o in range(part * PIECE, min(part * PIECE + PIECE, len(w)), 4):
+    for o in range(start, min(end, len(w)), 4):
+        if len(codes) == 1:
+            code_row(w, scales, o, codes, row_scales, bias, y)
+            continue
         for r in range(0, len(codes) - rest, 2):
             code_tile(w, scales, o, codes, row_scales, r, bias, y)
         for r in range(len(codes) - rest, len(codes)):
@@ -415,20 +451,23 @@ def pieces(counts, n):
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #95364785
 @kernel
-def linear(counts, x, w, bias, y, scales=None):
-    """y [R, O] = x [R, I] @ w [O, I].T + bias [O]; I is a multiple of LANES, O >= 4.
+def linear(counts, split, x, w, bias, y, scales=None):
+    """y [R, O] = x [R, I] @ w [O, I].T + bias [O], in `split` pieces; I is a multiple of
+    LANES, O >= 4.
 
     If w is int8, `scales` [O] are those of its rows (chapter 92b)."""
+    size = -(-len(w) // (4 * split)) * 4  # outputs of a piece
     if scales is not None:
         codes, row_scales = np.empty(x.shape, np.int16), np.empty(len(x), np.float32)
         quantize(x, codes, row_scales)
-        for part in pieces(counts, -(-len(w) // PIECE)):
-            multiply_codes(part, codes, row_scales, w, scales, bias, y)
+        for i in pieces(counts, split):
+            rows = i * size, i * size + size
+            multiply_codes(*rows, codes, row_scales, w, scales, bias, y)
         return
     widens = w.itemsize == 2 and len(x) > 2 * ROWS
     panel = np.empty((4 if widens else 0, w.shape[1]), np.float32)
-    for part in pieces(counts, -(-len(w) // PIECE)):
-        multiply_piece(part, x, w, bias, y, panel)
+    for i in pieces(counts, split):
+        multiply_piece(i * size, i * size + size, x, w, bias, y, panel)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #a48fa60d
 @kernel
@@ -514,11 +553,12 @@ def rotate_and_store(counts, qkv, norms, cos, sin, eps, cache, lens, tables):
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #96ed555c
 @kernel
-def score(q, h, keys, n, out):
+def score(q, h, keys, n, out, later):
     """out[s] = q[h] . keys[s] for the first n rows of keys [S, D]."""
     for s in range(n):
         sums = broadcast(np.float32(0))
         for i in range(0, keys.shape[1], LANES):
+            prefetch(later, s, i)
             sums = fma(load(q, h, i), load(keys, s, i), sums)
         out[s] = sum_lanes(sums)
 
@@ -544,12 +584,16 @@ def store_pair(x, r, i, pair):
 
 
 @kernel
-def add_values(weights, values, n, out, h):
+def add_values(weights, values, n, out, h, later):
     """out[h] += the sum of weights[s] * values[s] over the first n rows of [S, D]."""
+    zero = broadcast(np.float32(0))
     for i in range(0, values.shape[1], 2 * LANES):
-        sums = load_pair(out, h, i)
+        sums = zero, zero
         for s in range(n):
+            prefetch(later, s, i)
+            prefetch(later, s, i + LANES)
             sums = fma_pair(weights[s], load_pair(values, s, i), sums)
+        sums = fma_pair(np.float32(1), load_pair(out, h, i), sums)
         store_pair(out, h, i, sums)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #712d8209
@@ -567,20 +611,31 @@ def exponentials(scores):
 
 
 @kernel
-def attend_head(q, h, cache, head, blocks, n, scores, out):
-    """out[h] = attention of q[h] [D], scaled, over n tokens of a layer's cache
-    [2, N, K, S, D]: those of K/V head `head` in `blocks`. `scores` [n]: scratch."""
+def attend_group(q, cache, head, blocks, scores, out):
+    """out [G, D] = attention of G query heads q [G, D], scaled, over n tokens of a
+    layer's cache [2, N, K, S, D]: those of K/V head `head` in `blocks`. `scores` [G, n]
+    is scratch."""
+    group, n = scores.shape
     size = cache.shape[3]
-    for i in range(-(-n // size)):
+    count = -(-n // size)
+    for i in range(count):
         rest, keys = min(size, n - i * size), cache[0, blocks[i], head]
-        score(q, h, keys, rest, scores[i * size :])
-    whole = exponentials(scores)
-    out[h] = np.float32(0)
-    for i in range(-(-n // size)):
+        # after the last keys come the first values
+        later = cache[(i + 1) // count, blocks[(i + 1) % count], head]
+        for h in range(group):
+            score(q, h, keys, rest, scores[h, i * size :], later)
+    sums = np.empty(group, np.float32)
+    for h in range(group):
+        sums[h] = exponentials(scores[h])
+    out[:] = np.float32(0)
+    for i in range(count):
         rest, values = min(size, n - i * size), cache[1, blocks[i], head]
-        add_values(scores[i * size :], values, rest, out, h)
-    for i in range(out.shape[1]):
-        out[h, i] /= whole
+        later = cache[1, blocks[min(i + 1, count - 1)], head]
+        for h in range(group):
+            add_values(scores[h, i * size :], values, rest, out, h, later)
+    for h in range(group):
+        for i in range(out.shape[1]):
+            out[h, i] /= sums[h]
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #a1abaaf0
 @kernel
@@ -590,12 +645,13 @@ def attend(counts, qkv, cache, lens, tables, out):
     [B], tables [B, W]."""
     kv_heads, dim = cache.shape[2], cache.shape[4]
     group = out.shape[1] // dim // kv_heads
-    scores = np.empty(lens.max(), np.float32)
+    scores = np.empty((group, lens.max()), np.float32)
     for piece in pieces(counts, len(lens) * kv_heads):
         b, head = piece // kv_heads, piece % kv_heads
-        x, y, n = qkv[b].reshape(-1, dim), out[b].reshape(-1, dim), lens[b]
-        for h in range(head * group, head * group + group):
-            attend_head(x, h, cache, head, tables[b], n, scores[:n], y)
+        first = head * group
+        x = qkv[b].reshape(-1, dim)[first : first + group]
+        y = out[b].reshape(-1, dim)[first : first + group]
+        attend_group(x, cache, head, tables[b], scores[:, : lens[b]], y)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #be08362f
 @kernel
@@ -605,11 +661,11 @@ def scales_at(scales, i):
 
 
 @kernel
-def decode_step(counters, weights, eps, cache, lens, tables, buffers):
+def decode_step(counters, split, weights, eps, cache, lens, tables, buffers):
     """A decode of B sequences, from their embeddings in `buffers[0]` to their logits
     in `buffers[-1]`.
 
-    `counters` [9 * layers + 2, 16] int64, zeros; `cache` [layers, 2, N, K, S, D]; lens
+    `counters` [9 * layers + 2, 16] int64, zeros; `split` as in `linear`; `cache` [layers, 2, N, K, S, D]; lens
     [B], tables [B, W]; weights and buffers [B, ...] as the runner makes them."""
     norms, head_norms, cos, sin, matrices, biases, head, no_bias, scales = weights
     x, residual, normed, qkv, attended, gate_up, act, logits = buffers
@@ -617,21 +673,21 @@ def decode_step(counters, weights, eps, cache, lens, tables, buffers):
         counts, kv = counters[9 * i :], cache[i]
         add_norm(counts[0], x, residual, norms[2 * i], eps, normed)
         each = scales_at(scales[0], i)
-        linear(counts[1], normed, matrices[0][i], biases[0][i], qkv, each)
+        linear(counts[1], split, normed, matrices[0][i], biases[0][i], qkv, each)
         rotate_and_store(
             counts[2], qkv, head_norms[i], cos, sin, eps, kv, lens, tables
         )
         attend(counts[3], qkv, kv, lens, tables, attended)
         each = scales_at(scales[1], i)
-        linear(counts[4], attended, matrices[1][i], biases[1][i], x, each)
+        linear(counts[4], split, attended, matrices[1][i], biases[1][i], x, each)
         add_norm(counts[5], x, residual, norms[2 * i + 1], eps, normed)
         each = scales_at(scales[2], i)
-        linear(counts[6], normed, matrices[2][i], biases[2][i], gate_up, each)
+        linear(counts[6], split, normed, matrices[2][i], biases[2][i], gate_up, each)
         silu_and_mul(counts[7], gate_up, act)
         each = scales_at(scales[3], i)
-        linear(counts[8], act, matrices[3][i], biases[3][i], x, each)
+        linear(counts[8], split, act, matrices[3][i], biases[3][i], x, each)
     add_norm(counters[-1], x, residual, norms[-1], eps, normed)
-    linear(counters[-2], normed, head, no_bias, logits)
+    linear(counters[-2], split, normed, head, no_bias, logits)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #93c00004
 TALL = 96  # a multiple of 6 and of 2 * LANES

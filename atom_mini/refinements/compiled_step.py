@@ -5,6 +5,7 @@
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #d434a983
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from ..sampler import Sampler, SamplingMetaData
 from ..sequence import NO_TOKEN, SequenceType
 
 # %% auto #0
-__all__ = ['Threads', 'as_numpy', 'stack', 'scales_of', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
+__all__ = ['Threads', 'as_numpy', 'empty', 'stack', 'scales_of', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
            'OneThreadSampler', 'CompiledRunner', 'parts_of_step']
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #405ce380
@@ -70,10 +71,18 @@ def as_numpy(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #5a46ce67
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory in huge pages, where the system has them; starts with a cache line."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+
+
 def stack(layers: list[Any]) -> Tensor:
     """The weights [L, O, I] of L layers; each layer's weight becomes a view of it."""
     like = layers[0].weight
-    whole = torch.empty(len(layers), *like.shape, dtype=like.dtype)
+    whole = empty((len(layers), *like.shape), like.dtype)
     for layer, part in zip(layers, whole, strict=True):
         part.copy_(layer.weight)
         layer.weight = nn.Parameter(part, requires_grad=False)  # frees the old one
@@ -186,7 +195,7 @@ class CompiledRunner(ModelRunner):
         qkv, o, gate_up, down = self.weights[4]
         sizes = [qkv.shape[2]] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1]]
         sizes += [down.shape[2], config.spec.vocab_size]
-        self.buffers = [torch.empty(self.most_rows, n) for n in sizes]
+        self.buffers = [np.empty((self.most_rows, n), np.float32) for n in sizes]
         is_int8 = self.weights[-1][0] is not None
         self.in_groups = is_int8 or lacks_products(self.model.head.weight)
         prompt = made_up_batch(SequenceType.PREFILL, 2, np.zeros((1, 2), np.int32))
@@ -199,15 +208,15 @@ class CompiledRunner(ModelRunner):
     @torch.inference_mode()
     def decode(self, ids: Tensor, meta: AttentionMetaData) -> Tensor:
         """Logits [B, vocabulary] float32 of one token each, whose K/V is stored."""
-        count = len(ids)
-        self.buffers[0][:count] = self.model.model.embed_tokens(ids)
-        self.buffers[1][:count] = 0
+        buffers = tuple(x[: len(ids)] for x in self.buffers)
+        buffers[0][:] = self.model.model.embed_tokens(ids).float().numpy()
+        buffers[1][:] = 0
         counters = np.zeros((9 * len(self.kv_cache) + 2, 16), np.int64)
         where = meta.context_lens.numpy(), meta.block_tables.contiguous().numpy()
-        buffers = tuple(x[:count].numpy() for x in self.buffers)
         args = as_numpy(self.kv_cache), *where, buffers
-        self.ops.threads.run(decode_step, counters, self.weights, self.eps, *args)
-        return self.buffers[-1][:count]
+        threads = self.ops.threads
+        threads.run(decode_step, counters, 4 * threads.count, self.weights, self.eps, *args)
+        return torch.from_numpy(buffers[-1])
 
     def decode_in_groups(
         self, ids: Tensor, meta: AttentionMetaData
