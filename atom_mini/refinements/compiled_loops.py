@@ -21,7 +21,7 @@ __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'R
            'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums', 'add_four',
            'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces', 'linear', 'exp2',
            'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair', 'store_pair',
-           'add_values', 'exponentials', 'attend_group', 'attend', 'scales_at', 'decode_step', 'add_tile', 'add_product', 'turn',
+           'add_values', 'softmax', 'attend_group', 'attend', 'scales_at', 'decode_step', 'add_tile', 'add_product', 'turn',
            'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
@@ -553,14 +553,14 @@ def rotate_and_store(counts, qkv, norms, cos, sin, eps, cache, lens, tables):
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #96ed555c
 @kernel
-def score(q, h, keys, n, out, later):
-    """out[s] = q[h] . keys[s] for the first n rows of keys [S, D]."""
+def score(q, r, pool, first, n, later, scores, h, start):
+    """scores[h, start + s] = q[r] . pool[first + s] for n rows s."""
     for s in range(n):
         sums = broadcast(np.float32(0))
-        for i in range(0, keys.shape[1], LANES):
-            prefetch(later, s, i)
-            sums = fma(load(q, h, i), load(keys, s, i), sums)
-        out[s] = sum_lanes(sums)
+        for i in range(0, pool.shape[1], LANES):
+            prefetch(pool, later + s, i)
+            sums = fma(load(q, r, i), load(pool, first + s, i), sums)
+        scores[h, start + s] = sum_lanes(sums)
 
 
 @kernel
@@ -584,58 +584,54 @@ def store_pair(x, r, i, pair):
 
 
 @kernel
-def add_values(weights, values, n, out, h, later):
-    """out[h] += the sum of weights[s] * values[s] over the first n rows of [S, D]."""
+def add_values(weights, h, start, pool, first, n, later, out, r):
+    """out[r] += the sum of weights[h, start + s] * pool[first + s] over n rows s; the
+    first block (`start` 0) writes it."""
     zero = broadcast(np.float32(0))
-    for i in range(0, values.shape[1], 2 * LANES):
+    for i in range(0, pool.shape[1], 2 * LANES):
         sums = zero, zero
         for s in range(n):
-            prefetch(later, s, i)
-            prefetch(later, s, i + LANES)
-            sums = fma_pair(weights[s], load_pair(values, s, i), sums)
-        sums = fma_pair(np.float32(1), load_pair(out, h, i), sums)
-        store_pair(out, h, i, sums)
+            prefetch(pool, later + s, i)
+            prefetch(pool, later + s, i + LANES)
+            sums = fma_pair(weights[h, start + s], load_pair(pool, first + s, i), sums)
+        if start > 0:
+            sums = fma_pair(np.float32(1), load_pair(out, r, i), sums)
+        store_pair(out, r, i, sums)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #712d8209
 @kernel
-def exponentials(scores):
-    """Replace each score by 2**(score - the largest score); returns their sum."""
-    top = scores[0]
-    for i in range(len(scores)):
-        top = max(top, scores[i])
+def softmax(scores, h, n):
+    """Replace the first n scores of row h by their softmax, to base 2."""
+    top = scores[h, 0]
+    for i in range(n):
+        top = max(top, scores[h, i])
     total = np.float32(0)
-    for i in range(len(scores)):
-        scores[i] = exp2(scores[i] - top)
-        total += scores[i]
-    return total
+    for i in range(n):
+        scores[h, i] = exp2(scores[h, i] - top)
+        total += scores[h, i]
+    for i in range(n):
+        scores[h, i] /= total
 
 
 @kernel
-def attend_group(q, cache, head, blocks, scores, out):
-    """out [G, D] = attention of G query heads q [G, D], scaled, over n tokens of a
-    layer's cache [2, N, K, S, D]: those of K/V head `head` in `blocks`. `scores` [G, n]
-    is scratch."""
-    group, n = scores.shape
-    size = cache.shape[3]
-    count = -(-n // size)
-    for i in range(count):
-        rest, keys = min(size, n - i * size), cache[0, blocks[i], head]
-        # after the last keys come the first values
-        later = cache[(i + 1) // count, blocks[(i + 1) % count], head]
+def attend_group(q, x, pool, rows, n, size, scores, out, y):
+    """out[y + h] = attention of q[x + h], scaled, for G heads h, over n tokens, whose
+    keys begin at `rows` of `pool` [2 * N * K * S, D], `size` (S) in a block.
+
+    `scores` [G, n or more] is scratch."""
+    half, group, last = len(pool) // 2, len(scores), (n - 1) // size
+    for i in range(last + 1):
+        later = rows[i + 1] if i < last else rows[0] + half  # then come the values
         for h in range(group):
-            score(q, h, keys, rest, scores[h, i * size :], later)
-    sums = np.empty(group, np.float32)
+            rest = min(size, n - i * size)
+            score(q, x + h, pool, rows[i], rest, later, scores, h, i * size)
     for h in range(group):
-        sums[h] = exponentials(scores[h])
-    out[:] = np.float32(0)
-    for i in range(count):
-        rest, values = min(size, n - i * size), cache[1, blocks[i], head]
-        later = cache[1, blocks[min(i + 1, count - 1)], head]
+        softmax(scores, h, n)
+    for i in range(last + 1):
+        first, later = rows[i] + half, rows[min(i + 1, last)] + half
         for h in range(group):
-            add_values(scores[h, i * size :], values, rest, out, h, later)
-    for h in range(group):
-        for i in range(out.shape[1]):
-            out[h, i] /= sums[h]
+            rest = min(size, n - i * size)
+            add_values(scores, h, i * size, pool, first, rest, later, out, y + h)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #a1abaaf0
 @kernel
@@ -643,15 +639,18 @@ def attend(counts, qkv, cache, lens, tables, out):
     """Attention of one token of each of B sequences, whose K/V is stored: the rotated
     `qkv` [B, (H + 2K) * D] -> `out` [B, H * D]; a layer's cache [2, N, K, S, D]; lens
     [B], tables [B, W]."""
-    kv_heads, dim = cache.shape[2], cache.shape[4]
-    group = out.shape[1] // dim // kv_heads
+    kv_heads, size, dim = cache.shape[2:]
+    pool, q, y = cache.reshape(-1, dim), qkv.reshape(-1, dim), out.reshape(-1, dim)
+    heads, width = len(y) // len(lens), len(q) // len(lens)  # of a sequence
+    group = heads // kv_heads
     scores = np.empty((group, lens.max()), np.float32)
+    rows = np.empty(tables.shape[1], np.int64)
     for piece in pieces(counts, len(lens) * kv_heads):
         b, head = piece // kv_heads, piece % kv_heads
-        first = head * group
-        x = qkv[b].reshape(-1, dim)[first : first + group]
-        y = out[b].reshape(-1, dim)[first : first + group]
-        attend_group(x, cache, head, tables[b], scores[:, : lens[b]], y)
+        for i in range(-(-lens[b] // size)):
+            rows[i] = (tables[b, i] * kv_heads + head) * size
+        first = b * width + head * group, b * heads + head * group
+        attend_group(q, first[0], pool, rows, lens[b], size, scores, y, first[1])
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #be08362f
 @kernel

@@ -13,7 +13,8 @@ second of wall time, prefill included.
 
 `of bandwidth` is the time that memory alone would take, over the time taken: each step reads all weights, in as many bytes
 as the engine has them, and the keys and values so far, at the rate of a sum over 1 GiB that is measured before each
-round. At one request memory decides; at 32 arithmetic does, and the share says little.
+round. At one request memory decides; at 32 arithmetic does, and the share says little. This process waits for OpenMP's
+threads as `atom-mini` does (docs/machines.md).
 
 Run: `python tests/bench/real.py [--rounds 3] [--openvino PYTHON] [--llama PYTHON] [--json results.json]`
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -31,9 +33,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from cpu import (
+from atom_mini.instruments.command_line import spin_less
+
+spin_less(os.environ)  # as `atom-mini` does, before torch reads it
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from cpu import (  # noqa: E402
     OPENVINO,
     AtomMini,
     Generate,
@@ -45,11 +51,11 @@ from cpu import (
     make_checkpoint,
     memory_bandwidth,
 )
-from report import OtherLoad, machine, print_table, write_json
+from report import OtherLoad, machine, print_table, write_json  # noqa: E402
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from real_prompts import HANDBOOK, STREETS
-from real_weights import FOLDER, is_whole
+from real_prompts import HANDBOOK, STREETS  # noqa: E402
+from real_weights import FOLDER, is_whole  # noqa: E402
 
 INPUT, OUTPUT, BATCHES = 64, 64, [1, 8, 32]
 OURS: dict[str, dict[str, Any]] = {
