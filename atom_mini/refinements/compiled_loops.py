@@ -21,8 +21,8 @@ __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'R
            'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums', 'add_four',
            'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces', 'linear', 'exp2',
            'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair', 'store_pair',
-           'add_values', 'softmax', 'attend_group', 'attend', 'scales_at', 'decode_step', 'add_tile', 'add_product', 'turn',
-           'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
+           'add_values', 'softmax', 'attend_group', 'attend', 'scales_at', 'embed', 'decode_step', 'add_tile', 'add_product',
+           'turn', 'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
@@ -161,13 +161,17 @@ def make_tile(rows: int) -> Any:
     def tile(w, o, x, r, bias, y, at):
         """y[r + j, at + i] = w[o + i] . x[r + j] + bias[at + i]: four i and all j."""
         zero, later = broadcast(np.float32(0)), min(o + 8, len(w) - 4)
+        second = rows if 2 * rows <= len(x) < 4 * rows else 0
         a = b = c = d = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], LANES):
             four = (load(w, o, k), load(w, o + 1, k),
                     load(w, o + 2, k), load(w, o + 3, k))  # fmt: skip
             if r == 0:
-                for i in range(4):
-                    prefetch(w, later + i, k)
+                prefetch(w, later, k)
+                prefetch(w, later + 1, k)
+            if r == second:
+                prefetch(w, later + 2, k)
+                prefetch(w, later + 3, k)
             a = fma_four(four, load(x, r, k), a)
             if rows > 1:
                 b = fma_four(four, load(x, r + 1, k), b)
@@ -660,14 +664,25 @@ def scales_at(scales, i):
 
 
 @kernel
-def decode_step(counters, split, weights, eps, cache, lens, tables, buffers):
-    """A decode of B sequences, from their embeddings in `buffers[0]` to their logits
-    in `buffers[-1]`.
+def embed(counts, ids, table, x, residual):
+    """x [B, size] = the rows `ids` [B] of the table [V, size]; residual = 0."""
+    for r in pieces(counts, len(ids)):
+        for i in range(0, x.shape[1], LANES):
+            store(x, r, i, load(table, ids[r], i))
+            store(residual, r, i, broadcast(np.float32(0)))
 
-    `counters` [9 * layers + 2, 16] int64, zeros; `split` as in `linear`; `cache` [layers, 2, N, K, S, D]; lens
-    [B], tables [B, W]; weights and buffers [B, ...] as the runner makes them."""
-    norms, head_norms, cos, sin, matrices, biases, head, no_bias, scales = weights
+
+@kernel
+def decode_step(counters, split, weights, eps, ids, cache, lens, tables, buffers):
+    """A decode of B sequences, from their tokens `ids` to their logits in
+    `buffers[-1]`.
+
+    `counters` [9 * layers + 3, 16] int64, zeros; `split` as in `linear`; ids and lens
+    [B], tables [B, W]; `cache` [layers, 2, N, K, S, D]; weights and buffers [B, ...] as
+    the runner makes them."""
+    table, norms, head_norms, cos, sin, matrices, biases, head, no_bias, scales = weights
     x, residual, normed, qkv, attended, gate_up, act, logits = buffers
+    embed(counters[-3], ids, table, x, residual)
     for i in range(len(cache)):
         counts, kv = counters[9 * i :], cache[i]
         add_norm(counts[0], x, residual, norms[2 * i], eps, normed)

@@ -121,6 +121,7 @@ def collect(model: Any) -> tuple[Any, ...]:
     kinds += [[m.gate_up for m in mlps], [m.down for m in mlps]]
     biases = [floats([bias_of(x) for x in kind]) for kind in kinds]
     return (
+        as_numpy(decoder.embed_tokens.weight),
         floats([n.weight for n in [*norms, decoder.norm]]),
         floats([*map(norms_of, attns)]),
         decoder.rotary.cos.numpy(), decoder.rotary.sin.numpy(),
@@ -192,7 +193,7 @@ class CompiledRunner(ModelRunner):
         super().__init__(config)
         self.weights = collect(self.model)
         self.eps = np.float32(config.spec.rms_norm_eps)
-        qkv, o, gate_up, down = self.weights[4]
+        qkv, o, gate_up, down = self.weights[5]
         sizes = [qkv.shape[2]] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1]]
         sizes += [down.shape[2], config.spec.vocab_size]
         self.buffers = [np.empty((self.most_rows, n), np.float32) for n in sizes]
@@ -209,11 +210,9 @@ class CompiledRunner(ModelRunner):
     def decode(self, ids: Tensor, meta: AttentionMetaData) -> Tensor:
         """Logits [B, vocabulary] float32 of one token each, whose K/V is stored."""
         buffers = tuple(x[: len(ids)] for x in self.buffers)
-        buffers[0][:] = self.model.model.embed_tokens(ids).float().numpy()
-        buffers[1][:] = 0
-        counters = np.zeros((9 * len(self.kv_cache) + 2, 16), np.int64)
+        counters = np.zeros((9 * len(self.kv_cache) + 3, 16), np.int64)
         where = meta.context_lens.numpy(), meta.block_tables.contiguous().numpy()
-        args = as_numpy(self.kv_cache), *where, buffers
+        args = ids.numpy(), as_numpy(self.kv_cache), *where, buffers
         threads = self.ops.threads
         threads.run(decode_step, counters, 4 * threads.count, self.weights, self.eps, *args)
         return torch.from_numpy(buffers[-1])
