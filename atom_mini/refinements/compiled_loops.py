@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -21,8 +21,8 @@ __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'R
            'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums', 'add_four',
            'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces', 'linear', 'exp2',
            'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair', 'store_pair',
-           'add_values', 'softmax', 'attend_group', 'attend', 'scales_at', 'embed', 'decode_step', 'add_tile', 'add_product',
-           'turn', 'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
+           'add_values', 'softmax', 'attend_group', 'attend', 'Weights', 'embed', 'scales_at', 'decode_step', 'add_tile',
+           'add_product', 'turn', 'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
@@ -146,7 +146,7 @@ def prefetch(typing, array, row, i):
 
     def generate(context, b, sig, args):
         place = b.bitcast(pointer(context, b, sig, args)[0], ir.IntType(8).as_pointer())
-        # to read, into the first-level cache, data
+        # to read; into all caches; data, not code
         how = [ir.IntType(32)(n) for n in (0, 3, 1)]
         call(b, "llvm.prefetch.p0", ir.VoidType(), [place, *how])
         return context.get_dummy_value()
@@ -161,7 +161,8 @@ def make_tile(rows: int) -> Any:
     def tile(w, o, x, r, bias, y, at):
         """y[r + j, at + i] = w[o + i] . x[r + j] + bias[at + i]: four i and all j."""
         zero, later = broadcast(np.float32(0)), min(o + 8, len(w) - 4)
-        second = rows if 2 * rows <= len(x) < 4 * rows else 0
+        has_few = 2 * rows <= len(x) < 4 * rows  # two or three tiles of rows
+        second = rows if has_few else 0  # the tile of this row prefetches the other half
         a = b = c = d = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], LANES):
             four = (load(w, o, k), load(w, o + 1, k),
@@ -196,11 +197,13 @@ AHEAD = 4096  # bytes
 
 @kernel
 def multiply_row(w, o, x, bias, y, at):
-    """y[0, at : at + 4] = x[0] @ w[o : o + 4].T + bias[at : at + 4]."""
+    """y[0, at : at + 4] = x[0] @ w[o : o + 4].T + bias[at : at + 4].
+
+    `at` is not `o` where w is only a part of the weight."""
     for i in range(4):
         sums = broadcast(np.float32(0))
         for k in range(0, w.shape[1], LANES):
-            prefetch(w, o + i, k + AHEAD // w.itemsize)
+            prefetch(w, o + i, k + AHEAD // w.itemsize)  # past the row, too
             sums = fma(load(w, o + i, k), load(x, 0, k), sums)
         y[0, at + i] = sum_lanes(sums) + bias[at + i]
 
@@ -438,7 +441,8 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @njit(**OPTIONS)
 def pieces(counts, n):
-    """Each of 0 ... n - 1 in one of the threads that call this; ends when all are done.
+    """Yield the numbers 0 to n - 1, each in only one of the threads that call this. Ends
+    when all are done.
 
     `counts` [16] int64, zeros at first: [0] handed out, [8] done.
     """
@@ -448,29 +452,28 @@ def pieces(counts, n):
         fetch_add(counts, 8, 1)
         i = fetch_add(counts, 0, 1)
     tries = 0
-    while fetch_add(counts, 8, 0) < n:
+    while fetch_add(counts, 8, 0) < n:  # an atomic read
         tries += 1
         if tries > 2000:
             _sched_yield()
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #95364785
 @kernel
-def linear(counts, split, x, w, bias, y, scales=None):
-    """y [R, O] = x [R, I] @ w [O, I].T + bias [O], in `split` pieces; I is a multiple of
-    LANES, O >= 4.
+def linear(counts, num_pieces, x, w, bias, y, scales=None):
+    """y [R, O] = x [R, I] @ w [O, I].T + bias [O]; I is a multiple of LANES, O >= 4.
 
     If w is int8, `scales` [O] are those of its rows (chapter 92b)."""
-    size = -(-len(w) // (4 * split)) * 4  # outputs of a piece
+    size = -(-len(w) // (4 * num_pieces)) * 4  # outputs of a piece
     if scales is not None:
         codes, row_scales = np.empty(x.shape, np.int16), np.empty(len(x), np.float32)
         quantize(x, codes, row_scales)
-        for i in pieces(counts, split):
-            rows = i * size, i * size + size
-            multiply_codes(*rows, codes, row_scales, w, scales, bias, y)
+        for i in pieces(counts, num_pieces):
+            outs = i * size, i * size + size
+            multiply_codes(*outs, codes, row_scales, w, scales, bias, y)
         return
     widens = w.itemsize == 2 and len(x) > 2 * ROWS
     panel = np.empty((4 if widens else 0, w.shape[1]), np.float32)
-    for i in pieces(counts, split):
+    for i in pieces(counts, num_pieces):
         multiply_piece(i * size, i * size + size, x, w, bias, y, panel)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #a48fa60d
@@ -514,8 +517,8 @@ def silu_and_mul(counts, gate_up, y):
     for r in pieces(counts, len(y)):
         for i in range(size):
             gate = gate_up[r, i]
-            one = np.float32(1) + exp2(-gate * log2_e)
-            y[r, i] = gate / one * gate_up[r, size + i]
+            divisor = np.float32(1) + exp2(-gate * log2_e)
+            y[r, i] = gate / divisor * gate_up[r, size + i]
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #00265d90
 @kernel
@@ -557,12 +560,12 @@ def rotate_and_store(counts, qkv, norms, cos, sin, eps, cache, lens, tables):
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #96ed555c
 @kernel
-def score(q, r, pool, first, n, later, scores, h, start):
+def score(q, r, scores, h, pool, first, n, start, following):
     """scores[h, start + s] = q[r] . pool[first + s] for n rows s."""
     for s in range(n):
         sums = broadcast(np.float32(0))
         for i in range(0, pool.shape[1], LANES):
-            prefetch(pool, later + s, i)
+            prefetch(pool, following + s, i)
             sums = fma(load(q, r, i), load(pool, first + s, i), sums)
         scores[h, start + s] = sum_lanes(sums)
 
@@ -588,16 +591,16 @@ def store_pair(x, r, i, pair):
 
 
 @kernel
-def add_values(weights, h, start, pool, first, n, later, out, r):
-    """out[r] += the sum of weights[h, start + s] * pool[first + s] over n rows s; the
+def add_values(scores, h, out, r, pool, first, n, start, following):
+    """out[r] += the sum of scores[h, start + s] * pool[first + s] over n rows s; the
     first block (`start` 0) writes it."""
     zero = broadcast(np.float32(0))
     for i in range(0, pool.shape[1], 2 * LANES):
         sums = zero, zero
         for s in range(n):
-            prefetch(pool, later + s, i)
-            prefetch(pool, later + s, i + LANES)
-            sums = fma_pair(weights[h, start + s], load_pair(pool, first + s, i), sums)
+            prefetch(pool, following + s, i)
+            prefetch(pool, following + s, i + LANES)
+            sums = fma_pair(scores[h, start + s], load_pair(pool, first + s, i), sums)
         if start > 0:
             sums = fma_pair(np.float32(1), load_pair(out, r, i), sums)
         store_pair(out, r, i, sums)
@@ -618,24 +621,25 @@ def softmax(scores, h, n):
 
 
 @kernel
-def attend_group(q, x, pool, rows, n, size, scores, out, y):
-    """out[y + h] = attention of q[x + h], scaled, for G heads h, over n tokens, whose
-    keys begin at `rows` of `pool` [2 * N * K * S, D], `size` (S) in a block.
+def attend_group(q, q_row, out, out_row, scores, pool, rows, n, size):
+    """out[out_row + h] = attention of q[q_row + h], scaled, for G heads h over n tokens.
 
-    `scores` [G, n or more] is scratch."""
+    `pool` [2 * N * K * S, D]: block i has `size` (S) keys, which begin at rows[i], and
+    its values begin half of the pool later. `scores` [G, n or more]: scratch."""
     half, group, last = len(pool) // 2, len(scores), (n - 1) // size
     for i in range(last + 1):
-        later = rows[i + 1] if i < last else rows[0] + half  # then come the values
+        rest = min(size, n - i * size)
+        following = rows[i + 1] if i < last else rows[0] + half
         for h in range(group):
-            rest = min(size, n - i * size)
-            score(q, x + h, pool, rows[i], rest, later, scores, h, i * size)
+            score(q, q_row + h, scores, h, pool, rows[i], rest, i * size, following)
     for h in range(group):
         softmax(scores, h, n)
     for i in range(last + 1):
-        first, later = rows[i] + half, rows[min(i + 1, last)] + half
+        rest, first = min(size, n - i * size), rows[i] + half
+        following = rows[min(i + 1, last)] + half
         for h in range(group):
-            rest = min(size, n - i * size)
-            add_values(scores, h, i * size, pool, first, rest, later, out, y + h)
+            block = first, rest, i * size, following
+            add_values(scores, h, out, out_row + h, pool, *block)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #a1abaaf0
 @kernel
@@ -653,14 +657,23 @@ def attend(counts, qkv, cache, lens, tables, out):
         b, head = piece // kv_heads, piece % kv_heads
         for i in range(-(-lens[b] // size)):
             rows[i] = (tables[b, i] * kv_heads + head) * size
-        first = b * width + head * group, b * heads + head * group
-        attend_group(q, first[0], pool, rows, lens[b], size, scores, y, first[1])
+        q_row, out_row = b * width + head * group, b * heads + head * group
+        attend_group(q, q_row, y, out_row, scores, pool, rows, lens[b], size)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #be08362f
-@kernel
-def scales_at(scales, i):
-    """Those of layer i; None if there are none."""
-    return None if scales is None else scales[i]
+class Weights(NamedTuple):
+    """The weights of a decode, as arrays."""
+
+    table: np.ndarray  # embeddings [V, size]
+    norms: np.ndarray  # [2 * layers + 1, size]
+    head_norms: np.ndarray  # of queries and keys [layers, 2, D], or [layers, 2, 0]
+    cos: np.ndarray  # [positions, D]
+    sin: np.ndarray
+    matrices: tuple[np.ndarray, ...]  # qkv, o, gate_up, and down, each [layers, O, I]
+    biases: tuple[np.ndarray, ...]  # theirs [layers, O]
+    scales: tuple[np.ndarray | None, ...]  # theirs if they are int8 [layers, O]
+    head: np.ndarray  # [V, size]
+    no_bias: np.ndarray  # [V]
 
 
 @kernel
@@ -673,35 +686,41 @@ def embed(counts, ids, table, x, residual):
 
 
 @kernel
-def decode_step(counters, split, weights, eps, ids, cache, lens, tables, buffers):
-    """A decode of B sequences, from their tokens `ids` to their logits in
+def scales_at(scales, i):
+    """The scales of layer i, or None."""
+    return None if scales is None else scales[i]
+
+
+@kernel
+def decode_step(counters, num_pieces, w, eps, ids, cache, lens, tables, buffers):
+    """A decode of B sequences, from their tokens `ids` [B] to their logits in
     `buffers[-1]`.
 
-    `counters` [9 * layers + 3, 16] int64, zeros; `split` as in `linear`; ids and lens
-    [B], tables [B, W]; `cache` [layers, 2, N, K, S, D]; weights and buffers [B, ...] as
-    the runner makes them."""
-    table, norms, head_norms, cos, sin, matrices, biases, head, no_bias, scales = weights
+    `counters` [9 * layers + 3, 16] int64, zeros: a row for each loop. `w`: `Weights`;
+    `cache` [layers, 2, N, K, S, D]; lens [B], tables [B, W]; the buffers [B, ...] are
+    those that the runner makes."""
     x, residual, normed, qkv, attended, gate_up, act, logits = buffers
-    embed(counters[-3], ids, table, x, residual)
+    qkv_w, o_w, gate_up_w, down_w = w.matrices
+    qkv_bias, o_bias, gate_up_bias, down_bias = w.biases
+    embed(counters[-3], ids, w.table, x, residual)
     for i in range(len(cache)):
         counts, kv = counters[9 * i :], cache[i]
-        add_norm(counts[0], x, residual, norms[2 * i], eps, normed)
-        each = scales_at(scales[0], i)
-        linear(counts[1], split, normed, matrices[0][i], biases[0][i], qkv, each)
-        rotate_and_store(
-            counts[2], qkv, head_norms[i], cos, sin, eps, kv, lens, tables
-        )
+        add_norm(counts[0], x, residual, w.norms[2 * i], eps, normed)
+        scale = scales_at(w.scales[0], i)
+        linear(counts[1], num_pieces, normed, qkv_w[i], qkv_bias[i], qkv, scale)
+        norms = w.head_norms[i]
+        rotate_and_store(counts[2], qkv, norms, w.cos, w.sin, eps, kv, lens, tables)
         attend(counts[3], qkv, kv, lens, tables, attended)
-        each = scales_at(scales[1], i)
-        linear(counts[4], split, attended, matrices[1][i], biases[1][i], x, each)
-        add_norm(counts[5], x, residual, norms[2 * i + 1], eps, normed)
-        each = scales_at(scales[2], i)
-        linear(counts[6], split, normed, matrices[2][i], biases[2][i], gate_up, each)
+        scale = scales_at(w.scales[1], i)
+        linear(counts[4], num_pieces, attended, o_w[i], o_bias[i], x, scale)
+        add_norm(counts[5], x, residual, w.norms[2 * i + 1], eps, normed)
+        scale = scales_at(w.scales[2], i)
+        linear(counts[6], num_pieces, normed, gate_up_w[i], gate_up_bias[i], gate_up, scale)
         silu_and_mul(counts[7], gate_up, act)
-        each = scales_at(scales[3], i)
-        linear(counts[8], split, act, matrices[3][i], biases[3][i], x, each)
-    add_norm(counters[-1], x, residual, norms[-1], eps, normed)
-    linear(counters[-2], split, normed, head, no_bias, logits)
+        scale = scales_at(w.scales[3], i)
+        linear(counts[8], num_pieces, act, down_w[i], down_bias[i], x, scale)
+    add_norm(counters[-1], x, residual, w.norms[-1], eps, normed)
+    linear(counters[-2], num_pieces, normed, w.head, w.no_bias, logits)
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #93c00004
 TALL = 96  # a multiple of 6 and of 2 * LANES

@@ -34,9 +34,10 @@ def int8_spec(spec: Any) -> Int8Spec:
     fewer bits already."""
     storage = getattr(spec, "storage", None)
     is_plain = type(spec) is ModelSpec or spec.model_type in DENSE
-    is_plain = is_plain and not any(getattr(spec, "windows", ()))
     what = f"quantization='int8' does not support the layers of {spec.model_type!r}"
     require(is_plain, f"{what}, only those of Qwen3, Qwen2, and Llama: leave it out")
+    is_whole = not any(getattr(spec, "windows", ()))
+    require(is_whole, "quantization='int8' has no sliding windows: leave it out")
     method = getattr(storage, "method", "int8")
     what = f"quantization='int8' does not go with weights stored in {method}"
     require(method == "int8", f"{what}: leave it out, or take a checkpoint in 16 bits")

@@ -1,9 +1,9 @@
-"""The compiled decode of a CPU (chapter 93): bfloat16 beside float32, and what it costs at the start.
+"""The compiled decode of a CPU (chapter 93): fewer bits beside float32, and what it costs at the start.
 
 Decodes of one, eight and 32 sequences of 64 tokens, of two shapes with random weights: the 29 M of `cpu.py`, and
-Qwen3-0.6B's. Steps in float32 and in bfloat16 take turns in one process; figures are medians, tokens per second of
-`ModelRunner.forward`. Beside them the share of what memory allows: the bytes of weights, keys and values that a step
-reads, per second, of those of a sum over 1 GiB.
+Qwen3-0.6B's. Steps in float32, in bfloat16 and in int8 (embedding, head and cache in bfloat16) take turns in one
+process; figures are medians, tokens per second of `ModelRunner.forward`. Beside them the share of what memory allows: the
+bytes of weights, keys and values that a step reads, per second, of those of a sum over 1 GiB.
 
 The start: seconds of a process that completes a prompt with the built-in model: with nothing in the cache of compiled
 code, with all of it, with `compiled=False`; in turns, medians.
@@ -40,7 +40,11 @@ from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 
 CONTEXT, SIZE = 64, 16
-DTYPES = "float32", "bfloat16"
+WAYS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
 COUNTS = 1, 8, 32
 
 
@@ -63,23 +67,23 @@ def bytes_read(runner: Any, count: int) -> int:
 
 
 def measure_steps(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """count -> dtype -> seconds of a step, with the ratio and the share of the bandwidth."""
+    """count -> way -> tokens per second, with each way's share of the bandwidth."""
     options = {"device": "cpu", "num_kvcache_blocks": max(COUNTS) * CONTEXT // SIZE, "max_model_len": 128}
-    runners = {dtype: make_runner(EngineArgs(str(folder), dtype=dtype, compiled=True, **options)) for dtype in DTYPES}
+    runners = {way: make_runner(EngineArgs(str(folder), compiled=True, **each, **options)) for way, each in WAYS.items()}
     found: dict[str, dict[str, float]] = {}
     for count in COUNTS:
-        times: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
         bandwidth = memory_bandwidth()
         for i in range(rounds + 1):
-            for dtype, runner in runners.items():
+            for way, runner in runners.items():
                 start = time.perf_counter()
                 runner.forward(decode_of(count))
                 if i > 0:
-                    times[dtype].append(time.perf_counter() - start)
-        step = {dtype: statistics.median(times[dtype]) for dtype in DTYPES}
-        rates = {dtype: count / step[dtype] for dtype in DTYPES}
-        shares = {f"{d}_share": bytes_read(runners[d], count) / step[d] / bandwidth for d in DTYPES}
-        found[str(count)] = rates | {"gain": step["float32"] / step["bfloat16"]} | shares | {"bandwidth": bandwidth}
+                    times[way].append(time.perf_counter() - start)
+        step = {way: statistics.median(samples) for way, samples in times.items()}
+        rates = {way: count / seconds for way, seconds in step.items()}
+        shares = {f"{way}_share": bytes_read(runners[way], count) / step[way] / bandwidth for way in WAYS}
+        found[str(count)] = rates | shares | {"bandwidth": bandwidth}
     for runner in runners.values():
         runner.close()
     return found
@@ -87,7 +91,7 @@ def measure_steps(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
 
 def print_steps(name: str, found: dict[str, dict[str, float]]) -> None:
     print(f"\n{name}, decode tokens/s at a context of {CONTEXT}; memory {found['1']['bandwidth'] / 1e9:.0f} GB/s")
-    head = ["rows", "float32", "bfloat16", "bfloat16 / float32", "float32: of the memory's rate", "bfloat16: of it"]
+    head = ["rows", *WAYS, *(f"{way}: of the memory's rate" for way in WAYS)]
     print_table(head, [[count, *list(row.values())[:-1]] for count, row in found.items()])
 
 

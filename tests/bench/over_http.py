@@ -23,7 +23,8 @@ SERVE = ("-m", "atom_mini", "serve")
 async def read(port: int, body: dict[str, Any], start: float) -> list[float]:
     """One stream over a socket: when its events came."""
     data, times = json.dumps(body | {"stream": True}).encode(), list[float]()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\n{head}"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     writer.write(head.encode() + data)
     while (line := await reader.readline()) and b"[DONE]" not in line:

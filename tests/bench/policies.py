@@ -12,21 +12,26 @@ table for each model and writes the figures with the machine's facts. `--request
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from cpu import make_checkpoint
-from figures import stamp
-from report import OtherLoad, machine, print_table, write_json
-from score import Model, figures, make_load, options_of, serve, warm
+from atom_mini.instruments.command_line import spin_less
 
-from atom_mini import LLM
-from atom_mini.config import Config
+spin_less(os.environ)  # as the command does, before torch is loaded
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from cpu import make_checkpoint  # noqa: E402
+from figures import stamp  # noqa: E402
+from report import OtherLoad, machine, print_table, write_json  # noqa: E402
+from score import RATES, Model, figures, make_load, options_of, serve, warm  # noqa: E402
+
+from atom_mini import LLM  # noqa: E402
+from atom_mini.config import Config  # noqa: E402
 
 POLICIES: dict[str, dict[str, Any]] = {
     "prefill first": {},
@@ -100,9 +105,9 @@ def main() -> None:
     result: dict[str, Any] = stamp(machine()) | {"rung": args.rung, "requests": args.requests}
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder))
-        about = Model.read(folder, 48.0, 1.0, 0.1)
+        about = Model.read(folder, RATES[0], 1.0, 0.1)
         result["29 M parameters"] = report(f"29 M parameters, {about.rate:g} requests a second", measure(about, *asked))
-    tiny = Model.read(str(Config("tiny").folder), 160.0, 0.2, 0.02)
+    tiny = Model.read(str(Config("tiny").folder), RATES[1], 0.2, 0.02)
     result["built-in"] = report(f"built-in, {tiny.rate:g} requests a second", measure(tiny, *asked))
     result["other_load"] = others.share()
     print(f"\nothers used {100 * (result['other_load'] or 0):.0f} % of the processors")

@@ -5,8 +5,8 @@ requests, 64 tokens in and 64 out, of English text for SmolLM2. Figures are medi
 second of wall time, prefill included.
 
 * transformers' `generate` in float32: the requests as one batch;
-* atom_mini in float32, in bfloat16, with `quantization="int8"`, and with both, so that embedding, head and cache have 16
-  bits, too;
+* atom_mini in float32, with torch's decode (`compiled=False`) and with its own; in bfloat16; with
+  `quantization="int8"`; and with both, so that embedding, head and cache have 16 bits, too;
 * OpenVINO GenAI in float32, with `--openvino PYTHON` (a Python that has openvino-genai and optimum-intel);
 * llama.cpp, with `--llama PYTHON` (a Python that has llama-cpp-python, gguf and safetensors): files of F32, BF16, Q8_0 and
   Q4_1, made of the same checkpoint; requests are decoded together, as its server does.
@@ -16,7 +16,9 @@ as the engine has them, and the keys and values so far, at the rate of a sum ove
 round. At one request memory decides; at 32 arithmetic does, and the share says little. This process waits for OpenMP's
 threads as `atom-mini` does (docs/machines.md).
 
-Run: `python tests/bench/real.py [--rounds 3] [--openvino PYTHON] [--llama PYTHON] [--json results.json]`
+With `--loops N` everything runs beside N processes that keep a core busy.
+
+Run: `python tests/bench/real.py [--rounds 3] [--loops N] [--openvino PYTHON] [--llama PYTHON] [--json results.json]`
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from cpu import (  # noqa: E402
     make_checkpoint,
     memory_bandwidth,
 )
-from report import OtherLoad, machine, print_table, write_json  # noqa: E402
+from report import OtherLoad, busy_loops, machine, print_table, write_json  # noqa: E402
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from real_prompts import HANDBOOK, STREETS  # noqa: E402
@@ -59,6 +61,7 @@ from real_weights import FOLDER, is_whole  # noqa: E402
 
 INPUT, OUTPUT, BATCHES = 64, 64, [1, 8, 32]
 OURS: dict[str, dict[str, Any]] = {
+    "atom_mini, compiled=False": {"compiled": False},
     "atom_mini": {},
     "atom_mini, bfloat16": {"dtype": "bfloat16"},
     "atom_mini, int8": {"quantization": "int8"},
@@ -173,7 +176,8 @@ def measure_model(name: str, args: argparse.Namespace, about: dict[str, str]) ->
             engine.run(work(1, 4))
             engine.run(work(8, 4))
         print(f"\n{name}; megabytes of weights:", ", ".join(f"{n} {e.weights / 1e6:.0f}" for n, e in found.items()))
-        return {work_name(n): measure(found, work(n, args.output), args.rounds, config) for n in args.batches}
+        with busy_loops(args.loops):
+            return {work_name(n): measure(found, work(n, args.output), args.rounds, config) for n in args.batches}
 
 
 def main() -> None:
@@ -182,6 +186,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--output", type=int, default=OUTPUT, help="tokens that each request generates")
+    parser.add_argument("--loops", type=int, default=0, help="processes beside it that want a core all the time")
     parser.add_argument("--model", choices=[REAL, RANDOM], help="one of the two")
     parser.add_argument("--openvino", metavar="PYTHON", help="one that has openvino-genai and optimum-intel: a peer")
     parser.add_argument("--llama", metavar="PYTHON", help="one that has llama-cpp-python, gguf and safetensors: a peer")
@@ -197,7 +202,7 @@ def main() -> None:
     real = results.pop(REAL, {})
     load = others.share()
     print(f"\nother processes used {load:.0%} of the processors" if load is not None else "")
-    sizes = {"input": INPUT, "output": args.output, "peers": about}
+    sizes = {"input": INPUT, "output": args.output, "loops": args.loops, "peers": about}
     write_json(args.json, {"machine": machine(), **real, **results, **sizes, "other_load": load})
 
 

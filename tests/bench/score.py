@@ -1,8 +1,8 @@
 """The scorecard: one load, run on every rung from a loop around a model to this engine behind its server.
 
 64 requests come at random times (Poisson, the same for all), prompts of 24 to 96 random tokens of which half share their
-first 48, outputs of 12 to 36, greedy, without an end token, in float32: to a random Qwen3 of 29 M parameters, 48 a second,
-and to the built-in model, 160 a second. Every rung serves them as they come. The loop computes everything again for each
+first 48, outputs of 12 to 36, greedy, without an end token, in float32: to a random Qwen3 of 29 M parameters, 120 a second,
+and to the built-in model, 480 a second. Every rung serves them as they come. The loop computes everything again for each
 token, so it gets the first requests only. The padded batch takes who waits, up to 16, as `generate` does. A request meets
 the objective if its first token comes within a time, and the others at a pace on average: 1 s and 100 ms, a fifth of both
 for the built-in model. Bytes are the weights once a step and the keys and values of those who got a token. The server is
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -27,20 +28,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import transformers
-from cpu import make_checkpoint, memory_bandwidth
-from figures import stamp
-from over_http import Times, ask, serving
-from report import OtherLoad, machine
-from scorecard import RUNGS, file_for, write_pages
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from atom_mini.instruments.command_line import spin_less
 
-from atom_mini import LLM, EngineArgs, SamplingParams
+spin_less(os.environ)  # as the command does, before torch is loaded
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from cpu import make_checkpoint, memory_bandwidth  # noqa: E402
+from figures import stamp  # noqa: E402
+from over_http import Times, ask, serving  # noqa: E402
+from report import OtherLoad, machine  # noqa: E402
+from scorecard import RUNGS, file_for, write_pages  # noqa: E402
+from tokenizers import Tokenizer, decoders  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from atom_mini import LLM, EngineArgs, SamplingParams  # noqa: E402
 
 LOOPED = 3  # requests that the loop gets
+RATES = 120.0, 480.0  # requests a second, for the two models: more than two cores can serve
 POOL = 4096  # tokens of K/V, on every rung of ours
 
 
@@ -261,10 +267,10 @@ def main() -> None:
     result: dict[str, Any] = stamp(where) | {"versions": where, "looped": LOOPED, "bandwidth": bandwidth}
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder))
-        random_one = Model.read(folder, 48.0, 1.0, 0.1)
+        random_one = Model.read(folder, RATES[0], 1.0, 0.1)
         write_words(folder, random_one.vocab)
         result |= measure(random_one, args.rounds, bandwidth)
-    tiny = Model.read(str(EngineArgs("tiny").folder), 160.0, 0.2, 0.02)
+    tiny = Model.read(str(EngineArgs("tiny").folder), RATES[1], 0.2, 0.02)
     result |= {"built-in": measure(tiny, args.rounds, bandwidth), "other_load": others.share()}
     path = file_for(where)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -268,6 +268,10 @@ def test_other_layers_and_other_files_are_refused(tmp_path: Path) -> None:
     edit_json(tmp_path / "fp8" / "config.json", quantization_config=how)
     with pytest.raises(ValueError, match="does not go with weights stored in fp8: leave it out"):
         EngineArgs(str(tmp_path / "fp8"), device="cpu", quantization="int8")
+    slides = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    save_checkpoint("qwen2", tmp_path / "windows", num_hidden_layers=2, **slides)
+    with pytest.raises(ValueError, match="quantization='int8' has no sliding windows: leave it out"):
+        EngineArgs(str(tmp_path / "windows"), device="cpu", quantization="int8")
 
 
 def test_the_built_in_model_keeps_its_texts() -> None:
