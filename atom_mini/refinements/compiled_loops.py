@@ -162,7 +162,7 @@ def make_tile(rows: int) -> Any:
         """y[r + j, at + i] = w[o + i] . x[r + j] + bias[at + i]: four i and all j."""
         zero, later = broadcast(np.float32(0)), min(o + 8, len(w) - 4)
         has_few = 2 * rows <= len(x) < 4 * rows  # two or three tiles of rows
-        second = rows if has_few else 0  # the tile of this row prefetches the other half
+        second = rows if has_few else 0  # the row whose tile prefetches the rest
         a = b = c = d = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], LANES):
             four = (load(w, o, k), load(w, o + 1, k),
@@ -441,8 +441,8 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @njit(**OPTIONS)
 def pieces(counts, n):
-    """Yield the numbers 0 to n - 1, each in only one of the threads that call this. Ends
-    when all are done.
+    """Yield 0 to n - 1, each in only one of the threads that call this. Ends when all
+    are done.
 
     `counts` [16] int64, zeros at first: [0] handed out, [8] done.
     """
@@ -622,7 +622,7 @@ def softmax(scores, h, n):
 
 @kernel
 def attend_group(q, q_row, out, out_row, scores, pool, rows, n, size):
-    """out[out_row + h] = attention of q[q_row + h], scaled, for G heads h over n tokens.
+    """out[out_row + h] = attention of q[q_row + h], scaled, for G heads h, n tokens.
 
     `pool` [2 * N * K * S, D]: block i has `size` (S) keys, which begin at rows[i], and
     its values begin half of the pool later. `scores` [G, n or more]: scratch."""
@@ -660,7 +660,7 @@ def attend(counts, qkv, cache, lens, tables, out):
         q_row, out_row = b * width + head * group, b * heads + head * group
         attend_group(q, q_row, y, out_row, scores, pool, rows, lens[b], size)
 
-# %% ../../nbs/appendix/93_cpu_decode.ipynb #be08362f
+# %% ../../nbs/appendix/93_cpu_decode.ipynb #93f0a008
 class Weights(NamedTuple):
     """The weights of a decode, as arrays."""
 
@@ -690,7 +690,7 @@ def scales_at(scales, i):
     """The scales of layer i, or None."""
     return None if scales is None else scales[i]
 
-
+# %% ../../nbs/appendix/93_cpu_decode.ipynb #be08362f
 @kernel
 def decode_step(counters, num_pieces, w, eps, ids, cache, lens, tables, buffers):
     """A decode of B sequences, from their tokens `ids` [B] to their logits in
@@ -715,7 +715,8 @@ def decode_step(counters, num_pieces, w, eps, ids, cache, lens, tables, buffers)
         linear(counts[4], num_pieces, attended, o_w[i], o_bias[i], x, scale)
         add_norm(counts[5], x, residual, w.norms[2 * i + 1], eps, normed)
         scale = scales_at(w.scales[2], i)
-        linear(counts[6], num_pieces, normed, gate_up_w[i], gate_up_bias[i], gate_up, scale)
+        bias = gate_up_bias[i]
+        linear(counts[6], num_pieces, normed, gate_up_w[i], bias, gate_up, scale)
         silu_and_mul(counts[7], gate_up, act)
         scale = scales_at(w.scales[3], i)
         linear(counts[8], num_pieces, act, down_w[i], down_bias[i], x, scale)

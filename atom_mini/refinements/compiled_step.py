@@ -5,7 +5,6 @@
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #d434a983
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from ..sampler import Sampler, SamplingMetaData
 from ..sequence import NO_TOKEN, SequenceType
 
 # %% auto #0
-__all__ = ['Threads', 'as_numpy', 'empty', 'stack', 'scales_of', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
+__all__ = ['Threads', 'as_numpy', 'stack', 'scales_of', 'bias_of', 'norms_of', 'floats', 'collect', 'PlainOps',
            'OneThreadSampler', 'CompiledRunner', 'parts_of_step']
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #405ce380
@@ -72,18 +71,10 @@ def as_numpy(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #5a46ce67
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory in huge pages, where the system has them, from a multiple of 64 bytes on."""
-    size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
-
-
 def stack(layers: list[Any]) -> Tensor:
     """The weights [L, O, I] of L layers; each layer's weight becomes a view of it."""
     like = layers[0].weight
-    whole = empty((len(layers), *like.shape), like.dtype)
+    whole = torch.empty(len(layers), *like.shape, dtype=like.dtype)
     for layer, part in zip(layers, whole, strict=True):
         part.copy_(layer.weight)
         layer.weight = nn.Parameter(part, requires_grad=False)  # frees the old one

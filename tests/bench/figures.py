@@ -238,8 +238,10 @@ def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
     for _, rows in tables:
         *_, last = re.finditer(r"(?m)(?:^\|.*\n)+", section)
         section = f"{section[: last.end()]}\n{SECOND}{as_markdown(rows)}{section[last.end() :]}"
-    for name in ("stamp", "drafts", "busy", "real"):
-        section = section.replace(old[name], new[name])
+    for name in ("stamp", "drafts", "busy"):
+        section = section.replace(old[name], new[name], 1)
+    before_real, _, after_real = section.rpartition(old["real"])  # the last: it may begin like the stamp
+    section = f"{before_real}{new['real']}{after_real}"
     section = re.sub(r"\d+ tokens of English in and \d+ out", new.get("real_work", r"\g<0>"), section)
     return before + "## Figures" + section + "".join(rest)
 
