@@ -349,7 +349,8 @@ def store_sums(typing, y, r, o, sums, scale, scales, bias):
         x, one = b.sitofp(x, place.type.pointee), ir.IntType(32)(0)
         scale = b.insert_element(x.type(ir.Undefined), args[4], one)
         scale = b.shuffle_vector(scale, scale, ir.VectorType(one.type, 4)([0] * 4))
-        x = b.fadd(b.fmul(x, b.fmul(scale, four(5))), four(6))
+        factors = x, b.fmul(scale, four(5))  # one instruction: no other order
+        x = call(b, "llvm.fmuladd.v4f32", x.type, [*factors, four(6)])
         b.store(x, place, align=4)
         return context.get_dummy_value()
 
