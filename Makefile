@@ -148,14 +148,14 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/policies.py
 	$(PY) tests/bench/server.py
 
-# docs/figures.md's tables, chapter 82's, 92b's and 93's: the benchmarks behind them, on a quiet machine; recorded with machine, date and
-# commit, and written into the pages. OPENVINO= and LLAMA= as above.
+# docs/figures.md's tables, and those of chapters 53, 54, 82, 92b and 93: the benchmarks behind them, on a quiet machine; recorded with
+# machine, date and commit, and written into the pages. OPENVINO= and LLAMA= as above.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
 	for name in cpu speculation families host_step full_size busy; do \
 		$(PY) tests/bench/$$name.py --json build/figures/$$name.json || exit 1; done
 	$(PY) tests/bench/real.py $(PEERS) --json build/figures/real.json
-	cp build/figures/real.json tests/bench/results/
+	cp build/figures/real.json build/figures/speculation.json tests/bench/results/
 	$(PY) tests/bench/real.py $(PEERS) --loops 2 --batches 1 --model SmolLM2-135M --json tests/bench/results/real_busy.json
 	$(PY) tests/bench/compiled.py --json tests/bench/results/compiled.json
 	$(PY) tests/bench/figures.py build/figures
@@ -163,14 +163,16 @@ figures: $(VENV)/dev real
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
 	$(PY) tests/bench/eight_bits.py --json tests/bench/results/eight_bits.json
 	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb nbs/appendix/92b_eight_bits.ipynb \
-		nbs/appendix/93_cpu_decode.ipynb
+		nbs/appendix/93_cpu_decode.ipynb nbs/speculation/53_eagle.ipynb nbs/speculation/54_when_it_pays.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; docs/figures.md's table and README's figure are made from it. Then the
 # same load with three policies for prompts beside decodes.
 score: $(VENV)/dev
 	$(PY) tests/bench/score.py
 	$(PY) tests/bench/policies.py --json tests/bench/results/policies.json
-	$(PY) nbs/_book/book.py run nbs/index.ipynb
+	$(PY) nbs/_book/book.py run nbs/index.ipynb nbs/refinements/20_turns.ipynb nbs/refinements/23b_launching.ipynb \
+		nbs/speculation/50_verify.ipynb nbs/processes/70_engine_process.ipynb nbs/processes/72c_ranks.ipynb \
+		nbs/serving/82_server.ipynb nbs/appendix/93_cpu_decode.ipynb
 	$(PY) nbs/_book/book.py readme
 
 # EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what docs/machines.md says of each GPU.

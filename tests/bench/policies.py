@@ -5,7 +5,7 @@ cache, 128 tokens to a step, the compiled decode (`--rung chunked`: in torch, as
 are made first and serve the load in turns, round by round, so that what else the machine does meets all of them. A figure
 is the median over the rounds; a ratio is to prefill first in the same round, and again the median.
 
-Run on a quiet machine: `python tests/bench/policies.py --rounds 5 --json tests/bench/results/policies.json`. It prints a
+Run on a quiet machine: `python tests/bench/policies.py --rounds 15 --json tests/bench/results/policies.json`. It prints a
 table for each model and writes the figures with the machine's facts. `--requests 16`: the first of the load only.
 """
 
@@ -92,7 +92,7 @@ def report(title: str, runs: list[Run]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rung", choices=("chunked", "compiled"), default="compiled")

@@ -13,8 +13,8 @@ second of wall time, prefill included.
 
 `of bandwidth` is the time that memory alone would take, over the time taken: each step reads all weights, in as many bytes
 as the engine has them, and the keys and values so far, at the rate of a sum over 1 GiB that is measured before each
-round. At one request memory decides; at 32 arithmetic does, and the share says little. This process waits for OpenMP's
-threads as `atom-mini` does (docs/machines.md).
+round. At one request memory decides; at 32 arithmetic does, and the share says little. OpenMP's threads wait
+as those of `atom-mini` do (docs/machines.md).
 
 With `--loops N` everything runs beside N processes that keep a core busy.
 
