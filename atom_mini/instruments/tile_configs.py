@@ -60,7 +60,7 @@ def architecture(device: torch.device) -> str:
     if device.type == "cpu":
         return "sm_80"  # any row works in the interpreter
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is None:  # Ampere, Hopper, Blackwell for data centers and at home
+    if torch.version.hip is None:  # a GeForce's or a B200's Blackwell, Hopper, older
         firsts = {12: "sm_120", 10: "sm_100", 9: "sm_90", 0: "sm_80"}
         return next(arch for first, arch in firsts.items() if properties.major >= first)
     return nearest(properties.gcnArchName.split(":")[0])
