@@ -10,9 +10,9 @@ class ThreeInARow(TurnScheduler):
 
     def _choose(self):
         self.last_was_prefill = self.in_a_row >= 2  # after two
-        kind, seqs = super()._choose()
-        self.in_a_row = self.in_a_row + 1 if kind is SequenceType.PREFILL else 0
-        return kind, seqs
+        decodes, prompts = super()._choose()
+        self.in_a_row = self.in_a_row + 1 if prompts else 0
+        return decodes, prompts
 # %% 20_turns 2
 best_factor = 4
 # %% 20_turns 3
