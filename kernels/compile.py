@@ -447,7 +447,7 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
 
 ATTENTION = ("paged_attention_kernel", "latent_attention_kernel")
 FUSED = ("add_product_kernel", "gated_product_kernel", "heads_kernel")
-STREAMS = (*ATTENTION, "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel", "bar_kernel")
+STREAMS = (*ATTENTION, "add_rms_norm_kernel", "silu_and_mul_kernel", "chunk_stats_kernel", "threshold_kernel")
 
 
 def reason(row: Row) -> str:
