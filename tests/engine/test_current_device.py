@@ -59,8 +59,8 @@ def in_thread(run: Any) -> None:
     assert not failed, failed
 
 
-@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"trace": True}, {"overlap": False},
-                                     {"overlap": False, "enforce_eager": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"trace": True}, {"overlap": True},
+                                     {"overlap": True, "enforce_eager": True}], ids=str)  # fmt: skip
 def test_all_of_an_engine_goes_to_its_device(options: dict[str, Any], folder: Path, gpus: Gpus) -> None:
     """While it loads, measures and records, and in each step, whoever runs it."""
     with LLM(str(folder), device="cuda:1", **ROOM | options) as llm:  # type: ignore[arg-type]
@@ -115,10 +115,22 @@ def test_graphs_of_one_runner_share_a_stream_and_no_others_do(folder: Path, gpus
     assert len({id(stream) for stream in streams}) == 4 and not hasattr(gpus, "default")
 
 
+def test_a_step_warms_up_on_the_stream_that_records_it(folder: Path, gpus: Gpus) -> None:
+    """A library's handle belongs to a stream: one that is made during a recording would end it. Other threads may go on."""
+    GraphRunner(EngineArgs(str(folder), device="cuda:1", **ROOM))
+    for stream in map(id, gpus.captures):
+        whats = [what for what, _, _ in gpus.log]
+        end = gpus.log.index(("capture", 1, stream))
+        start = max(i for i in range(end) if whats[i] == "event")  # its upload
+        last = whats.index("replay", end)
+        assert {*whats[start + 1 : end]} == {"kernel"} and {at for _, _, at in gpus.log[start : last + 1]} == {stream}
+    assert gpus.waits == 2 * ["the stream of cuda:1"] and gpus.modes == {"thread_local"}
+
+
 def test_a_device_without_a_number_is_the_makers(folder: Path, gpus: Gpus) -> None:
     """`cuda` is what is current where the engine is made, and stays it in a thread where another one is."""
     with gpus.device("cuda:1"):
-        llm = LLM(str(folder), device="cuda", enforce_eager=True, overlap=False, **ROOM)  # type: ignore[arg-type]
+        llm = LLM(str(folder), device="cuda", enforce_eager=True, **ROOM)  # type: ignore[arg-type]
     runner: Any = llm.engine_core.runner
     assert runner.device == torch.device("cuda:1") and gpus.take()["kernel"] == {1}
     in_thread(lambda: llm.generate(PROMPTS, FEW, use_tqdm=False))
@@ -127,7 +139,7 @@ def test_a_device_without_a_number_is_the_makers(folder: Path, gpus: Gpus) -> No
 
 
 def test_a_failed_step_leaves_the_callers_device_current(folder: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(str(folder), device="cuda:1", enforce_eager=True, overlap=False, **ROOM) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), device="cuda:1", enforce_eager=True, **ROOM) as llm:  # type: ignore[arg-type]
 
         def fail(*args: Any) -> None:
             assert gpus.current == 1
