@@ -194,7 +194,10 @@ class Scheduler:
                 self.running.remove(seq)
                 self.block_manager.deallocate(seq)
 
-# %% ../nbs/06c_it_runs.ipynb #2a656e36
+# %% ../nbs/06c_it_runs.ipynb #c44501de
+Inputs = tuple[torch.Tensor, torch.Tensor, AttentionMetaData]  # token ids, positions, places
+
+
 class ModelRunner:
     """Turns the sequences of a step into tensors, runs the model, and samples."""
 
@@ -235,9 +238,6 @@ class ModelRunner:
         last = torch.tensor(meta.query_lens).cumsum(0) - 1
         logits = self.model.compute_logits(hidden[last]).float().cpu()
         return [sample(row, seq) for row, seq in zip(logits, seqs, strict=True)]
-
-# %% ../nbs/06c_it_runs.ipynb #66e62579
-Inputs = tuple[torch.Tensor, torch.Tensor, AttentionMetaData]
 
 # %% ../nbs/06c_it_runs.ipynb #9691bc78
 def sample(logits: torch.Tensor, seq: Sequence) -> int:
