@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -66,7 +66,7 @@ class BlockManager:
     def take(self) -> int:
         """The free block that was used least recently; its content is forgotten."""
         block, _ = self.free.popitem(last=False)
-        self.hash_to_block.pop(self.block_to_hash.pop(block, None), None)
+        self.hash_to_block.pop(self.block_to_hash.pop(block, b""), None)
         self.ref_counts[block] = 1
         return block
 
@@ -98,14 +98,15 @@ class BlockManager:
 
     def find(self, seq: Sequence) -> list[int]:
         """The known blocks with which `seq` begins, never that of its last token."""
-        blocks = map(self.hash_to_block.get, self.block_hashes(seq, len(seq) - 1))
+        blocks: Any = map(self.hash_to_block.get, self.block_hashes(seq, len(seq) - 1))
         return [*takewhile(lambda block: block is not None, blocks)]
 
     def publish(self, seq: Sequence) -> None:
         """Let later prompts find the blocks that the current step fills."""
         size = self.block_size
         if seq.context_len // size > seq.num_computed_tokens // size:
-            for key, block in zip(self.block_hashes(seq, seq.context_len), seq.block_table):
+            keys = self.block_hashes(seq, seq.context_len)
+            for key, block in zip(keys, seq.block_table, strict=False):
                 if key not in self.hash_to_block:
                     self.hash_to_block[key], self.block_to_hash[block] = block, key
 
@@ -215,19 +216,17 @@ class ModelRunner:
 
     def prepare(self, seqs: list[Sequence]) -> Inputs:
         """Token ids and positions [T], and where their keys and values are."""
-        ids, positions, slots, counts, size = [], [], [], [], self.block_size
-        for seq in seqs:
-            new = range(seq.num_computed_tokens, seq.context_len)
-            ids += seq.token_ids[new.start : new.stop]
-            positions += new
-            slots += [seq.block_table[p // size] * size + p % size for p in new]
-            counts.append(len(new))
-        lens = [seq.context_len for seq in seqs]
+        new = [(seq, p) for seq in seqs for p in range(seq.num_computed_tokens, seq.context_len)]
+        size, lens = self.block_size, [seq.context_len for seq in seqs]
+        ids = [seq.token_ids[p] for seq, p in new]
+        slots = [seq.block_table[p // size] * size + p % size for seq, p in new]
+        counts = [seq.context_len - seq.num_computed_tokens for seq in seqs]
         width = max(len(seq.block_table) for seq in seqs)
         tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs]
-        arrays = ids, positions, lens, tables, slots
-        ids, positions, *where = (torch.tensor(x, device=self.device) for x in arrays)
-        return ids, positions, AttentionMetaData(*where, counts, lens)
+        with self.device:
+            where = torch.tensor(lens), torch.tensor(tables), torch.tensor(slots)
+            positions = torch.tensor([p for _, p in new])
+            return torch.tensor(ids), positions, AttentionMetaData(*where, counts, lens)
 
     @torch.inference_mode()
     def forward(self, seqs: list[Sequence]) -> list[int]:
@@ -242,7 +241,7 @@ class ModelRunner:
 # %% ../nbs/06c_it_runs.ipynb #9691bc78
 def sample(logits: torch.Tensor, seq: Sequence) -> int:
     """The next token of `seq`, given its `logits` [V], which it may change."""
-    params = seq.sampling_params
+    params: Any = seq.sampling_params  # none of them is None
     if (penalty := params.repetition_penalty) != 1:
         seen = torch.tensor([*{*seq.token_ids}])
         logits[seen] *= torch.where(logits[seen] > 0, 1 / penalty, penalty)
@@ -255,8 +254,9 @@ def sample(logits: torch.Tensor, seq: Sequence) -> int:
     generator = torch.Generator().manual_seed(hash((params.seed, len(seq))))
     return int(tokens[probs.multinomial(1, generator=generator)])
 
-# %% ../nbs/06c_it_runs.ipynb #fe78b9f8
-class RequestOutput(NamedTuple):
+# %% ../nbs/06c_it_runs.ipynb #733e9872
+@dataclass(frozen=True)
+class RequestOutput:
     """The result for prompt number `index`. In a stream, only the new text and tokens."""
 
     index: int
@@ -277,10 +277,10 @@ class LLM:
         folder, size = resolve_model(str(model)), kv_cache_block_size
         spec = read_model(folder)
         eos, self.sampling_defaults = read_defaults(folder, spec.eos_token_id)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        runner_cls = self.runner_cls
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if device != "cpu":
-            from atom_mini.gpu_small import GraphRunner as runner_cls
+            from atom_mini.gpu_small import GraphRunner
+        runner_cls = self.runner_cls if device == "cpu" else GraphRunner
         self.runner = runner_cls(spec, folder, size, num_kvcache_blocks)
         manager = self.block_manager_cls(self.runner.num_blocks, size)
         longest = min(spec.max_position_embeddings, self.runner.num_blocks * size + 1)
@@ -339,5 +339,5 @@ class LLM:
                 new = self.output(i, seqs[i])
                 if new != old and (new.finish_reason or not new.text.endswith("\ufffd")):
                     text = new.text[len(old.text) :]
-                    yield new._replace(text=text, token_ids=new.token_ids[len(old.token_ids) :])
+                    yield replace(new, text=text, token_ids=new.token_ids[len(old.token_ids) :])
                     shown[i] = new
