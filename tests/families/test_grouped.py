@@ -366,9 +366,11 @@ def test_full_size_in_a_graph(packed: bool) -> None:
         if packed:
             layer.mats = [pack(experts, 2 * inner, hidden), pack(experts, hidden, inner)]
             plain = [unpack(*w).to(dtype) for w in layer.mats]
-        first = layer.run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            first = layer.run()
+        with torch.cuda.graph(graph, stream=side):
             out = grouped.grouped_experts(layer.x, layer.ids, layer.weights, *layer.stacks(), layer.limit)
         graph.replay()
         assert torch.equal(out, first)
