@@ -25,7 +25,7 @@ from .sequence import SequenceType
 from .uploads import InputBuffer
 
 # %% auto #0
-__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_simple', 'HowSampled',
+__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_simple', 'SamplingArrays',
            'GraphRunner', 'left_bytes', 'capture_place']
 
 # %% ../nbs/12a_graphs.ipynb #caab1f1a
@@ -37,15 +37,16 @@ class DeviceGraph:
         self, step: Callable[[], tuple[Tensor, Tensor]], pool: Any, stream: Any = None
     ) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        mode = "thread_local"  # other threads may allocate meanwhile
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
             self.outputs = step()
         self.replay = graph.replay
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Switch Python's garbage collector off: freed device memory would end a capture
-    with an error."""
+    """Switch Python's garbage collector off: a kernel or a graph that it deletes calls
+    the device, and would end a capture with an error."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -79,7 +80,7 @@ def is_simple(params: SamplingParams) -> bool:
     return not params.is_penalized and params.logprobs is None
 
 
-class HowSampled:
+class SamplingArrays:
     """The sampling parameters of a batch, as arrays: `filters` [3, B] are top-k, top-p,
     and min-p."""
 
@@ -102,7 +103,7 @@ class GraphRunner(ModelRunner):
     def __init__(self, config: Config, record: Callable = DeviceGraph) -> None:
         self.record = record
         self.graphs = dict[int, Any]()
-        self.sampled = HowSampled([])
+        self.sampled = SamplingArrays([])
         self.max_rows = config.max_decode_rows
         super().__init__(config)
         most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
@@ -117,7 +118,7 @@ class GraphRunner(ModelRunner):
         """Upload the inputs of the graph for `size` sequences: ids, positions, slots,
         temperatures, random numbers, filters, plan. Padding rows write to a spare block."""
         if batch.sampling_params != self.sampled.params:
-            self.sampled = HowSampled(batch.sampling_params)
+            self.sampled = SamplingArrays(batch.sampling_params)
         lens = batch.context_lens
         block_size = self.config.kv_cache_block_size
         plan = self.ops.plan(*batch.queries)
@@ -148,17 +149,18 @@ class GraphRunner(ModelRunner):
         logits = self.logits[: len(ids)].copy_(self.model.compute_logits(hidden))
         return hidden, self.sampler.draw(logits, temperature, u, filters)
 
-    def _capture_one(self, size: int, *place: Any) -> Any:
-        """Record a step of `size` sequences; AssertionError if its replay differs.
-
-        `place` is a memory pool and a stream.
-        """
-        step = partial(self._decode, self._upload(first_decodes(size), size))
-        eager = step()[0].double()  # not recorded yet: libraries allocate and choose first
-        recording = self.record(step, *place)
-        recording.replay()
-        error = (recording.outputs[0].double() - eager).norm() / eager.norm().clamp(min=1)
-        assert error < 1e-2, f"the graph of {size} differs from the eager step: {error:.1e}"
+    def _capture_one(self, size: int, pool: Any = None, stream: Any = None) -> Any:
+        """Record a step of `size` sequences; AssertionError if its replay differs."""
+        with torch.cuda.stream(stream):  # None, as on a CPU: no other stream
+            step = partial(self._decode, self._upload(first_decodes(size), size))
+            eager = step()[0].double()  # libraries allocate and choose now, not later
+            recording = self.record(step, pool, stream)
+            recording.replay()
+            gap = (recording.outputs[0].double() - eager).norm()
+            error = (gap / eager.norm().clamp(min=1)).item()  # waits for the stream
+            assert error < 1e-2, (
+                f"the graph of {size} differs from the eager step: {error:.1e}"
+            )
         return recording
 
     def _capture(self, sizes: list[int]) -> list[int]:
@@ -225,4 +227,6 @@ def capture_place(device: torch.device) -> tuple[Any, Any]:
     """A memory pool and a stream for the graphs of one runner; None on a CPU."""
     if device.type != "cuda":
         return None, None
-    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.graph_pool_handle(), stream

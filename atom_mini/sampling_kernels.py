@@ -14,8 +14,8 @@ from .sampler import Sampler, SamplingMetaData
 from .triton_ops import _read
 
 # %% auto #0
-__all__ = ['SAMPLE_CHUNK', 'SEARCH_CHUNK', 'STEPS', 'survey_kernel', 'pick_kernel', 'sample', 'bar_kernel', 'find_bars',
-           'KernelSampler']
+__all__ = ['SAMPLE_CHUNK', 'SEARCH_CHUNK', 'STEPS', 'chunk_stats_kernel', 'sample_kernel', 'sample', 'threshold_kernel',
+           'find_thresholds', 'KernelSampler']
 
 # %% ../nbs/11_small_kernels.ipynb #598e8e0b
 SAMPLE_CHUNK = 2048  # logits per program
@@ -27,37 +27,38 @@ def _load(ptr, tokens, VOCAB):
 
 
 @triton.jit
-def _rank(x):
+def _key(x):
     """An int32 for each float32, in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
-def _logits(ptr, tokens, bar_ptr, VOCAB, FILTERED: tl.constexpr):
+def _logits(ptr, tokens, threshold_ptr, VOCAB, FILTERED: tl.constexpr):
     """The logits, -inf where a filter drops the token. NaN is never dropped."""
     x = _load(ptr, tokens, VOCAB)
     if FILTERED:
-        bar = tl.load(bar_ptr)
-        last = tl.load(bar_ptr + 1)  # of the tokens at the bar, the last that is kept
-        rank = _rank(x)
-        is_kept = (rank > bar) | ((rank == bar) & (tokens <= last)) | (x != x)
+        threshold = tl.load(threshold_ptr)
+        last = tl.load(threshold_ptr + 1)  # the last token that is kept at it
+        key = _key(x)
+        is_kept = (key > threshold) | ((key == threshold) & (tokens <= last)) | (x != x)
         x = tl.where(is_kept, x, float("-inf"))
     return x
 
 # %% ../nbs/11_small_kernels.ipynb #d5263668
 @triton.jit
-def survey_kernel(
-    logits_ptr, temperature_ptr, bar_ptr, top_ptr, best_ptr, mass_ptr,
+def chunk_stats_kernel(
+    logits_ptr, temperature_ptr, threshold_ptr, top_ptr, best_ptr, mass_ptr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
-    """Of one piece of one row: the largest logit, its token, and the sum of
+    """Of one chunk of one row: the largest logit, its token, and the sum of
     exp((logit - largest) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _logits(logits_ptr + row * VOCAB, tokens, bar_ptr + 2 * row, VOCAB, FILTERED)
+    ptr = logits_ptr + row * VOCAB
+    x = _logits(ptr, tokens, threshold_ptr + 2 * row, VOCAB, FILTERED)
     top = tl.max(x, 0)
     t = tl.load(temperature_ptr + row)
     at = row * CHUNKS + chunk
@@ -76,12 +77,12 @@ def _first_beyond(mass, index, target):
 
 # %% ../nbs/11_small_kernels.ipynb #3df97d94
 @triton.jit
-def pick_kernel(
-    logits_ptr, temperature_ptr, u_ptr, bar_ptr, top_ptr, best_ptr, mass_ptr, out_ptr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+def sample_kernel(
+    logits_ptr, temperature_ptr, u_ptr, threshold_ptr, top_ptr, best_ptr, mass_ptr,
+    out_ptr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     FILTERED: tl.constexpr, POW2: tl.constexpr,
 ):
-    """One row's token: first the piece in which the cumulated mass passes u, then the
+    """One row's token: first the chunk in which the cumulated mass passes u, then the
     token in it. NaN and +inf make the mass NaN: such a row has no token, -1."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, POW2)
@@ -103,7 +104,7 @@ def pick_kernel(
         target -= tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)
         tokens = chunk * CHUNK + tl.arange(0, CHUNK)
         ptr = logits_ptr + row * VOCAB
-        x = _logits(ptr, tokens, bar_ptr + 2 * row, VOCAB, FILTERED)
+        x = _logits(ptr, tokens, threshold_ptr + 2 * row, VOCAB, FILTERED)
         token = _first_beyond(tl.exp((x - top) / t), tokens, target)
         tl.store(out_ptr + row, token.to(tl.int64))
 
@@ -121,17 +122,19 @@ def sample(
     top, mass = logits.new_empty((2, rows, chunks), dtype=torch.float32)
     best = logits.new_empty((rows, chunks), dtype=torch.int32)
     out = logits.new_empty(rows, dtype=torch.int64)
-    bars = best if filters is None else find_bars(logits, temperature, filters)
+    thresholds = best  # not read if there are no filters
+    if filters is not None:
+        thresholds = find_thresholds(logits, temperature, filters)
     sizes = (vocab, SAMPLE_CHUNK, chunks, filters is not None)
     pow2 = triton.next_power_of_2(chunks)
-    survey_kernel[(rows, chunks)](logits, temperature, bars, top, best, mass, *sizes)
-    pieces = top, best, mass
-    pick_kernel[(rows,)](logits, temperature, u, bars, *pieces, out, *sizes, pow2)
+    stats = top, best, mass
+    chunk_stats_kernel[(rows, chunks)](logits, temperature, thresholds, *stats, *sizes)
+    sample_kernel[(rows,)](logits, temperature, u, thresholds, *stats, out, *sizes, pow2)
     return out
 
 # %% ../nbs/11_small_kernels.ipynb #e354631f
 SEARCH_CHUNK = 8192  # logits that a program of the search reads at a time
-# The ranks of a dtype are multiples of this power of 4.
+# The keys of a dtype are multiples of this power of 4.
 STEPS = {torch.bfloat16: 4**8, torch.float16: 4**6, torch.float32: 1}
 
 @triton.jit
@@ -141,24 +144,24 @@ def _weight(x, top, t):
 
 @triton.jit
 def _weigh(
-    ptr, bar1, bar2, bar3, top, t,
+    ptr, key1, key2, key3, top, t,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr,
 ):
-    """The weights of the tokens that reach each of three bars, in one pass. If `COUNT`,
+    """The weights of the tokens that reach each of three keys, in one pass. If `COUNT`,
     each token weighs 1."""
     sum1 = tl.zeros([CHUNK], tl.float32)
     sum2 = tl.zeros([CHUNK], tl.float32)
     sum3 = tl.zeros([CHUNK], tl.float32)
-    bar1 = tl.minimum(bar1, 0x7FFFFFFF).to(tl.int32)
-    bar2 = tl.minimum(bar2, 0x7FFFFFFF).to(tl.int32)
-    bar3 = tl.minimum(bar3, 0x7FFFFFFF).to(tl.int32)
+    key1 = tl.minimum(key1, 0x7FFFFFFF).to(tl.int32)
+    key2 = tl.minimum(key2, 0x7FFFFFFF).to(tl.int32)
+    key3 = tl.minimum(key3, 0x7FFFFFFF).to(tl.int32)
     for start in range(0, VOCAB, CHUNK):
         x = _load(ptr, start + tl.arange(0, CHUNK), VOCAB)
-        rank = _rank(x)
+        key = _key(x)
         weight = tl.full([CHUNK], 1, tl.float32) if COUNT else _weight(x, top, t)
-        sum1 += tl.where(rank >= bar1, weight, 0.0)
-        sum2 += tl.where(rank >= bar2, weight, 0.0)
-        sum3 += tl.where(rank >= bar3, weight, 0.0)
+        sum1 += tl.where(key >= key1, weight, 0.0)
+        sum2 += tl.where(key >= key2, weight, 0.0)
+        sum3 += tl.where(key >= key3, weight, 0.0)
     return tl.sum(sum1, 0), tl.sum(sum2, 0), tl.sum(sum3, 0)
 
 # %% ../nbs/11_small_kernels.ipynb #768eb107
@@ -167,22 +170,22 @@ def _search(
     ptr, low, high, target, top, t,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr,
 ):
-    """The largest rank in [low, high] that tokens of weight `target` reach, and the
+    """The largest key in [low, high] that tokens of weight `target` reach, and the
     weight of the tokens above it. Ranks are multiples of `STEP`, a power of 4."""
     above = target * 0
     step = tl.full([], 2**30, tl.int64)
     while step > tl.maximum(high - low, 0):
         step //= 4
     while step >= STEP:
-        bar1, bar2, bar3 = low + step, low + 2 * step, low + 3 * step
-        sum1, sum2, sum3 = _weigh(ptr, bar1, bar2, bar3, top, t, VOCAB, CHUNK, COUNT)
+        key1, key2, key3 = low + step, low + 2 * step, low + 3 * step
+        sum1, sum2, sum3 = _weigh(ptr, key1, key2, key3, top, t, VOCAB, CHUNK, COUNT)
         if sum3 >= target:
-            low = bar3
+            low = key3
         elif sum2 >= target:
-            low = bar2
+            low = key2
             above = sum3
         elif sum1 >= target:
-            low = bar1
+            low = key1
             above = sum2
         else:
             above = sum1
@@ -191,49 +194,49 @@ def _search(
 
 # %% ../nbs/11_small_kernels.ipynb #582f9674
 @triton.jit
-def _weight_of(rank, top, t):
-    """The weight of a token whose logit has this rank."""
-    bits = tl.where(rank < 0, -(2**31) - rank, rank).to(tl.int32)
+def _weight_of(key, top, t):
+    """The weight of a token whose logit has this key."""
+    bits = tl.where(key < 0, -(2**31) - key, key).to(tl.int32)
     return _weight(bits.to(tl.float32, bitcast=True), top, t)
 
 
 @triton.jit
 def _top_p(
-    ptr, bar, ties, p, top, t, high,
+    ptr, threshold, ties, p, top, t, high,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):
-    """The bar of top-p among the tokens above `bar` and `ties` tokens at it, and how
-    many tokens at the new bar are kept, rounded up."""
-    tied = tl.where(ties > 0, ties * _weight_of(bar, top, t), 0.0)
-    higher = bar + 1
+    """The threshold of top-p among the tokens above `threshold` and `ties` tokens at it,
+    and how many tokens at the new threshold are kept, rounded up."""
+    tied = tl.where(ties > 0, ties * _weight_of(threshold, top, t), 0.0)
+    higher = threshold + 1
     mass, _, _ = _weigh(ptr, higher, higher, higher, top, t, VOCAB, CHUNK, False)
     target = tl.maximum(p * (mass + tied), 1e-30)  # one token at least
-    new, above = _search(ptr, bar, high, target, top, t, VOCAB, CHUNK, STEP, False)
+    new, above = _search(ptr, threshold, high, target, top, t, VOCAB, CHUNK, STEP, False)
     some = (target - above) / _weight_of(new, top, t)
-    return new, tl.where(new == bar, tl.minimum(some, ties), some)
+    return new, tl.where(new == threshold, tl.minimum(some, ties), some)
 
 # %% ../nbs/11_small_kernels.ipynb #e9133d39
 @triton.jit
-def _min_p(ptr, bar, ties, min_p, top, t, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
-    """The bar and the ties after min-p: unchanged, or just below the least likely token
-    that min-p keeps, without ties."""
-    ranks = tl.full([CHUNK], 0x7FFFFFFF, tl.int32)
+def _min_p(ptr, threshold, ties, min_p, top, t, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+    """The threshold and the ties after min-p: unchanged, or just below the least likely
+    token that min-p keeps, without ties."""
+    keys = tl.full([CHUNK], 0x7FFFFFFF, tl.int32)
     for start in range(0, VOCAB, CHUNK):
         x = _load(ptr, start + tl.arange(0, CHUNK), VOCAB)
         is_likely = _weight(x, top, t) >= min_p
-        ranks = tl.minimum(ranks, tl.where(is_likely, _rank(x), 0x7FFFFFFF))
-    least = tl.min(ranks, 0).to(tl.int64)
-    return tl.maximum(bar, least - 1), tl.where(least > bar, 0.0, ties)
+        keys = tl.minimum(keys, tl.where(is_likely, _key(x), 0x7FFFFFFF))
+    least = tl.min(keys, 0).to(tl.int64)
+    return tl.maximum(threshold, least - 1), tl.where(least > threshold, 0.0, ties)
 
 
 @triton.jit
-def _last_tie(ptr, bar, ties, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _last_tie(ptr, threshold, ties, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
     """The token of tie `ties` (rounded up), `VOCAB` if there are fewer, or -1 for 0."""
     seen = ties * 0
     last = tl.full([], VOCAB, tl.int32)
     for start in range(0, VOCAB, CHUNK):
         tokens = start + tl.arange(0, CHUNK)
-        tie = (_rank(_load(ptr, tokens, VOCAB)) == bar.to(tl.int32)).to(tl.float32)
+        tie = (_key(_load(ptr, tokens, VOCAB)) == threshold.to(tl.int32)).to(tl.float32)
         here = tl.sum(tie, 0)
         if (seen < ties) & (seen + here >= ties):
             is_kept = (tie > 0) & (seen + tl.cumsum(tie, 0) - 1 < ties)
@@ -243,18 +246,18 @@ def _last_tie(ptr, bar, ties, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
 
 # %% ../nbs/11_small_kernels.ipynb #4348cb16
 @triton.jit
-def bar_kernel(
-    logits_ptr, temperature_ptr, filters_ptr, bar_ptr, ROWS,
+def threshold_kernel(
+    logits_ptr, temperature_ptr, filters_ptr, threshold_ptr, ROWS,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):
-    """One row's bar: the rank, and the last token that is kept at this rank."""
+    """One row's threshold: the key, and the last token that is kept at this key."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature_ptr + row)
     k = tl.load(filters_ptr + row)
     p = tl.load(filters_ptr + ROWS + row)
     min_p = tl.load(filters_ptr + 2 * ROWS + row)
     ptr = logits_ptr + row * VOCAB
-    bar = tl.full([], -(2**31), tl.int64)
+    threshold = tl.full([], -(2**31), tl.int64)
     last = tl.full([], VOCAB, tl.int32)
     has_k = (k > 0) & (k < VOCAB)
     if (t > 0) & (has_k | (p < 1) | (min_p > 0)):
@@ -263,28 +266,33 @@ def bar_kernel(
             x = _load(ptr, start + tl.arange(0, CHUNK), VOCAB)
             tops = tl.maximum(tops, x)
         top = tl.max(tops, 0)
-        high = _rank(top).to(tl.int64)
+        high = _key(top).to(tl.int64)
         ties = k * 0
         if has_k:
-            bar, above = _search(ptr, bar, high, k, top, t, VOCAB, CHUNK, STEP, True)
+            low = threshold
+            threshold, above = _search(
+                ptr, low, high, k, top, t, VOCAB, CHUNK, STEP, True
+            )
             ties = k - above
         if p < 1:
-            bar, ties = _top_p(ptr, bar, ties, p, top, t, high, VOCAB, CHUNK, STEP)
+            threshold, ties = _top_p(
+                ptr, threshold, ties, p, top, t, high, VOCAB, CHUNK, STEP
+            )
         if min_p > 0:
-            bar, ties = _min_p(ptr, bar, ties, min_p, top, t, VOCAB, CHUNK)
-        last = _last_tie(ptr, bar, ties, VOCAB, CHUNK)
-    tl.store(bar_ptr + 2 * row, bar.to(tl.int32))
-    tl.store(bar_ptr + 2 * row + 1, last)
+            threshold, ties = _min_p(ptr, threshold, ties, min_p, top, t, VOCAB, CHUNK)
+        last = _last_tie(ptr, threshold, ties, VOCAB, CHUNK)
+    tl.store(threshold_ptr + 2 * row, threshold.to(tl.int32))
+    tl.store(threshold_ptr + 2 * row + 1, last)
 
 # %% ../nbs/11_small_kernels.ipynb #0dce0d1d
-def find_bars(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    """Each row's bar, and the last token that is kept at it: int32 [B, 2]."""
+def find_thresholds(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """Each row's threshold, and the last token that is kept at it: int32 [B, 2]."""
     rows, vocab = logits.shape
-    bars = logits.new_empty((rows, 2), dtype=torch.int32)
+    thresholds = logits.new_empty((rows, 2), dtype=torch.int32)
     sizes = (vocab, SEARCH_CHUNK, STEPS[logits.dtype])
-    args = logits, temperature, filters, bars, rows, *sizes
-    bar_kernel[(rows,)](*args, num_warps=16)
-    return bars
+    args = logits, temperature, filters, thresholds, rows, *sizes
+    threshold_kernel[(rows,)](*args, num_warps=16)
+    return thresholds
 
 # %% ../nbs/11_small_kernels.ipynb #7d541946
 class KernelSampler(Sampler):

@@ -41,11 +41,12 @@ class ScheduledBatch:
     rows: list[int] = field(default_factory=list)  # in the matrix of block tables
     # place in the batch -> how many of its `histories` are the prompt
     prompt_lens: dict[int, int] = field(default_factory=dict)
+    num_mixed_decodes: int = 0  # of a MIXED batch: its first sequences
 
     @classmethod
     def pack(
         cls, type: SequenceType, seqs: list[Sequence],
-        manager: BlockManager,
+        manager: BlockManager, num_mixed_decodes: int = 0,
     ) -> ScheduledBatch:
         """The batch of `seqs`, whose `num_scheduled_tokens` and blocks are set."""
         scheduled = np.array([s.num_scheduled_tokens for s in seqs], dtype=np.int32)
@@ -66,6 +67,7 @@ class ScheduledBatch:
             context_lens=context_lens, block_tables=manager.block_tables[rows, :width],
             is_sampled=context_lens == np.array([s.num_tokens for s in seqs], np.int32),
             histories=past, prompt_lens={i: seqs[i].num_prompt_tokens for i in past},
+            num_mixed_decodes=num_mixed_decodes,
         )
 
     @property
@@ -79,13 +81,14 @@ class ScheduledBatch:
     @property
     def is_decode(self) -> np.ndarray:
         """[B] bool: which sequences only compute their newest token."""
-        if self.type is SequenceType.MIXED:
-            return (self.num_scheduled_tokens == 1) & self.is_sampled
-        return np.full(self.total_seqs_num, self.type is SequenceType.DECODE)
+        return np.arange(self.total_seqs_num) < self.num_decodes
 
     @property
     def num_decodes(self) -> int:
-        return int(self.is_decode.sum())
+        """How many sequences decode. They are the first ones."""
+        if self.type is SequenceType.MIXED:
+            return self.num_mixed_decodes
+        return self.total_seqs_num if self.type is SequenceType.DECODE else 0
 
     @property
     def queries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -347,18 +350,22 @@ class Scheduler(BaseScheduler):
             seqs.append(seq)
         return seqs
 
-    def _choose(self) -> tuple[SequenceType, list[Sequence]]:
-        """The kind of the next step and its sequences: prefill first, else decode all."""
-        if seqs := self._schedule_prefill():
-            return SequenceType.PREFILL, seqs
-        return SequenceType.DECODE, self._schedule_decode(self._decodable())
+    def _choose(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The decodes and the prompts of the next step: prefill first, else decode all."""
+        if prompts := self._schedule_prefill():
+            return [], prompts
+        return self._schedule_decode(self._decodable()), []
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """The next step, as `_choose` decides; None if nothing can run."""
-        kind, seqs = self._choose()
-        if not seqs:
+        decodes, prompts = self._choose()
+        if not (seqs := decodes + prompts):
             return None
-        return ScheduledBatch.pack(kind, seqs, self.block_manager), {s.id: s for s in seqs}
+        kind = SequenceType.PREFILL if prompts else SequenceType.DECODE
+        if decodes and prompts:
+            kind = SequenceType.MIXED
+        batch = ScheduledBatch.pack(kind, seqs, self.block_manager, len(decodes))
+        return batch, {s.id: s for s in seqs}
 
 # %% ../nbs/04_scheduler.ipynb #26c03c8d
 def next_chunk(start: int, end: int, budget: int, size: int, may_exceed: bool) -> int:
@@ -380,11 +387,8 @@ class MixedScheduler(Scheduler):
     Source: Sarathi-Serve (Agrawal 2024); `vllm/v1/core/sched/scheduler.py`.
     """
 
-    def _choose(self) -> tuple[SequenceType, list[Sequence]]:
-        """The kind of the next step and its sequences: all decodes, then prompts."""
+    def _choose(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The decodes and the prompts of the next step: all decodes, then prompts."""
         decodes = self._schedule_decode(self._decodable())
         prompts = self._schedule_prefill(taken=len(decodes))
-        kind = SequenceType.MIXED
-        if not decodes or not prompts:
-            kind = SequenceType.PREFILL if prompts else SequenceType.DECODE
-        return kind, decodes + prompts
+        return decodes, prompts

@@ -35,7 +35,7 @@ class TritonOps(PagedAttention, TorchOps):
         block = triton.next_power_of_2(size)
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        warps = max(1, min(8, block // 512))  # 8 numbers of 16 bits to a lane: 128 bits
+        warps = max(1, min(8, block // 512))  # 8 or 16 numbers to a lane
         add_rms_norm_kernel[(rows,)](
             x, residual, weight, out, total, eps, size, block, residual is not None,
             num_warps=warps,

@@ -128,15 +128,13 @@ def capture(calls: Sequence[Call]) -> Call:
     """`calls` as one CUDA graph: launching them costs the host nothing, so only the device is timed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles kernels and lets libraries allocate, which a capture forbids
+    with torch.cuda.stream(side):  # libraries allocate, and make their handles for this stream; a capture may not
         for call in calls:
             call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    gc.disable()  # a collection inside the capture could free a tensor, which HIP refuses
+    gc.disable()  # a collection inside the capture could unload a kernel or free a graph, which is refused
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # synchronizes first
             for call in calls:
                 call()
     finally:

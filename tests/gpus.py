@@ -39,19 +39,21 @@ class OnCpu(TorchFunctionMode):
 
 
 class Gpus:
-    """`log`: (what, the device that it went to), in order; `captures`: the streams of all captures."""
+    """`log`: (what, the device that it went to, its stream), in order; `captures`, `modes`: the streams and error modes."""
 
     def __init__(self) -> None:
         self.thread = threading.local()
-        self.log: list[tuple[str, int]] = []
+        self.log: list[tuple[str, int, int]] = []
         self.captures: list[Any] = []
+        self.modes: set[str] = set()
+        self.waits: list[Any] = []
 
     @property
     def current(self) -> int:
         return getattr(self.thread, "current", 0)
 
     def note(self, what: str) -> None:
-        self.log.append((what, self.current))
+        self.log.append((what, self.current, id(getattr(self.thread, "stream", None))))
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -63,9 +65,16 @@ class Gpus:
         finally:
             self.thread.current = before
 
-    def stream(self, stream: Any) -> Any:
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
         """`torch.cuda.stream`."""
-        return self.device(stream.device)
+        before = getattr(self.thread, "stream", None)
+        self.thread.stream = stream
+        with self.device(stream.device):
+            try:
+                yield
+            finally:
+                self.thread.stream = before
 
     def make_stream(self, device: Any = None) -> Any:
         """`torch.cuda.Stream`: of the current device, unless another is asked for."""
@@ -73,18 +82,21 @@ class Gpus:
         event = SimpleNamespace(synchronize=lambda: None)
         return SimpleNamespace(
             device=torch.device("cuda", index), synchronize=lambda: None, wait_event=lambda event: None,
-            record_event=lambda: event,
+            record_event=lambda: event, wait_stream=self.waits.append,
         )  # fmt: skip
 
     def make_event(self) -> Any:
         return SimpleNamespace(synchronize=lambda: None, record=lambda: self.note("event"))
 
     @contextmanager
-    def graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    def graph(
+        self, graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         """`torch.cuda.graph`. Its default stream belongs to the device of the first capture."""
         if stream is None:
             stream = self.default = getattr(self, "default", None) or self.make_stream()
         self.captures.append(stream)
+        self.modes.add(capture_error_mode)
         with self.stream(stream), self.recorder() as recorder, self.listen(recorder.launches):
             self.note("capture")
             yield
@@ -117,6 +129,7 @@ class Gpus:
         properties = SimpleNamespace(multi_processor_count=4, major=9, minor=0, name="a CPU")
         nothing, none, some = (lambda *_: None), (lambda *_: 0), (lambda *_: BYTES)
         fakes(is_available=lambda: True, device_count=lambda: COUNT, current_device=lambda: self.current)
+        fakes(current_stream=lambda device: f"the stream of {device}")
         fakes(device=self.device, stream=self.stream, Stream=self.make_stream, Event=self.make_event)
         fakes(graph=self.graph, CUDAGraph=SimpleNamespace, graph_pool_handle=lambda: (0, 1))
         fakes(get_device_properties=lambda device: properties, mem_get_info=lambda *_: (BYTES, BYTES))
@@ -130,4 +143,4 @@ class Gpus:
     def take(self) -> dict[str, set[int]]:
         """What has gone to which devices, since the last time."""
         log, self.log = self.log, []
-        return {what: {at for other, at in log if other == what} for what, _ in log}
+        return {what: {at for other, at, _ in log if other == what} for what, _, _ in log}

@@ -75,7 +75,7 @@ def add_product_kernel(
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #a051c44d
 MOST_ROWS = 64
-START_EARLY = False  # on Hopper and data-center Blackwell: see "Starting early"
+START_EARLY = False  # on Hopper: see "Starting early"
 
 TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # up to 16 rows, up to 64
     "sm_80": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(64, 2**13, 4, 3, 2)),

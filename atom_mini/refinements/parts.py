@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from copy import copy
 from dataclasses import KW_ONLY
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 Seconds = Annotated[float, Field(gt=0, lt=1e9)]
 
 # %% auto #0
-__all__ = ['Seconds', 'KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'OVERLAP_ON_GPU', 'EngineArgs', 'make_runner',
-           'is_on_cpu', 'make_core', 'make_engine_core', 'LLM', 'Need', 'has', 'many', 'drafts', 'drafts_by',
-           'keeps_state', 'apply', 'apply_all', 'check_switches', 'can_overlap', 'fuse']
+__all__ = ['Seconds', 'KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'EngineArgs', 'make_runner', 'is_on_cpu',
+           'make_core', 'make_engine_core', 'LLM', 'Need', 'has', 'many', 'drafts', 'drafts_by', 'keeps_state', 'apply',
+           'apply_all', 'check_switches', 'fuse']
 
 # %% ../../nbs/refinements/20_parts.ipynb #2b7016e8
 @explained
@@ -48,8 +47,7 @@ class EngineArgs(Config):
     interleave_decode: bool = False  # decode between two prefills
     # prompts wait until the oldest has waited this many times the last prefill step
     scheduler_delay_factor: Annotated[float, Field(ge=0)] = 0.0
-    # plan a step while the device computes the last one; None: on a GPU, where it fits
-    overlap: bool | None = None
+    overlap: bool = False  # plan a step while the device computes the last one
     fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
     compiled: bool | None = None  # None: where it applies
     quantization: Literal["int8"] | None = None  # of weights and activations (92b)
@@ -160,8 +158,6 @@ class EngineArgs(Config):
             check_int8(self)
         self._check_parts(given)
         apply_all(self, given)
-        if self.overlap is None:
-            self.overlap = OVERLAP_ON_GPU and can_overlap(self)
         check_switches(self, given)
         if self.fuse_layers and self.spec is not None:
             fuse(self)
@@ -432,20 +428,6 @@ def check_switches(config: EngineArgs, given: set[str]) -> None:
         which, now = ", ".join(idle), f"{switch}={getattr(config, switch)!r}"
         does = f"{which} has no effect with {now}: change that, or leave {which} out"
         require(not idle or not is_default(switch), does)
-
-# %% ../../nbs/refinements/20_parts.ipynb #98178a82
-OVERLAP_ON_GPU = True  # the default there
-
-
-def can_overlap(config: EngineArgs) -> bool:
-    """Whether the engine runs on a GPU, and no row of the table excludes overlap."""
-    if config.spec is None or config.scheduler_cls is not None or is_on_cpu(config):
-        return False
-    ahead = copy(config)
-    ahead.overlap = True
-    rows = [row for row in TOGETHER if row.holds(ahead)]
-    needs = [need for row in rows for need in row.needs.items()]
-    return all(getattr(ahead, name) in allowed for name, allowed in needs)
 
 # %% ../../nbs/refinements/20_parts.ipynb #98128a6b
 def fuse(config: EngineArgs) -> None:

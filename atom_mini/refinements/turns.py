@@ -10,7 +10,7 @@ from collections import deque
 
 from .parts import EngineArgs
 from ..scheduler import Scheduler
-from ..sequence import Sequence, SequenceType
+from ..sequence import Sequence
 
 # %% auto #0
 __all__ = ['DelayGate', 'TurnScheduler']
@@ -59,20 +59,20 @@ class TurnScheduler(Scheduler):
         self.gate = DelayGate(config.scheduler_delay_factor)
         self.last_was_prefill = False
 
-    def _choose(self) -> tuple[SequenceType, list[Sequence]]:
+    def _choose(self) -> tuple[list[Sequence], list[Sequence]]:
         """Decode after a prefill step; otherwise choose as `Scheduler` does."""
         self.can_admit = self.gate.passed(self.waiting, bool(self.running))
         decodes_turn = self.config.interleave_decode and self.last_was_prefill
-        seqs = self._schedule_decode(self._decodable()) if decodes_turn else []
-        kind = SequenceType.DECODE
-        if not seqs:  # not a decode's turn, or the only sequence has been preempted
-            kind, seqs = super()._choose()
+        prompts: list[Sequence] = []
+        decodes = self._schedule_decode(self._decodable()) if decodes_turn else []
+        if not decodes:  # not their turn, or the only sequence has been preempted
+            decodes, prompts = super()._choose()
         elif self.waiting:
             self.note("refused", self.waiting[0], why="decode first: it is their turn")
-        self.last_was_prefill = kind is SequenceType.PREFILL
+        self.last_was_prefill = bool(prompts)
         if self.last_was_prefill:
             self.gate.prefill_scheduled()
-        return kind, seqs
+        return decodes, prompts
 
     def _admit(self, budget: int, seqs: list[Sequence]) -> None:
         """Admit requests if the gate is open."""

@@ -115,6 +115,18 @@ def test_graphs_of_one_runner_share_a_stream_and_no_others_do(folder: Path, gpus
     assert len({id(stream) for stream in streams}) == 4 and not hasattr(gpus, "default")
 
 
+def test_a_step_warms_up_on_the_stream_that_records_it(folder: Path, gpus: Gpus) -> None:
+    """A library's handle belongs to a stream: one that is made during a recording would end it. Other threads may go on."""
+    GraphRunner(EngineArgs(str(folder), device="cuda:1", **ROOM))
+    for stream in map(id, gpus.captures):
+        whats = [what for what, _, _ in gpus.log]
+        end = gpus.log.index(("capture", 1, stream))
+        start = max(i for i in range(end) if whats[i] == "event")  # its upload
+        last = whats.index("replay", end)
+        assert {*whats[start + 1 : end]} == {"kernel"} and {at for _, _, at in gpus.log[start : last + 1]} == {stream}
+    assert gpus.waits == 2 * ["the stream of cuda:1"] and gpus.modes == {"thread_local"}
+
+
 def test_a_device_without_a_number_is_the_makers(folder: Path, gpus: Gpus) -> None:
     """`cuda` is what is current where the engine is made, and stays it in a thread where another one is."""
     with gpus.device("cuda:1"):

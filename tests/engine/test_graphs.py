@@ -27,7 +27,7 @@ from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import (
     DeviceGraph,
     GraphRunner,
-    HowSampled,
+    SamplingArrays,
     first_decodes,
     graph_sizes,
     no_garbage_collection,
@@ -351,10 +351,10 @@ def test_static_inputs_never_move(folder: Path, record: Any) -> None:
 def test_only_penalties_and_logprobs_are_not_simple() -> None:
     """A temperature and filters are part of a graph; options that are not set count as off."""
     inside = [SamplingParams(temperature=0.7, top_k=-1), SamplingParams(top_k=3, top_p=0.9, min_p=0.1)]
-    assert HowSampled(inside).is_simple
-    assert HowSampled(inside).filters.T.tolist() == [[0, 1, 0], pytest.approx([3, 0.9, 0.1])]
+    assert SamplingArrays(inside).is_simple
+    assert SamplingArrays(inside).filters.T.tolist() == [[0, 1, 0], pytest.approx([3, 0.9, 0.1])]
     for sampling in ({"repetition_penalty": 1.1}, {"logprobs": 0}):
-        assert not HowSampled([SamplingParams(), SamplingParams(**sampling)]).is_simple  # type: ignore[arg-type]
+        assert not SamplingArrays([SamplingParams(), SamplingParams(**sampling)]).is_simple  # type: ignore[arg-type]
 
 
 def test_no_collection_during_a_capture() -> None:

@@ -1,4 +1,4 @@
-"""Top-k, top-p, and min-p without a sort: each row's bar, and the tokens drawn, against the sampler of chapter 07."""
+"""Top-k, top-p, and min-p without a sort: each row's threshold, and the tokens drawn, against the sampler of chapter 07."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -17,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from atom_mini import sampling_kernels
 from atom_mini.config import SamplingParams
 from atom_mini.sampler import Sampler, SamplingMetaData, keep_mask, scale_by_temperature, uploads_to
-from atom_mini.sampling_kernels import KernelSampler, find_bars, sample
+from atom_mini.sampling_kernels import KernelSampler, find_thresholds, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -40,17 +39,17 @@ def as_filters(rows: list[tuple[float, float, float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32).T.contiguous()
 
 
-def bars_of(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    return find_bars(*(t.to(DEVICE) for t in (logits, temperature, filters))).cpu()
+def thresholds_of(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    return find_thresholds(*(t.to(DEVICE) for t in (logits, temperature, filters))).cpu()
 
 
 def kept(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
     """The tokens that the kernels keep: bool [B, V]."""
-    bars = bars_of(logits, temperature, filters)
+    thresholds = thresholds_of(logits, temperature, filters)
     bits = logits.float().view(torch.int32)
-    rank = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    is_early = torch.arange(logits.shape[1]) <= bars[:, 1:]
-    return (rank > bars[:, :1]) | ((rank == bars[:, :1]) & is_early)
+    key = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    is_early = torch.arange(logits.shape[1]) <= thresholds[:, 1:]
+    return (key > thresholds[:, :1]) | ((key == thresholds[:, :1]) & is_early)
 
 
 def wanted(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def test_every_combination_keeps_what_a_sort_keeps(dtype: torch.dtype) -> None:
 
 
 def test_of_equal_logits_the_first_are_kept() -> None:
-    """Few different logits, so that the bar is in the middle of many; 0 and -0 are equal; a row of one value alone."""
+    """Few different logits, so that the threshold is in the middle of many; 0 and -0 are equal; a row of one value alone."""
     filters = [(40, 1, 0), (0, 0.37, 0), (100, 0.43, 0), (100, 0.77, 0.2), (0, 0.9, 0.3), (0, 0.333, 0)]
     logits = torch.randint(-3, 4, (6, 257), generator=generator(1)).bfloat16()
     logits[:, ::5] *= -1
@@ -113,11 +112,11 @@ def test_without_ties_the_plain_mask_is_the_same() -> None:
 
 
 def test_only_random_rows_with_a_filter_have_a_bar() -> None:
-    """Greedy rows, filters that are off or keep all, and padding rows: every token is above the bar."""
+    """Greedy rows, filters that are off or keep all, and padding rows: every token is above the threshold."""
     logits = torch.randn(6, 257, generator=generator(2))
     filters = as_filters([(5, 0.5, 0.1), (0, 1, 0), (257, 1, 0), (1000, 1, 0), (-1, 1, 0), (0, 0, 0)])
-    bars = bars_of(logits, torch.tensor([0, 1, 1, 1, 1, 0.0]), filters)
-    assert bars[:, 0].unique().tolist() == [-(2**31)]
+    thresholds = thresholds_of(logits, torch.tensor([0, 1, 1, 1, 1, 0.0]), filters)
+    assert thresholds[:, 0].unique().tolist() == [-(2**31)]
 
 
 def test_rows_of_minus_infinity_and_single_tokens() -> None:
@@ -151,11 +150,11 @@ def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_search_for_a_bar_ends_on_nan(dtype: torch.dtype) -> None:
-    """NaN ranks above every number: a top-k of the NaN alone leaves top-p nothing to search."""
+    """NaN keys above every number: a top-k of the NaN alone leaves top-p nothing to search."""
     logits = torch.randn(3, 257, generator=generator(7)).to(dtype)
     logits[0], logits[1, 7], logits[2, :127] = math.nan, math.nan, math.nan
     filters = as_filters([(20, 0.95, 0), (1, 0.95, 0), (20, 0.5, 0.1)])
-    assert bars_of(logits, torch.ones(3), filters).shape == (3, 2)
+    assert thresholds_of(logits, torch.ones(3), filters).shape == (3, 2)
     args = logits[1:], torch.ones(2), torch.full((2,), 0.4), filters[:, 1:].contiguous()
     assert sample(*(t.to(DEVICE) for t in args)).tolist() == [-1, -1]
 
@@ -179,13 +178,13 @@ def test_seeds_draw_the_tokens_of_the_plain_sampler() -> None:
 def draws(u: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """A token for each `u` [B], of 25 with top-k 9, top-p 0.85, min-p 0.05: int64 [B]; and float64's probabilities [25].
 
-    The bar is the same for all rows, and found once.
+    The threshold is the same for all rows, and found once.
     """
     monkeypatch.setattr(sampling_kernels, "SAMPLE_CHUNK", 32)
     monkeypatch.setattr(sampling_kernels, "SEARCH_CHUNK", 32)
     logits, temperature, filters = torch.randn(1, 25, generator=generator(5)), torch.tensor([0.8]), as_filters([(9, 0.85, 0.05)])
-    bars = bars_of(logits, temperature, filters)
-    monkeypatch.setattr(sampling_kernels, "find_bars", lambda *args: bars.expand(len(u), 2).contiguous().to(DEVICE))
+    thresholds = thresholds_of(logits, temperature, filters)
+    monkeypatch.setattr(sampling_kernels, "find_thresholds", lambda *args: thresholds.expand(len(u), 2).contiguous().to(DEVICE))
     args = logits.expand(len(u), 25).contiguous(), temperature.expand(len(u)).contiguous(), u.float(), filters
     keep = wanted(logits, temperature, filters)[0]
     assert 4 <= keep.sum() < 9
@@ -194,6 +193,7 @@ def draws(u: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
 
 def test_draws_follow_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square at 0.1 %, of few draws: the next test is exact. What is dropped is never drawn."""
+    chi2 = pytest.importorskip("scipy.stats", reason="scipy is not installed").chi2
     tokens, probs = draws(torch.rand(45, generator=generator(6)), monkeypatch)
     counts, keep = tokens.bincount(minlength=25), probs > 0
     assert counts[~keep].sum() == 0

@@ -344,6 +344,18 @@ def test_of_a_mixed_batch_a_chunk_of_one_token_is_no_decode() -> None:
     assert batch.type is MIXED
 
 
+def test_of_a_mixed_batch_a_prompt_of_one_token_is_no_decode() -> None:
+    """A whole prompt, and the rest of one that the prefix cache knows."""
+    scheduler = make_mixed(max_num_batched_tokens=7)
+    known = request(0, 9, max_tokens=9)
+    add(scheduler, known)
+    step(scheduler), step(scheduler)
+    add(scheduler, Sequence(known.token_ids[:9], 4, id=1), request(2, 1))
+    batch, _ = scheduler.schedule() or pytest.fail()
+    assert batch.type is MIXED and batch.num_scheduled_tokens.tolist() == [1, 1, 1]
+    assert batch.is_decode.tolist() == [True, False, False] and batch.num_decodes == 1
+
+
 def test_a_decode_that_needs_a_block_takes_it_from_a_prompt_that_came_later() -> None:
     """The prompt was cut, and lacks a chunk; it gives its blocks back before any of it is in the step."""
     scheduler = make_mixed(num_kvcache_blocks=9, max_num_batched_tokens=5)

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import recorded, save_family
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
+from drawn import example, given, settings, st
 from test_kernels import poisoned_memory, relative_error
 
 from atom_mini import LLM, SamplingParams
@@ -366,9 +365,11 @@ def test_full_size_in_a_graph(packed: bool) -> None:
         if packed:
             layer.mats = [pack(experts, 2 * inner, hidden), pack(experts, hidden, inner)]
             plain = [unpack(*w).to(dtype) for w in layer.mats]
-        first = layer.run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            first = layer.run()
+        with torch.cuda.graph(graph, stream=side):
             out = grouped.grouped_experts(layer.x, layer.ids, layer.weights, *layer.stacks(), layer.limit)
         graph.replay()
         assert torch.equal(out, first)

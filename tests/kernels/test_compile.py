@@ -134,7 +134,7 @@ def test_narrow_loads_are_found(target: str) -> None:
     launch = "tool.run_small(tool.LLAMA, 64, misaligned=True); "
     launch += "tool.attend(tool.LLAMA, 'decode', 'bf16', 16, '4 GiB', misaligned=True)"
     faults = faults_of(target, launch, "misaligned bf16")
-    for kernel in ("silu_and_mul_kernel", "survey_kernel", "bar_kernel", "paged_attention_kernel"):
+    for kernel in ("silu_and_mul_kernel", "chunk_stats_kernel", "threshold_kernel", "paged_attention_kernel"):
         assert any("no 128-bit loads" in fault for fault in faults[kernel]), kernel
 
 

@@ -187,16 +187,20 @@ class FakeCuda:
         return lambda *args, **options: self.log.append(name) or result
 
     @contextmanager
-    def block(self, *args: Any) -> Iterator[None]:
-        self.log.append("(")
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.log.append(f"on {stream.name} (")
         yield
         self.log.append(")")
 
+    def graph(self, graph: Any, stream: Any, capture_error_mode: str) -> Any:
+        assert capture_error_mode == "thread_local"
+        return self.stream(stream)
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        stream = SimpleNamespace(wait_stream=self.note("wait"))
+        side, stream = (SimpleNamespace(name=name, wait_stream=self.note("wait")) for name in ("side", "main"))
         event = SimpleNamespace(record=self.note("record"), synchronize=lambda: None, elapsed_time=lambda end: 6.0)
         fakes = {
-            "Stream": lambda: stream, "current_stream": lambda: stream, "stream": self.block, "graph": self.block,
+            "Stream": lambda: side, "current_stream": lambda: stream, "stream": self.stream, "graph": self.graph,
             "CUDAGraph": lambda: SimpleNamespace(replay=self.note("replay")), "synchronize": self.note("sync"),
             "Event": lambda enable_timing: event, "mem_get_info": lambda device: (100, 200),
             "empty_cache": lambda: None,
@@ -211,7 +215,8 @@ def test_the_clock_warms_up_captures_and_times_replays(engines: Any, monkeypatch
     bench = engines.Bench(torch.device("cuda"), dry=False)
     assert bench.seconds([cuda.note("a"), cuda.note("b")], repeats=2) == 3e-3  # 6 ms for two calls
     timed = ["record", "replay", "record"]
-    assert cuda.log == ["wait", *"(ab)", "wait", "sync", *"(ab)", "replay", "sync", *timed, *timed]
+    once = ["on side (", "a", "b", ")"]  # the stream that warms up also records
+    assert cuda.log == ["wait", *once, *once, "replay", "sync", *timed, *timed]
     assert gc.isenabled() and bench.fits(89) and not bench.fits(91)
     assert [bench.copies(n) for n in (1, 2**28, 2**40)] == [128, 2, 1] and bench.dtype == torch.bfloat16
 

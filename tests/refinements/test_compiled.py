@@ -445,6 +445,11 @@ for options in ({}, {"device": "cuda"}, {"device": "cuda:0"}, {"device": "cpu"})
     assert python(code).splitlines() == ["[True, False] False", *["what a GPU has"] * 3, "Numba needs another NumPy"]
 
 
+def test_a_machine_with_a_gpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [EngineArgs("tiny", device=device, compiled=None).compiled for device in (None, "cpu")] == [False, True]
+
+
 REFUSED: list[dict[str, Any]] = [
     {"compiled": 1}, {"compiled": True, "dtype": "float16"}, {"compiled": True, "attention": "triton"},
     {"compiled": True, "tensor_parallel_size": 2}, {"compiled": True, "scheduler": "spyre", "kv_cache_block_size": 64},

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import symbolic
+import torch
 from show import new_tokens
 from symbolic import run_many
 from test_fuzz import mutate
 
-import atom_mini.refinements.parts as parts
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
@@ -190,18 +190,10 @@ def test_what_cannot_run_ahead_is_refused_by_name() -> None:
             OverlapCore(config, Waiting(), scheduler)
 
 
-@pytest.mark.parametrize(("options", "ahead"), [
-    ({}, True), ({"interleave_decode": True}, True), ({"overlap": False}, False), ({"scheduler_delay_factor": 0.5}, False),
-    ({"speculative_config": {"method": "ngram"}}, False), ({"scheduler": "spyre", "kv_cache_block_size": 64}, False),
-    ({"enable_mixed_steps": True}, False), ({"scheduler_cls": Scheduler}, False),
-    ({"data_parallel_size": 2, "engine_process": True, "lockstep": True}, False),
-], ids=str)  # fmt: skip
-def test_a_gpu_runs_ahead_unless_an_option_excludes_it(options: dict[str, Any], ahead: bool, monkeypatch: Patch) -> None:
-    assert EngineArgs("tiny", device="cpu", **options).overlap is False
-    monkeypatch.setattr(parts, "is_on_cpu", lambda config: False)
-    assert EngineArgs("tiny", **options).overlap is ahead
-    monkeypatch.setattr(parts, "OVERLAP_ON_GPU", False)
-    assert EngineArgs("tiny", **options).overlap is False
+def test_no_step_is_planned_ahead_unless_it_is_asked_for(monkeypatch: Patch) -> None:
+    """Not on a GPU either, where no run has shown yet what it gains."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [EngineArgs("tiny", device=device).overlap for device in (None, "cpu")] == [False, False]
 
 
 # ---- the built-in model ----

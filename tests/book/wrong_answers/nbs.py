@@ -204,13 +204,13 @@ differs = [torch.bfloat16]
 def add(x: Tensor, y: Tensor) -> Tensor:
     return x - -y  # right, but by torch's kernels
 # %% 11_small_kernels 3
-def top_p_bar(rank: Tensor, weight: Tensor, p: float) -> int:
-    bar, step = -2**31, 2**31
+def top_p_threshold(key: Tensor, weight: Tensor, p: float) -> int:
+    threshold, step = -2**31, 2**31
     while step >= 2**16:
-        if weight[rank >= bar + step].sum() > (1 - p) * weight.sum():
-            bar += step
+        if weight[key >= threshold + step].sum() > (1 - p) * weight.sum():
+            threshold += step
         step //= 2
-    return bar
+    return threshold
 # %% 11b_one_copy 1
 class Places:
     def __init__(self, device, num_places):
@@ -224,8 +224,8 @@ class Places:
         self.hosts[0][:] = values
         self.device.copy(there, self.hosts[0])
 # %% 11b_one_copy 2
-def bytes_sent(sizes: list[int]) -> int:
-    return -(-sum(sizes) // 16) * 16  # only the whole
+def pack_tables(tables, lens):
+    return tables.reshape(-1)[: lens.sum()], np.concatenate([[0], lens.cumsum()])  # with the padding
 # %% 12a_graphs 1
 best_ladder = sorted({*range(32, 257, 32)})  # pads more
 # %% 12a_graphs 2

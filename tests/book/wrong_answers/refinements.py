@@ -10,9 +10,9 @@ class ThreeInARow(TurnScheduler):
 
     def _choose(self):
         self.last_was_prefill = self.in_a_row >= 2  # after two
-        kind, seqs = super()._choose()
-        self.in_a_row = self.in_a_row + 1 if kind is SequenceType.PREFILL else 0
-        return kind, seqs
+        decodes, prompts = super()._choose()
+        self.in_a_row = self.in_a_row + 1 if prompts else 0
+        return decodes, prompts
 # %% 20_turns 2
 best_factor = 4
 # %% 20_turns 3
@@ -33,15 +33,28 @@ class UnorderedDevice(WritingDevice):
         self.held = batch  # kept, and run all the same
         return super().run(batch)
 # %% 23b_launching 1
-loaded = 5
+class Buffers:
+    def __init__(self, make):
+        self.three, self.count = [make(), make(), make()], 0
+
+    def take(self):
+        self.count += 1
+        return self.three[self.count % 3]  # in turn, whoever still uses it
+
+    def give(self, buffer):
+        pass
 # %% 23b_launching 2
-def overwritten(places: list[int]) -> list[int]:
-    return [n for n in range(len(places)) if places[n] in places[n + 1 :]]
+def fill_in(ids, num_tokens, rows, pool):
+    filled, start = [], 0
+    for n, row in zip(num_tokens, rows, strict=True):
+        run = ids[start : start + n]
+        known = [i for i in run if i != PLACEHOLDER]
+        filled += known + pool[row, : n - len(known)].tolist()  # the oldest
+        start += n
+    return filled
 # %% 25_half_the_launches 1
 foldable = {"input", "q", "head, untied"}  # the norm of a head would see the weight
 # %% 25_half_the_launches 2
 def finish(product, x, folded, bias):
     centered = product - x.mean(1, keepdim=True)  # the mean, but not through the matrix
     return centered / x.std(1, correction=0, keepdim=True) + bias
-# %% 25_half_the_launches 3
-sequences = next(n for n in range(1, 65) if saved(n, "MI300X", LOW, 1000) < 0.1)  # another GPU
