@@ -149,7 +149,9 @@ class GraphRunner(ModelRunner):
         logits = self.logits[: len(ids)].copy_(self.model.compute_logits(hidden))
         return hidden, self.sampler.draw(logits, temperature, u, filters)
 
-    def _capture_one(self, size: int, pool: Any = None, stream: Any = None) -> Any:
+    def _capture_one(
+        self, size: int, pool: Any = None, stream: Any = None
+    ) -> Any:
         """Record a step of `size` sequences; AssertionError if its replay differs."""
         with torch.cuda.stream(stream):  # None, as on a CPU: no other stream
             step = partial(self._decode, self._upload(first_decodes(size), size))

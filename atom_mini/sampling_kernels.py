@@ -127,9 +127,9 @@ def sample(
         thresholds = find_thresholds(logits, temperature, filters)
     sizes = (vocab, SAMPLE_CHUNK, chunks, filters is not None)
     pow2 = triton.next_power_of_2(chunks)
-    stats = top, best, mass
-    chunk_stats_kernel[(rows, chunks)](logits, temperature, thresholds, *stats, *sizes)
-    sample_kernel[(rows,)](logits, temperature, u, thresholds, *stats, out, *sizes, pow2)
+    stats = thresholds, top, best, mass
+    chunk_stats_kernel[(rows, chunks)](logits, temperature, *stats, *sizes)
+    sample_kernel[(rows,)](logits, temperature, u, *stats, out, *sizes, pow2)
     return out
 
 # %% ../nbs/11_small_kernels.ipynb #e354631f
@@ -205,19 +205,22 @@ def _top_p(
     ptr, threshold, ties, p, top, t, high,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):
-    """The threshold of top-p among the tokens above `threshold` and `ties` tokens at it,
-    and how many tokens at the new threshold are kept, rounded up."""
+    """The threshold of top-p among the tokens above `threshold` and `ties` tokens at
+    it, and how many tokens at the new threshold are kept, rounded up."""
     tied = tl.where(ties > 0, ties * _weight_of(threshold, top, t), 0.0)
     higher = threshold + 1
     mass, _, _ = _weigh(ptr, higher, higher, higher, top, t, VOCAB, CHUNK, False)
     target = tl.maximum(p * (mass + tied), 1e-30)  # one token at least
-    new, above = _search(ptr, threshold, high, target, top, t, VOCAB, CHUNK, STEP, False)
+    low = threshold
+    new, above = _search(ptr, low, high, target, top, t, VOCAB, CHUNK, STEP, False)
     some = (target - above) / _weight_of(new, top, t)
     return new, tl.where(new == threshold, tl.minimum(some, ties), some)
 
 # %% ../nbs/11_small_kernels.ipynb #e9133d39
 @triton.jit
-def _min_p(ptr, threshold, ties, min_p, top, t, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _min_p(
+    ptr, threshold, ties, min_p, top, t, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+):
     """The threshold and the ties after min-p: unchanged, or just below the least likely
     token that min-p keeps, without ties."""
     keys = tl.full([CHUNK], 0x7FFFFFFF, tl.int32)

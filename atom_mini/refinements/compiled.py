@@ -60,4 +60,4 @@ def decide_compiled(config: EngineArgs) -> None:
     is_near = reason is not None and unfit(config) is None
     if is_near and not config.engine_process and is_on_cpu(config):
         say_slower()
-    config.compiled = reason is None and is_on_cpu(config)
+    config.compiled = reason is None

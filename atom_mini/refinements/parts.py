@@ -172,6 +172,8 @@ class EngineArgs(Config):
 
     def _check_parts(self, given: set[str]) -> None:
         """Let each part fill in and check its own options."""
+        if self.spec is not None and self.compiled is None and not is_on_cpu(self):
+            self.compiled = False  # a GPU has graphs
         if self.spec is not None and self.compiled is not False:
             from atom_mini.refinements.compiled import decide_compiled
 

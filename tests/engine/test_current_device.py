@@ -59,8 +59,8 @@ def in_thread(run: Any) -> None:
     assert not failed, failed
 
 
-@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"trace": True}, {"overlap": False},
-                                     {"overlap": False, "enforce_eager": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"trace": True}, {"overlap": True},
+                                     {"overlap": True, "enforce_eager": True}], ids=str)  # fmt: skip
 def test_all_of_an_engine_goes_to_its_device(options: dict[str, Any], folder: Path, gpus: Gpus) -> None:
     """While it loads, measures and records, and in each step, whoever runs it."""
     with LLM(str(folder), device="cuda:1", **ROOM | options) as llm:  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def test_a_step_warms_up_on_the_stream_that_records_it(folder: Path, gpus: Gpus)
 def test_a_device_without_a_number_is_the_makers(folder: Path, gpus: Gpus) -> None:
     """`cuda` is what is current where the engine is made, and stays it in a thread where another one is."""
     with gpus.device("cuda:1"):
-        llm = LLM(str(folder), device="cuda", enforce_eager=True, overlap=False, **ROOM)  # type: ignore[arg-type]
+        llm = LLM(str(folder), device="cuda", enforce_eager=True, **ROOM)  # type: ignore[arg-type]
     runner: Any = llm.engine_core.runner
     assert runner.device == torch.device("cuda:1") and gpus.take()["kernel"] == {1}
     in_thread(lambda: llm.generate(PROMPTS, FEW, use_tqdm=False))
@@ -139,7 +139,7 @@ def test_a_device_without_a_number_is_the_makers(folder: Path, gpus: Gpus) -> No
 
 
 def test_a_failed_step_leaves_the_callers_device_current(folder: Path, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(str(folder), device="cuda:1", enforce_eager=True, overlap=False, **ROOM) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), device="cuda:1", enforce_eager=True, **ROOM) as llm:  # type: ignore[arg-type]
 
         def fail(*args: Any) -> None:
             assert gpus.current == 1

@@ -33,9 +33,9 @@ def on_cpu() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"attention": "torch"}, {"kv_cache_block_size": 1},
-                                     {"max_num_batched_tokens": 64}, {"num_kvcache_blocks": 40}, {"overlap": False},
-                                     {"overlap": False, "enforce_eager": True},
-                                     {"overlap": False, "num_kvcache_blocks": 40}], ids=str)  # fmt: skip
+                                     {"max_num_batched_tokens": 64}, {"num_kvcache_blocks": 40}, {"overlap": True},
+                                     {"overlap": True, "enforce_eager": True},
+                                     {"overlap": True, "num_kvcache_blocks": 40}], ids=str)  # fmt: skip
 def test_tokens_equal_the_cpus(options: dict[str, Any], on_cpu: list[list[int]]) -> None:
     """Greedy and random requests, replayed, eager and in plain torch, cut into chunks and preempted."""
     assert generate(device="cuda", **options) == on_cpu
@@ -59,7 +59,7 @@ def test_memory_stays_within_its_share() -> None:
     """Weights, activations, graphs and the KV pool together; a full batch then fits."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
-    with LLM("tiny", device="cuda", gpu_memory_utilization=0.5, max_num_seqs=64, overlap=False) as llm:
+    with LLM("tiny", device="cuda", gpu_memory_utilization=0.5, max_num_seqs=64) as llm:
         assert isinstance(llm.engine_core.runner, GraphRunner)
         free, _ = torch.cuda.mem_get_info()
         assert (total - free) <= 0.5 * total + 2**28
@@ -69,7 +69,7 @@ def test_memory_stays_within_its_share() -> None:
 
 def test_a_replay_asks_the_device_for_nothing() -> None:
     """Upload and replay queue up work; the only wait of a step is for the token ids."""
-    with LLM("tiny", device="cuda", overlap=False, **SMALL) as llm:
+    with LLM("tiny", device="cuda", **SMALL) as llm:
         runner: Any = llm.engine_core.runner
         runner.forward(first_decodes(3))
         torch.cuda.set_sync_debug_mode("error")
@@ -97,7 +97,7 @@ def test_a_launch_waits_for_nothing() -> None:
 
 def test_the_ladder_covers_every_batch(on_cpu: list[list[int]]) -> None:
     """Twenty may run, which no power of two and no multiple of 16 is."""
-    with LLM("tiny", device="cuda", dtype="float32", overlap=False, **SMALL) as llm:
+    with LLM("tiny", device="cuda", dtype="float32", **SMALL) as llm:
         runner: Any = llm.engine_core.runner
         assert max(runner.graphs) == 20
         outs = llm.generate(PROMPTS * 5, WISHES * 5, use_tqdm=False)
