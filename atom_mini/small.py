@@ -202,17 +202,17 @@ Inputs = tuple[torch.Tensor, torch.Tensor, AttentionMetaData]  # token ids, posi
 class ModelRunner:
     """Turns the sequences of a step into tensors, runs the model, and samples."""
 
-    device, dtype, ops = torch.device("cpu"), torch.float32, None
+    device, dtype = torch.device("cpu"), torch.float32
+    ops: Any = None  # chapter 10's kernel, on a GPU
 
     def __init__(self, spec: ModelSpec, folder: Path, size: int, blocks: int | None) -> None:
         longest, self.block_size = spec.max_position_embeddings, size
         self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         kv, heads, dim = spec.kv_shape
-        weight = self.model.head.weight
         self.num_blocks = blocks or 2**28 // (len(layers) * kv * heads * size * dim)
         for layer in layers:
-            layer.kv_cache = weight.new_empty(kv, self.num_blocks, heads, size, dim)
+            layer.kv_cache = self.model.head.weight.new_empty(kv, self.num_blocks, heads, size, dim)
 
     def prepare(self, seqs: list[Sequence]) -> Inputs:
         """Token ids and positions [T], and where their keys and values are."""
@@ -279,7 +279,7 @@ class LLM:
         eos, self.sampling_defaults = read_defaults(folder, spec.eos_token_id)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if device != "cpu":
-            from atom_mini.gpu_small import GraphRunner
+            from atom_mini.gpu.small import GraphRunner
         runner_cls = self.runner_cls if device == "cpu" else GraphRunner
         self.runner = runner_cls(spec, folder, size, num_kvcache_blocks)
         manager = self.block_manager_cls(self.runner.num_blocks, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -363,3 +364,33 @@ def test_no_other_module_of_the_engine_is_needed() -> None:
     source = Path(small.__file__).read_text()
     taken = [line.split()[1] for line in source.splitlines() if line.startswith("from .")]
     assert {*taken} == {".attention", ".checkpoint", ".loading"}
+
+
+REHEARSAL = """
+import torch
+from atom_mini import small
+from atom_mini.gpu.small import GraphRunner
+
+class Rehearsed(GraphRunner):
+    device = torch.device("cpu")
+
+    @staticmethod
+    def record(step, stream):  # it computes again what a device would replay: from the same inputs, into the same output
+        out = step().clone()
+        return (lambda: out.copy_(step())), out
+
+class RehearsedLLM(small.LLM):
+    runner_cls = Rehearsed
+
+texts = ["12 + 7 =", "Mia has a red cat. What does Mia have?", "Once upon a time", "12 + 7 ="]
+greedy = small.SamplingParams(temperature=0, max_tokens=10)
+there = RehearsedLLM("tiny", num_kvcache_blocks=8, max_num_batched_tokens=9)
+assert there.generate(texts, greedy) == small.LLM("tiny").generate(texts, greedy)
+assert {1, 2} <= {*there.runner.graphs} <= {1, 2, 4}, there.runner.graphs.keys()
+"""
+
+
+def test_its_half_for_a_gpu_gives_the_same_in_the_interpreter() -> None:
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", REHEARSAL], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
