@@ -5,6 +5,7 @@ __all__ = ['decode_kernel', 'KernelOps', 'record_step', 'GraphRunner']
 
 # %% ../../nbs/10_triton_attention.ipynb #67a1c001
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ import triton.language as tl
 
 from ..attention import AttentionMetaData, set_forward_context
 from ..checkpoint import ModelSpec, require
+from .. import small
 from ..models import TorchOps
-from ..small import ModelRunner, Path, Sequence, sample
 
 # %% ../../nbs/10_triton_attention.ipynb #f8a2cbbb
 @triton.jit
@@ -79,7 +80,7 @@ def record_step(step: Callable[[], torch.Tensor], stream: Any) -> tuple[Any, tor
     return graph.replay, output
 
 
-class GraphRunner(ModelRunner):
+class GraphRunner(small.ModelRunner):
     """A `ModelRunner` on a GPU: decodes attend in Triton, and are recorded and replayed."""
 
     device, ops, record = torch.device("cuda"), KernelOps(), staticmethod(record_step)
@@ -104,10 +105,10 @@ class GraphRunner(ModelRunner):
         return static, *self.record(step, getattr(self, "stream", None))
 
     @torch.inference_mode()
-    def forward(self, seqs: list[Sequence]) -> list[int]:
+    def forward(self, seqs: list[small.Sequence]) -> list[int]:
         """Run one step; a decode by replaying its recording."""
         if any(seq.context_len - seq.num_computed_tokens > 1 for seq in seqs):
-            return ModelRunner.forward(self, seqs)
+            return small.ModelRunner.forward(self, seqs)
         rows = 1 << (len(seqs) - 1).bit_length()
         ids, positions, meta = self.prepare(seqs + [seqs[0]] * (rows - len(seqs)))
         tables = torch.nn.functional.pad(meta.block_tables, (0, self.width))[:, : self.width]
@@ -119,4 +120,4 @@ class GraphRunner(ModelRunner):
             old.copy_(new)
         replay()
         found = logits.float().cpu()[: len(seqs)]
-        return [sample(row, seq) for row, seq in zip(found, seqs, strict=True)]
+        return [small.sample(row, seq) for row, seq in zip(found, seqs, strict=True)]
