@@ -12,7 +12,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run real serve test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
+.PHONY: help run real serve mine test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
 
 help:
 	@printf '%s\n' \
@@ -21,6 +21,7 @@ help:
 	'  make serve       OpenAI API and a chat page on 127.0.0.1; MODEL= PORT=' \
 	'  make real        fetch a real model (93 MB) into build/smollm2' \
 	'  make lab         read and change the book in JupyterLab' \
+	'  make mine        your own scheduler in the small engine, beside ours' \
 	'  make docs        build the site into build/site (docs-serve shows it)' \
 	'To change it' \
 	'  make export      notebooks -> package' \
@@ -205,6 +206,10 @@ test-docs: docs
 # How the book reads, in numbers: cells, words, lines, and minutes.
 measure: $(VENV)/dev
 	$(PY) nbs/_book/measure.py
+
+# A scheduler, a block manager or a sampler of your own (mine.py) in the small engine, beside ours.
+mine: $(VENV)/run
+	@$(PY) nbs/_book/mine.py
 
 # The chapters, to be read and changed: a definition changed there holds for the cells after it.
 lab: $(VENV)/lab

@@ -20,8 +20,9 @@ import networkx as nx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "nbs" / "_book"))  # appended: a folder of ours hides no installed package
 from book import minutes  # noqa: E402
-from places import chapters  # noqa: E402
+from places import EVENING, chapters  # noqa: E402
 
+EVENING_PART = "The first evening"
 PARTS = {  # tens digit of a chapter -> the part that it belongs to; all that the site says about parts is from here
     0: "I The engine", 1: "I The engine", 2: "II Refinements", 3: "III Instruments", 4: "IV Other systems",
     5: "V Speculation", 6: "VI Families", 7: "VII Processes", 8: "VIII Serving",
@@ -29,9 +30,8 @@ PARTS = {  # tens digit of a chapter -> the part that it belongs to; all that th
 }  # fmt: skip
 HOUR = {  # an hour's path: chapter -> what it answers
     "00": "Why is a loop around a model not enough?",
-    "00b": "Which modules does an engine have?",
-    "03": "Where do the keys and values of a request live?",
-    "13": "What happens to one request, from text to text?",
+    "00b": "Which parts does an engine have?",
+    "00c": "Where do the keys and values of a request live?",
 }
 WIDTH = 114  # of a node
 HEIGHT = 50
@@ -44,6 +44,8 @@ LINE = 20  # letters in a line of a node
 
 def part_of(chapter: str) -> str:
     """The part of the chapter `23a_overlap`. Raises ValueError if there is none of that number."""
+    if chapter.split("_")[0] in EVENING:
+        return EVENING_PART
     tens = int(chapter[:2]) // 10
     if tens not in PARTS:
         raise ValueError(f"chapter {chapter} belongs to no part: add {tens} to PARTS in docs/map.py")

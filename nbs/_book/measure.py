@@ -25,7 +25,7 @@ import nbformat
 from book import minutes, module_of
 from execnb.nbio import read_nb
 from fold import Method, is_patched, owner
-from places import ROOT, chapters, notebooks
+from places import EVENING, ROOT, chapters, notebooks, number_of
 
 MAX_EXPORTED = 40
 WIDTH = max(len(path.stem) for path in notebooks())
@@ -109,7 +109,7 @@ def _lines(node: ast.stmt) -> set[int]:
 
 
 def half_of(path: Path) -> str:
-    """Ia (00 to 09), Ib (10 to 12), or nothing."""
+    """Ia (00 to 09), Ib (10 to 14), or nothing; the evening's chapters are in Ia."""
     return {"0": "Ia", "1": "Ib"}.get(path.stem[:1], "")
 
 
@@ -140,7 +140,9 @@ def print_weights() -> None:
 
 
 def print_minutes() -> None:
-    """How long Part I takes to understand, chapter by chapter."""
+    """How long the first evening and Part I take to understand, chapter by chapter."""
+    evening = {number_of(path): minutes(read_nb(path).cells) for path in chapters() if number_of(path) in EVENING}
+    print(f"\nthe first evening takes {sum(evening.values())} minutes:", *(f"{name} {n}," for name, n in evening.items()))
     for half in ("Ia", "Ib"):
         found = {path.stem.split("_")[0]: minutes(read_nb(path).cells) for path in chapters() if half_of(path) == half}
         print(f"\n{half} takes {sum(found.values())} minutes:", *(f"{name} {n}," for name, n in found.items()))

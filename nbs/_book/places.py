@@ -11,10 +11,21 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(__file__).resolve().parent.relative_to(ROOT)  # where this file and its neighbors are, seen from the root
 
 
+# The first evening: the chapters that build atom_mini/small.py and what it stands on. They are read before all others.
+EVENING = ("00", "00b", "00c", "00d", "05", "06a", "06b", "06c", "06d")
+
+
+def number_of(path: Path) -> str:
+    """`03b` of `03b_prefix_cache.ipynb`."""
+    return path.stem.split("_")[0]
+
+
 def notebooks(root: Path = ROOT) -> list[Path]:
-    """All of them by name, which is the order of reading; none from a folder that begins with a dot or an underscore."""
+    """All of them in the order of reading: the first evening, then by name; none from a folder that begins with a dot or
+    an underscore."""
     found = (root / "nbs").rglob("*.ipynb")
-    return sorted((p for p in found if not _is_hidden(p.parent.relative_to(root))), key=lambda path: path.name)
+    shown = (path for path in found if not _is_hidden(path.parent.relative_to(root)))
+    return sorted(shown, key=lambda path: (number_of(path) not in EVENING, path.name))
 
 
 def _is_hidden(folder: Path) -> bool:

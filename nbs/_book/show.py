@@ -244,6 +244,16 @@ def complain(action) -> None:
         raise AssertionError("this should have been refused")
 
 
+def predicted(guess: float | None, measured: float) -> None:
+    """Print what was measured beside the reader's guess, which may be None."""
+    if guess is None:
+        print(f"measured: {measured:.1f} (no guess)")
+        return
+    off = max(guess, measured) / min(guess, measured) if min(guess, measured) > 0 else float("inf")
+    verdict = "close" if off < 1.5 else f"off by a factor of {off:.1f}"
+    print(f"measured: {measured:.1f}, your guess: {guess:g} ({verdict})")
+
+
 def use_triton() -> str:
     """The device; without a GPU, Triton's interpreter is switched on: call it first."""
     import torch
@@ -420,28 +430,23 @@ def ink(colour) -> str:
 
 # The engine's modules on one picture: name -> (x, y, the chapters that build it, text)
 MAP = {
-    "options": (0, 3, "01a 01b", "checkpoint,\noptions"),
-    "llm": (2, 3, "09c 12b", "LLM"),
-    "text": (2, 2, "09b", "tokenizer"),
-    "waiting": (4, 3, "02", "waiting"),
-    "running": (6, 3, "02", "running"),
-    "index": (4, 2, "03b", "prefix\ncache"),
-    "blocks": (6, 2, "03", "block\nmanager"),
-    "scheduler": (8, 2, "04", "scheduler"),
-    "core": (8, 3, "09a 14", "engine core"),
-    "pool": (2, 1, "05 08", "K/V cache"),
-    "attention": (4, 1, "05 10", "attention"),
-    "model": (6, 1, "06a 06b 06c 11 22", "model"),
-    "runner": (8, 1, "08 11b 12a", "runner"),
-    "sampler": (10, 1, "07 11", "sampler"),
-    "end": (10, 2, "04", "finished?"),
-    "out": (10, 3, "09b", "text"),
+    "llm": (1, 3, "06c 06d 09c 12b", "LLM"),
+    "options": (0, 2, "01a 01b", "checkpoint,\noptions"),
+    "text": (2, 2, "06c 09b", "tokenizer"),
+    "core": (6, 3, "06c 09a 14", "each step:\n1, 2, 3, again"),
+    "scheduler": (4.5, 2, "00d 04", "Scheduler\n1 schedule\n3 postprocess"),
+    "runner": (8.5, 2, "06c 08 11b 12a", "ModelRunner\n2 forward"),
+    "sequence": (3.5, 1, "00c 02", "Sequence"),
+    "blocks": (5.5, 1, "00c 03", "BlockManager"),
+    "index": (5.5, 0, "00c 03b", "prefix cache"),
+    "model": (7.5, 1, "06a 06b 11 22", "model"),
+    "attention": (7.5, 0, "05 10", "attention"),
+    "sampler": (9.5, 1, "06c 07 11", "sampler"),
 }
-WAYS = [
-    ("options", "llm", 0), ("llm", "text", 0), ("text", "waiting", 0), ("waiting", "running", 0),
-    ("running", "waiting", 0.5), ("index", "blocks", 0), ("blocks", "scheduler", 0), ("core", "scheduler", 0),
-    ("scheduler", "runner", 0), ("runner", "model", 0), ("model", "attention", 0), ("attention", "pool", 0),
-    ("runner", "sampler", 0), ("sampler", "end", 0), ("end", "out", 0),
+WAYS = [  # who calls whom
+    ("llm", "options"), ("llm", "text"), ("llm", "core"), ("core", "scheduler"), ("core", "runner"),
+    ("scheduler", "sequence"), ("scheduler", "blocks"), ("blocks", "index"), ("runner", "model"),
+    ("model", "attention"), ("runner", "sampler"),
 ]  # fmt: skip
 
 
@@ -452,8 +457,8 @@ def where(*chapters: str) -> None:
     here = {name for name, (*_, built_in, _) in MAP.items() if {*chapters} & {*built_in.split()}}
     assert bool(here) == bool(chapters), f"no module of {chapters} is on the map"
     boxes = {name: (x, y, "prefill" if name in here else "free", text) for name, (x, y, _, text) in MAP.items()}
-    _, ax = plt.subplots(figsize=(8, 2.2))
-    diagram(ax, boxes, [(*ends, "", bend) for *ends, bend in WAYS], width=1.5, height=0.62)
+    _, ax = plt.subplots(figsize=(8, 3.2))
+    diagram(ax, boxes, [(*ends, "", 0) for ends in WAYS], width=1.7, height=0.66)
 
 
 def finished(*names: str) -> Any:

@@ -16,7 +16,7 @@ import book
 import nbformat
 import pytest
 import show
-from places import TOOLS, chapters
+from places import EVENING, TOOLS, chapters, number_of
 
 from atom_mini.instruments.trace import COLOURS, VERDICTS
 
@@ -90,8 +90,11 @@ def test_the_text_of_part_one_points_to_no_later_part(path: Path) -> None:
 def test_imports_come_from_earlier_chapters(path: Path) -> None:
     """The order of reading is the order of imports, but for what is `EXPLAINED_LATER`. A function that chooses between
     classes may import them from later chapters."""
-    known = {m for p in CHAPTERS if p.name < path.name for m in (MODULES.get(p, ""), *book.continued(p))}
+    read = CHAPTERS[: CHAPTERS.index(path)]
+    known = {m for p in read for m in (MODULES.get(p, ""), *book.continued(p))}
     earlier = known | book.continued(path) | EXPLAINED_LATER
+    if number_of(path) in EVENING:  # the small engine begins with all of its imports
+        earlier |= {"attention", "checkpoint", "loading"}
     package = ["atom_mini", *MODULES[path].split(".")[:-1]]
     for node in ast.parse(module_path(MODULES[path]).read_text()).body:
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("atom_mini")):
@@ -104,7 +107,7 @@ def test_imports_come_from_earlier_chapters(path: Path) -> None:
 @pytest.mark.parametrize("path", [*CHAPTERS, ROOT / "nbs" / "index.ipynb"], ids=lambda p: p.stem)
 def test_lines_fit_the_page(path: Path) -> None:
     cells = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
-    assert [line for source in cells for line in source.split("\n") if len(line) > 88] == []
+    assert [line for source in cells for line in source.split("\n") if len(line) > 100] == []
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
+from drawn import given, settings, st
 from show import reference_attention
 
 from atom_mini import sampler, sampling_kernels, triton_attention

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import recorded, save_family
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
+from drawn import example, given, settings, st
 from test_kernels import poisoned_memory, relative_error
 
 from atom_mini import LLM, SamplingParams

@@ -9,6 +9,21 @@ def num_steps(prompt: int, output: int, budget: int) -> int:
 # %% 00b_map 2
 def blocks_at_the_end(prompt: int, output: int, size: int) -> int:
     return -(-(prompt + output) // size)  # a slot for the last token
+# %% 00c_blocks 1
+def saved(owners: int, size: int) -> tuple[int, int]:
+    return owners * size, owners * size  # the first owner computes it, too
+# %% 00c_blocks 2
+prompt = [1, 2, 3, 4, 5]  # its last token is in a block that is not full
+# %% 00c_blocks 3
+found_with_ours, found_with_theirs = 8, 8
+# %% 00d_plan 1
+def first_and_later(n: int, b: int, k: int) -> tuple[int, int]:
+    return -(-n // b), k  # the first token comes with the prompt
+# %% 00d_plan 2
+class ShortestFirst(Scheduler):
+    def schedule_prefill(self):  # the one that was cut does not stay first
+        self.waiting = deque(sorted(self.waiting, key=lambda seq: -seq.num_prompt_tokens))
+        return super().schedule_prefill()
 # %% 01a_checkpoint 1
 num_parameters = sum(sum(tensor["shape"]) for tensor in header.values())  # a sum, not a product
 # %% 01a_checkpoint 2
@@ -76,14 +91,32 @@ def load_some(model: nn.Module, folder: Path) -> list[str]:
 def header_share(file: Path) -> float:
     whole = file.read_bytes()
     return int.from_bytes(whole[:8], "little") / len(whole)  # without the first eight bytes
-# %% 06c_it_speaks 1
+# %% 06c_it_runs 1
 def log_prob(logits: torch.Tensor, ids: torch.Tensor) -> float:
     return logits.log_softmax(-1).gather(1, ids[:, None]).sum().item()  # of each token itself, not of the next
-# %% 06c_it_speaks 2
+# %% 06c_it_runs 2
 missed = {"one layer without 1/√D"}  # norms of q and k change only the product, too
-# %% 06c_it_speaks 3
+# %% 06c_it_runs 3
 def quiet_fault(model):
     model.model.norm.weight *= -1.0  # the likeliest becomes the least likely
+# %% 06d_what_is_missing 1
+def careful_step(llm):
+    seqs = llm.scheduler.schedule()
+    try:
+        tokens = llm.runner.forward(seqs) if seqs else []
+    except BaseException:  # the running ones wait again, but what was published stays known
+        for seq in llm.scheduler.running:
+            llm.scheduler.block_manager.deallocate(seq)
+        llm.scheduler.waiting.extendleft(reversed(llm.scheduler.running))
+        llm.scheduler.running.clear()
+        raise
+    llm.scheduler.postprocess(seqs, tokens)
+    return seqs
+# %% 06d_what_is_missing 2
+def stop_serving(llm, seq):  # its blocks stay taken
+    for queue in (llm.scheduler.running, llm.scheduler.waiting):
+        if seq in queue:
+            queue.remove(seq)
 # %% 07_sampler 1
 tied = torch.tensor([[5.0, 5.0] + [0.0] * 22]) + torch.tensor([[0.0, 1e-3] + [0.0] * 22])  # no tie
 # %% 07_sampler 2
