@@ -3,9 +3,10 @@
 `merge_inside.py` has such a kernel. Its last program to arrive at an atomic counter loads what the others have stored, so
 around the atomic add every wait, write-back, and invalidate must be there that the GPU needs. Some Tritons leave one out.
 
-    python kernels/fences.py [--triton 3.6.0] [--target gfx942] [--install] [--json kernels/results/fences.json]
+    python kernels/fences.py [--triton 3.6.0] [--target gfx942] [--install] [--record]
 
-Other Tritons lie beside each other in build/triton (or TRITONS), `--install` puts them there.
+Other Tritons lie beside each other in build/triton (or TRITONS), `--install` puts them there. The exit code is 1 if the
+table is not the recorded one, kernels/results/fences.json.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 BESIDE = Path(os.environ.get("TRITONS", HERE.parent / "build" / "triton"))
-TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+RECORD = HERE / "results" / "fences.json"
+TRITONS = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 TARGETS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_90")
 
 ATOMIC = r"(@%p\d+ )?(atom|red)\.global|(global|buffer|flat)_atomic"  # of any kind
@@ -93,11 +95,11 @@ def missing(target: str, text: str, merges: int = 1) -> list[str]:
     found = [n for n, line in enumerate(lines) if re.match(ADD, line)]
     if len(found) != merges:
         return [f"{len(found)} atomic adds instead of {merges}"]
-    return list(dict.fromkeys(what for at in found for what in missing_at(target, lines, at)))
+    return list(dict.fromkeys(what for at in found for what, n in jobs(target, lines, at).items() if n < 0))
 
 
-def missing_at(target: str, lines: list[str], at: int) -> list[str]:
-    """What is missing around the atomic add in line `at`."""
+def jobs(target: str, lines: list[str], at: int) -> dict[str, int]:
+    """What the atomic add in line `at` needs, and the number of the line that does it; -1 if there is none."""
 
     def last(pattern: str, start: int, end: int) -> int:
         return max((n for n in range(start, end) if re.match(pattern, lines[n])), default=-1)
@@ -105,34 +107,26 @@ def missing_at(target: str, lines: list[str], at: int) -> list[str]:
     def first(pattern: str, start: int) -> int:
         return next((n for n in range(start, len(lines)) if re.match(pattern, lines[n])), -1)
 
-    store, arrive, leave = last(STORE, 0, at), last(LEAVE, 0, at), first(LEAVE, at)
-    if store < 0 or leave < 0 or arrive < store:
-        return ["a store, a barrier, the add, and another barrier"]
-    order = next(order for name, order in ORDERS.items() if target.startswith(name))
+    store, before, leave = last(STORE, 0, at), last(LEAVE, 0, at), first(LEAVE, at)
     load = first(LOAD, leave)
-    ends = (store, last(ARRIVE, store, arrive + 1)), (arrive, at + 1), (at, first(ARRIVE, at)), (leave, load)
-    return [what for needs, (a, b) in zip(order, ends, strict=True) for what in missing_in(needs, lines[a:b])]
-
-
-def missing_in(needs: tuple[Need, ...], lines: list[str]) -> list[str]:
-    """The needs that these lines do not meet in their order."""
-    lacking, start = [], 0
-    for need in needs:
-        found = [n for n in range(start, len(lines)) if re.match(need.pattern, lines[n])]
-        if found:
-            start = found[0] + 1
-        else:
-            lacking.append(need.what)
-    return lacking
+    if not 0 <= store < before or not at < leave < load:
+        return {"a store, a barrier, the add, a barrier, and a load": -1}
+    order = next(order for name, order in ORDERS.items() if target.startswith(name))
+    ends = (store, last(ARRIVE, store, before + 1)), (before, at + 1), (at, first(ARRIVE, at)), (leave, load)
+    found = {}
+    for needs, (start, end) in zip(order, ends, strict=True):
+        for need in needs:
+            n = next((n for n in range(start, end) if re.match(need.pattern, lines[n])), -1)
+            found[need.what], start = n, max(start, n + 1)
+    return found
 
 
 def compile_merge(target: str) -> str:
     """The assembly text of the kernel that merges inside, from the Triton of this process."""
+    from merge_inside import merge_inside
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_kernel
-
-    from merge_inside import merge_inside
 
     lanes = 64 if target.startswith("gfx9") else 32
     gpu = GPUTarget("cuda", 90, 32) if target == "sm_90" else GPUTarget("hip", target, lanes)
@@ -183,7 +177,7 @@ def main() -> int:
     parser.add_argument("--triton", action="append", help=f"default: {', '.join(TRITONS)}")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--install", action="store_true", help="install the Tritons that are not there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--record", action="store_true", help=f"write the table into {RECORD.relative_to(HERE.parent)}")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     targets = arguments.target or [*TARGETS]
@@ -194,7 +188,7 @@ def main() -> int:
         found = {target: missing(target, compile_merge(target)) for target in targets}
         print(json.dumps({"triton": triton.__version__, **found}))
         return 0
-    table = {}
+    table, recorded = {}, json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for triton in arguments.triton or TRITONS:
         if arguments.install:
             install(triton)
@@ -203,9 +197,12 @@ def main() -> int:
         table[triton] = check(triton, targets)
         for target, lacking in table[triton].items():
             print(f"Triton {triton}  {target:8} {'lacks ' + ', '.join(lacking) if lacking else 'ordered'}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
-    return 0
+    if arguments.record:
+        RECORD.write_text(json.dumps(recorded | table, indent=1) + "\n")
+        return 0
+    changed = [triton for triton, found in table.items() if not found.items() <= recorded.get(triton, {}).items()]
+    print(f"not as recorded: Triton {', '.join(changed)}" if changed else "as recorded")
+    return bool(changed)
 
 
 if __name__ == "__main__":

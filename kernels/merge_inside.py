@@ -48,3 +48,23 @@ def add_parts(part_ptr, out_ptr, parts, SIZE: tl.constexpr):
     for part in range(parts):
         total += tl.load(part_ptr + (row * parts + part) * SIZE + at)
     tl.store(out_ptr + row * SIZE + at, total)
+
+
+def merge(rows: int = 4, parts: int = 2, size: int = 512, warps: int = 2) -> None:
+    """Launch it on rows of numbers that all differ. Until a part is stored, it holds -1."""
+    import torch
+
+    given = torch.arange(float(rows * parts * size)).view(rows, parts, size)
+    counters = torch.tensor([[parts, 0]] * rows, dtype=torch.int32)
+    out = torch.zeros(rows, size)
+    merge_inside[(parts, rows)](given, torch.full_like(given, -1.0), out, counters, SIZE=size, num_warps=warps)
+
+
+def merge_after(rows: int = 4, parts: int = 2, size: int = 512, warps: int = 2) -> None:
+    """The same in two launches."""
+    import torch
+
+    given = torch.arange(float(rows * parts * size)).view(rows, parts, size)
+    part, out = torch.full_like(given, -1.0), torch.zeros(rows, size)
+    store_part[(parts, rows)](given, part, SIZE=size, num_warps=warps)
+    add_parts[(rows,)](part, out, parts, SIZE=size, num_warps=warps)
