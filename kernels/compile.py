@@ -43,7 +43,7 @@ from atom_mini.attention import AttentionMetaData
 from atom_mini.families import grouped
 from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.families.windows import kernel_attention
-from atom_mini.instruments import launches as table
+from atom_mini.instruments import tile_configs as table
 from atom_mini.models import Linear
 from atom_mini.refinements.fused import FusedOps
 from atom_mini.triton_attention import AttentionPlan
@@ -67,6 +67,8 @@ TARGETS = {
     "gfx942": Hardware(GPUTarget("hip", "gfx942", 64), "MI300A, MI300X, MI325X", 512, 8, 8, 2**16, 2**16),
     "gfx950": Hardware(GPUTarget("hip", "gfx950", 64), "MI350X, MI355X", 512, 8, 8, 160 * 2**10, 160 * 2**10),
     "sm_90": Hardware(GPUTarget("cuda", 90, 32), "H100, H200", 512, 8, 16, 227 * 2**10, 228 * 2**10),
+    "sm_100": Hardware(GPUTarget("cuda", 100, 32), "B200, GB200", 512, 8, 16, 227 * 2**10, 228 * 2**10),
+    "sm_120": Hardware(GPUTarget("cuda", 120, 32), "RTX 5070, RTX 5080, RTX 5090", 512, 8, 12, 99 * 2**10, 100 * 2**10),
 }
 RDNA = {  # cards, registers, granule; of gfx1102 also gfx1103 and gfx1150, whose launches are the same
     "gfx1100": ("RX 7900 GRE, RX 7900 XT, RX 7900 XTX", 1536, 24),
@@ -251,14 +253,15 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
 
 
 EARLY = "launched early"
+STARTS_EARLY = ("sm_90", "sm_100")
 
 
 def run_fused(shape: Shape, rows: int, dtype: str = "bf16", units: int = 132, extra: str = "") -> None:
-    """Launch the fused products of a layer, on a GPU of so many units; `extra`: biases, or launched early on Hopper."""
+    """Launch the fused products of a layer, on a GPU of so many units; `extra`: biases, or launched early, from Hopper on."""
     number = TYPES[dtype]
     ops = FusedOps(torch.device("cpu"), shape.heads, shape.kv_heads, shape.dim, number)
     ops.units = units  # decides how many columns a program has
-    ops.starts_early = extra == EARLY and table.architecture(torch.device("cpu")) == "sm_90"
+    ops.starts_early = extra == EARLY and table.architecture(torch.device("cpu")) in STARTS_EARLY
 
     def linear(size: int, columns: int) -> Linear:
         return Linear(size, {"w": columns}, extra == "biases").to(device="meta", dtype=number)
@@ -368,7 +371,8 @@ def nvidia_facts(kernel: Any) -> dict[str, Any]:
     report = subprocess.run([tool, "--dump-resource-usage", path], check=True, capture_output=True, text=True).stdout
     path.unlink()
     registers, stack = (int(re.search(rf"{field}:(\d+)", report).group(1)) for field in ("REG", "STACK"))
-    kinds = {"wgmma": text.count("wgmma.mma_async"), "mma": text.count("mma.sync")}
+    names = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+    kinds = {kind: text.count(name) for kind, name in names.items()}
     loads = re.findall(r"\bld\.global\S*|cp\.async\.c[ag]\.\S+ [^;]*", text)
     wide = r"\.v4\.[bfu]32|\.v2\.[bfu]64|cp\.async.*, (?:0x10|16)\b"
     return {
@@ -400,7 +404,7 @@ def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row
         text = kernel.asm["ptx" if target.startswith("sm") else "amdgcn"]
         facts = nvidia_facts(kernel) if target.startswith("sm") else amd_facts(text)
         facts["unordered"] = unordered(target, name, text)
-        facts["unwaited"] = loads_before_wait(text) if EARLY in case and target.startswith("sm") else 0
+        facts["unwaited"] = loads_before_wait(text) if EARLY in case and target in STARTS_EARLY else 0
         rows.append(examine(target, name, case, facts, kernel.metadata.shared, kernel.metadata.num_warps))
     return rows
 
@@ -429,9 +433,12 @@ def unordered(target: str, kernel: str, text: str) -> str:
 
 
 ATTENTION = ("paged_attention_kernel", "latent_attention_kernel")
-MERGES = ATTENTION  # kernels whose last program merges what the others have stored
+MERGES: tuple[str, ...] = ()  # kernels whose last program merges what the others have stored: none of the package's does
 FUSED = ("add_product_kernel", "gated_product_kernel", "heads_kernel")
-STREAMS = (*ATTENTION, "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel", "bar_kernel")
+STREAMS = (*ATTENTION, "merge_splits_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "survey_kernel", "bar_kernel")
+
+
+WIDE = {"sm_90": "wgmma", "sm_100": "tcgen05"}  # the matrix instructions of several warps together
 
 
 def reason(row: Row) -> str:
@@ -455,7 +462,7 @@ def faults(row: Row) -> list[str]:
     has_matrix = "fp32" not in row.case or row.target in ("gfx90a", "gfx942", "gfx950")
     if row.kernel in (*ATTENTION, *FUSED, "expert_kernel") and has_matrix:
         is_wide = row.kernel != "latent_attention_kernel" and "prefill" in row.case  # 64 rows and more
-        wanted = "wgmma" if row.target == "sm_90" and is_wide else ""
+        wanted = WIDE.get(row.target, "") if is_wide else ""
         if not row.matrix or wanted not in row.matrix:
             found.append(f"no {wanted or 'matrix'} instructions")
     if row.kernel in (*FUSED, "expert_kernel") and not row.wide:  # a bias, or scales, may be narrow

@@ -37,8 +37,8 @@ import torch  # noqa: E402
 import pytest  # noqa: E402
 import folders  # noqa: E402, F401
 import test_kernels as kernels  # noqa: E402
-from atom_mini.families.latent_kernel import LATENT_LAUNCHES  # noqa: E402
-from atom_mini.instruments import launches as table  # noqa: E402
+from atom_mini.families.latent_kernel import LATENT_CONFIGS  # noqa: E402
+from atom_mini.instruments import tile_configs as table  # noqa: E402
 from atom_mini import sampling_kernels  # noqa: E402
 from atom_mini.config import SamplingParams  # noqa: E402
 from atom_mini.sampler import Sampler, SamplingMetaData  # noqa: E402
@@ -90,7 +90,7 @@ def filter_and_sample(dtype: str) -> Error:
 def attend(
     dtype: str, lens: kernels.Lens, dim: int = 64, group: int = 2, kv_heads: int = 1, backwards: bool = False
 ) -> Error:
-    """`backwards`: the parts of a context arrive from the last to the first."""
+    """`backwards`: the splits of a context come from the last to the first."""
     ops = kernels.make_ops(kv_heads, group, dim, TYPES[dtype])
     ops.units = 1  # so few programs that each has several items: its registers then hold another one's numbers
 
@@ -176,7 +176,7 @@ CASES: dict[str, Callable[[], Error]] = {
     "fused heads, norm fp16": lambda: heads("fp16", True),
 }
 # (target, start of a case): kernels that a target refuses
-NOT_THERE = {(t, "latents") for t in TARGETS if table.nearest(t) not in LATENT_LAUNCHES}
+NOT_THERE = {(t, "latents") for t in TARGETS if table.nearest(t) not in LATENT_CONFIGS}
 
 
 class Row(NamedTuple):

@@ -17,7 +17,7 @@ import triton.language as tl
 from amd.group import Launch
 from amd.launch import emulated
 
-from atom_mini.instruments import launches as table
+from atom_mini.instruments import tile_configs as table
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def lessons() -> None:
 
 def record(target: str, row: str) -> dict[str, list[Launch]]:
     """The launches before they ran, with what they are given: the lessons and a decode of 250 keys, launched as a row
-    of `LAUNCHES` says."""
+    of `TILE_CONFIGS` says."""
     found = {}
     with triton.knobs.amd.scope():
         triton.knobs.amd.use_buffer_ops = False  # masked loads then change the execution mask

@@ -17,9 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "results" / "targets.json"
-MODULES = ("triton_attention", "triton_ops", "sampling_kernels", "instruments/launches", "families/grouped",
+MODULES = ("triton_attention", "triton_ops", "sampling_kernels", "instruments/tile_configs", "families/grouped",
            "families/latent_kernel", "refinements/fused")  # fmt: skip
-HOST = ("Launch", "amd", "product_type", "FusedOps")  # what a launch's options depend on, beside kernels and tables
+HOST = ("TileConfig", "amd", "product_type", "FusedOps")  # what a launch's options depend on, beside kernels and tables
 NEVER = "**never**"
 Facts = dict[str, Any]
 

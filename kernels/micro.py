@@ -20,7 +20,7 @@ from atom_mini import triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families.grouped import Stack, grouped_experts
 from atom_mini.families.latent_kernel import LatentOps
-from atom_mini.instruments import launches
+from atom_mini.instruments import tile_configs
 from atom_mini.models import TorchOps
 from atom_mini.sampling_kernels import sample
 from atom_mini.triton_attention import PagedAttention
@@ -405,20 +405,20 @@ def kernels(bench: Bench, results: dict[str, Any]) -> None:
 
 @contextmanager
 def launched_as(bench: Bench, is_decode: bool, options: dict[str, int]) -> Iterator[None]:
-    """The attention kernel with another `Launch` and another `SPLIT_KEYS` in this block."""
-    arch, split = launches.architecture(bench.device), triton_attention.SPLIT_KEYS
-    old = launches.LAUNCHES[arch]
+    """The attention kernel with another `TileConfig` and another `SPLIT_KEYS` in this block."""
+    arch, split = tile_configs.architecture(bench.device), triton_attention.SPLIT_KEYS
+    old = tile_configs.TILE_CONFIGS[arch]
     changed = old[0 if is_decode else 1]._replace(**{k: v for k, v in options.items() if k != "split"})
     try:
-        launches.LAUNCHES[arch] = (changed, old[1]) if is_decode else (old[0], changed)
+        tile_configs.TILE_CONFIGS[arch] = (changed, old[1]) if is_decode else (old[0], changed)
         triton_attention.SPLIT_KEYS = options["split"]
         yield
     finally:
-        launches.LAUNCHES[arch], triton_attention.SPLIT_KEYS = old, split
+        tile_configs.TILE_CONFIGS[arch], triton_attention.SPLIT_KEYS = old, split
 
 
 def sweep(bench: Bench, results: dict[str, Any], limit: float = float("inf")) -> None:
-    """The best attention launches by shape, for `LAUNCHES` and `SPLIT_KEYS`; thousands are tried, for minutes.
+    """The best configurations of attention by shape, for `TILE_CONFIGS` and `SPLIT_KEYS`; thousands are tried, for minutes.
 
     `limit`: seconds in all. Each shape gets an equal share of what is left; what is not tried is counted.
     """
@@ -448,8 +448,8 @@ def sweep_case(bench: Bench, case: PagedCase, is_decode: bool, limit: float) -> 
     tried in time are of all kinds.
     """
     grid = DRY_SWEEP if bench.dry else SWEEP[is_decode]
-    if launches.architecture(bench.device).startswith("gfx"):
-        grid = grid | {"extra": (launches.amd(0), launches.amd(2))}
+    if tile_configs.architecture(bench.device).startswith("gfx"):
+        grid = grid | {"extra": (tile_configs.amd(0), tile_configs.amd(2))}
     tried, start = [(case.seconds(20 if is_decode else 4) * 1e6, "as it is")], time.perf_counter()
     choices = [*itertools.product(*grid.values())]
     for values in random.Random(0).sample(choices, len(choices)):

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checkpoint import require
-from ..instruments.launches import amd, launches_for
-from ..triton_attention import Launch, product_type
+from ..instruments.tile_configs import amd, configs_for
+from ..triton_attention import TileConfig, product_type
 
 # %% auto #0
-__all__ = ['TILES', 'Stack', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_launch', 'expert_product', 'grouped_experts']
+__all__ = ['TILES', 'Stack', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_config', 'expert_product', 'grouped_experts']
 
 # %% ../../nbs/families/62_grouped_kernel.ipynb #6d1b851a
 @triton.jit
@@ -138,22 +138,30 @@ def expert_kernel(
         tl.store(out_ptr + target[:, None] * size + at[None, :], out, mask=inside)
 
 # %% ../../nbs/families/62_grouped_kernel.ipynb #0ebf9b63
-TILES: dict[str, tuple[Launch, Launch]] = {  # few rows for each expert, many
-    "sm_80": (Launch(16, 2**14, 4, 3, 3), Launch(64, 2**13, 4, 3, 2)),
-    "sm_90": (Launch(16, 2**14, 4, 3, 4), Launch(128, 2**14, 8, 3, 2)),
-    "gfx90a": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(128, 2**14, 8, 2, 1, amd())),
-    "gfx942": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(128, 2**14, 8, 2, 1, amd())),
-    "gfx950": (Launch(16, 2**14, 4, 2, 4, amd()), Launch(128, 2**14, 8, 2, 2, amd())),
-    "gfx1100": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(64, 2**13, 8, 2, 2, amd())),
-    "gfx1102": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(64, 2**13, 8, 2, 2, amd())),
-    "gfx1201": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(128, 2**13, 8, 2, 2, amd())),
-    "float32": 2 * (Launch(16, 2**13, 4, 1, 2),),  # as in `LAUNCHES`
+TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # few rows for each expert, many
+    "sm_80": (TileConfig(16, 2**14, 4, 3, 3), TileConfig(64, 2**13, 4, 3, 2)),
+    "sm_90": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(128, 2**14, 8, 3, 2)),
+    "sm_100": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(128, 2**14, 8, 3, 2)),
+    "sm_120": (TileConfig(16, 2**14, 4, 3, 3), TileConfig(64, 2**13, 4, 3, 2)),
+    "gfx90a": (TileConfig(16, 2**14, 4, 2, 3, amd()),
+               TileConfig(128, 2**14, 8, 2, 1, amd())),
+    "gfx942": (TileConfig(16, 2**14, 4, 2, 3, amd()),
+               TileConfig(128, 2**14, 8, 2, 1, amd())),
+    "gfx950": (TileConfig(16, 2**14, 4, 2, 4, amd()),
+               TileConfig(128, 2**14, 8, 2, 2, amd())),
+    "gfx1100": (TileConfig(16, 2**13, 4, 2, 4, amd()),
+                TileConfig(64, 2**13, 8, 2, 2, amd())),
+    "gfx1102": (TileConfig(16, 2**13, 4, 2, 4, amd()),
+                TileConfig(64, 2**13, 8, 2, 2, amd())),
+    "gfx1201": (TileConfig(16, 2**13, 4, 2, 4, amd()),
+                TileConfig(128, 2**13, 8, 2, 2, amd())),
+    "float32": 2 * (TileConfig(16, 2**13, 4, 1, 2),),  # as in `TILE_CONFIGS`
 }
 
 
-def choose_launch(x: Tensor, pairs: int, experts: int) -> Launch:
-    """The launch for this many pairs. Depends only on shapes and the device."""
-    few, many = launches_for(x.device, x.dtype, TILES)
+def choose_config(x: Tensor, pairs: int, experts: int) -> TileConfig:
+    """The configuration for this many pairs. Depends only on shapes and the device."""
+    few, many = configs_for(x.device, x.dtype, TILES)
     return many if pairs > few.rows * experts else few
 
 # %% ../../nbs/families/62_grouped_kernel.ipynb #3adfefce
@@ -171,16 +179,16 @@ def expert_product(
     require(scales is None or is_half, what)
     require(size == K, f"x has rows of {K} numbers, but the experts need {size}")
     P, units, make = weights.numel(), 4, x.new_empty if is_up else x.new_zeros
-    launch, m = choose_launch(x, P, E), min(E, P)
-    columns, out = max(64, launch.rows), make((P, N // 2 if is_up else N))
-    most = (m + (P - m) // launch.rows) * triton.cdiv(N, columns)
+    config, m = choose_config(x, P, E), min(E, P)
+    columns, out = max(64, config.rows), make((P, N // 2 if is_up else N))
+    most = (m + (P - m) // config.rows) * triton.cdiv(N, columns)
     if x.device.type == "cuda":
         units = torch.cuda.get_device_properties(x.device).multi_processor_count
-    expert_kernel[(min(units * launch.programs, most),)](
+    expert_kernel[(min(units * config.programs, most),)](
         x, *stack, weights, *order, out, E, triton.next_power_of_2(E), K, N,
-        weights.shape[1], limit, is_up, launch.rows, columns,
-        launch.key_bytes // columns // x.itemsize, launch.stages,
-        product_type(x.dtype), **launch.options(),
+        weights.shape[1], limit, is_up, config.rows, columns,
+        config.key_bytes // columns // x.itemsize, config.stages,
+        product_type(x.dtype), **config.options(),
     )
     return out
 

@@ -14,23 +14,25 @@ from torch import Tensor
 
 from ..attention import AttentionMetaData
 from ..checkpoint import require
-import atom_mini.instruments.launches as launches
-from ..instruments.launches import amd
-from ..triton_attention import Launch, merge_parts, product_type
+import atom_mini.instruments.tile_configs as tile_configs
+from ..instruments.tile_configs import amd
+from ..triton_attention import TileConfig, product_type
 from ..triton_ops import TritonOps
 
 # %% auto #0
-__all__ = ['KEYS', 'CDNA', 'LATENT_LAUNCHES', 'LatentOps', 'latent_attention_kernel']
+__all__ = ['KEYS', 'CDNA', 'LATENT_CONFIGS', 'LatentOps', 'latent_attention_kernel']
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #770dbc80
 KEYS = 16  # of a tile
-CDNA = Launch(16, 0, 2, 2, 2, amd()), Launch(32, 0, 4, 1, 1, amd())  # small, large
-LATENT_LAUNCHES = {"gfx90a": CDNA, "gfx942": CDNA, "gfx950": CDNA}
-LATENT_LAUNCHES["gfx1201"] = 2 * (Launch(16, 0, 16, 1, 1, amd(4)),)
-LATENT_LAUNCHES["sm_80"] = Launch(16, 0, 4, 3, 2), Launch(32, 0, 8, 2, 1)
-LATENT_LAUNCHES["sm_90"] = Launch(16, 0, 4, 3, 3), Launch(32, 0, 8, 3, 2)
-LATENT_LAUNCHES["float32"] = 2 * (Launch(16, 0, 4, 2, 1),)
-LATENT_LAUNCHES["float32 gfx9"] = 2 * (Launch(16, 0, 4, 2, 1, amd()),)
+CDNA = TileConfig(16, 0, 2, 2, 2, amd()), TileConfig(32, 0, 4, 1, 1, amd())  # small, large
+LATENT_CONFIGS = {"gfx90a": CDNA, "gfx942": CDNA, "gfx950": CDNA}
+LATENT_CONFIGS["gfx1201"] = 2 * (TileConfig(16, 0, 16, 1, 1, amd(4)),)
+LATENT_CONFIGS["sm_80"] = TileConfig(16, 0, 4, 3, 2), TileConfig(32, 0, 8, 2, 1)
+LATENT_CONFIGS["sm_90"] = TileConfig(16, 0, 4, 3, 3), TileConfig(32, 0, 8, 3, 2)
+LATENT_CONFIGS["sm_100"] = LATENT_CONFIGS["sm_90"]
+LATENT_CONFIGS["sm_120"] = LATENT_CONFIGS["sm_80"]
+LATENT_CONFIGS["float32"] = 2 * (TileConfig(16, 0, 4, 2, 1),)
+LATENT_CONFIGS["float32 gfx9"] = 2 * (TileConfig(16, 0, 4, 2, 1, amd()),)
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #38d0a33f
 class LatentOps(TritonOps):
@@ -44,19 +46,17 @@ class LatentOps(TritonOps):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(device, heads, 1, latent, dtype)
-        arch = launches.architecture(device)
+        arch = tile_configs.architecture(device)
         fits = {latent, rope} <= {16 << n for n in range(6)}  # widths of tiles
         fits &= dtype != torch.float32 or arch[:4] != "gfx1"  # RDNA's registers
         what = f"no kernel for latents of {latent} and {rope} numbers ({dtype})"
-        is_known = fits and arch in LATENT_LAUNCHES
+        is_known = fits and arch in LATENT_CONFIGS
         require(is_known, f"{what} on {arch}: set attention='torch'")
         if dtype == torch.float32:
             arch = "float32 gfx9" if arch.startswith("gfx9") else "float32"
         self.rope = rope
-        self.launches = LATENT_LAUNCHES[arch]
-        self.tiles = [(max(launch.rows, heads), KEYS) for launch in self.launches]
-        sizes = zip(self.tiles, self.launches, strict=True)
-        self.num_counters = max(triton.cdiv(t[0], launch.rows) for t, launch in sizes)
+        self.configs = LATENT_CONFIGS[arch]
+        self.tiles = [(max(config.rows, heads), KEYS) for config in self.configs]
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
@@ -68,15 +68,16 @@ class LatentOps(TritonOps):
         partial = q.new_empty(*lse.shape, self.dim, dtype=torch.float32)
         for large, count in enumerate((plan.num_small, plan.num_large)):
             if count:
-                launch = self.launches[large]
-                tiles = triton.cdiv(self.tiles[large][0], launch.rows)
-                programs = min(self.units * launch.programs, count * tiles)
+                config = self.configs[large]
+                tiles = triton.cdiv(self.tiles[large][0], config.rows)
+                programs = min(self.units * config.programs, count * tiles)
                 latent_attention_kernel[(programs,)](
                     q, kv_cache, out, partial, lse, plan.data, kv_cache.stride(1),
                     scale * math.log2(math.e), self.heads, self.dim, self.rope,
-                    kv_cache.shape[3], large, tiles, launch.rows, KEYS, launch.stages,
-                    product_type(q.dtype), **launch.options(),
+                    kv_cache.shape[3], large, tiles, config.rows, KEYS, config.stages,
+                    product_type(q.dtype), **config.options(),
                 )
+        self.merge(partial, lse, out, plan)
         return out
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #2336eb07
@@ -102,8 +103,8 @@ def latent_attention_kernel(
         row = q_ptr + ((q_row + token).to(tl.int64) * H + head)[:, None] * (L + R)
         q = tl.load(row + dims[None, :], mask=exists, other=0.0).to(PRODUCT)
         q_turned = tl.load(row + turned[None, :], mask=exists, other=0.0).to(PRODUCT)
-        acc, total = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS], tl.float32)
-        top = tl.full([ROWS], -1e30, tl.float32)
+        acc, l = tl.zeros([ROWS, L], tl.float32), tl.zeros([ROWS], tl.float32)
+        m = tl.full([ROWS], -1e30, tl.float32)
         seen_to = tl.minimum(position + token + 1, end)
         key = tl.minimum(begin + n, end - 1)
         block = tl.load(table + key // S)
@@ -117,18 +118,16 @@ def latent_attention_kernel(
             scores = tl.dot(q_turned, other, scores, input_precision="ieee")
             is_seen = (start + n)[None, :] < seen_to[:, None]
             scores = tl.where(is_seen, scores * scale, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-            acc, used = acc * shrink[:, None], weights.to(k.dtype).to(PRODUCT)
+            new_m = tl.maximum(m, tl.max(scores, 1))
+            weights, alpha = tl.exp2(scores - new_m[:, None]), tl.exp2(m - new_m)
+            acc, used = acc * alpha[:, None], weights.to(k.dtype).to(PRODUCT)
             acc = tl.dot(used, k.to(PRODUCT), acc, input_precision="ieee")
-            total, top = total * shrink + tl.sum(weights, 1), new_top
-        acc = acc / tl.maximum(total, 1e-30)[:, None]
+            l, m = l * alpha + tl.sum(weights, 1), new_m
+        acc = acc / tl.maximum(l, 1e-30)[:, None]
         to = (tl.where(partial < 0, q_row, partial) + token).to(tl.int64) * H + head
         at = to[:, None] * L + dims[None, :]
         if partial < 0:
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=exists)
         else:
             tl.store(partial_ptr + at, acc, mask=exists)
-            tl.store(lse_ptr + to, top + tl.log2(total), mask=token < q_len)
-            merge_parts(item, plan_ptr, i % TILES, i % TILES * ROWS, 0, out_ptr,
-                        partial_ptr, lse_ptr, H, ROWS, H, L, L)  # fmt: skip
+            tl.store(lse_ptr + to, m + tl.log2(l), mask=token < q_len)

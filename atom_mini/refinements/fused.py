@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..attention import get_forward_context
 from ..checkpoint import ModelSpec, require
-from ..instruments.launches import amd, architecture, launches_for
+from ..instruments.tile_configs import amd, architecture, configs_for
 from ..models import DecoderLayer, Linear, RMSNorm
-from ..triton_attention import Launch, product_type
+from ..triton_attention import TileConfig, product_type
 from ..triton_ops import TritonOps
 
 # %% auto #0
@@ -77,16 +77,24 @@ def add_product_kernel(
 MOST_ROWS = 64
 START_EARLY = False  # on Hopper and data-center Blackwell: see "Starting early"
 
-TILES: dict[str, tuple[Launch, Launch]] = {  # up to 16 rows, up to 64
-    "sm_80": (Launch(16, 2**14, 4, 3, 4), Launch(64, 2**13, 4, 3, 2)),
-    "sm_90": (Launch(16, 2**14, 4, 3, 4), Launch(64, 2**13, 4, 4, 2)),
-    "gfx90a": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(64, 2**13, 4, 2, 1, amd())),
-    "gfx942": (Launch(16, 2**14, 4, 2, 3, amd()), Launch(64, 2**13, 4, 2, 1, amd())),
-    "gfx950": (Launch(16, 2**14, 4, 2, 4, amd()), Launch(64, 2**14, 4, 2, 2, amd())),
-    "gfx1100": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(64, 2**13, 8, 2, 2, amd())),
-    "gfx1102": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(64, 2**13, 8, 2, 2, amd())),
-    "gfx1201": (Launch(16, 2**13, 4, 2, 4, amd()), Launch(64, 2**13, 8, 2, 2, amd())),
-    "float32": (Launch(16, 2**13, 4, 1, 2), Launch(64, 2**13, 8, 1, 2)),
+TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # up to 16 rows, up to 64
+    "sm_80": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(64, 2**13, 4, 3, 2)),
+    "sm_90": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(64, 2**13, 4, 4, 2)),
+    "sm_100": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(64, 2**13, 4, 4, 2)),
+    "sm_120": (TileConfig(16, 2**13, 4, 3, 4), TileConfig(64, 2**13, 4, 3, 2)),
+    "gfx90a": (TileConfig(16, 2**14, 4, 2, 3, amd()),
+               TileConfig(64, 2**13, 4, 2, 1, amd())),
+    "gfx942": (TileConfig(16, 2**14, 4, 2, 3, amd()),
+               TileConfig(64, 2**13, 4, 2, 1, amd())),
+    "gfx950": (TileConfig(16, 2**14, 4, 2, 4, amd()),
+               TileConfig(64, 2**14, 4, 2, 2, amd())),
+    "gfx1100": (TileConfig(16, 2**13, 4, 2, 4, amd()),
+                TileConfig(64, 2**13, 8, 2, 2, amd())),
+    "gfx1102": (TileConfig(16, 2**13, 4, 2, 4, amd()),
+                TileConfig(64, 2**13, 8, 2, 2, amd())),
+    "gfx1201": (TileConfig(16, 2**13, 4, 2, 4, amd()),
+                TileConfig(64, 2**13, 8, 2, 2, amd())),
+    "float32": (TileConfig(16, 2**13, 4, 1, 2), TileConfig(64, 2**13, 8, 1, 2)),
 }
 
 
@@ -98,8 +106,8 @@ class FusedOps(TritonOps):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(device, num_heads, num_kv_heads, head_dim, dtype)
-        self.products = launches_for(device, dtype, TILES)
-        self.starts_early = START_EARLY and architecture(device) == "sm_90"
+        self.products = configs_for(device, dtype, TILES)
+        self.starts_early = START_EARLY and architecture(device) in ("sm_90", "sm_100")
 
     def columns(self, n: int) -> int:
         """Columns per program: as many as leave a program for each unit, 16 to 64."""

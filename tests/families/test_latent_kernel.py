@@ -21,9 +21,9 @@ from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 
 import atom_mini.families.latent as latent
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.families.latent_kernel import LATENT_LAUNCHES, LatentOps
+from atom_mini.families.latent_kernel import LATENT_CONFIGS, LatentOps
 from atom_mini.graphs import GraphRunner
-from atom_mini.instruments import launches
+from atom_mini.instruments import tile_configs
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
 
@@ -169,11 +169,11 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
     without a message."""
     with pytest.raises(ValueError, match=r"500 and 64 numbers .* set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 500, 64, torch.bfloat16)
-    monkeypatch.setattr(launches, "architecture", lambda device: "gfx1100")
+    monkeypatch.setattr(tile_configs, "architecture", lambda device: "gfx1100")
     with pytest.raises(ValueError, match="on gfx1100: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16)
-    monkeypatch.setattr(launches, "architecture", lambda device: "gfx1201")
-    assert LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16).launches == LATENT_LAUNCHES["gfx1201"]
+    monkeypatch.setattr(tile_configs, "architecture", lambda device: "gfx1201")
+    assert LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16).launches == LATENT_CONFIGS["gfx1201"]
     with pytest.raises(ValueError, match=r"float32\) on gfx1201: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.float32)
     config = EngineArgs(str(folder), attention="torch", device="cpu", num_kvcache_blocks=9)
@@ -182,5 +182,5 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
 
 def test_every_target_of_the_paged_kernel_is_named() -> None:
     """Or refused on purpose."""
-    assert launches.LAUNCHES.keys() - LATENT_LAUNCHES.keys() == {"gfx1100", "gfx1102", "float32 gfx1"}
-    assert all(launch.rows in (16, 32) for pair in LATENT_LAUNCHES.values() for launch in pair)
+    assert tile_configs.TILE_CONFIGS.keys() - LATENT_CONFIGS.keys() == {"gfx1100", "gfx1102", "float32 gfx1"}
+    assert all(launch.rows in (16, 32) for pair in LATENT_CONFIGS.values() for launch in pair)

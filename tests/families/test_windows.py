@@ -211,24 +211,24 @@ def test_launched_for_a_larger_decode() -> None:
 if HAS_TRITON:
 
     @triton.jit
-    def start_of_every_part(begin, head, sink_ptr):  # type: ignore[no-untyped-def]
+    def start_of_every_split(begin, head, sink_ptr):  # type: ignore[no-untyped-def]
         sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
         return sink, sink * 0 + 1
 
 
 @with_triton
-@pytest.mark.parametrize("mistake", ["missing", "twice", "in every part"])
+@pytest.mark.parametrize("mistake", ["missing", "twice", "in every split"])
 @pytest.mark.parametrize("window", [0, 300])
 def test_a_wrong_sink_is_seen(mistake: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sink counts once, in the first of three parts of the keys, even where that part lies before the window."""
+    """A sink counts once, in the first of three splits of the keys, even where that split lies before the window."""
     step, sinks = Step([(1, 600)], 16, 1, 4, 32, torch.float32), some_sinks(4)
     wanted = by_column(step, window, sinks)
 
     assert relative_error(in_triton(step, window, sinks), wanted) < 1e-5
-    if mistake == "in every part":
+    if mistake == "in every split":
         if DEVICE != "cpu":
             pytest.skip("the interpreter looks a kernel's functions up when it runs")
-        monkeypatch.setattr(triton_attention, "_start", start_of_every_part)
+        monkeypatch.setattr(triton_attention, "_start", start_of_every_split)
     given = {"missing": None, "twice": sinks + math.log(2)}.get(mistake, sinks)
     assert relative_error(in_triton(step, window, given), wanted) > 0.05
 

@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no in
 import machines  # noqa: E402
 from amd.machine import TARGETS  # noqa: E402
 
-from atom_mini.instruments import launches  # noqa: E402
+from atom_mini.instruments import tile_configs  # noqa: E402
 
 KERNEL = {"variants": 3, "waves": 4.0, "registers": 100, "spills": 0, "lds": 2048}
 
@@ -31,7 +31,7 @@ def test_readme_says_what_was_recorded() -> None:
 def test_all_targets_are_recorded() -> None:
     """Compiled, and AMD's machine code executed, all of it right, and by one Triton."""
     known = machines.load()
-    assert set(known) == {*TARGETS, "sm_90"}
+    assert set(known) == {*TARGETS, "sm_90", "sm_100", "sm_120"}
     for target, facts in known.items():
         assert set(facts) == ({"compiled", "executed"} if target in TARGETS else {"compiled"}), target
         assert not facts["compiled"]["faults"] and facts["compiled"]["launches"] > 100, target
@@ -116,14 +116,14 @@ def test_the_digest_is_of_kernels_and_launches(tmp_path: Path, monkeypatch: pyte
         return machines.source()
 
     assert after('"gfx1201"', '"gfx1299"') != before
-    assert after("tl.maximum(top,", "tl.minimum(top,") != before
+    assert after("tl.maximum(m,", "tl.minimum(m,") != before
     assert after('"num_warps": self.warps', '"num_warps": 2 * self.warps') != before
-    assert after("# as in `LAUNCHES`", "# as there") == before
+    assert after("# as in `TILE_CONFIGS`", "# as there") == before
     assert after('"""Work items of', '"""Pieces of') == before
     assert after("class PagedAttention:", "class PagedAttention(object):") == before
 
-CARDS = {(7, 5): "sm_80", (8, 0): "sm_80", (8, 6): "sm_80", (8, 9): "sm_80", (9, 0): "sm_90", (10, 0): "sm_90",
-         (10, 3): "sm_90", (11, 0): "sm_90", (12, 0): "sm_80", (12, 1): "sm_80"}  # fmt: skip
+CARDS = {(7, 5): "sm_80", (8, 0): "sm_80", (8, 6): "sm_80", (8, 9): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100",
+         (10, 3): "sm_100", (11, 0): "sm_100", (12, 0): "sm_120", (12, 1): "sm_120"}  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", CARDS, ids=str)
@@ -132,4 +132,4 @@ def test_a_card_takes_the_row_whose_tiles_fit_it(capability: tuple[int, int], mo
     major, minor = capability
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major, minor=minor))
-    assert launches.architecture(torch.device("cuda", 1)) == CARDS[capability]
+    assert tile_configs.architecture(torch.device("cuda", 1)) == CARDS[capability]

@@ -131,9 +131,40 @@ def break_even(parameters, layers, heads, dim) -> int:
 # %% 10_triton_attention 1
 right = []
 # %% 10_triton_attention 2
-parts_and_keys = {8_193: (32, 257), 20_000: (32, 625)}  # not in whole tiles
+@triton.jit
+def windowed_kernel(
+    q_ptr, cache_ptr, out_ptr, table_ptr, lens_ptr, width, v_offset, block_stride,
+    H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+):
+    b, first = tl.program_id(0), tl.program_id(1) * HEADS
+    n, d, row = tl.arange(0, S), tl.arange(0, D), tl.arange(0, ROWS)
+    length, kv_head = tl.load(lens_ptr + b), first // (H // K)
+    valid = (row < HEADS)[:, None]
+    q_at = (b * H + first + row)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=valid, other=0.0)
+    acc, l = tl.zeros([ROWS, D], tl.float32), tl.zeros([ROWS], tl.float32)
+    m = tl.full([ROWS], -1e30, tl.float32)
+    oldest = tl.maximum(length - WINDOW, 0)
+    for start in range(0, length, S):  # right, but it reads all blocks
+        block = tl.load(table_ptr + b * width + start // S).to(tl.int64)
+        at = block * block_stride + kv_head * S * D + n[:, None] * D + d[None, :]
+        exists = start + n < length
+        k = tl.load(cache_ptr + at, mask=exists[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * D**-0.5
+        seen = exists & (start + n >= oldest)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_m = tl.maximum(m, tl.max(scores, 1))
+        weights, alpha = tl.exp(scores - new_m[:, None]), tl.exp(m - new_m)
+        v = tl.load(cache_ptr + v_offset + at, mask=exists[:, None], other=0.0)
+        acc = tl.dot(weights, v, acc * alpha[:, None], input_precision="ieee")
+        l, m = l * alpha + tl.sum(weights, 1), new_m
+    tl.store(out_ptr + q_at, acc / l[:, None], mask=valid)
 # %% 10_triton_attention 3
-other_size = SPLIT_KEYS  # no other
+@triton.jit
+def merge_two(m0, l0, acc0, m1, l1, acc1):
+    weight0, weight1 = l0 * tl.exp(m0), l1 * tl.exp(m1)  # too large for float32
+    return (acc0 * tl.exp(m0) + acc1 * tl.exp(m1)) / (weight0 + weight1)
 # %% 11_small_kernels 1
 differs = [torch.bfloat16]
 # %% 11_small_kernels 2
