@@ -52,6 +52,7 @@ class Order(NamedTuple):
 
 
 VMCNT, LOADCNT = r"s_waitcnt .*\bvmcnt\(0\)", r"s_wait_loadcnt(_dscnt)? 0x0"
+FRAME = ("a part is stored", "all waves have stored", "one more part", "all waves learn the count", "the parts are loaded")
 STORES, ADDED = "each wave's wait for its stores", "the wait for the add"
 # As in the memory models of https://llvm.org/docs/AMDGPUUsage.html; the barriers are Triton's.
 ORDERS = {
@@ -99,7 +100,8 @@ def missing(target: str, text: str, merges: int = 1) -> list[str]:
 
 
 def jobs(target: str, lines: list[str], at: int) -> dict[str, int]:
-    """What the atomic add in line `at` needs, and the number of the line that does it; -1 if there is none."""
+    """What the atomic add in line `at` needs, and the number of the line that does it; -1 if there is none. The store, the
+    add, the load, and the barriers between them are there, too."""
 
     def last(pattern: str, start: int, end: int) -> int:
         return max((n for n in range(start, end) if re.match(pattern, lines[n])), default=-1)
@@ -112,8 +114,9 @@ def jobs(target: str, lines: list[str], at: int) -> dict[str, int]:
     if not 0 <= store < before or not at < leave < load:
         return {"a store, a barrier, the add, a barrier, and a load": -1}
     order = next(order for name, order in ORDERS.items() if target.startswith(name))
-    ends = (store, last(ARRIVE, store, before + 1)), (before, at + 1), (at, first(ARRIVE, at)), (leave, load)
-    found = {}
+    arrived, added = last(ARRIVE, store, before + 1), first(ARRIVE, at)
+    ends = (store, arrived), (before, at + 1), (at, added), (leave, load)
+    found = dict(zip(FRAME, (store, arrived, at, added, load), strict=True))
     for needs, (start, end) in zip(order, ends, strict=True):
         for need in needs:
             n = next((n for n in range(start, end) if re.match(need.pattern, lines[n])), -1)

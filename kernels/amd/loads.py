@@ -14,7 +14,7 @@ from .memory import UNSET
 from .operands import read, register, scalar, to_register
 from .text import Instruction, Unknown
 
-SIZES = {"dword": 4, "dwordx2": 8, "dwordx4": 16, "dwordx8": 32, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
+SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "dwordx8": 32, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
          "b256": 32, "ushort": 2, "short": 2, "u16": 2, "b16": 2, "ubyte": 1, "u8": 1, "b8": 1}  # fmt: skip
 # CDNA's names and RDNA's: ds_read2st64_b32 is ds_load_2addr_stride64_b32, global_load_short_d16 global_load_d16_b16.
 FORM = re.compile(rf"([a-z]+)_(load|store|read|write)(2|_2addr)?(st64|_stride64)?_({'|'.join(SIZES)})")

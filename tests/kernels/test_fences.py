@@ -141,7 +141,7 @@ for target in {AMD}:
     launches = launched(target)
     lines = [text for text, _ in launches[0].program.assembly.lines]
     at = next(n for n, line in enumerate(lines) if "atomic_add" in line)
-    jobs = fences.jobs(target, lines, at)
+    jobs = {{what: n for what, n in fences.jobs(target, lines, at).items() if what not in fences.FRAME}}
     noticed, named = [], []
     for what, n in jobs.items():
         spoiled = "\\n".join(lines[:n] + ["s_nop 0"] + lines[n + 1 :])
