@@ -59,22 +59,22 @@ ORDERS = {
     "sm": Order(released=(Need(r".*atom\.global\.gpu\.acq_rel", "acq_rel.gpu at the add"),)),
     "gfx90a": Order(  # one L2 for all
         stored=(Need(VMCNT, STORES),),
-        acquired=(Need(VMCNT, ADDED), Need("buffer_wbinvl1", "the L1's invalidate")),
+        acquired=(Need(VMCNT, ADDED), Need("buffer_wbinvl1", "the L1's invalidation")),
     ),
     "gfx9": Order(  # an L2 for each die; the waves of a workgroup share a CU, and so its L1
         stored=(Need(VMCNT, STORES),),
         released=(Need("buffer_wbl2 sc1", "the L2's write-back"), Need(VMCNT, "the wait for the L2's write-back")),
-        acquired=(Need(VMCNT, ADDED), Need("buffer_inv sc1", "the L2's invalidate")),
+        acquired=(Need(VMCNT, ADDED), Need("buffer_inv sc1", "the L2's invalidation")),
     ),
     "gfx11": Order(  # writes through to the L2; the waves of a workgroup are on two CUs, each with an L0
         stored=(Need("s_waitcnt_vscnt null, 0x0", STORES),),
-        acquired=(Need(VMCNT, ADDED), Need("buffer_gl1_inv", "the L1's invalidate")),
-        loaded=(Need("buffer_gl0_inv", "each wave's invalidate of its L0"),),
+        acquired=(Need(VMCNT, ADDED), Need("buffer_gl1_inv", "the L1's invalidation")),
+        loaded=(Need("buffer_gl0_inv", "each wave's invalidation of its L0"),),
     ),
     "gfx12": Order(
         stored=(Need("s_wait_storecnt(_dscnt)? 0x0", STORES),),
-        acquired=(Need(LOADCNT, ADDED), Need("global_inv scope:SCOPE_DEV", "the device's invalidate")),
-        loaded=(Need("global_inv scope:SCOPE_(SE|DEV)", "each wave's invalidate of its L0"),),
+        acquired=(Need(LOADCNT, ADDED), Need("global_inv scope:SCOPE_DEV", "the device's invalidation")),
+        loaded=(Need("global_inv scope:SCOPE_(SE|DEV)", "each wave's invalidation of its L0"),),
     ),
 }  # fmt: skip
 
