@@ -313,15 +313,17 @@ def merge_splits_kernel(
     split, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     for i in range(tl.program_id(0), tl.load(plan_ptr + 1) * H, tl.num_programs(0)):
         merge, head = plan_ptr + 8 + i // H * 4, i % H
-        exists = split < tl.load(merge + 3)
-        row = (tl.load(merge + 1) + split * tl.load(merge + 2)).to(tl.int64) * H + head
+        query, first = tl.load(merge), tl.load(merge + 1)
+        distance, splits = tl.load(merge + 2), tl.load(merge + 3)
+        row = (first + split * distance).to(tl.int64) * H + head
+        exists = split < splits
         lse = tl.load(lse_ptr + row, mask=exists, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, 0))
         weights = weights / tl.sum(weights, 0)
         inside = exists[:, None] & (dims < D)[None, :]
         at = partial_ptr + row[:, None] * D + dims[None, :]
         out = tl.sum(tl.load(at, mask=inside, other=0.0) * weights[:, None], 0)
-        to = out_ptr + (tl.load(merge).to(tl.int64) * H + head) * D + dims
+        to = out_ptr + (query.to(tl.int64) * H + head) * D + dims
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 # %% ../nbs/10_triton_attention.ipynb #d97e5391
