@@ -201,6 +201,7 @@ def main() -> int:
         for target, lacking in table[triton].items():
             print(f"Triton {triton}  {target:8} {'lacks ' + ', '.join(lacking) if lacking else 'ordered'}", flush=True)
     if arguments.record:
+        table = {triton: recorded.get(triton, {}) | found for triton, found in table.items()}
         RECORD.write_text(json.dumps(recorded | table, indent=1) + "\n")
         return 0
     changed = [triton for triton, found in table.items() if not found.items() <= recorded.get(triton, {}).items()]

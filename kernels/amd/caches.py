@@ -23,7 +23,7 @@ import numpy as np
 
 from .machine import Step, Target, Wave
 from .memory import Argument, Arguments, Bytes
-from .text import Instruction
+from .text import Instruction, Unknown
 
 NEAR, MIDDLE = 0, 1  # a CU's cache (L1 or L0); the L2 of a die, or the L1 of a shader array of RDNA
 # For loads, which caches a modifier goes past; for an invalidate, which ones it empties.
@@ -45,7 +45,9 @@ def build(i: Instruction) -> Step | None:
         return None
     if i.name.startswith("buffer"):  # it has no operands
         i.modifiers |= dict.fromkeys(i.operands, True)
-    if i.name == "buffer_wbl2" and i.take("sc1"):
+    if i.name == "buffer_wbl2":
+        if not i.take("sc1"):
+            raise Unknown("a write-back for less than the GPU")
         return lambda w: w.late("vmcnt", frozenset(), w.memory.write_back, "store")
     if i.name == "global_wb":  # RDNA 4 writes through to the L2 that all its units share
         i.take("scope")
@@ -69,6 +71,7 @@ class Level:
 
     def refresh(self, argument: Argument, where: Any = slice(None)) -> None:
         """Take bytes from below, but for those that have not gone there yet."""
+        assert self.below, "memory is never stale"
         ours, theirs = self.bytes[argument].u8, self.below.bytes[argument].u8
         ours[where] = np.where(self.own[argument][where] > 0, ours[where], theirs[where])
 
@@ -120,7 +123,7 @@ class View:
 
     def refresh(self, levels: tuple[int, ...], addresses: np.ndarray | None = None, size: int = 0) -> None:
         """The caches hold what is below again: everything, or at these addresses. The lowest first."""
-        found = [(argument, slice(None)) for argument in self.memory.arguments]
+        found: list[tuple[Argument, Any]] = [(argument, slice(None)) for argument in self.memory.arguments]
         if addresses is not None:
             argument, at = self.memory.find(addresses, size)
             found = [(argument, (at[:, None] + np.arange(size)).ravel())]

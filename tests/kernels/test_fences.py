@@ -102,6 +102,15 @@ def test_a_merge_without_an_add() -> None:
     assert fences.atomics(CDNA_3) == 1 and fences.atomics(without) == 0
 
 
+@pytest.mark.parametrize(("lacks", "code"), [([], 1), (["the wait for the L2's write-back"], 0)])
+def test_another_verdict_than_the_recorded_one(monkeypatch: pytest.MonkeyPatch, lacks: list[str], code: int) -> None:
+    """The exit code is 1, even if a fault is gone."""
+    monkeypatch.setattr(fences, "is_there", lambda triton: True)
+    monkeypatch.setattr(fences, "check", lambda triton, targets: {"gfx942": lacks})
+    monkeypatch.setattr(sys, "argv", ["fences", "--triton", "3.6.0", "--target", "gfx942"])
+    assert fences.main() == code
+
+
 def run(triton: str, code: str) -> dict:
     """What the code puts into `result`, in a process with this Triton; `fences` and the emulator are there."""
     start = f"""
