@@ -6,7 +6,7 @@ around the atomic add every wait, write-back, and invalidate must be there that 
     python kernels/fences.py [--triton 3.6.0] [--target gfx942] [--install] [--record]
 
 Other Tritons lie beside each other in build/triton (or TRITONS), `--install` puts them there. The exit code is 1 if the
-table is not the recorded one, kernels/results/fences.json.
+table is not the recorded one, kernels/fences.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 BESIDE = Path(os.environ.get("TRITONS", HERE.parent / "build" / "triton"))
-RECORD = HERE / "results" / "fences.json"
+RECORD = HERE / "fences.json"
 TRITONS = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 TARGETS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_90")
 

@@ -72,9 +72,7 @@ def order(target: str) -> tuple[bool, int, str]:
 
 def measured_on(cards: str) -> str:
     """The GPUs of a target that `make gpu` has been run on, by their own names."""
-    of_compilers = (RESULTS.name, "fences.json")  # fences.py: what each Triton leaves out
-    paths = [path for path in sorted(RESULTS.parent.glob("*.json")) if path.name not in of_compilers]
-    records = [json.loads(path.read_text()) for path in paths]
+    records = [json.loads(path.read_text()) for path in sorted(RESULTS.parent.glob("*.json")) if path != RESULTS]
     devices = {record["machine"]["device"] for record in records}
     is_one = re.compile(rf"\b({cards.replace(', ', '|')})\b(?! XT| GRE)")  # an RX 9070 is not an RX 9070 XT
     return ", ".join(sorted(device for device in devices if is_one.search(device))) or NEVER
