@@ -24,7 +24,8 @@ __all__ = ['KEYS', 'CDNA', 'LATENT_CONFIGS', 'LatentOps', 'latent_attention_kern
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #770dbc80
 KEYS = 16  # of a tile
-CDNA = TileConfig(16, 0, 2, 2, 2, amd()), TileConfig(32, 0, 4, 1, 1, amd())  # small, large
+# small tiles, large tiles
+CDNA = TileConfig(16, 0, 2, 2, 2, amd()), TileConfig(32, 0, 4, 1, 1, amd())
 LATENT_CONFIGS = {"gfx90a": CDNA, "gfx942": CDNA, "gfx950": CDNA}
 LATENT_CONFIGS["gfx1201"] = 2 * (TileConfig(16, 0, 16, 1, 1, amd(4)),)
 LATENT_CONFIGS["sm_80"] = TileConfig(16, 0, 4, 3, 2), TileConfig(32, 0, 8, 2, 1)

@@ -37,7 +37,7 @@ TILE_CONFIGS: dict[str, tuple[TileConfig, TileConfig]] = {  # small tiles, large
     "gfx1201": (TileConfig(16, 2**13, 4, 1, 7, amd()),
                 TileConfig(128, 2**13, 8, 1, 2, amd())),
     "float32": 2 * (TileConfig(16, 0, 8, 1, 2),),  # CDNA's matrix unit takes float32
-    "float32 gfx1": 2 * (TileConfig(16, 0, 16, 2, 2),),
+    "float32 gfx1": 2 * (TileConfig(16, 0, 16, 1, 2),),
 }
 
 # %% ../../nbs/appendix/94_machine_code.ipynb #32b0000b
@@ -60,7 +60,7 @@ def architecture(device: torch.device) -> str:
     if device.type == "cpu":
         return "sm_80"  # any row works in the interpreter
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is None:  # Ampere, Hopper, Blackwell for data centers and at home
+    if torch.version.hip is None:  # a GeForce's or a B200's Blackwell, Hopper, older
         firsts = {12: "sm_120", 10: "sm_100", 9: "sm_90", 0: "sm_80"}
         return next(arch for first, arch in firsts.items() if properties.major >= first)
     return nearest(properties.gcnArchName.split(":")[0])

@@ -173,7 +173,7 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
     with pytest.raises(ValueError, match="on gfx1100: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16)
     monkeypatch.setattr(tile_configs, "architecture", lambda device: "gfx1201")
-    assert LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16).launches == LATENT_CONFIGS["gfx1201"]
+    assert LatentOps(torch.device("cpu"), 16, 512, 64, torch.bfloat16).configs == LATENT_CONFIGS["gfx1201"]
     with pytest.raises(ValueError, match=r"float32\) on gfx1201: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.float32)
     config = EngineArgs(str(folder), attention="torch", device="cpu", num_kvcache_blocks=9)
@@ -183,4 +183,4 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
 def test_every_target_of_the_paged_kernel_is_named() -> None:
     """Or refused on purpose."""
     assert tile_configs.TILE_CONFIGS.keys() - LATENT_CONFIGS.keys() == {"gfx1100", "gfx1102", "float32 gfx1"}
-    assert all(launch.rows in (16, 32) for pair in LATENT_CONFIGS.values() for launch in pair)
+    assert all(config.rows in (16, 32) for pair in LATENT_CONFIGS.values() for config in pair)

@@ -25,7 +25,7 @@ def pack(w):
     codes = (nearest + 8 * (scaled < 0)).flatten(-2).unflatten(-1, (-1, 2))
     return codes[..., 1] + 16 * codes[..., 0], (power + 127).to(torch.uint8)  # high half first
 # %% 63_sinks_windows 1
-def empty_parts(length, window):
+def empty_splits(length, window):
     return max(0, length - window) // 256  # as if all parts had one size
 # %% 63_sinks_windows 2
 def times_counted(length):
