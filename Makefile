@@ -12,7 +12,7 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run real serve mine test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
+.PHONY: help run real serve mine test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute fences gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
 
 help:
 	@printf '%s\n' \
@@ -31,7 +31,7 @@ help:
 	'  make test-all    every test' \
 	'  make gpu         on a GPU machine: tests and measurements' \
 	'' \
-	'Also: test-real test-ray test-docs test-seconds; bench figures score kernels execute;' \
+	'Also: test-real test-ray test-docs test-seconds; bench figures score kernels execute fences;' \
 	'      measure pdf docs-serve clean-book clean'
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
@@ -183,6 +183,11 @@ kernels: $(VENV)/dev
 # The machine code of the kernels for AMD GPUs, executed without one: TARGET=gfx942 only there, ALL=1 all their tests.
 execute: $(VENV)/dev
 	$(PY) kernels/execute.py $(if $(TARGET),--target $(TARGET)) $(if $(ALL),--all)
+
+# What five Tritons write around an atomic add, checked and compared with kernels/fences.json. Those that are not installed come
+# into build/triton, 2 GB in all; TRITON="3.6.0 3.8.0": only these.
+fences: $(VENV)/dev
+	$(PY) kernels/fences.py --install $(addprefix --triton ,$(TRITON))
 
 # On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed. Three runs of at
 # most ten minutes, what they find in OUT; without make: bash kernels/slots.sh 1 build/gpu, and so on.

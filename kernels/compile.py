@@ -30,6 +30,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parent))
 
+import fences
 import machines
 import torch
 import triton
@@ -155,9 +156,9 @@ class Row(NamedTuple):
     wide: int = 0  # loads of 16 bytes
     narrow: int = 0  # loads of 2 bytes
     loads: int = 0  # all, without scalar ones
-    early: int = 0  # atomic adds that may be seen before what the program has stored
     unwaited: int = 0  # loads before the wait for the kernel before, of one that is launched early
     executed: int = 0  # wave instructions, of a tiny case that also ran
+    unordered: str = ""  # what is wrong with its atomic instructions
     refused: str = ""  # why it does not run there
     error: str = ""
 
@@ -339,33 +340,6 @@ def occupancy(hardware: Hardware, registers: int, lds: int, warps: int) -> float
     return min(by_registers, hardware.unit_lds // max(lds, 1)) * warps / 4
 
 
-STORE, ADD = r"^\s*(?:@%p\d+ )?(?:st\.global|(?:global|buffer)_store)", r"^\s*(?:@%p\d+ )?(?:atom\.global|global_atomic_add)"
-# Needed between a program's last store and its barrier, between the barrier and the add, and behind the add, before the
-# next barrier. On NVIDIA the add itself releases and acquires.
-ORDER = {
-    "sm": ("", r"atom\.global\.gpu\.acq_rel", ""),
-    "gfx90a": (r"s_waitcnt .*vmcnt\(0\)", "", "buffer_wbinvl1"),
-    "gfx9": (r"s_waitcnt .*vmcnt\(0\)", "buffer_wbl2 sc1", "buffer_inv sc1"),
-    "gfx11": ("s_waitcnt_vscnt null, 0x0", "", "(?s:buffer_gl1_inv.*buffer_gl0_inv)"),
-    "gfx12": ("s_wait_storecnt(_dscnt)? 0x0", "", "global_inv scope:SCOPE_DEV"),
-}
-
-
-def early_adds(target: str, text: str) -> int:
-    """Atomic adds before which not every thread has waited at a barrier for its stores to arrive, or behind which a
-    cache may keep what others stored before theirs."""
-    order = next(order for name, order in ORDER.items() if target.startswith(name))
-    lines, early = [line for line in text.splitlines() if not re.match(r"\s*([.;/]|$)", line)], 0
-    for at in [n for n, line in enumerate(lines) if re.match(ADD, line)]:
-        first = max((n for n in range(at) if re.match(STORE, lines[n])), default=0)
-        barriers = [n for n, line in enumerate(lines) if re.match(r"\s*(bar\.sync|s_barrier\b|s_barrier_signal)", line)]
-        before = max((n for n in barriers if first < n < at), default=first)
-        after = min((n for n in barriers if n > at), default=at)
-        parts = lines[first:before], lines[before : at + 1], lines[at:after]
-        early += not all(part and re.search(rule, "\n".join(part)) for rule, part in zip(order, parts, strict=True))
-    return early
-
-
 def loads_before_wait(text: str) -> int:
     """How many loads of a kernel in PTX come before its wait for the kernel before: all, if it does not wait."""
     before = text.partition("griddepcontrol.wait")[0]
@@ -431,7 +405,7 @@ def compile_case(target: str, case: str, launch: Callable[[], None]) -> list[Row
     for name, kernel in launches:
         text = kernel.asm["ptx" if target.startswith("sm") else "amdgcn"]
         facts = nvidia_facts(kernel) if target.startswith("sm") else amd_facts(text)
-        facts["early"] = early_adds(target, text)
+        facts["unordered"] = unordered(target, name, text)
         facts["unwaited"] = loads_before_wait(text) if EARLY in case and target in STARTS_EARLY else 0
         rows.append(examine(target, name, case, facts, kernel.metadata.shared, kernel.metadata.num_warps))
     return rows
@@ -451,7 +425,17 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
     return rows
 
 
+def unordered(target: str, kernel: str, text: str) -> str:
+    """What is wrong with a kernel's atomic instructions: only those of `MERGES` have one, and what it needs around it."""
+    if kernel in MERGES:
+        lacking = fences.missing(target, text)
+        return f"merges without {', '.join(lacking)}" if lacking else ""
+    count = fences.atomics(text)
+    return f"{count} atomic instructions in a kernel that is not in MERGES" if count else ""
+
+
 ATTENTION = ("paged_attention_kernel", "latent_attention_kernel")
+MERGES: tuple[str, ...] = ()  # kernels whose last program merges what the others have stored: none of the package's does
 FUSED = ("add_product_kernel", "gated_product_kernel", "heads_kernel")
 STREAMS = (*ATTENTION, "merge_splits_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "chunk_stats_kernel",
            "threshold_kernel")  # fmt: skip
@@ -484,8 +468,8 @@ def faults(row: Row) -> list[str]:
             found.append(f"no {wanted or 'matrix'} instructions")
     if row.kernel in (*FUSED, "expert_kernel") and not row.wide:  # a bias, or scales, may be narrow
         found.append("no 128-bit loads")
-    if row.early:
-        found.append(f"{row.early} atomic adds that may be seen before what the program has stored")
+    if row.unordered:
+        found.append(row.unordered)
     if row.unwaited:
         found.append(f"{row.unwaited} loads before the wait for the kernel before")
     if row.kernel in STREAMS and (row.narrow or not row.wide):  # the plan's 32-bit numbers are loaded one by one

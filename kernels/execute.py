@@ -1,6 +1,6 @@
 """Execute every Triton kernel for AMD GPUs that need not be here: tiny cases, or the whole test of the kernels.
 
-    python kernels/execute.py [--target gfx942] [--only decode] [--json FILE]
+    python kernels/execute.py [--target gfx942] [--only decode] [--caches SEED] [--json FILE]
     python kernels/execute.py --target gfx942 --all [pytest arguments]
 
 The assembly that Triton writes runs in `kernels/amd`, on a CPU's tensors. It counts instructions; it knows no times.
@@ -227,8 +227,8 @@ def summary(rows: list[Row]) -> dict[str, int]:
     return {"cases": len(rows), "right": sum(not row.fault for row in rows), "instructions": count}
 
 
-def run_cases(target: str, only: str) -> list[Row]:
-    return [execute(target, case)[0] for case in cases_of(target, only)]
+def run_cases(target: str, only: str, caches: int | None = None) -> list[Row]:
+    return [execute(target, case, caches=caches)[0] for case in cases_of(target, only)]
 
 
 class Everything:
@@ -262,6 +262,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--caches", type=int, metavar="SEED", help="with caches, and workgroups in the order of this seed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--all", action="store_true", help="the whole of tests/engine/test_kernels.py")
     arguments, rest = parser.parse_known_args()
@@ -272,11 +273,12 @@ def main() -> int:
     print(f"{'target':8} {'case':31} {'kernels':22}{''.join(f'{kind:>9}' for kind in KINDS)}     error")
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         run = pool.map if len(targets) > 1 else map
-        for found in run(run_cases, targets, [arguments.only] * len(targets)):
+        options = [arguments.only] * len(targets), [arguments.caches] * len(targets)
+        for found in run(run_cases, targets, *options):
             for row in found:
                 print_row(row)
             rows += found
-            if found and not arguments.only:
+            if found and not arguments.only and arguments.caches is None:
                 machines.record(found[0].target, "executed", summary(found))
     if arguments.json:
         arguments.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Kernels of three lines, whose machine code chapter 94 reads: `python kernels/lessons.py FILE` pickles their launches.
+"""The kernels whose machine code chapter 94 reads: `python kernels/lessons.py FILE` pickles their launches.
 
 A process of its own, because one that has imported triton to interpret cannot compile.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import execute  # first: it chooses how triton is imported
+import merge_inside
 import torch
 import triton
 import triton.language as tl
@@ -41,30 +42,30 @@ def product(a_ptr, b_ptr, out_ptr):
 
 
 def lessons() -> None:
-    """One launch of each, and of `total` with two waves."""
-    numbers = torch.arange(128.0)
+    """One launch of each; `total` has two waves."""
     silu[(1,)](torch.linspace(-4, 5, 50), torch.zeros(50), 50, SIZE=64, num_warps=1)
-    total[(1,)](numbers[:64], torch.zeros(1), SIZE=64, num_warps=1)
-    total[(1,)](numbers, torch.zeros(1), SIZE=128, num_warps=2)
+    total[(1,)](torch.arange(128.0), torch.zeros(1), SIZE=128, num_warps=2)
     a, b = torch.arange(256).half().view(16, 16), torch.eye(16).half()
     product[(1,)](a, b, torch.zeros(16, 16), num_warps=1, matrix_instr_nonkdim=16)
 
 
-def record(target: str, row: str) -> dict[str, list[Launch]]:
-    """The launches before they ran, with what they are given: the lessons and a decode of 250 keys, launched as a row
-    of `TILE_CONFIGS` says."""
+def record(target: str) -> dict[str, list[Launch]]:
+    """The launches before they ran, with what they are given: the lessons, a decode of 250 keys, and rows that are merged
+    inside a kernel, or by a second one."""
     found = {}
     with triton.knobs.amd.scope():
         triton.knobs.amd.use_buffer_ops = False  # masked loads then change the execution mask
         with emulated(target, runs=False) as found["lessons"]:
             lessons()
-    architecture = patch.object(table, "architecture", lambda device: row)
+    architecture = patch.object(table, "architecture", lambda device: target)
     with architecture, emulated(target, runs=False) as found["decode"]:
         execute.attend("bf16", [(1, 250)])
+    for name, launch in (("inside", merge_inside.merge), ("after", merge_inside.merge_after)):
+        with emulated(target, runs=False) as found[name]:
+            launch()
     return found
 
 
 if __name__ == "__main__":
-    recorded = {target: record(target, target) for target in ("gfx942", "gfx1100", "gfx1201")}
-    recorded["gfx1201, launched as gfx1100"] = record("gfx1201", "gfx1100")
+    recorded = {target: record(target) for target in ("gfx942", "gfx1100", "gfx1201")}
     Path(sys.argv[1]).write_bytes(pickle.dumps(recorded))

@@ -14,10 +14,12 @@ Read it as the description of a machine, a room after the other:
     matrix      tiles spread over the lanes
     loads       instructions on memory: constants, LDS, global, buffer, scratch
     program     an instruction finds its room; a program runs from barrier to barrier
+    caches      what a wave sees of the others' stores; write-backs and invalidates
     group       the waves of a workgroup; a launch
     launch      in place of a GPU: Triton's launches on CPU tensors
 
 Four checks beyond the numbers: `bounds` (each access lies in an argument's storage), `late` (nothing is used that an
 earlier load has not been waited for), `race` (two waves, one word of LDS, no barrier), `unset` (what nobody wrote is
-NaN). What the machine does not know is a fault as well. It shows no times, no caches, no order between workgroups.
+NaN). What the machine does not know is a fault as well. Memory is flat and workgroups run one after the other, unless
+`caches=` asks for the caches of two dies or WGPs, and for workgroups that come between each other. It shows no times.
 """

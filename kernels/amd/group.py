@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .machine import ALL, TTMP, Wave
+from .caches import Caches
+from .machine import ALL, BARRIER, GIVE_WAY, TTMP, Wave
 from .memory import UNSET, Argument, Arguments, Bytes, Lds, unset
 from .program import Program, Watch, program_of
 from .text import Assembly
@@ -33,20 +35,45 @@ def start(w: Wave, assembly: Assembly, group: tuple[int, ...], kernarg: int) -> 
     w.s[first : first + len(numbers) + 1] = [*numbers, 0]  # at last where a wave's scratch begins: it has its own
 
 
+def turns(
+    program: Program, waves: list[Wave], counts: list[int], watch: Watch | None = None, strict: bool = True,
+    shuffle: Callable[[list[Wave]], None] | None = None,
+) -> Iterator[None]:  # fmt: skip
+    """Run a workgroup from barrier to barrier, and count; give way where another one may come between."""
+    while waves:
+        if shuffle:
+            shuffle(waves)
+        stops = []
+        for wave in waves:
+            while (stop := program.run(wave, counts, watch, strict)) == GIVE_WAY:
+                yield
+            stops.append(stop)
+        waves = [wave for wave, stop in zip(waves, stops, strict=True) if stop == BARRIER]
+        if waves:
+            waves[0].lds.barrier()
+
+
+def make_waves(
+    program: Program, group: tuple[int, ...], threads: int, views: Callable[[int], Any], kernarg: int, lds: int
+) -> list[Wave]:
+    """The waves of a workgroup before the first instruction; `views` gives each one its memory."""
+    lanes, count = program.target.lanes, threads // program.target.lanes
+    shared, private = Lds(lds, count), program.assembly.directives["private_segment_fixed_size"] * lanes
+    waves = [Wave(n, lanes, views(n), shared, Bytes(unset(private))) for n in range(count)]
+    for wave in waves:
+        start(wave, program.assembly, group, kernarg)
+    return waves
+
+
 def run_group(
     program: Program, group: tuple[int, ...], threads: int, memory: Arguments, kernarg: int, lds: int,
     watch: Watch | None = None, strict: bool = True,
 ) -> np.ndarray:  # fmt: skip
     """How often the waves of a workgroup executed each instruction."""
-    counts, lanes, directives = [0] * len(program.steps), program.target.lanes, program.assembly.directives
-    shared, private = Lds(lds, threads // lanes), directives["private_segment_fixed_size"] * lanes
-    waves = [Wave(n, lanes, memory, shared, Bytes(unset(private))) for n in range(threads // lanes)]
-    for wave in waves:
-        start(wave, program.assembly, group, kernarg)
+    counts, waves = [0] * len(program.steps), make_waves(program, group, threads, lambda n: memory, kernarg, lds)
     with np.errstate(all="ignore"):
-        while waves:
-            waves = [wave for wave in waves if program.run(wave, counts, watch, strict)]
-            shared.barrier()
+        for _ in turns(program, waves, counts, watch, strict):
+            pass
     return np.array(counts)
 
 
@@ -84,17 +111,28 @@ class Launch:
         pairs = zip(self.program.kinds, self.counts, strict=False)  # no counts if it has not run
         return sum((Counter({kind: int(n)}) for kind, n in pairs), Counter())
 
-    def run(self, change: Change | None = None, watch: Watch | None = None, strict: bool = True) -> Launch:
+    def run(
+        self, change: Change | None = None, watch: Watch | None = None, strict: bool = True, caches: int | None = None
+    ) -> Launch:
         """On the tensors' own memory. `change` may spoil the program, `watch` sees each instruction,
-        `strict=False` lets registers pass that have not come."""
+        `strict=False` lets registers pass that have not come, `caches` is the seed of an order of the workgroups on a
+        GPU that has caches."""
         program = change(self.program) if change else self.program
         packed = pack(program.assembly, [*self.values.values()], self.grid)
         known = [Argument("the arguments", packed.ctypes.data, packed.nbytes)]
         storages = {name: x.untyped_storage() for name, x in self.values.items() if hasattr(x, "data_ptr")}
         known += [Argument(name, storage.data_ptr(), storage.nbytes()) for name, storage in storages.items()]
-        memory = Arguments(known)
-        self.counts = sum(
-            run_group(program, (x, y, z), self.threads, memory, packed.ctypes.data, self.lds, watch, strict)
-            for z, y, x in itertools.product(*map(range, self.grid[::-1]))
-        )
+        memory, given = Arguments(known), (packed.ctypes.data, self.lds)
+        groups = [group[::-1] for group in itertools.product(*map(range, self.grid[::-1]))]
+        if caches is None:
+            found = (run_group(program, group, self.threads, memory, *given, watch, strict) for group in groups)
+            self.counts = sum(found)
+            return self
+        counts, machine, waiting = [0] * len(program.steps), Caches(program.target, memory, caches), []
+        for n, group in enumerate(groups):
+            waves = make_waves(program, group, self.threads, functools.partial(machine.view, n), *given)
+            waiting.append(turns(program, waves, counts, watch, strict, machine.random.shuffle))
+        with np.errstate(all="ignore"):
+            machine.run(waiting)
+        self.counts = np.array(counts)
         return self

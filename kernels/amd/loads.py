@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .machine import M0, SCALARS, Step, Wave
+from .caches import take_scope
+from .machine import GIVE_WAY, M0, SCALARS, Step, Wave
 from .memory import UNSET
 from .operands import read, register, scalar, to_register
 from .text import Instruction, Unknown
 
-SIZES = {"dword": 4, "dwordx2": 8, "dwordx4": 16, "dwordx8": 32, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
+SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "dwordx8": 32, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
          "b256": 32, "ushort": 2, "short": 2, "u16": 2, "b16": 2, "ubyte": 1, "u8": 1, "b8": 1}  # fmt: skip
 # CDNA's names and RDNA's: ds_read2st64_b32 is ds_load_2addr_stride64_b32, global_load_short_d16 global_load_d16_b16.
 FORM = re.compile(rf"([a-z]+)_(load|store|read|write)(2|_2addr)?(st64|_stride64)?_({'|'.join(SIZES)})")
@@ -34,9 +35,7 @@ def build(i: Instruction) -> Step | None:
         return build_scalar(i, size // 4)
     if is_load and i.take("th", "TH_LOAD_LU") not in ("TH_LOAD_LU", "TH_LOAD_NT"):  # for the cache: it was the last use
         raise Unknown(i.text)
-    if is_load and space == "global":
-        for cache in ("sc0", "sc1", "glc", "dlc", "scope"):  # it asks which caches may answer: here there are none
-            i.take(cache)
+    past = take_scope(i) if is_load and space == "global" else ()
     step = size * (64 if apart else 1)
     offsets = [i.take("offset0") * step, i.take("offset1") * step] if paired else [i.take("offset")]
     operands = [""] * to_lds + i.operands
@@ -45,13 +44,15 @@ def build(i: Instruction) -> Step | None:
     data, at, *others = operands
     i.take("offen")  # if not, the address is `off`
     places = [PLACES[space](at, others, offset, size) for offset in offsets]
+    places = [fresh(place, past, size) for place in places] if past else places
     counter, half = i.target.counters["LDS" if space == "ds" else "memory"], "h" if "_hi" in more else "l"
     if to_lds:
         return build_to_lds(places[0], size, offsets[0] * (space == "global"), counter)
     if is_load:
         return build_load(places, size, data, counter, f"b16.{half}" if "_d16" in more else "b32", "_tr_b16" in more)
     sources = [register(text).first for text in [data, *others[: len(places) - 1]]]
-    return build_store(places, size, sources, counter if i.target.is_cdna or space == "ds" else "", 16 * (half == "h"))
+    counter = counter if space == "ds" else i.target.counters["stores"]
+    return build_store(places, size, sources, counter, 16 * (half == "h"))
 
 
 def build_scalar(i: Instruction, words: int) -> Step:
@@ -78,6 +79,18 @@ def build_load(places: list[Place], size: int, to: str, counter: str, kind: str,
     return load
 
 
+def fresh(place: Place, levels: tuple[int, ...], size: int) -> Place:
+    """The same, but these caches do not answer."""
+
+    def refreshed(w: Wave) -> tuple[Any, np.ndarray, np.ndarray]:
+        memory, at, some = place(w)
+        if some.any():
+            memory.refresh(levels, at[some], size)
+        return memory, at, some
+
+    return refreshed
+
+
 def read_some(w: Wave, memory: Any, at: np.ndarray, some: np.ndarray, size: int) -> np.ndarray:
     """[words, lanes]; 0 where a lane has no address."""
     rows = np.zeros((max(1, size // 4), w.lanes), np.uint32)
@@ -93,21 +106,23 @@ def transpose(words: np.ndarray) -> np.ndarray:
 
 
 def build_store(places: list[Place], size: int, sources: list[int], counter: str, shift: int) -> Step:
-    """RDNA counts its stores to memory elsewhere, and nothing waits for them."""
+    """What must wait for it: others that use LDS, and with caches everybody. CDNA counts it among the loads."""
+    counts = counter not in ("vscnt", "storecnt")
 
     def store(w: Wave) -> None:
+        arrive = None
         for place, n in zip(places, sources, strict=True):
             memory, at, some = place(w)
             if some.any():
-                memory.write(at[some], w.v[n : n + max(1, size // 4)][:, some] >> shift, size)
-        if counter:
-            w.late(counter, frozenset(), lambda: None, "store")
+                arrive = memory.write(at[some], w.v[n : n + max(1, size // 4)][:, some] >> shift, size)
+        if counts or arrive:
+            w.late(counter, frozenset(), arrive or (lambda: None), "store")
 
     return store
 
 
 def build_atomic_add(i: Instruction) -> Step:
-    """Gives what was there before, lane after lane: workgroups run one after the other, so that nothing comes between."""
+    """Gives what was there before, lane after lane; nothing comes between."""
     if True not in (i.take("sc0"), i.take("glc"), i.take("th") == "TH_ATOMIC_RETURN"):
         raise Unknown("an atomic that returns nothing")
     i.take("scope")
@@ -115,13 +130,13 @@ def build_atomic_add(i: Instruction) -> Step:
     n, source, counter = register(to).first, register(data).first, i.target.counters["memory"]
     place = global_place(at, [base], i.take("offset"), 4)
 
-    def add(w: Wave) -> None:
+    def add(w: Wave) -> int | None:
         memory, at, some = place(w)
         before = np.zeros(w.lanes, np.uint32)
         for lane in np.flatnonzero(some):
-            before[lane] = memory.read(at[lane : lane + 1], 4)[0, 0]
-            memory.write(at[lane : lane + 1], (before[lane] + w.v[source, lane])[None, None], 4)
-        w.load(counter, n, [before])
+            before[lane] = memory.add(at[lane : lane + 1], int(w.v[source, lane]))
+        w.load(counter, n, [before], what="atomic")
+        return GIVE_WAY if memory.gives_way else None
 
     return add
 

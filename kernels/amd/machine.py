@@ -16,7 +16,7 @@ VCC, TTMP, M0, NULL, EXEC = 106, 108, 124, 125, 126  # scalar registers with a p
 ACCUMULATORS, SCALARS = 256, 512  # where the numbers of a0 and of s0 begin, in sets of registers
 ALL = 0xFFFFFFFF
 Step = Callable[["Wave"], "int | None"]  # what an instruction does; gives the number of the next, if not the following
-END, BARRIER = -1, -2  # in place of that number
+END, BARRIER, GIVE_WAY = -1, -2, -3  # in place of that number
 
 
 class Target(NamedTuple):
@@ -31,8 +31,8 @@ class Target(NamedTuple):
     def counters(self) -> dict[str, str]:
         """What counts accesses of a kind that are under way."""
         if self.is_rdna4:
-            return {"memory": "loadcnt", "LDS": "dscnt", "scalar": "kmcnt"}
-        return {"memory": "vmcnt", "LDS": "lgkmcnt", "scalar": "lgkmcnt"}
+            return {"memory": "loadcnt", "stores": "storecnt", "LDS": "dscnt", "scalar": "kmcnt"}
+        return {"memory": "vmcnt", "stores": "vmcnt" if self.is_cdna else "vscnt", "LDS": "lgkmcnt", "scalar": "lgkmcnt"}
 
 
 TARGETS = {name: Target(name, 64, is_cdna=True) for name in ("gfx90a", "gfx942", "gfx950")}
@@ -45,7 +45,7 @@ class Late(NamedTuple):
 
     registers: frozenset[int]  # that it will fill
     finish: Callable[[], None]
-    kind: str  # load, store, scalar
+    kind: str  # load, store, atomic, scalar
 
 
 class Wave:
@@ -101,7 +101,7 @@ class Wave:
         self.under_way[counter].append(Late(registers, finish, kind))
         self.busy |= registers
 
-    def load(self, counter: str, n: int, rows: list[np.ndarray], kind: str = "b32") -> None:
+    def load(self, counter: str, n: int, rows: list[np.ndarray], kind: str = "b32", what: str = "load") -> None:
         """`rows` for registers from n on, or for halves of them, when they are waited for."""
         active = self.active
         for i in range(len(rows)):
@@ -111,7 +111,7 @@ class Wave:
             for i, row in enumerate(rows):
                 self.put(kind, n + i, row, where=active)
 
-        self.late(counter, frozenset(range(n, n + len(rows))), finish)
+        self.late(counter, frozenset(range(n, n + len(rows))), finish, what)
 
     def wait(self, counter: str, left: int) -> None:
         """Until at most `left` accesses are under way. Those of lanes come in order, scalar ones in any order."""

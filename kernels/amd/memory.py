@@ -51,6 +51,8 @@ class Argument(Bytes):
 class Arguments:
     """All that a kernel may address. The check `bounds`: the lanes of an access meet in one argument's storage."""
 
+    gives_way = False  # to another workgroup
+
     def __init__(self, arguments: list[Argument]) -> None:
         self.arguments = [a for a in arguments if a.end > a.first]
 
@@ -73,6 +75,18 @@ class Arguments:
     def write(self, addresses: np.ndarray, words: np.ndarray, size: int) -> None:
         argument, at = self.find(addresses, size)
         argument.write(at, words, size)
+
+    def add(self, address: np.ndarray, number: int) -> int:
+        """What was there before."""
+        before = int(self.read(address, 4)[0, 0])
+        self.write(address, np.array([[before + number & 0xFFFFFFFF]], np.uint32), 4)
+        return before
+
+    def refresh(self, levels: tuple[int, ...], addresses: np.ndarray | None = None, size: int = 0) -> None:
+        """There are no caches."""
+
+    def write_back(self) -> None:
+        """The same."""
 
 
 class Lds(Bytes):

@@ -7,14 +7,14 @@ import functools
 import re
 from collections.abc import Callable
 
-from . import crosslane, loads, matrix, scalar, vector
-from .machine import BARRIER, SCALARS, Step, Wave
+from . import caches, crosslane, loads, matrix, scalar, vector
+from .machine import SCALARS, Step, Wave
 from .memory import Fault
 from .operands import used
 from .text import Assembly, Instruction, Unknown, read_assembly
 
 Watch = Callable[[Wave, int], None]  # before each instruction: the wave, and which one
-ROOMS = (matrix.build, crosslane.build, loads.build, vector.build)
+ROOMS = (matrix.build, crosslane.build, caches.build, loads.build, vector.build)
 KINDS = {"matrix": "v_mfma|v_wmma", "memory": "s_load|global|buffer|scratch", "LDS": "ds", "scalar": "s", "vector": "v"}
 MAX_JUMPS = 100_000  # of one wave, before it is called endless
 
@@ -55,8 +55,8 @@ class Program:
         is_load = ("_load" in i.name or i.name.startswith("ds_read")) and "d16" not in i.name
         return used([i.text] if " :: " in i.text else i.operands[is_load and "lds" not in i.modifiers :])
 
-    def run(self, w: Wave, counts: list[int], watch: Watch | None = None, strict: bool = True) -> bool:
-        """Until a barrier (True) or the end."""
+    def run(self, w: Wave, counts: list[int], watch: Watch | None = None, strict: bool = True) -> int:
+        """Until a barrier, the end, or where another workgroup may run."""
         steps, uses, pc, w.lds.wave = self.steps, self.used, w.pc, w.number
         try:
             while True:
@@ -72,7 +72,7 @@ class Program:
                     pc += 1
                 elif to < 0:
                     w.pc = pc + 1
-                    return to == BARRIER
+                    return to
                 else:
                     pc, w.jumps = to, w.jumps + 1
                     if w.jumps > MAX_JUMPS:

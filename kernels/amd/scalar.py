@@ -14,9 +14,8 @@ from .operands import read, scalar, set_scalar, signed
 from .text import Instruction, Unknown
 from .vector import look_up
 
-# What changes times, caches or what a debugger sees, but no result.
-WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_vscnt|waitcnt_depctr|delay_alu|clause|sendmsg|wait_alu|wait_storecnt)|"
-                            r"buffer_(gl0_inv|gl1_inv|inv|wbl2|wbinvl1|wbinvl1_vol)|global_(inv|wb)")  # fmt: skip
+# What changes times or what a debugger sees, but no result.
+WITHOUT_EFFECT = re.compile(r"v_nop|s_(nop|waitcnt_depctr|delay_alu|clause|sendmsg|wait_alu)")
 
 
 def extract(x: int, field: int) -> int:
@@ -136,11 +135,13 @@ def build_mask(f: Operation, form: str, operands: list[str]) -> Step:
 
 
 def build_wait(i: Instruction) -> Step:
-    """`s_waitcnt vmcnt(1) lgkmcnt(0)`; on RDNA 4 `s_wait_loadcnt_dscnt 0x100`, a byte for each."""
+    """`s_waitcnt vmcnt(1) lgkmcnt(0)`, `s_waitcnt_vscnt null, 0x0`; on RDNA 4 `s_wait_loadcnt_dscnt 0x100`, a byte each."""
     counts = [(counter, int(left)) for counter, left in re.findall(r"(\w+)\((\d+)\)", i.text)]
+    if i.name == "s_waitcnt_vscnt":
+        counts = [("vscnt", int(i.operands[1], 0))]
     if i.target.is_rdna4:
         names, left = i.name.removeprefix("s_wait_").split("_"), int(i.operands[0], 0)
-        counts = [(name, left >> 8 * n & 63) for n, name in enumerate(names[::-1]) if name != "storecnt"]
+        counts = [(name, left >> 8 * n & 63) for n, name in enumerate(names[::-1])]
     if not counts or not {counter for counter, _ in counts} <= {*i.target.counters.values()}:
         raise Unknown(i.text)
 

@@ -138,29 +138,13 @@ def test_narrow_loads_are_found(target: str) -> None:
         assert any("no 128-bit loads" in fault for fault in faults[kernel]), kernel
 
 
-WAITS = r"s_waitcnt_vscnt null, 0x0|s_wait_storecnt(_dscnt)? 0x0|s_waitcnt vmcnt\(0\)"
-SPOILED = {  # what the order of a program's stores, its add, and the loads behind it depends on
-    "nothing": ("", ""), "waits": (WAITS, "s_nop 0"), "barriers": (r"bar\.sync.*|s_barrier(_signal.*)?", "s_nop 0"),
-    "release": (r"buffer_wbl2 sc1|(?<=atom\.global\.gpu\.)acq_rel", "relaxed"),
-    "acquire": (r"buffer_(inv|gl1_inv|wbinvl1).*|global_inv scope:SCOPE_DEV|(?<=gpu\.)acq_rel", "s_nop 0"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("target", ["gfx942", "gfx1100", "gfx1201", "sm_90"])
-def test_adds_that_come_early_are_found(target: str) -> None:
-    """The last program to arrive merges what the others have stored: each wait, fence, and barrier before its atomic add
-    and behind it is needed. RDNA writes through to L2, and NVIDIA's threads wait at the barrier itself."""
-    result = run(f"""
-import re
-with tool.recorded({target!r}) as launches:
-    tool.attend(tool.LLAMA, "decode", "bf16", 16, "4 GiB")
-(name, kernel), = launches
-text = kernel.asm["ptx" if {target!r} == "sm_90" else "amdgcn"]
-texts = {{what: re.sub(*rule, text) if rule[0] else text for what, rule in {SPOILED!r}.items()}}
-result = {{what: tool.early_adds({target!r}, spoiled) for what, spoiled in texts.items()}}
-""")
-    none = {"gfx1100": {"release"}, "gfx1201": {"release"}, "sm_90": {"waits"}}.get(target, set())
-    assert result == {what: int(what != "nothing" and what not in none) for what in SPOILED}
+@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+def test_atomic_instructions_are_found(target: str) -> None:
+    """A kernel that merges inside is a fault, unless it is known to; `tests/kernels/test_fences.py` has what it needs then."""
+    launch = "import merge_inside; merge_inside.merge()"
+    (fault,) = faults_of(target, launch, "a merge")["merge_inside"]
+    assert fault == "1 atomic instructions in a kernel that is not in MERGES"
+    assert faults_of(target, f"tool.MERGES = ('merge_inside',); {launch}", "a merge") == {"merge_inside": []}
 
 
 def test_missing_matrix_instructions_are_found() -> None:

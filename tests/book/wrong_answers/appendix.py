@@ -44,7 +44,9 @@ def makespan(lens, T):
 def rows_for_arithmetic(weights, kv, bytes_per_second, flops_per_second):
     return int(2 * flops_per_second / bytes_per_second) + 1  # each sequence has its own keys and values
 # %% 94_machine_code 1
-holders = [0, 16, 32, 48]
-# %% 94_machine_code 2
 def place_of(lane, n):
     return n + 8 * (lane // 16), lane % 16
+# %% 94_machine_code 2
+place = 2  # behind the barrier: the other waves' stores are not waited for
+# %% 94_machine_code 2
+place = 5  # it is there already
