@@ -26,6 +26,8 @@ def unfit(config: EngineArgs) -> str | None:
     sizes = spec.hidden_size, spec.intermediate_size, spec.head_dim
     if any(size % 16 for size in sizes):
         return f"hidden, intermediate and head sizes {sizes} must be multiples of 16"
+    if spec.vocab_size < 4:
+        return f"a vocabulary of {spec.vocab_size} tokens must have at least 4"
     inputs = *sizes[:2], spec.num_attention_heads * spec.head_dim
     if type(spec) is Int8Spec and any(size % 32 for size in inputs):
         return f"in eight bits, the inputs {inputs} of layers must be multiples of 32"
