@@ -184,9 +184,9 @@ class LLM(ThreadSafe):
         start, end = seq.num_prompt_tokens, seq.num_prompt_tokens + num
         request.detokenizer.read(seq.token_ids, start, end)
         text = request.detokenizer.take()
-        tokens = seq.token_ids[start + request.num_sent : end]
-        if text:
-            request.num_sent += len(tokens)
+        is_sent = bool(text) or seq.is_finished  # else the tokens wait for their text
+        tokens = seq.token_ids[start + request.num_sent : end] if is_sent else []
+        request.num_sent += len(tokens)
         reason = output.finish_reason if output else None
         return TextPiece(index, text, tokens, seq.is_finished, reason, output)
 
