@@ -330,7 +330,8 @@ def read_prompts(prompts: Any) -> list[Any]:
     """One prompt or several, in any form, as a list of strings and lists of ids."""
     inner = unwrap(prompts)
     are_many = isinstance(inner, list | tuple)
-    return as_list([*map(unwrap, inner)] if are_many else inner)
+    are_ids = are_many and inner and isinstance(inner[0], int)  # perhaps a million
+    return as_list([*map(unwrap, inner)] if are_many and not are_ids else inner)
 
 # %% ../nbs/24_what_every_engine_does.ipynb #a93ea247
 def part_text(part: Any) -> str:

@@ -20,7 +20,7 @@ from .sequence import Sequence
 # %% auto #0
 __all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'StopSearch', 'RequestOutput', 'TextPiece',
            'load_tokenizer', 'InputOutputProcessor', 'Request', 'BYTES', 'byte_tokens', 'is_broken', 'is_whole', 'ByteDetokenizer',
-           'make_detokenizer']
+           'make_detokenizer', 'longest_token']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
 def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
@@ -291,15 +291,20 @@ class InputOutputProcessor:
         self.random = random.Random(seed)  # seeds for requests without one
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The token ids of a prompt; ValueError if it is not valid Unicode."""
+        """The token ids of a prompt; ValueError if it is not valid Unicode, or so long that
+        it cannot fit."""
         text.encode()  # raises for half of a surrogate pair
+        longest, most = longest_token(self.tokenizer), self.config.max_model_len or 0
+        wrong = f"prompt of {len(text)} characters: no token has more than {longest}, and it "
+        fits = not (longest and most) or len(text) <= 4 * longest * most
+        require(fits, f"{wrong}must fit max_model_len={most} tokens: shorten it")
         return self.tokenizer.encode(text, **options)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         size = self.config.spec.vocab_size
         bad = [i for i in ids if not 0 <= i < size][:1]
         limit = f"the vocabulary of {size} tokens"
-        require(not bad, f"token id {bad} in {name} is outside {limit}")
+        require(not bad, f"{name} has token id {bad}, which is outside {limit}")
 
     def _check_least(self, params: SamplingParams) -> None:
         """ValueError if no request can reach `min_tokens` tokens."""
@@ -321,6 +326,9 @@ class InputOutputProcessor:
         has_text = isinstance(prompt, str) or len(params.stop) > 0
         wrong = f"{self.config.model} has no tokenizer: pass token ids"
         require(self.tokenizer is not None or not has_text, wrong)
+        most = self.config.max_model_len or len(prompt)
+        wrong = f"prompt of {len(prompt)} tokens: it must fit max_model_len={most}"
+        require(isinstance(prompt, str) or len(prompt) <= most, f"{wrong}: shorten it")
         for stop in params.stop:
             stop.encode()  # as `encode` checks a prompt
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -511,3 +519,12 @@ def make_detokenizer(tokenizer: Any, stop: tuple[str, ...]) -> IncrementalDetoke
     """Make the detokenizer that this tokenizer needs."""
     kind = ByteDetokenizer if byte_tokens(tokenizer) else IncrementalDetokenizer
     return kind(tokenizer, stop)
+
+# %% ../nbs/24_what_every_engine_does.ipynb #24c0b002
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> int | None:
+    """The characters of the longest token; None if unknown ones have any length."""
+    unknown = 8 * "\U0010fffd"  # a character that no vocabulary has
+    if len(tokenizer.encode(unknown, add_special_tokens=False)) < len(unknown):
+        return None
+    return max(map(len, tokenizer.get_vocab()))
