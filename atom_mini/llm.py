@@ -132,11 +132,19 @@ class LLM(ThreadSafe):
                     self._readers[request.seq] = request.detokenizer
                 self.engine_core.add(request.seq)
 
+    def _check_lost(self, seqs: list[Sequence]) -> None:
+        """RuntimeError if one of `seqs` is not finished, once there is nothing to do."""
+        lost = [seq.id for seq in seqs if not seq.is_finished]
+        who = type(self.engine_core.scheduler).__name__
+        if lost:
+            raise RuntimeError(f"{who} has lost the unfinished requests {lost[:10]}")
+
     def _serve(self, seqs: list[Sequence]) -> bool:
         """Run a step; if all of `seqs` are finished, run none and return False."""
         with self._in_line():
-            if is_open := not all(s.is_finished for s in seqs):
-                self.step()
+            is_open = not all(s.is_finished for s in seqs)
+            if is_open and self.step() is None:
+                self._check_lost(seqs)
         self._give_way()
         return is_open
 
@@ -253,6 +261,8 @@ class LLM(ThreadSafe):
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> int:
         """Queue one prompt, for a loop that calls `step`; return the request id."""
+        is_prompt = isinstance(unwrap(prompt), str | list | tuple)
+        require(is_prompt, f"a prompt is text or token ids, not {type(prompt).__name__}")
         requests = self._prepare([prompt], sampling_params)
         wrong = f"n={len(requests)} with add_request: set n=1 and call it n times"
         require(len(requests) == 1, wrong)
@@ -361,4 +371,7 @@ def content_text(message: dict[str, Any]) -> str:
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a conversation, each with a string as its content."""
     texts = [*map(content_text, messages)]
+    bad = [m.get("role") for m in messages if not isinstance(m.get("role"), str)]
+    wrong = f"role={bad[:1]} of a chat message must be a string, such as 'user'"
+    require(not bad, wrong)
     return [m | {"content": text} for m, text in zip(messages, texts, strict=True)]

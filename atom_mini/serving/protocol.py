@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from ..checkpoint import shortened
 from ..config import SamplingParams
 from ..llm import check_template_options
 from ..refused import NOT_HERE
@@ -35,8 +36,8 @@ class ApiError(Exception):
         code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
-        self.param, self.code = param, code
+        self.status, self.message = status, shortened(message)
+        self.param, self.code = param and shortened(param, 100), code
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""

@@ -319,6 +319,12 @@ def test_a_wrong_field_is_a_400_that_names_it(served: Served, path: str, body: A
     complain(served.post(path, body), 400, param)
 
 
+@pytest.mark.parametrize("body", [{"x" * 10**6: 1}, X | {"seed": "9" * 10**6}, X | {"model": "m" * 10**6}, X | {"tools": "t" * 10**6}])
+def test_an_error_does_not_repeat_a_megabyte(served: Served, body: dict[str, Any]) -> None:
+    response = served.post(TEXT, body)
+    assert response.status_code in (400, 404) and len(response.content) < 3000
+
+
 def test_a_developer_message_is_a_system_message(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = served.engine.llm.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['role'] }}{{ messages[1]['role'] }}")
@@ -538,8 +544,9 @@ def test_shutdown_ends_unfinished_answers() -> None:
 
 @pytest.mark.parametrize(
     ("path", "body", "status"),
-    [(TEXT, X | {"n": 17}, 400), (TALK, CHAT | {"n": 17}, 400), (TEXT, X | {"prompt": ["x"] * 129}, 400), (TALK, CHAT | {"top_p": 2}, 400)],
-)
+    [(TEXT, X | {"n": 17}, 400), (TALK, CHAT | {"n": 17}, 400), (TEXT, X | {"prompt": ["x"] * 129}, 400),
+     (TALK, CHAT | {"top_p": 2}, 400)],
+)  # fmt: skip
 def test_a_refused_request_does_not_wait_for_the_tokenizer(
     served: Served, path: str, body: Any, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
