@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
@@ -261,8 +262,8 @@ class LLM(ThreadSafe):
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> int:
         """Queue one prompt, for a loop that calls `step`; return the request id."""
-        is_prompt = isinstance(unwrap(prompt), str | list | tuple)
-        require(is_prompt, f"a prompt is text or token ids, not {type(prompt).__name__}")
+        is_one_id = isinstance(prompt, Integral)
+        require(not is_one_id, f"prompt={prompt!r} is an int, not a list of token ids")
         requests = self._prepare([prompt], sampling_params)
         wrong = f"n={len(requests)} with add_request: set n=1 and call it n times"
         require(len(requests) == 1, wrong)

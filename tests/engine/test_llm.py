@@ -736,8 +736,9 @@ def test_bad_requests(llm: LLM) -> None:
 def test_no_error_repeats_a_megabyte(llm: LLM) -> None:
     long = "x" * 2**20
     for ask in (
-        lambda: LLM("tiny", device=long), lambda: LLM(long), lambda: LLM("tiny", **{long: 1}), lambda: SamplingParams(stop=[long, 1]),
-        lambda: LLM("tiny", speculative_config=long), lambda: llm.generate(long), lambda: llm.chat([{"role": long, "content": 5}]),
+        lambda: LLM("tiny", device=long), lambda: LLM(long), lambda: LLM("tiny", **{long: 1}),
+        lambda: SamplingParams(stop=[long, 1]), lambda: LLM("tiny", speculative_config=long), lambda: llm.generate(long),
+        lambda: llm.chat([{"role": long, "content": 5}]),
     ):  # fmt: skip
         with pytest.raises(ValueError) as info:
             ask()

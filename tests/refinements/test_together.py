@@ -207,7 +207,10 @@ def test_a_scheduler_derived_from_the_one_asked_for_is_used(
         assert [out.token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == plain
 
 
-@pytest.mark.parametrize("wrong", [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5, 0, False, print, np.ones(2)], ids=repr)
+NO_SCHEDULERS = [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5, 0, False, print, np.ones(2)]
+
+
+@pytest.mark.parametrize("wrong", NO_SCHEDULERS, ids=repr)
 def test_what_is_not_a_scheduler_is_refused(wrong: Any) -> None:
     for kind in (Config, EngineArgs):
         with pytest.raises(ValueError, match="scheduler_cls"):
@@ -235,9 +238,12 @@ def test_a_scheduler_that_is_called_otherwise_is_refused() -> None:
         EngineArgs("tiny", device="cpu", scheduler_cls=TakesNothing)
 
 
-@pytest.mark.parametrize(("own", "says"), [(Loses, "Loses has lost the unfinished requests"), (Idle, "Idle.schedule plans no step")])
+FAILING = [(Loses, "Loses has lost the unfinished requests"), (Idle, "Idle.schedule plans no step")]
+
+
+@pytest.mark.parametrize(("own", "says"), FAILING)
 def test_a_scheduler_that_fails_is_named(own: type[Scheduler], says: str) -> None:
-    """And nobody waits for ever."""
+    """No caller waits forever."""
     with LLM("tiny", device="cpu", num_kvcache_blocks=50, scheduler_cls=own) as llm:
         for ask in (lambda: llm.generate("1 + 1 =", GREEDY), lambda: [*llm.stream("1 + 1 =", GREEDY)]):
             with pytest.raises(RuntimeError, match=says):
