@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,14 +14,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 # %% auto #0
-__all__ = ['WANTED', 'COPIED', 'Reader', 'SAMPLING', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec', 'read_rope',
-           'read_spec', 'check_supported', 'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
+__all__ = ['WANTED', 'COPIED', 'Reader', 'SAMPLING', 'shortened', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec',
+           'read_rope', 'read_spec', 'check_supported', 'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
+def shortened(message: str, most: int = 2000) -> str:
+    """`message`, without its middle if it repeats a very long value."""
+    half = most // 2
+    return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError(message) unless `condition` holds: for a user's mistakes."""
     if not condition:
-        raise ValueError(message)
+        raise ValueError(shortened(message))
 
 
 def install(extra: str) -> str:
@@ -49,7 +56,7 @@ def resolve_model(model: str) -> Path:
     """
     if model == "tiny":
         return Path(str(files("atom_mini"))) / "tiny"
-    if Path(model).is_dir():
+    if os.path.isdir(model):  # False for a name that is too long
         return Path(model)
     from huggingface_hub import snapshot_download
 

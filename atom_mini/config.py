@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, field, replace
+from inspect import signature
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -198,10 +199,15 @@ class Config:
         from atom_mini.scheduler import BaseScheduler
 
         base = self.base_scheduler()
-        own = self.scheduler_cls or base
+        own = base if self.scheduler_cls is None else self.scheduler_cls
         good = isinstance(own, type) and issubclass(own, BaseScheduler)
         what = f"scheduler_cls={own!r} must be a subclass of BaseScheduler"
         require(good, f"{what}, or 'module:Class'")
+        try:
+            signature(own).bind(self)
+        except TypeError as error:
+            wrong = f"scheduler_cls={own.__name__} must be called with the config alone"
+            raise ValueError(f"{wrong}, as BaseScheduler is: {error}") from None
         usual = (None, False, 0, "atom")
         asked = [n for n in self.scheduler_options if getattr(self, n) not in usual]
         what = f"scheduler_cls={own.__name__} does not know {' and '.join(asked)}"

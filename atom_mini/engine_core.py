@@ -111,13 +111,20 @@ class EngineCore:
     ) -> None:
         """Called with the output of a batch before the scheduler records it."""
 
+    def check_finished(self) -> None:
+        """RuntimeError if the scheduler plans no step although requests are left."""
+        who, scheduler = type(self.scheduler).__name__, self.scheduler
+        count = len(scheduler.waiting) + len(scheduler.running)
+        if not self.is_finished():
+            raise RuntimeError(f"{who}.schedule plans no step, and {count} requests are left")
+
     def step(self) -> StepOutput | None:
         """Run one step; None if there is nothing to do."""
         with self.transaction():
             start = time.perf_counter()
             scheduled = self.scheduler.schedule()
             if scheduled is None:
-                assert self.is_finished(), "a step schedules something, or all is finished"
+                self.check_finished()
                 return None
             seqs = list(scheduled[1].values())
             batch = self.before_step(scheduled[0], seqs)

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
@@ -132,11 +133,19 @@ class LLM(ThreadSafe):
                     self._readers[request.seq] = request.detokenizer
                 self.engine_core.add(request.seq)
 
+    def _check_lost(self, seqs: list[Sequence]) -> None:
+        """RuntimeError if one of `seqs` is not finished, once there is nothing to do."""
+        lost = [seq.id for seq in seqs if not seq.is_finished]
+        who = type(self.engine_core.scheduler).__name__
+        if lost:
+            raise RuntimeError(f"{who} has lost the unfinished requests {lost[:10]}")
+
     def _serve(self, seqs: list[Sequence]) -> bool:
         """Run a step; if all of `seqs` are finished, run none and return False."""
         with self._in_line():
-            if is_open := not all(s.is_finished for s in seqs):
-                self.step()
+            is_open = not all(s.is_finished for s in seqs)
+            if is_open and self.step() is None:
+                self._check_lost(seqs)
         self._give_way()
         return is_open
 
@@ -184,9 +193,9 @@ class LLM(ThreadSafe):
         start, end = seq.num_prompt_tokens, seq.num_prompt_tokens + num
         request.detokenizer.read(seq.token_ids, start, end)
         text = request.detokenizer.take()
-        tokens = seq.token_ids[start + request.num_sent : end]
-        if text:
-            request.num_sent += len(tokens)
+        is_sent = bool(text) or seq.is_finished  # else the tokens wait for their text
+        tokens = seq.token_ids[start + request.num_sent : end] if is_sent else []
+        request.num_sent += len(tokens)
         reason = output.finish_reason if output else None
         return TextPiece(index, text, tokens, seq.is_finished, reason, output)
 
@@ -253,6 +262,8 @@ class LLM(ThreadSafe):
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> int:
         """Queue one prompt, for a loop that calls `step`; return the request id."""
+        is_one_id = isinstance(prompt, Integral)
+        require(not is_one_id, f"prompt={prompt!r} is an int, not a list of token ids")
         requests = self._prepare([prompt], sampling_params)
         wrong = f"n={len(requests)} with add_request: set n=1 and call it n times"
         require(len(requests) == 1, wrong)
@@ -330,7 +341,8 @@ def read_prompts(prompts: Any) -> list[Any]:
     """One prompt or several, in any form, as a list of strings and lists of ids."""
     inner = unwrap(prompts)
     are_many = isinstance(inner, list | tuple)
-    return as_list([*map(unwrap, inner)] if are_many else inner)
+    are_ids = are_many and inner and isinstance(inner[0], int)  # perhaps a million
+    return as_list([*map(unwrap, inner)] if are_many and not are_ids else inner)
 
 # %% ../nbs/24_what_every_engine_does.ipynb #a93ea247
 def part_text(part: Any) -> str:
@@ -360,4 +372,7 @@ def content_text(message: dict[str, Any]) -> str:
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a conversation, each with a string as its content."""
     texts = [*map(content_text, messages)]
+    bad = [m.get("role") for m in messages if not isinstance(m.get("role"), str)]
+    wrong = f"role={bad[:1]} of a chat message must be a string, such as 'user'"
+    require(not bad, wrong)
     return [m | {"content": text} for m, text in zip(messages, texts, strict=True)]

@@ -26,7 +26,8 @@ __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linea
 # %% ../nbs/06a_models.ipynb #26db5f50
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
     """Radians per token of each pair [dim / 2], and a factor on cos and sin."""
-    freqs = spec.rope["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
+    powers = spec.rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
+    freqs = 1 / powers  # rounded as in transformers; theta ** -x is not
     return scale_frequencies(freqs, spec.rope, dim)
 
 # %% ../nbs/06a_models.ipynb #b9bf14ea

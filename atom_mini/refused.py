@@ -13,6 +13,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ValidationError
 
+from .checkpoint import shortened
+
 # %% auto #0
 __all__ = ['LIMITS', 'NOT_HERE', 'Options', 'limits_of', 'no_such_option', 'describe', 'explained']
 
@@ -117,7 +119,7 @@ def explained(cls: type[Options]) -> type[Options]:
         try:
             check(self, *args, **given)
         except ValidationError as error:
-            raise ValueError(describe(error, cls, given)) from None
+            raise ValueError(shortened(describe(error, cls, given))) from None
 
     cls.__init__ = __init__  # type: ignore[assignment, method-assign]
     return cls

@@ -18,8 +18,9 @@ from .config import Config, SamplingParams
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'RequestOutput', 'TextPiece', 'load_tokenizer',
-           'InputOutputProcessor', 'Request', 'byte_tokens', 'ByteDetokenizer', 'make_detokenizer']
+__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'StopSearch', 'RequestOutput', 'TextPiece',
+           'load_tokenizer', 'InputOutputProcessor', 'Request', 'BYTES', 'byte_tokens', 'is_broken', 'is_whole', 'ByteDetokenizer',
+           'make_detokenizer', 'longest_token']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
 def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
@@ -42,6 +43,10 @@ class Progress(NamedTuple):
     stopped: str | None = None  # the stop string that was reached
     is_done: bool = False  # the text is complete
     free: int = 0  # no stop string may end within this many first characters
+    searched: int = 0  # characters that were searched for stop strings
+    matched: tuple[int, ...] = ()  # of each stop string: what they end with, in letters
+    run: int = 0  # byte tokens of an open run; -1: it is broken
+    start: Progress | None = None  # the progress where the open run began
 
 
 class IncrementalDetokenizer:
@@ -56,8 +61,8 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
-        self.reach = max(map(len, stop), default=1) - 1  # how far back a stop may begin
-        self.progress = Progress()
+        self.searches = [StopSearch(text) for text in stop]
+        self.progress = Progress(matched=(0,) * len(stop))
         self._buffer = StringIO()
         self._taken = 0  # characters that `take` has returned
 
@@ -74,7 +79,7 @@ class IncrementalDetokenizer:
     @property
     def text(self) -> str:
         """The text that no later token can change."""
-        return self._part(0, self.progress.size)
+        return self._part(0, (self.progress.start or self.progress).size)
 
     def _news(self, progress: Progress) -> str:
         """The new text in the window; empty if a later token can change it."""
@@ -82,18 +87,22 @@ class IncrementalDetokenizer:
         is_whole = text.startswith(progress.alone) and not text.endswith("\ufffd")
         return text[len(progress.alone) :] if is_whole else ""
 
+    def _searched(self, progress: Progress) -> tuple[Progress, bool]:
+        """The progress once its text is searched, and whether a stop string ends there."""
+        text = self._part(progress.searched, progress.size)
+        free = progress.free - progress.searched
+        pairs = zip(self.searches, progress.matched, strict=True)
+        found = [search.read(num, text, free) for search, num in pairs]
+        matched = tuple(num for num, _ in found)
+        progress = progress._replace(searched=progress.size, matched=matched)
+        return progress, any(is_found for _, is_found in found)
+
     def _hits(self, text: str, free: int) -> list[tuple]:
         """(end, start, stop string) of the stop strings that end in `text` after its first
         `free` characters."""
         starts = [(max(0, free + 1 - len(s)), s) for s in self.stop]
         found = [(text.find(s, start), s) for start, s in starts]
         return [(at + len(s), at, s) for at, s in found if at >= 0]
-
-    def _has_stop(self, progress: Progress, news: str) -> bool:
-        """Whether a stop string ends in the new text."""
-        start = max(0, progress.size - self.reach)
-        recent = self._part(start, progress.size) + news
-        return bool(self._hits(recent, progress.free - start))
 
     def _whole(self, ids: list[int]) -> Progress:
         """The final progress: the text of all `ids`, up to the first stop string."""
@@ -106,24 +115,52 @@ class IncrementalDetokenizer:
     def _moved(self, progress: Progress, news: str) -> Progress:
         """Write the new text; return a progress with the held tokens as the context."""
         window, first = progress.context + progress.held, len(progress.context)
-        while not (alone := decode(self.tokenizer, window[first:])):
+        alone, whole = decode(self.tokenizer, window[first:]), progress.alone + news
+        while not (alone and whole.endswith(alone)):
             first -= 1
+            alone = decode(self.tokenizer, window[first:])
         size = self._write(progress.size, news)
-        return Progress(progress.num, size, window[first:], alone)
+        return progress._replace(size=size, context=window[first:], alone=alone, held=())
+
+    def _is_silent(self, id: int) -> bool:
+        """Whether a token has no text: twice, because a decoder may drop a first space."""
+        return not decode(self.tokenizer, (id, id))
+
+    def _shortened(self, progress: Progress) -> Progress:
+        """The progress with only the last held tokens, if those before them are final."""
+        context, held = progress.context, progress.held
+        whole = decode(self.tokenizer, context + held)
+        for at in range(len(held) - 4, 0, -1):
+            first = decode(self.tokenizer, context + held[:at])
+            fits = first + decode(self.tokenizer, held[at:]) == whole
+            if fits and first.startswith(progress.alone) and first != progress.alone:
+                news = first[len(progress.alone) :]
+                moved = self._moved(progress._replace(held=held[:at]), news)
+                return moved._replace(held=held[at:])
+        return progress
+
+    def _grown(self, progress: Progress, id: int) -> Progress:
+        """The progress after one more token, whose text is not searched yet."""
+        held = (*progress.held, id)
+        more = progress._replace(num=progress.num + 1, held=held)
+        if news := self._news(more):
+            return self._moved(more, news)
+        if self._is_silent(id):
+            return more._replace(held=progress.held)
+        return more if len(held) % 8 else self._shortened(more)
 
     def _after(self, ids: list[int], start: int) -> Progress:
         """The progress after the next one of the tokens `ids[start:]`."""
-        num = self.progress.num + 1
-        held = (*self.progress.held, ids[start + num - 1])
-        progress = self.progress._replace(num=num, held=held)
-        news = self._news(progress)
-        if not news:
+        progress = self._grown(self.progress, ids[start + self.progress.num])
+        is_free = progress.num <= self.min_tokens
+        if is_free:
+            progress = progress._replace(free=progress.size)
+        if not self.stop or progress.held:
             return progress
-        if num > self.min_tokens and self._has_stop(progress, news):
-            return self._whole(ids[start : start + num])
-        moved = self._moved(progress, news)
-        is_free = num <= self.min_tokens
-        return moved._replace(free=moved.size if is_free else progress.free)
+        progress, is_found = self._searched(progress)
+        if is_found and not is_free:
+            return self._whole(ids[start : start + progress.num])
+        return progress
 
     def read(
         self, ids: list[int], start: int = 0, end: int | None = None
@@ -144,18 +181,47 @@ class IncrementalDetokenizer:
 
     def num_shown(self) -> int:
         """The number of characters to show: those in which no stop string can begin."""
-        size = self.progress.size
-        if self.progress.is_done:
-            return size
-        end = self._part(size - self.reach, size)
-        begun = (k for s in self.stop for k in range(1, len(s)) if end.endswith(s[:k]))
-        return size - max(begun, default=0)
+        progress = self.progress.start or self.progress
+        if progress.is_done or not self.stop:
+            return progress.size
+        return progress.searched - max(progress.matched)
 
     def take(self) -> str:
         """The text that a stream may show since the last call."""
         piece = self._part(self._taken, self.num_shown())
         self._taken += len(piece)
         return piece
+
+# %% ../nbs/09b_text.ipynb #53d9ee0a
+class StopSearch:
+    """Searches a text for one stop string, and reads each of its letters once."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.shorter = [0, 0]  # matched letters -> the next shorter match
+
+    def _fall_back(self, num: int) -> int:
+        """The next shorter match after `num` letters. The table grows on demand."""
+        for n in range(len(self.shorter), num + 1):
+            self.shorter.append(self.next(self.shorter[-1], self.stop[n - 1]))
+        return self.shorter[num]
+
+    def next(self, num: int, letter: str) -> int:
+        """How many letters are matched after one more, if `num` were before it."""
+        while num == len(self.stop) or (num and self.stop[num] != letter):
+            num = self._fall_back(num)
+        return num + (self.stop[num] == letter)
+
+    def read(self, num: int, text: str, free: int) -> tuple[int, bool]:
+        """(letters matched after `text`, if `num` were before it; whether the stop string
+        ends in `text` after its first `free` letters)."""
+        if num == 0 and self.stop[0] not in text:
+            return 0, False
+        is_found = False
+        for i, letter in enumerate(text):
+            num = self.next(num, letter)
+            is_found |= num == len(self.stop) and i >= free
+        return num, is_found
 
 # %% ../nbs/09b_text.ipynb #c4a7346c
 @dataclass(frozen=True)
@@ -225,15 +291,20 @@ class InputOutputProcessor:
         self.random = random.Random(seed)  # seeds for requests without one
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """The token ids of a prompt; ValueError if it is not valid Unicode."""
+        """The token ids of a prompt; ValueError if it is not valid Unicode, or so long that
+        it cannot fit."""
         text.encode()  # raises for half of a surrogate pair
+        longest, most = longest_token(self.tokenizer), self.config.max_model_len or 0
+        wrong = f"prompt of {len(text)} characters: no token has more than {longest}, and it "
+        fits = not (longest and most) or len(text) <= 4 * longest * most
+        require(fits, f"{wrong}must fit max_model_len={most} tokens: shorten it")
         return self.tokenizer.encode(text, **options)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         size = self.config.spec.vocab_size
         bad = [i for i in ids if not 0 <= i < size][:1]
         limit = f"the vocabulary of {size} tokens"
-        require(not bad, f"token id {bad} in {name} is outside {limit}")
+        require(not bad, f"{name} has token id {bad}, which is outside {limit}")
 
     def _check_least(self, params: SamplingParams) -> None:
         """ValueError if no request can reach `min_tokens` tokens."""
@@ -255,6 +326,9 @@ class InputOutputProcessor:
         has_text = isinstance(prompt, str) or len(params.stop) > 0
         wrong = f"{self.config.model} has no tokenizer: pass token ids"
         require(self.tokenizer is not None or not has_text, wrong)
+        most = self.config.max_model_len or len(prompt)
+        wrong = f"prompt of {len(prompt)} tokens: it must fit max_model_len={most}"
+        require(isinstance(prompt, str) or len(prompt) <= most, f"{wrong}: shorten it")
         for stop in params.stop:
             stop.encode()  # as `encode` checks a prompt
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -357,13 +431,32 @@ def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason
 
 # %% ../nbs/24_what_every_engine_does.ipynb #bfc6556e
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
 @lru_cache(maxsize=8)
-def byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """The ids of `<0x00>` to `<0xFF>`; empty if the tokenizer has no byte tokens."""
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    ids: Any = getattr(tokenizer, "convert_tokens_to_ids", lambda names: [None])(names)
-    known = None not in ids and tokenizer.convert_ids_to_tokens(ids) == names
-    return frozenset(ids if known and decode(tokenizer, ids[-1:]) == "\ufffd" else [])
+def byte_tokens(tokenizer: Any) -> dict[int, int]:
+    """The bytes of the tokens `<0x00>` to `<0xFF>`, by id; empty if a tokenizer has none,
+    or does not decode a run of them as a whole."""
+    ids: Any = getattr(tokenizer, "convert_tokens_to_ids", lambda names: [None])(BYTES)
+    if None in ids or tokenizer.convert_ids_to_tokens(ids) != BYTES:
+        return {}
+    broken = decode(tokenizer, [ids[0xC3], ids[0xA9], ids[0xFF]])  # "é" and no byte of one
+    return {id: byte for byte, id in enumerate(ids)} if broken == 3 * "\ufffd" else {}
+
+
+def is_broken(run: bytes) -> bool:
+    """Whether no more bytes can make `run` whole characters."""
+    try:
+        run.decode()
+    except UnicodeDecodeError as error:
+        return error.reason != "unexpected end of data"
+    return False
+
+
+def is_whole(run: bytes) -> bool:
+    """Whether `run` consists of whole characters."""
+    return run.decode("utf-8", errors="ignore").encode() == run
 
 
 class ByteDetokenizer(IncrementalDetokenizer):
@@ -372,28 +465,66 @@ class ByteDetokenizer(IncrementalDetokenizer):
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         super().__init__(tokenizer, stop)
         self.bytes = byte_tokens(tokenizer)
+        ids = {byte: id for id, byte in self.bytes.items()}
+        self.halves, self.never = (ids[0xC3], ids[0xA9]), ids[0xFF]
 
-    def _is_open(self, window: tuple[int, ...]) -> bool:
-        """Whether one more broken byte would change the text of `window`."""
-        broken = self.tokenizer.convert_tokens_to_ids("<0xFF>")
-        text = decode(self.tokenizer, window)
-        return decode(self.tokenizer, (*window, broken)) != text + "\ufffd"
+    def _unfinished(self, progress: Progress) -> bytes:
+        """The held bytes of the open run."""
+        return bytes(self.bytes[id] for id in progress.held[-progress.run :])
 
-    def _moved(self, progress: Progress, news: str) -> Progress:
-        """As in the base class, but the tokens of an open run stay in the window."""
-        window = progress.context + progress.held
-        if not self.bytes.isdisjoint(progress.held) and self._is_open(window):
-            return progress
-        return super()._moved(progress, news)
+    def _is_silent(self, id: int) -> bool:
+        """Whether a token has no text and does not end a run."""
+        first, second = self.halves
+        return id not in self.bytes and decode(self.tokenizer, (first, id, second)) == "é"
 
-    def _news(self, progress: Progress) -> str:
-        """As in the base class, but empty within a run if there are no stop strings."""
-        if progress.held[-1] in self.bytes and not self.stop:
-            return ""
-        return super()._news(progress)
+    def _shortened(self, progress: Progress) -> Progress:
+        """As in the base class, but bytes of one character stay together."""
+        is_open = progress.run > 0 and not is_whole(self._unfinished(progress))
+        return progress if is_open else super()._shortened(progress)
+
+    def _broken(self, progress: Progress) -> Progress:
+        """The progress with a � for each byte of the open run; the last one is held."""
+        begun, text = progress.start or progress, (progress.run - 1) * "\ufffd"
+        whole = decode(self.tokenizer, (*begun.context, *begun.held, self.never))
+        size = self._write(begun.size, whole[len(begun.alone) : -1] + text)
+        last = (self.never,)
+        begun = begun._replace(context=last, alone="\ufffd", held=last, run=-1)
+        free = min(progress.free, size)
+        return begun._replace(num=progress.num, size=size, free=free)
+
+    def _in_run(self, progress: Progress, id: int) -> Progress:
+        """The progress after one more byte."""
+        if progress.run < 0:
+            size = self._write(progress.size, "\ufffd")
+            return progress._replace(num=progress.num + 1, size=size)
+        start = progress.start or progress
+        progress = progress._replace(start=start, run=progress.run + 1)
+        more = progress._replace(num=progress.num + 1, held=(*progress.held, id))
+        if is_broken(self._unfinished(more)):
+            return self._broken(more)
+        return super()._grown(progress, id)
+
+    def _grown(self, progress: Progress, id: int) -> Progress:
+        """As in the base class; in an open run, `start` keeps what is certain."""
+        if id in self.bytes:
+            return self._in_run(progress, id)
+        if progress.run and self._is_silent(id):
+            return progress._replace(num=progress.num + 1)
+        if progress.run > 0 and not is_whole(self._unfinished(progress)):
+            progress = self._broken(progress)
+        return super()._grown(progress._replace(run=0, start=None), id)
 
 # %% ../nbs/24_what_every_engine_does.ipynb #0278c11b
 def make_detokenizer(tokenizer: Any, stop: tuple[str, ...]) -> IncrementalDetokenizer:
     """Make the detokenizer that this tokenizer needs."""
     kind = ByteDetokenizer if byte_tokens(tokenizer) else IncrementalDetokenizer
     return kind(tokenizer, stop)
+
+# %% ../nbs/24_what_every_engine_does.ipynb #24c0b002
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Any) -> int | None:
+    """The characters of the longest token; None if unknown ones have any length."""
+    unknown = 8 * "\U0010fffd"  # a character that no vocabulary has
+    if len(tokenizer.encode(unknown, add_special_tokens=False)) < len(unknown):
+        return None
+    return max(map(len, tokenizer.get_vocab()))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -26,27 +27,36 @@ def unfit(config: EngineArgs) -> str | None:
     sizes = spec.hidden_size, spec.intermediate_size, spec.head_dim
     if any(size % 16 for size in sizes):
         return f"hidden, intermediate and head sizes {sizes} must be multiples of 16"
+    if spec.vocab_size < 4:
+        return f"a vocabulary of {spec.vocab_size} tokens must have at least 4"
     inputs = *sizes[:2], spec.num_attention_heads * spec.head_dim
     if type(spec) is Int8Spec and any(size % 32 for size in inputs):
         return f"in eight bits, the inputs {inputs} of layers must be multiples of 32"
     return None
 
 
+def remedy() -> str | None:
+    """What lets Numba compile here; None if it can. Does not import it."""
+    if find_spec("numba") is None:
+        return install("cpu")
+    is_off = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+    return "unset NUMBA_DISABLE_JIT" if is_off else None
+
+
 def why_not(config: EngineArgs) -> str | None:
     """Why the decode cannot be compiled here; None if it can."""
-    if find_spec("numba") is None:
-        return f"Numba is not installed: {install('cpu')}"
-    return unfit(config)
+    how = remedy()
+    return unfit(config) if how is None else f"Numba cannot compile here: {how}"
 
 # %% auto #0
-__all__ = ['unfit', 'why_not', 'say_slower', 'decide_compiled']
+__all__ = ['unfit', 'remedy', 'why_not', 'say_slower', 'decide_compiled']
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #7bae59a3
 @cache
 def say_slower() -> None:
     """Print, once, what would make the decode faster."""
-    hint = f"{install('cpu')} to compile it"
-    print(f"decode runs in torch, which is slower: {hint}", file=sys.stderr)
+    what = "decode runs in torch, which is slower"
+    print(f"{what}: {remedy()} to compile it", file=sys.stderr)
 
 
 def decide_compiled(config: EngineArgs) -> None:

@@ -6,36 +6,69 @@
 from __future__ import annotations
 
 import os
+import warnings
+from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, models, register_model
 
 # %% auto #0
-__all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'ROWS', 'tile', 'tile_of_one', 'AHEAD', 'kernel',
-           'Vector', 'VectorModel', 'pointer', 'load', 'call', 'fma', 'broadcast', 'sum_lanes', 'fma_four', 'store_four',
-           'prefetch', 'make_tile', 'multiply_row', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece', 'SHORTS',
-           'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums', 'add_four',
-           'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces', 'linear', 'exp2',
-           'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair', 'store_pair',
-           'add_values', 'softmax', 'attend_group', 'attend', 'Weights', 'embed', 'scales_at', 'decode_step', 'add_tile',
-           'add_product', 'turn', 'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
+__all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'ROWS', 'tile', 'tile_of_one', 'AHEAD', 'warn_once',
+           'KeptCode', 'kernel', 'Vector', 'VectorModel', 'pointer', 'load', 'call', 'fma', 'broadcast', 'sum_lanes', 'fma_four',
+           'store_four', 'prefetch', 'make_tile', 'multiply_row', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece',
+           'SHORTS', 'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums',
+           'add_four', 'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces',
+           'linear', 'exp2', 'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair',
+           'store_pair', 'add_values', 'softmax', 'attend_group', 'attend', 'Weights', 'embed', 'scales_at', 'decode_step',
+           'add_tile', 'add_product', 'turn', 'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #daa46cbf
+@cache
+def warn_once(why: str) -> None:
+    """Warn that compiled code is not kept, or was not found."""
+    wrong = f"Numba's cache cannot be used ({why}), so each start compiles for seconds"
+    warnings.warn(f"{wrong}: set NUMBA_CACHE_DIR to another folder", stacklevel=2)
+
+
+class KeptCode(FunctionCache):
+    """The machine code of a function on disk. A file that cannot be read or written
+    costs time, not the engine."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # a damaged file may raise anything
+            warn_once(f"a file in {self.cache_path} is damaged")
+            with suppress(OSError):
+                self.flush()  # replaces the index
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception:
+            warn_once(f"{self.cache_path} cannot be written to")
+
+
 def kernel(function: Any) -> Any:
     """`function`, compiled at its first call, or found in Numba's cache on disk."""
-    is_kept = function.__module__ != "__main__"  # no cache for a notebook's cells
-    try:
-        return njit(cache=is_kept, **OPTIONS)(function)
-    except RuntimeError:  # no folder is writable
-        return njit(**OPTIONS)(function)
+    compiled = njit(**OPTIONS)(function)
+    if function.__module__ != "__main__":  # no cache for a notebook's cells
+        try:
+            compiled._cache = KeptCode(function)  # private
+        except RuntimeError:
+            warn_once("no folder is writable")
+    return compiled
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #3af09149
 FEATURES = os.environ.get("NUMBA_CPU_FEATURES") or get_host_cpu_features().flatten()

@@ -33,7 +33,8 @@ def int8_spec(spec: Any) -> Int8Spec:
     """`spec` with layers in eight bits. ValueError if it has others, or is stored in
     fewer bits already."""
     storage = getattr(spec, "storage", None)
-    is_plain = type(spec) is ModelSpec or spec.model_type in DENSE
+    is_ours = type(spec).model_class.__module__.startswith("atom_mini.")  # not a user's
+    is_plain = type(spec) is ModelSpec or (spec.model_type in DENSE and is_ours)
     what = f"quantization='int8' does not support the layers of {spec.model_type!r}"
     require(is_plain, f"{what}, only those of Qwen3, Qwen2, and Llama: leave it out")
     is_whole = not any(getattr(spec, "windows", ()))

@@ -138,7 +138,7 @@ class OverlapCore(EngineCore):
             while len(self.in_flight) < 2 and (scheduled := self.scheduler.schedule()):
                 self._launch(scheduled[0], list(scheduled[1].values()))
             if not self.in_flight:
-                assert self.is_finished(), "a step schedules something, or all is finished"
+                self.check_finished()
                 return None
             batch, seqs, wait = self.in_flight.popleft()
             output = wait()

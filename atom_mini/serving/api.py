@@ -65,12 +65,12 @@ class JsonResponse(Response):
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body. ApiError if it exceeds `limit` bytes; ClientDisconnect."""
-    data = b""
+    data = bytearray()
     async for part in request.stream():
         data += part
         if len(data) > limit:
             raise ApiError(413, f"the body exceeds max_body={limit} bytes: send less")
-    return data
+    return bytes(data)
 
 # %% ../../nbs/serving/82_server.ipynb #117a476e
 def api_error(error: Exception) -> ApiError:

@@ -109,6 +109,9 @@ class AsyncLLM:
             if step:
                 self.error = None
                 self._wake()
+            else:
+                left = [stream.requests[i].seq for stream, i in self.streams.values()]
+                self.llm._check_lost(left)
         except Exception as error:
             self.error = error
             self._fail(error)
@@ -221,7 +224,9 @@ class AsyncLLM:
 
     async def abort(self, request_id: Hashable) -> bool:
         """Abort the requests of this name; their finish reason is "abort". False if there
-        are none."""
+        are none. ValueError for None, which is no name."""
+        wrong = "request_id=None is not a name: pass the one that generate was given"
+        require(request_id is not None, wrong)
         return await self.submit(self._abort, request_id)
 
     def _close(self) -> None:

@@ -16,15 +16,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from ..checkpoint import shortened
 from ..config import SamplingParams
 from ..llm import check_template_options
 from ..refused import NOT_HERE
 from ..text import Request as EngineRequest
 
 # %% auto #0
-__all__ = ['T', 'Texts', 'NEUTRAL', 'ApiError', 'StreamOptions', 'ApiRequest', 'CompletionRequest', 'Message',
-           'ChatCompletionRequest', 'check_neutral', 'read_field', 'read_request', 'first_wrong', 'added_texts',
-           'byte_letters', 'token_bytes', 'named']
+__all__ = ['T', 'Stop', 'Stops', 'NEUTRAL', 'ApiError', 'StreamOptions', 'ApiRequest', 'CompletionRequest', 'Message',
+           'ChatCompletionRequest', 'check_neutral', 'read_field', 'read_request', 'first_wrong', 'named_field',
+           'added_texts', 'byte_letters', 'token_bytes', 'named']
 
 # %% ../../nbs/serving/82_server.ipynb #93d542f1
 class ApiError(Exception):
@@ -35,8 +36,8 @@ class ApiError(Exception):
         code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
-        self.param, self.code = param, code
+        self.status, self.message = status, shortened(message)
+        self.param, self.code = param and shortened(param, 100), code
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""
@@ -47,7 +48,8 @@ class ApiError(Exception):
 
 # %% ../../nbs/serving/82_server.ipynb #96ceaae1
 T = TypeVar("T", bound="ApiRequest")  # one kind of request
-Texts = Annotated[list[str], Meta(max_length=16)]  # each is searched for in every token
+Stop = Annotated[str, Meta(max_length=1024)]
+Stops = Annotated[list[Stop], Meta(max_length=16)]  # each is searched for in every token
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -64,7 +66,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None  # None: the model that is served
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1)] = 1
-    stop: str | Texts = []
+    stop: Stop | Stops = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     seed: int | None = None
@@ -261,6 +263,12 @@ def first_wrong(options: dict[str, Any]) -> str | None:
         except ValueError:
             return name
     return None
+
+
+def named_field(message: str, request: ApiRequest) -> str | None:
+    """The field of `request` with whose name `message` begins; None if there is none."""
+    word = re.split(r"\W", message, maxsplit=1)[0]
+    return word if word in request.__struct_fields__ else None
 
 # %% ../../nbs/serving/82_server.ipynb #d638ff63
 @lru_cache(maxsize=8)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import resource
 import signal
 import socket
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -28,7 +31,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 # %% auto #0
-__all__ = ['KINDS', 'ENDPOINTS', 'Meters', 'engine_counts', 'Server', 'GracefulServer', 'run_serve']
+__all__ = ['KINDS', 'ENDPOINTS', 'MARGIN', 'Meters', 'engine_counts', 'Server', 'end_process', 'GracefulServer', 'run_serve']
 
 # %% ../../nbs/serving/82_server.ipynb #0b4143b0
 from ..engine_core import StepOutput
@@ -41,7 +44,8 @@ from .api import EVENTS, JSON, Answer, Api, JsonResponse, Parts
 from .api import event_stream, read_body
 from .async_llm import AsyncLLM, Stream
 from atom_mini.serving.protocol import (
-    ApiError, ApiRequest, ChatCompletionRequest, CompletionRequest, read_request,
+    ApiError, ApiRequest, ChatCompletionRequest, CompletionRequest, named_field,
+    read_request,
 )  # fmt: skip
 from ..text import RequestOutput, TextPiece
 
@@ -187,12 +191,13 @@ class Server(Api):
         self, request: ApiRequest, stream: Stream
     ) -> AsyncIterator[TextPiece]:
         """Pieces of text until all answers are finished. ApiError if one fails."""
-        prompts = await self.prompts(request)
-        self.check_limits(len(prompts), request.n)
-        many = [prompt for prompt in prompts for _ in range(request.n)]
-        params = [request.params(i) for _ in prompts for i in range(request.n)]
-        self.streams[stream] = len(many)
+        count = len(as_list(getattr(request, "prompt", "")))  # a chat is one prompt
+        self.check_limits(count, request.n)
+        params = [request.params(i) for _ in range(count) for i in range(request.n)]
+        self.streams[stream] = len(params)
         try:
+            prompts = await self.prompts(request)
+            many = [prompt for prompt in prompts for _ in range(request.n)]
             async for piece in self.engine.follow(stream, many, params):
                 if out := piece.output:
                     if out.finish_reason not in ("stop", "length"):
@@ -201,7 +206,11 @@ class Server(Api):
                     self.meters.finish(out)
                 yield piece
         except Exception as error:
-            if error is not stream.error or isinstance(error, ApiError | EngineDead):
+            is_ours = error is stream.error and not isinstance(error, ApiError | EngineDead)
+            if isinstance(error, ValueError) and not is_ours:
+                param = named_field(str(error), request)
+                raise ApiError(400, str(error), param) from None
+            if not is_ours:
                 raise
             raise ApiError(500, f"the engine has failed: {error!r}") from None  # a step
         finally:
@@ -334,6 +343,16 @@ class Server(Api):
             self.meters.num_pages -= 1
 
 # %% ../../nbs/serving/82_server.ipynb #6d2fab4b
+MARGIN = 20.0  # seconds after the grace
+
+
+def end_process(seconds: float) -> None:
+    """End this process, whatever its threads wait for."""
+    wrong = f"the server has not ended {seconds:.0f} seconds after the signal: it is ended"
+    print(wrong, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that gives unfinished answers time, and then ends them."""
 
@@ -345,6 +364,15 @@ class GracefulServer(uvicorn.Server):
             timeout_graceful_shutdown=limit,
         ))  # fmt: skip
         self.app = app
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Begin to shut down. A signal's handler, also before uvicorn runs."""
+        if not self.should_exit:
+            most = self.app.settings.grace + MARGIN
+            clock = threading.Timer(most, end_process, [most])
+            clock.daemon = True
+            clock.start()
+        super().handle_exit(sig, frame)
 
     def end_answers(self) -> None:
         """End all unfinished answers with an error."""
@@ -370,17 +398,19 @@ def run_serve(args: argparse.Namespace) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     engine = AsyncLLM(**{"engine_process": True} | given(args, EngineArgs))
     app = Server(engine, settings)
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles, then re-raises
-        signal.signal(number, lambda *_: None)
+    server = GracefulServer(app)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn re-raises them at its end
+        signal.signal(number, server.handle_exit)
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)  # new objects from one collection to the next
     host, port = listener.getsockname()[:2]
-    print(f"{app.model} is served at http://{host}:{port}", flush=True)
+    bound = f"[{host}]" if ":" in host else host
+    print(f"{app.model} is served at http://{bound}:{port}", flush=True)
     if host in ("0.0.0.0", "::") and not settings.allowed_host:
         hint = 'for clients elsewhere, add --allowed-host NAME (or "*" for any name)'
         print(hint, flush=True)
     try:
-        GracefulServer(app).run([listener])
+        server.run([listener])
     finally:
         asyncio.run(engine.close())

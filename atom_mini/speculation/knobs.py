@@ -77,8 +77,9 @@ class SpeculativeConfig:
     num_speculative_tokens: Annotated[int, Field(ge=0)] = 4  # 0: off
     model: Text | None = None
     draft_sampling: bool = False  # draft_model: sample the drafts; see chapter 52
-    prompt_lookup_max: Count = 4  # ngram: most tokens that must match
-    prompt_lookup_min: Count = 2  # ngram: fewest tokens that must match
+    # ngram: most and fewest tokens that must match
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=128)] = 4
+    prompt_lookup_min: Count = 2
 
     def __post_init__(self) -> None:
         wrong = f"method={self.method!r} must be one of {', '.join(METHODS)}"
@@ -109,7 +110,7 @@ def read_speculative(given: Any) -> SpeculativeConfig:
         except ValueError as error:
             wrong = f"speculative_config={given!r} is not JSON: {error}"
             raise ValueError(wrong) from None
-    if isinstance(given, dict):
+    if isinstance(given, dict) and all(isinstance(name, str) for name in given):
         given = SpeculativeConfig(**given)
     wrong = f"speculative_config={given!r}: give a dict, JSON or SpeculativeConfig"
     require(isinstance(given, SpeculativeConfig), wrong)

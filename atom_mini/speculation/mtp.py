@@ -56,14 +56,14 @@ class MtpHead(CausalLM):
         return super().weight_readers(own)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The next states [T, hidden], before the norm, from `x` [T, 2 hidden]: a token's
+        """The next states [T, hidden], after the norm, from `x` [T, 2 hidden]: a token's
         embedding and the state before it. Stores their K/V."""
         embeds, hidden = (half.contiguous() for half in x.chunk(2, -1))
         layer = self.layer
         both = layer.enorm(embeds, None)[0], layer.hnorm(hidden, None)[0]
         x = layer.eh_proj(torch.cat(both, -1))
         x, residual = layer(x, None, *self.rotary(positions, x.dtype))
-        return x + residual
+        return layer.shared_head["norm"](x, residual)[0]
 
     def fc(self, states: Tensor) -> Tensor:
         """The input of the first draft, from the states [T, hidden] at the tap."""
@@ -71,8 +71,7 @@ class MtpHead(CausalLM):
 
     def choose(self, states: Tensor) -> Tensor:
         """The likeliest token after each of `states` [R, hidden]: [R]."""
-        normed, _ = self.layer.shared_head["norm"](states, None)
-        return self.to_logits(normed).argmax(-1)
+        return self.to_logits(states).argmax(-1)
 
 # %% ../../nbs/speculation/53_eagle.ipynb #0f6e42ab
 def module_spec(spec: ModelSpec) -> ModelSpec:

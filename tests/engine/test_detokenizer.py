@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 import atom_mini
 from atom_mini import LLM, SamplingParams
 from atom_mini.serving.protocol import named, token_bytes
-from atom_mini.text import IncrementalDetokenizer, byte_tokens, make_detokenizer
+from atom_mini.text import IncrementalDetokenizer, StopSearch, byte_tokens, make_detokenizer
 
 TINY = Path(atom_mini.__file__).parent / "tiny"
 LETTERS = "aé€𝄞 \n.漢"  # characters of 1 to 4 bytes
@@ -244,6 +244,9 @@ ALPHABET = byte_alphabet()
 def random_ids(tokenizer: Any, rng: random.Random) -> list[int]:
     """Tokens as a bad sampler gives them: any, text, bytes whole, cut and broken, special ones between."""
     ids: list[int] = []
+    if rng.random() < 0.02:  # bytes that are held for long
+        some = byte_ids(tokenizer, rng.choice([b"\xff\xe0\x9f\xf0\xc3\xa9", "\ufffd".encode(), b"a \xff"]))
+        return rng.choices(some, k=40) if rng.random() < 0.5 else some * (rng.randint(9, 30) // len(some))
     for _ in range(rng.randint(1, 6)):
         kind = rng.random()
         if kind < 0.3:
@@ -371,24 +374,65 @@ def test_interrupted_read(stops: tuple[str, ...]) -> None:
     assert num_interrupts > 150
 
 
-@pytest.mark.parametrize("kind", ["text", "bytes", "spaces"])
-def test_a_token_looks_at_few_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+ANSWERS: dict[str, tuple[str, list[str]]] = {  # tokenizer, tokens that follow each other again and again
+    "text": ("llama", ["▁the", "b", "."]), "spaces": ("llama", ["▁"]), "special": ("llama", ["</s>"]), "unknown": ("tiny", []),
+    "bytes": ("llama", [f"<0x{b:02X}>" for b in "漢".encode()]), "broken bytes": ("llama", ["<0xFF>"]),
+    "a � in bytes": ("llama", [f"<0x{b:02X}>" for b in "\ufffd".encode()]), "bytes, special": ("llama", ["<0x41>", "</s>"]),
+    "special, byte level": ("byte level", ["<s>", "</s>"]), "broken, byte level": ("byte level", [ALPHABET[0xFF]]),
+    "begun, byte level": ("byte level", [ALPHABET[0xF0]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stops", [(), ("never",), ("\ufffd" * 9, "漢" * 900 + "!")], ids=["", "stop", "stops"])
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_token_looks_at_few_others(kind: str, stops: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the text: on average a handful are decoded per token, in a long run of bytes too."""
-    tokenizer = Plain(TOKENIZERS["llama"]())
-    names = {"text": ["▁the", "b", "."], "bytes": [f"<0x{b:02X}>" for b in "漢".encode()], "spaces": ["▁"]}[kind]
-    ids, decoded, decode = tokenizer.convert_tokens_to_ids(names) * 700, [0], tokenizer.decode
+    name, names = ANSWERS[kind]
+    tokenizer = Plain(TOKENIZERS[name]())
+    ids, decoded, decode = (tokenizer.convert_tokens_to_ids(names) or [10**6]) * (2100 // max(1, len(names))), [0], tokenizer.decode
 
     def counted(ids: list[int], **options: Any) -> str:
         decoded[0] += len(ids)
         return decode(ids, **options)
 
     monkeypatch.setattr(tokenizer, "decode", counted)
-    detokenizer = make_detokenizer(tokenizer, ())
+    detokenizer = make_detokenizer(tokenizer, stops)
     for n in range(0, len(ids) + 1, 7):
-        detokenizer.read(ids[:n])
+        assert detokenizer.read(ids[:n]) is None
+        assert len(detokenizer.progress.held) <= 24 and len(detokenizer.progress.context) <= 24
     detokenizer.flush(ids)
-    assert detokenizer.text == decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert decoded[0] < 8 * len(ids)
+    whole = decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert detokenizer.text == (plain_search(whole, list(stops)) or (whole,))[0]
+    assert decoded[0] < 60 * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [("a" * 3000, "a" * 5000), ("ab" * 1500, "ab" * 2000 + "c"), ("a" * 3000 + "b", "a" * 2999 + "b"), ("x" * 3000, "never")],
+)
+def test_the_search_for_a_stop_string_looks_at_each_letter_once(text: str, stop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is linear in the text, whatever the stop string: also where it fits for long, and then does not."""
+    calls, plain_next, plain_fall_back = [0], StopSearch.next, StopSearch._fall_back
+
+    def counted(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[0] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(StopSearch, "next", counted(plain_next))
+    monkeypatch.setattr(StopSearch, "_fall_back", counted(plain_fall_back))
+    tokenizer, ids = Chunks([letter.encode() for letter in text]), list(range(len(text)))
+    detokenizer, shown = make_detokenizer(tokenizer, (stop,)), ""
+    for n in range(1, len(ids) + 1):
+        detokenizer.read(ids[:n])
+        shown += detokenizer.take()
+        assert not (shown and stop.startswith(text[:n])) and text.startswith(shown)
+    detokenizer.flush(ids)
+    assert detokenizer.text == (plain_search(text, [stop]) or (text,))[0]
+    assert detokenizer.progress.stopped == (stop if stop in text else None)
+    assert calls[0] < 5 * len(text)
 
 
 class Slices(list):

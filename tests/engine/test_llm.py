@@ -728,6 +728,21 @@ def test_bad_requests(llm: LLM) -> None:
         refused(partial(llm.stream, ["a", "b"], many), *words)
     for many in ({"max_tokens": 3}, 5, "greedy", [{"max_tokens": 3}], [None]):
         refused(partial(llm.generate, PROMPT, many), "SamplingParams")
+    refused(lambda: llm.add_request(5), "prompt", "int")
+    for role in (None, 5, ["user"]):
+        refused(partial(llm.chat, [{"role": role, "content": "x"}]), "role", re.escape(repr(role)), "string")
+
+
+def test_no_error_repeats_a_megabyte(llm: LLM) -> None:
+    long = "x" * 2**20
+    for ask in (
+        lambda: LLM("tiny", device=long), lambda: LLM(long), lambda: LLM("tiny", **{long: 1}),
+        lambda: SamplingParams(stop=[long, 1]), lambda: LLM("tiny", speculative_config=long), lambda: llm.generate(long),
+        lambda: llm.chat([{"role": long, "content": 5}]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as info:
+            ask()
+        assert len(str(info.value)) < 3000
 
 
 def test_sampling_params_stay_as_they_are(llm: LLM) -> None:

@@ -235,6 +235,8 @@ def test_a_program_registers_a_model_of_its_own(single: Path, monkeypatch: pytes
         runner: Any = llm.engine_core.runner
         assert type(runner.model) is Quiet
         assert len(llm.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+    with pytest.raises(ValueError, match=r"quantization='int8' does not support the layers"):  # ours would replace its class
+        EngineArgs(str(single), device="cpu", quantization="int8")
 
 
 def test_config_without_architectures(single: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import recorded, reference_logits, save_checkpoint, spec_of
 
 from atom_mini import LLM, SamplingParams
@@ -177,6 +178,15 @@ def test_rotary_table_does_not_depend_on_the_dtype(case: str, tmp_path: Path) ->
     tables = [load_model(spec_of(model.config), tmp_path, 256, torch.device("cpu"), dtype).model.rotary
               for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
     assert torch.equal(tables[0].cos, tables[1].cos) and torch.equal(tables[0].sin, tables[1].sin)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 1_000_000.0, 123_457.0])
+@pytest.mark.parametrize("dim", [16, 48, 64, 128])
+def test_plain_frequencies_are_those_of_transformers_to_the_bit(dim: int, theta: float) -> None:
+    """Position 5,000 multiplies the difference of a last bit by 5,000."""
+    cfg = transformers.LlamaConfig(hidden_size=2 * dim, num_attention_heads=2, rope_theta=theta)
+    right = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(cfg).inv_freq
+    assert torch.equal(rotary_frequencies(spec_of(cfg), dim)[0], right)
 
 
 @pytest.mark.parametrize("original", [32, 4096])

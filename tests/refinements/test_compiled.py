@@ -416,6 +416,52 @@ print(exp2.stats.cache_path, sum(exp2.stats.cache_hits.values()), sep="\\n")
     assert Path(folder).name == "__pycache__"
 
 
+DAMAGES = {"empty": lambda data: b"", "cut": lambda data: data[:-40], "garbage": lambda data: b"\x93" * len(data)}
+KEPT = """
+import resource, sys, warnings
+if len(sys.argv) > 1:  # as on a full disk: no file may be larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as said:
+    from atom_mini.refinements.compiled_loops import np, silu_and_mul
+    y, counts = np.ones((1, 1), np.float32), np.zeros(16, np.int64)
+    silu_and_mul(counts, np.ones((1, 2), np.float32), y)
+assert abs(y[0, 0] - 0.7310586) < 1e-6
+print(sum(silu_and_mul.stats.cache_hits.values()), len([w for w in said if "NUMBA_CACHE_DIR" in str(w.message)]))
+"""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_a_damaged_cache_costs_a_warning(suffix: str, damage: str, tmp_path: Path) -> None:
+    """It is written anew, and the next start finds it."""
+    python(KEPT, NUMBA_CACHE_DIR=str(tmp_path))
+    for file in tmp_path.rglob(f"*{suffix}"):
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    assert python(KEPT, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1\n"
+    assert python(KEPT, NUMBA_CACHE_DIR=str(tmp_path)) == "1 0\n"
+
+
+@pytest.mark.parametrize("size", ["0", "2000"])
+def test_a_full_disk_costs_a_warning(size: str, tmp_path: Path) -> None:
+    assert python(KEPT, size, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1\n"
+
+
+def test_a_numba_that_may_not_compile() -> None:
+    code = """
+from atom_mini import LLM, SamplingParams
+with LLM("tiny", device="cpu", num_kvcache_blocks=50) as llm:
+    print(type(llm.engine_core.runner).__name__, llm.config.compiled)
+    print(llm.generate("12 + 7 =", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].text)
+try:
+    LLM("tiny", device="cpu", compiled=True)
+except ValueError as error:
+    print(error)
+"""
+    kind, text, error = python(code, NUMBA_DISABLE_JIT="1").splitlines()
+    assert kind == "ModelRunner False" and text == " 19" and "unset NUMBA_DISABLE_JIT" in error
+
+
 def test_numba_is_not_imported_with_a_gpu() -> None:
     """It may be there and broken: whether a decode is compiled is known once torch has said what device there is. By itself
     it is on a CPU."""

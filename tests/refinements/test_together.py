@@ -3,6 +3,7 @@ never dropped silently."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 import random
@@ -13,6 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import show
 from pydantic import TypeAdapter
@@ -22,6 +24,7 @@ from atom_mini.refinements import parts
 from atom_mini.refinements.overlap import OverlapScheduler
 from atom_mini.refinements.turns import TurnScheduler
 from atom_mini.scheduler import Scheduler
+from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.speculation.verify import SpecScheduler
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -204,11 +207,55 @@ def test_a_scheduler_derived_from_the_one_asked_for_is_used(
         assert [out.token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == plain
 
 
-@pytest.mark.parametrize("wrong", [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5, print], ids=repr)
+NO_SCHEDULERS = [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5, 0, False, print, np.ones(2)]
+
+
+@pytest.mark.parametrize("wrong", NO_SCHEDULERS, ids=repr)
 def test_what_is_not_a_scheduler_is_refused(wrong: Any) -> None:
     for kind in (Config, EngineArgs):
         with pytest.raises(ValueError, match="scheduler_cls"):
             kind(scheduler_cls=wrong)
+
+
+class TakesNothing(Scheduler):
+    def __init__(self) -> None: ...
+
+
+class Loses(Scheduler):
+    """It forgets what is added."""
+
+    def add(self, seq: Any) -> None: ...
+
+
+class Idle(Scheduler):
+    """It plans no step."""
+
+    def schedule(self) -> None: ...
+
+
+def test_a_scheduler_that_is_called_otherwise_is_refused() -> None:
+    with pytest.raises(ValueError, match="scheduler_cls=TakesNothing must be called with the config alone"):
+        EngineArgs("tiny", device="cpu", scheduler_cls=TakesNothing)
+
+
+FAILING = [(Loses, "Loses has lost the unfinished requests"), (Idle, "Idle.schedule plans no step")]
+
+
+@pytest.mark.parametrize(("own", "says"), FAILING)
+def test_a_scheduler_that_fails_is_named(own: type[Scheduler], says: str) -> None:
+    """No caller waits forever."""
+    with LLM("tiny", device="cpu", num_kvcache_blocks=50, scheduler_cls=own) as llm:
+        for ask in (lambda: llm.generate("1 + 1 =", GREEDY), lambda: [*llm.stream("1 + 1 =", GREEDY)]):
+            with pytest.raises(RuntimeError, match=says):
+                ask()
+
+    async def main() -> None:
+        async with AsyncLLM("tiny", device="cpu", num_kvcache_blocks=50, scheduler_cls=own) as engine:
+            with pytest.raises(RuntimeError, match=says):
+                async for _ in engine.generate("1 + 1 =", GREEDY):
+                    pass
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_scheduler_is_named_by_a_text_too() -> None:

@@ -232,7 +232,11 @@ def test_abort_by_name(engine: AsyncLLM) -> None:
         while not await engine.abort("x"):
             await asyncio.sleep(0)
         assert (await task)[1] == "abort"
-        assert not await engine.abort("x") and not await engine.abort(None)
+        assert not await engine.abort("x")
+        nameless = asyncio.create_task(read(engine.generate(PROMPT, replace(STORY, max_tokens=3))))
+        with pytest.raises(ValueError, match="request_id=None"):  # which all that have no name have in common
+            await engine.abort(None)
+        assert (await nameless)[1] == "length"
 
     asyncio.run(main())
 

@@ -188,7 +188,7 @@ def test_the_role_comes_first_with_an_empty_content(served: Served) -> None:
 
 def test_an_error_before_generation_is_an_http_error(served: Served) -> None:
     """ATOM #1710: no headers and no first chunk before the engine has accepted the request."""
-    assert "2049" in complain(served.post(TEXT, {"model": "tiny", "prompt": [7] * 2049, "stream": True}), 400)
+    assert "2049" in complain(served.post(TEXT, {"model": "tiny", "prompt": [7] * 2049, "stream": True}), 400, "prompt")
     assert complain(served.post(TALK, CHAT | {"stream": True, "temperature": -1}), 400, "temperature")
 
 
@@ -249,7 +249,7 @@ def test_without_max_tokens_it_is_the_rest_of_the_context(served: Served) -> Non
     """And one token more in the prompt than fits is a 400."""
     found = served.post(TEXT, {"model": "tiny", "prompt": [7] * 2000, "ignore_eos": True}).json()
     assert found["usage"]["completion_tokens"] == 48 and found["choices"][0]["finish_reason"] == "length"
-    assert "prompt of 2049 tokens" in complain(served.post(TEXT, {"model": "tiny", "prompt": [7] * 2049}), 400)
+    assert "prompt of 2049 tokens" in complain(served.post(TEXT, {"model": "tiny", "prompt": [7] * 2049}), 400, "prompt")
 
 
 def test_prompts_of_every_form(served: Served) -> None:
@@ -301,6 +301,10 @@ def test_an_unserved_field_is_refused_by_name(served: Served, name: str) -> None
         (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
         (TEXT, X | {"stop": [""]}, "stop"),
         (TEXT, X | {"stop": ["x"] * 17}, "stop"), (TEXT, X | {"logprobs": 21}, "logprobs"),
+        (TEXT, X | {"stop": "x" * 1025}, "stop"), (TALK, CHAT | {"stop": ["x", "y" * 1025]}, "stop"),
+        (TEXT, X | {"stop_token_ids": [10**9]}, "stop_token_ids"), (TALK, CHAT | {"stop_token_ids": [10**9]}, "stop_token_ids"),
+        (TEXT, X | {"min_tokens": 5000, "max_tokens": 6000}, "min_tokens"), (TEXT, X | {"prompt": [10**9]}, "prompt"),
+        (TEXT, X | {"prompt": [1] * 10**6}, "prompt"), (TEXT, X | {"prompt": "a" * 10**6}, "prompt"),
         (TEXT, X | {"stream_options": {"x": 1}}, "stream_options"), (TEXT, X | {"prompt": {"a": 1}}, "prompt"),
         (TALK, CHAT | {"messages": []}, "messages"), (TALK, {"model": "tiny"}, "messages"),
         (TALK, CHAT | {"top_logprobs": 2}, "top_logprobs"),
@@ -313,6 +317,15 @@ def test_an_unserved_field_is_refused_by_name(served: Served, name: str) -> None
 def test_a_wrong_field_is_a_400_that_names_it(served: Served, path: str, body: Any, param: str) -> None:
     """No template comes from a request (CVE-2025-62426), and a misspelt field is not ignored."""
     complain(served.post(path, body), 400, param)
+
+
+LONG = "9" * 10**6
+
+
+@pytest.mark.parametrize("body", [{LONG: 1}, X | {"seed": LONG}, X | {"model": LONG}, X | {"tools": LONG}], ids=range(4))
+def test_an_error_does_not_repeat_a_megabyte(served: Served, body: dict[str, Any]) -> None:
+    response = served.post(TEXT, body)
+    assert response.status_code in (400, 404) and len(response.content) < 3000
 
 
 def test_a_developer_message_is_a_system_message(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,6 +545,36 @@ def test_shutdown_ends_unfinished_answers() -> None:
     served.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [(TEXT, X | {"n": 17}, 400), (TALK, CHAT | {"n": 17}, 400), (TEXT, X | {"prompt": ["x"] * 129}, 400),
+     (TALK, CHAT | {"top_p": 2}, 400)],
+)  # fmt: skip
+def test_a_refused_request_does_not_wait_for_the_tokenizer(
+    served: Served, path: str, body: Any, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one thread, and others wait for it."""
+    monkeypatch.setattr(served.engine, "tokenizing", None)
+    assert served.post(path, body).status_code == status
+
+
+def test_a_long_text_is_refused_before_it_is_tokenized(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.post(TEXT, X | {"max_tokens": 1})  # which finds the longest token
+    monkeypatch.setattr(type(served.engine.llm.tokenizer), "encode", None)
+    assert "characters" in complain(served.post(TEXT, X | {"prompt": "a" * 10**6}), 400, "prompt")
+
+
+def test_a_server_that_waits_for_ever_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("atom_mini.serving.server.MARGIN", 0.01)
+    monkeypatch.setattr("atom_mini.serving.server.end_process", lambda seconds: ended.set())
+    app = Server(served.engine, Serve(grace=0.01))
+    served.engine.llm.listeners.remove(app.meters)
+    server = GracefulServer(app)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and ended.wait(5)
+
+
 # In a process of its own, as a user starts it
 
 
@@ -651,6 +694,22 @@ def test_health_asks_the_loop_not_the_socket() -> None:
         assert httpx.get(f"{url}/v1/models").status_code == 200  # which says nothing about it
         os.kill(int(child), signal.SIGCONT)
         assert httpx.get(f"{url}/health", timeout=10).json()["status"] == "ok"
+
+
+@alone
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_right_after_the_start_ends_it(number: signal.Signals) -> None:
+    """Before uvicorn's own handlers are there."""
+    with command("--no-engine-process") as (process, _):
+        process.send_signal(number)
+        assert process.wait(20) == 0
+
+
+@alone
+@pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6")
+def test_an_ipv6_address_has_brackets() -> None:
+    with command("--no-engine-process", "--host", "::1") as (_, url):
+        assert url.startswith("http://[::1]:") and httpx.get(f"{url}/v1/models").status_code == 200
 
 
 @alone

@@ -57,7 +57,7 @@ def save_module(kind: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     edit_json(folder / "config.json", num_hidden_layers=LAYERS, num_nextn_predict_layers=1, layer_types=None)
     tensors, size = load_file(folder / "model.safetensors"), model.config.hidden_size
     for norm in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"model.layers.{LAYERS}.{norm}.weight"] = 1 + 0.2 * torch.randn(size)
+        tensors[f"model.layers.{LAYERS}.{norm}.weight"] = 1 + 0.5 * torch.randn(size)
     tensors[f"model.layers.{LAYERS}.eh_proj.weight"] = torch.randn(size, 2 * size) * size**-0.5
     if kind in PUBLISHED:  # they store the model's own matrices a second time
         tensors[f"model.layers.{LAYERS}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -85,7 +85,8 @@ def run(folder: Path, k: int = 3, params: Any = GREEDY, **options: Any) -> tuple
 
 
 class Reference:
-    """The formulas, with transformers' model and its layers, without a cache."""
+    """The formulas of DeepSeek-V3's report and of vLLM's and ATOM's modules, with transformers' model and its layers, without
+    a cache. Each pass reads, and the next one is fed, a state that a last norm has left: the target's, then `shared_head`'s."""
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         eager: dict[str, Any] = {"attn_implementation": "eager"}
@@ -108,17 +109,18 @@ class Reference:
 
     @torch.no_grad()
     def module(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """The next states [n, hidden] of the tokens `ids` [n] and the states before them."""
+        """The next states [n, hidden], normed, of the tokens `ids` [n] and the normed states before them."""
         embeds = self.model.model.embed_tokens(ids)
         both = torch.cat([self.norm(embeds, "enorm"), self.norm(hidden, "hnorm")], -1)
         x = (both @ self.tensors[f"model.layers.{LAYERS}.eh_proj.weight"].T)[None]
         places, n = torch.arange(len(ids))[None], len(ids)
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
         turned = self.model.model.rotary_emb(x, places)
-        return self.layer(x, attention_mask=mask, position_embeddings=turned, position_ids=places)[0]
+        x = self.layer(x, attention_mask=mask, position_embeddings=turned, position_ids=places)[0]
+        return self.norm(x, "shared_head.norm")
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.norm(states, "shared_head.norm") @ self.tensors["lm_head.weight"].T
+        return states @ self.tensors["lm_head.weight"].T
 
     def drafts(self, text: list[int], length: int, k: int) -> list[tuple[int, float]]:
         """(draft, how far it is ahead of the second best) of each place behind the first `length` tokens of `text`."""

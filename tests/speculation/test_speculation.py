@@ -334,6 +334,8 @@ def test_metrics_count_tokens_that_came() -> None:
         ({"speculative_config": {"num_speculative_tokens": 16}, "max_num_batched_tokens": 16}, ["16", "17", "lower k"]),
         ({"speculative_config": {"prompt_lookup_min": 9}}, ["9", "prompt_lookup_max=4"]),
         ({"speculative_config": {"prompt_lookup_max": 0}}, ["prompt_lookup_max=0"]),
+        ({"speculative_config": {"prompt_lookup_max": 10**7}}, ["prompt_lookup_max=10000000", "128"]),
+        ({"speculative_config": {1: 2}}, ["speculative_config={1: 2}", "dict"]),
         ({"speculative_config": "{'method': 1}"}, ["not JSON"]),
         ({"speculative_config": 4}, ["=4", "dict"]),
         ({"speculative_config": {"method": ["ngram"]}}, ["method=['ngram']", "string"]),
