@@ -114,10 +114,20 @@ def leave_builtins(app: Sphinx, doctree: nodes.document) -> None:
         name.replace_self(name.children)
 
 
+def shorten(app: Sphinx, doctree: nodes.document) -> None:
+    """A field's type with limits as its source has it: `Annotated[int, FieldInfo(...)]` is what pydantic makes of it."""
+    for note in doctree.findall(addnodes.desc_annotation):
+        if "FieldInfo(" in note.astext():
+            owner, _, field = note.parent["fullname"].rpartition(".")
+            written = ModuleAnalyzer.cache["module", note.parent["module"]].annotations.get((owner, field))
+            note.children = [nodes.Text(f": {written}" if written else "")]
+
+
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
     app.connect("builder-inited", find_attributes)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("doctree-read", leave_builtins)
+    app.connect("doctree-read", shorten)
     app.connect("doctree-resolved", link_names)
