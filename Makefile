@@ -12,7 +12,18 @@ VENV := .venv
 PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run real serve mine test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute fences gpu docs pdf docs-serve test-docs lab measure clean-book book export clean
+# PyPI's torch for Linux brings CUDA. Where no GPU is found, the wheels for CPUs come from torch's own index, if it answers.
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
+ifeq ($(origin TORCH),file)
+NO_GPU := $(shell test "$$(uname -s)" = Linux && test ! -e /dev/kfd && ! command -v nvidia-smi > /dev/null && echo yes)
+endif
+
+# $(call python_from,3.10,who): Python code that ends with a line on stderr if Python is older.
+python_from = import sys; v = sys.version.split()[0]; \
+	sys.version_info >= ($(subst .,$(comma) ,$(1))) or sys.exit("$(2) needs Python $(1) or newer, and this is " + v + ": set PYTHON=python3.12")
+comma := ,
+
+.PHONY: help run real serve mine test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute fences gpu docs docs-needs pdf docs-serve test-docs lab measure clean-book book export clean
 
 help:
 	@printf '%s\n' \
@@ -38,10 +49,14 @@ help:
 TORCH_STAMP := $(VENV)/torch.$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
 
 $(TORCH_STAMP):
-	@echo "Installing $(TORCH), transformers and Numba into $(VENV)/. This happens once and takes some minutes." >&2
-	@echo "  1 of 2: $(TORCH)" >&2
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
+	@$(PY) -c 'import pip; $(call python_from,3.10,atom_mini)' 2> /dev/null || \
+		{ $(PYTHON) -c '$(call python_from,3.10,atom_mini)' && $(PYTHON) -m venv --clear $(VENV); }
+	@index= size="up to 6 GB on Linux, where PyPI's torch brings CUDA"; \
+	if test "$(NO_GPU)" && $(PY) -c 'from urllib.request import urlopen; urlopen("$(CPU_WHEELS)/torch/", timeout=5)' 2> /dev/null; \
+	then index="--extra-index-url $(CPU_WHEELS)"; size="about 1.4 GB"; fi; \
+	echo "Installing $(TORCH), transformers and Numba into $(VENV)/: $$size. This happens once and takes some minutes." >&2; \
+	echo "  1 of 2: $(TORCH) $$index" >&2; \
+	$(PIP) $$index $(TORCH)
 	touch $@
 
 $(VENV)/run: $(TORCH_STAMP) pyproject.toml
@@ -61,12 +76,15 @@ $(VENV)/lab: $(VENV)/dev
 	$(PIP) --editable ".[dev,lab]"
 	touch $@
 
+# $(call then,model): what to do next with it.
+then = printf '%s\n' "" "chat with it:  $(PY) -m atom_mini chat --model $(1)" \
+	"see it run:    $(PY) -m atom_mini trace --model $(1)    (writes trace.html)" \
+	"read it:       make lab    (or nbs/00_one_request.ipynb on GitHub)" \
+	"serve it:      make serve MODEL=$(1)" >&2
+
 run: $(VENV)/run
 	@$(PY) -m atom_mini generate --model "$(MODEL)" $(if $(PROMPT),$(CHAT) "$(PROMPT)") < /dev/null
-	@printf '%s\n' "" "chat with it:  $(PY) -m atom_mini chat --model $(MODEL)" \
-		"see it run:    $(PY) -m atom_mini trace --model $(MODEL)    (writes trace.html)" \
-		"read it:       make lab    (or nbs/00_one_request.ipynb on GitHub)" \
-		"serve it:      make serve MODEL=$(MODEL)" >&2
+	@$(call then,$(MODEL))
 
 $(VENV)/server: $(VENV)/run
 	$(PIP) --editable ".[server]"
@@ -80,6 +98,8 @@ $(VENV)/real: $(VENV)/run
 real: $(VENV)/real
 	$(PY) tests/real_weights.py build/smollm2
 	$(PY) -m atom_mini --model build/smollm2 --chat "What is the capital of France?" < /dev/null
+	@echo "135M parameters, from a 4-bit file: its answers are fluent and often wrong. transformers gives the same ones." >&2
+	@$(call then,build/smollm2)
 
 $(VENV)/ray: $(VENV)/dev
 	$(PIP) --editable ".[dev,ray]"
@@ -195,14 +215,19 @@ OUT ?= build/gpu
 gpu:
 	@failed=0; for slot in 1 2 3; do PYTHON=$(PYTHON) bash kernels/slots.sh $$slot $(OUT) || failed=1; done; exit $$failed
 
-docs: $(VENV)/docs
+docs: docs-needs $(VENV)/docs
 	$(PY) docs/book_site.py
+
+# Before anything is installed: Sphinx 9.0 needs this Python, and npm fetches MathJax.
+docs-needs:
+	@$$(command -v $(PY) || echo $(PYTHON)) -c '$(call python_from,3.11,make docs)'
+	@test -d build/node_modules/mathjax || command -v npm > /dev/null || { echo "make docs needs npm, for MathJax: install Node.js" >&2; exit 1; }
 
 # Part I as build/part_one.pdf, printed by Chromium from the site's pages.
 pdf: docs
 	$(PY) docs/book_pdf.py
 
-docs-serve: $(VENV)/docs
+docs-serve: docs-needs $(VENV)/docs
 	$(PY) docs/book_site.py --serve
 
 test-docs: docs

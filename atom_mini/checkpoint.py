@@ -9,13 +9,15 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
 # %% auto #0
-__all__ = ['WANTED', 'COPIED', 'Reader', 'SAMPLING', 'shortened', 'require', 'install', 'read_json', 'resolve_model', 'ModelSpec',
-           'read_rope', 'read_spec', 'check_supported', 'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
+__all__ = ['WANTED', 'SECOND_COPIES', 'COPIED', 'Reader', 'SAMPLING', 'shortened', 'require', 'install', 'read_json',
+           'did_you_mean', 'why_not_fetched', 'resolve_model', 'ModelSpec', 'read_rope', 'read_spec', 'check_supported',
+           'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def shortened(message: str, most: int = 2000) -> str:
@@ -47,6 +49,31 @@ def read_json(file: Path) -> dict[str, Any]:
 
 # %% ../nbs/01a_checkpoint.ipynb #54eaada8
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+SECOND_COPIES = ["*/*.safetensors", "consolidated*"]  # as gpt-oss and Mistral have
+
+
+def did_you_mean(model: str) -> str:
+    """A question, with the closest checkpoint folder or "tiny"; empty if none is close."""
+    folders = [str(file.parent) for file in Path(model).parent.glob("*/config.json")]
+    close = get_close_matches(model, ["tiny", *folders], 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def why_not_fetched(model: str, error: Exception) -> str:
+    """What is wrong if the hub's client raises `error`, and what to do, in one line."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        how = f"accept its license at https://huggingface.co/{model}, then run "
+        return f"is gated: {how}`hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        how = f"check the name (a private one needs `hf auth login`){did_you_mean(model)}"
+        return f"is not a folder, and not a model on the Hugging Face hub: {how}"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        how = "set HF_ENDPOINT to a mirror, or use 'tiny' or `make real`, which need no hub"
+        return f"is not a folder, and the hub cannot be reached: {how}{did_you_mean(model)}"
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"could not be fetched from the hub: {type(error).__name__}: {first}"
 
 
 def resolve_model(model: str) -> Path:
@@ -61,11 +88,11 @@ def resolve_model(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=WANTED))
-    except Exception as error:  # offline, misspelled, gated: one line, not forty frames
-        why = f"is not a folder and could not be fetched ({type(error).__name__})"
-        hint = "give a folder, a hub id such as 'Qwen/Qwen3-0.6B', or 'tiny'"
-        raise ValueError(f"model {model!r} {why}: {hint}") from None
+        patterns = {"allow_patterns": WANTED, "ignore_patterns": SECOND_COPIES}
+        return Path(snapshot_download(model, **patterns))
+    except Exception as error:  # the client raises many types
+        why = why_not_fetched(model, error)
+        raise ValueError(f"model {model!r} {why}") from None
 
 # %% ../nbs/01a_checkpoint.ipynb #13bf9f71
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def stage() -> dict[str, str]:
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{flat(page.read_text())}"
     modules_cell = r"(?<=[|,] )`([\w./]+)`(?= \||, `)"
     files["chapters.md"] = re.sub(modules_cell, lambda cell: link_module(cell[1], page_of), files["chapters.md"])
+    files |= {f"examples/{path.name}": path.read_text() for path in (ROOT / "docs" / "examples").glob("*.py")}
     for node in book.nodes.values():
         files[f"{node['chapter']}.ipynb"] = stage_chapter(node)
     for module, node in modules.items():

@@ -114,10 +114,27 @@ def leave_builtins(app: Sphinx, doctree: nodes.document) -> None:
         name.replace_self(name.children)
 
 
+PYDANTIC = re.compile(r"FieldInfo\(|PydanticUndefined")  # in a type that pydantic has read
+
+
+def as_written(app: Sphinx, doctree: nodes.document) -> None:
+    """Types with limits as their source has them: `Annotated[int, FieldInfo(...)]` is what pydantic makes of them."""
+    for note in [n for n in doctree.findall(addnodes.desc_annotation) if PYDANTIC.search(n.astext())]:
+        owner, _, field = note.parent["fullname"].rpartition(".")
+        written = ModuleAnalyzer.cache["module", note.parent["module"]].annotations.get((owner, field), "")
+        note[:] = [nodes.Text(f": {written}")]
+    for alias in [n for n in doctree.findall(nodes.paragraph) if PYDANTIC.search(n.astext())]:
+        named = alias.parent.parent[0]
+        code = ModuleAnalyzer.cache["module", named["module"]].code
+        written = re.search(rf"(?m)^{named['fullname']} = (.+?)(  #.*)?$", code)
+        alias[:] = [nodes.Text("alias of "), nodes.literal("", written[1] if written else "")]
+
+
 def setup(app: Sphinx) -> None:
     """Connect the hooks."""
     app.connect("builder-inited", find_attributes)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("doctree-read", leave_builtins)
+    app.connect("doctree-read", as_written)
     app.connect("doctree-resolved", link_names)

@@ -8,13 +8,14 @@ from map import ROOT
 sys.path.insert(0, str(ROOT / "nbs" / "_book"))
 from show import TIGHT, check_trace, five_requests
 
-PROMPTS = [  # each of as many tokens as its request has
-    "Once upon a time there was a cat.", "12 + 7 =", "Ada lives in Rome. Mia has a red cat. Mia has", "One day",
-    "3 + 4 =",
+PROMPTS = [  # each of as many tokens as its request has, and with an answer that is as long
+    "Once upon a time there was a cat.", "Once upon a time a girl", "Ben likes plums. Mia has a red cat. What does Mia",
+    "Once upon a", "What does Mia have?",
 ]  # fmt: skip
 
 # It starts by itself, and again at its end, until the reader touches it; it does not if the reader asked for less motion.
-LOOP = """<style>body { font-size: 12px } p { margin: 8px 0 2px } #about { height: 5.2em }</style>
+LOOP = """<style>body { font-size: 12px } p { margin: 5px 0 1px }
+#what { min-height: 3em } #about { height: 3em; padding: 4px 0 }</style>
 <script type="module">
 const [scrub, play, speed] = ["scrub", "play", "speed"].map(id => document.getElementById(id));
 let touched = matchMedia("(prefers-reduced-motion: reduce)").matches, rest = 2;
@@ -30,7 +31,7 @@ setInterval(() => {
 
 
 def record() -> str:
-    """The page that plays the run, made now. Raises ValueError if a prompt has another length."""
+    """The page that plays the run, made now. Raises ValueError if a prompt or an answer has another length."""
     from atom_mini import LLM, SamplingParams
 
     requests, clock = five_requests(), 0
@@ -38,7 +39,7 @@ def record() -> str:
         for prompt, request in zip(PROMPTS, requests, strict=True):
             while clock < request.arrival:
                 clock += bool(llm.step())
-            llm.add_request(prompt, SamplingParams(max_tokens=request.max_tokens, ignore_eos=True))
+            llm.add_request(prompt, SamplingParams(max_tokens=request.max_tokens))
         while llm.step():
             pass
         trace = llm.trace

@@ -29,6 +29,7 @@ LONGEST = 4.5
 WORTH_RECORDING, UNRECORDED = 0.4, 0.05  # a function that takes less than the first is taken for the second, per test
 SECONDS = Path(__file__).with_name("seconds.json")  # function -> [seconds, of how many cases]
 COVERED = Path(__file__).resolve().parent.parent / "build" / "covered.json"  # which tests -> how many, left, functions, long ones
+LONG = COVERED.with_name("test-rest.txt")  # the functions that only `make test-rest` runs: a case of them takes over LONGEST
 
 
 def function_of(nodeid: str) -> str:
@@ -138,15 +139,16 @@ def _add(path: Path, found: dict[str, list]) -> None:
     path.write_text(json.dumps(known | found))
 
 
-def covered(runs: Iterable[list[Any]]) -> str:
-    """The last line of `make test`. It names the functions that wait for `make test-rest`."""
+def covered(runs: Iterable[list[Any]]) -> tuple[str, list[str]]:
+    """The last line of `make test`, and the names of the test functions that it leaves to `make test-rest`."""
     *counts, names = zip(*runs, strict=True)
     tests, left, functions = map(sum, counts)
     long = sorted(name for found in names for name in found)
-    line = f"make test ran {tests:,} of {tests + left:,} tests, at least one of each of {functions - len(long):,} test functions;"
-    line += " make test-rest has more of them, and mypy; make test-all has every case."
-    return f"{line} Only in make test-rest, as a case takes over {LONGEST} s: {', '.join(long)}." if long else line
+    line = f"{tests:,} of {tests + left:,} tests passed, of {functions - len(long):,} test functions; make test-rest runs more"
+    return line + (f" ({len(long)} functions, in {LONG.relative_to(LONG.parents[1])})" if long else ""), long
 
 
 if __name__ == "__main__":
-    print(covered(json.loads(COVERED.read_text()).values()))
+    last, long = covered(json.loads(COVERED.read_text()).values())
+    LONG.write_text("".join(f"{name}\n" for name in long))
+    print(last)

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -23,6 +26,8 @@ from ..config import STRICT, Config, Count, explained
 from ..engine_core import EngineCore
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from atom_mini.prefix_index import PrefixIndex
     from atom_mini.scheduler import BaseScheduler
 
@@ -30,8 +35,8 @@ Seconds = Annotated[float, Field(gt=0, lt=1e9)]
 
 # %% auto #0
 __all__ = ['Seconds', 'KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'EngineArgs', 'make_runner', 'is_on_cpu',
-           'make_core', 'make_engine_core', 'LLM', 'Need', 'has', 'many', 'drafts', 'drafts_by', 'keeps_state', 'apply',
-           'apply_all', 'check_switches', 'fuse']
+           'make_core', 'make_engine_core', 'EngineOptions', 'shown_on_terminal', 'LLM', 'Need', 'has', 'many',
+           'drafts', 'drafts_by', 'keeps_state', 'apply', 'apply_all', 'check_switches', 'fuse']
 
 # %% ../../nbs/refinements/20_parts.ipynb #2b7016e8
 @explained
@@ -238,6 +243,65 @@ def make_engine_core(config: EngineArgs) -> Any:
         return make_front(config)  # has the interface of a core
     return make_core(config)
 
+# %% ../../nbs/refinements/20_parts.ipynb #a666ece1
+class EngineOptions(TypedDict, total=False):
+    """The options of an engine as keywords: the fields of `EngineArgs`, for editors and
+    type checkers."""
+
+    device: str | None
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None
+    kv_cache_block_size: int
+    num_kvcache_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    enable_mixed_steps: bool
+    attention: Literal["triton", "torch"] | None
+    enforce_eager: bool
+    scheduler_cls: Any | None
+    interleave_decode: bool
+    scheduler_delay_factor: float
+    overlap: bool | None
+    fuse_layers: bool
+    compiled: bool | None
+    quantization: Literal["int8"] | None
+    trace: bool
+    prefix_cache: Literal["hash", "radix", "none"] | None
+    scheduler: Literal["atom", "spyre"]
+    chunk_size: int
+    max_batch_tkv_limit: int
+    interleave: bool
+    speculative_config: Any
+    engine_process: bool
+    ready_timeout: float
+    ping_timeout: float
+    tensor_parallel_size: int
+    collective_timeout: float
+    enable_expert_parallel: bool
+    data_parallel_size: int
+    routing: Literal["load", "prefix"]
+    lockstep: bool
+
+# %% ../../nbs/refinements/20_parts.ipynb #a666ece2
+@contextmanager
+def shown_on_terminal(config: EngineArgs) -> Iterator[None]:
+    """Show on stderr, if it is a terminal, what is being loaded and how long it took."""
+    if config.folder is None or sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    size = sum(file.stat().st_size for file in config.folder.glob("*.safetensors"))
+    what, started = f"loading {config.model} ({size / 1e6:,.0f} MB) ... ", time.time()
+    print(what, end="", file=sys.stderr, flush=True)
+    found = ""
+    try:
+        yield
+        found = f"{config.num_kvcache_blocks:,} blocks, {time.time() - started:.1f} s"
+    finally:
+        print(found, file=sys.stderr)
+
 # %% ../../nbs/refinements/20_parts.ipynb #a666ecfd
 class LLM(atom_mini.llm.LLM):
     """A loaded checkpoint and its engine. `options` are those of `EngineArgs`.
@@ -250,7 +314,8 @@ class LLM(atom_mini.llm.LLM):
     config: EngineArgs
 
     def __init__(
-        self, model: str | Path, *, seed: int | None = None, **options: Any
+        self, model: str | Path, *, seed: int | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         super().__init__(model, seed=seed, **options)
         from atom_mini.instruments.callbacks import Callbacks, Log
@@ -271,7 +336,8 @@ class LLM(atom_mini.llm.LLM):
 
     def make_engine_core(self) -> EngineCore:
         """Make the engine that `config` asks for. This loads the checkpoint."""
-        return make_engine_core(self.config)
+        with shown_on_terminal(self.config):
+            return make_engine_core(self.config)
 
 # %% ../../nbs/refinements/20_parts.ipynb #639d042b
 class Need(NamedTuple):

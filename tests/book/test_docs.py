@@ -552,6 +552,23 @@ def test_timelines_play(tab: Any, chapter: str) -> None:
     assert len(frame.locator("body").inner_text()) > 100
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_no_frame_is_cut_off(tab: Any, pages: dict[Path, Page], width: int) -> None:
+    """In every step of its run, each player is as high as what it shows."""
+    tab.set_viewport_size({"width": width, "height": 900})
+    cut = []
+    for path in [path for path in pages if "<iframe" in path.read_text()]:
+        tab.goto(path.relative_to(SITE).as_posix())
+        for frame in tab.frames[1:]:
+            frame.locator("#what", has_text="Step ").wait_for()
+            for step in range(int(frame.locator("#scrub").get_attribute("max")) + 1):
+                frame.locator("#scrub").evaluate("(e, n) => { e.value = n; e.dispatchEvent(new Event('input')) }", step)
+                tab.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")  # its size is observed
+                missing = frame.evaluate("document.documentElement.scrollHeight - document.documentElement.clientHeight")
+                cut += [(path.name, step, missing)] * (missing > 0)
+    assert not cut
+
+
 PIXELS = """(canvas, [n, line, lines]) => {
   const high = canvas.height / lines, data = canvas.getContext("2d").getImageData(n, line * high, 1, high).data;
   return [...new Set(Array.from({ length: high }, (_, y) => `rgb(${data.slice(4 * y, 4 * y + 3).join(", ")})`))];
@@ -778,6 +795,15 @@ def test_the_api_begins_with_the_three_names_that_users_need(tab: Any) -> None:
     tab.goto("api.html")
     names = tab.locator("dl.py.class > dt").evaluate_all("all => all.map(dt => dt.querySelector('.descname').textContent)")
     assert names == ["LLM", "SamplingParams", "RequestOutput"]
+    assert "refinements/parts.html#LLM" in tab.locator("dl.py.class > dt").first.inner_html(), "the one that is imported"
+    assert tab.locator("dt", has_text="generate(").count() == 1
+
+
+def test_options_are_shown_as_they_are_written(pages: dict[Path, Page]) -> None:
+    """Not as what pydantic makes of them."""
+    made = re.compile(r"FieldInfo\(|PydanticUndefined")
+    assert not [path.name for path in pages if path.parent.name == "api" and made.search(path.read_text())]
+    assert "Annotated[float, Field(gt=0, le=1)]" in re.sub("<.*?>", "", (SITE / "api" / "config.html").read_text())
 
 
 def test_the_map_leads_to_the_chapters(tab: Any) -> None:

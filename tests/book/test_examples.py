@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import book
 import pytest
@@ -323,6 +329,83 @@ def test_readme_counts_what_is_there(scorecard: Any) -> None:
     assert said in readme
 
 
+MAKEFILE = (ROOT / "Makefile").read_text()
+CPU_WHEELS = re.findall(r"(?m)^CPU_WHEELS := (.+)$", MAKEFILE)[0]
+NO_GPU = pytest.mark.skipif(bool(shutil.which("nvidia-smi")) or Path("/dev/kfd").exists(), reason="there is a GPU")
+STAMP = "--eval=.DEFAULT_GOAL = $(TORCH_STAMP)"
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+*"-m venv"*) mkdir -p .venv/bin; sed s/3,9,1/3,12,1/ "$0" > .venv/bin/python; chmod +x .venv/bin/python ;;
+*"-m pip"*) echo "$*" >> pip.log ;;
+*) exec {python} -c "import sys; sys.version_info = ({version}); $2" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an index of wheels, as far as `make` looks at it."""
+    folder = tmp_path_factory.mktemp("index")
+    (folder / "torch").mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def install(folder: Path, *variables: str, version: str = "3,12,1") -> subprocess.CompletedProcess[str]:
+    """`make` installs torch with a Python that only notes what pip is asked for, in `pip.log`."""
+    python = folder / "python"
+    python.write_text(FAKE_PYTHON.format(python=sys.executable, version=version))
+    python.chmod(0o755)
+    command = ["make", "-f", ROOT / "Makefile", f"PYTHON={python}", STAMP, *variables]
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyPI's torch has no CUDA")
+@pytest.mark.parametrize("case", [pytest.param("no GPU", marks=NO_GPU), "GPU", "own torch", "no answer"])
+def test_without_a_gpu_torch_comes_from_the_index_of_cpu_wheels(case: str, wheels: str, tmp_path: Path) -> None:
+    """Not for a GPU, not for a torch that was asked for, and not if the index does not answer."""
+    if case == "GPU":
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    index = "http://127.0.0.1:9" if case == "no answer" else wheels
+    made = install(tmp_path, f"CPU_WHEELS={index}", *["TORCH=torch==2.12"] * (case == "own torch"))
+    assert made.returncode == 0, made.stderr
+    (asked,) = (tmp_path / "pip.log").read_text().splitlines()
+    assert (f"--extra-index-url {wheels}" in asked) == (case == "no GPU") == ("about 1.4 GB" in made.stderr)
+    assert asked.endswith("torch==2.12" if case == "own torch" else " torch==2.13.0")
+
+
+def test_a_python_that_is_too_old_is_refused_and_its_venv_made_again(tmp_path: Path) -> None:
+    """In one line, before anything is installed; a venv that has such a Python does not stay."""
+    made = install(tmp_path, version="3,9,1")
+    assert made.returncode and "atom_mini needs Python 3.10 or newer" in made.stderr and not (tmp_path / ".venv").exists()
+    left = tmp_path / ".venv" / "bin" / "python"
+    left.parent.mkdir(parents=True)
+    shutil.copy(tmp_path / "python", left)
+    made = install(tmp_path)
+    assert made.returncode == 0 and "3,12,1" in left.read_text() and (tmp_path / "pip.log").exists()
+
+
+def test_make_docs_says_which_python_it_needs(tmp_path: Path) -> None:
+    """Before anything is installed; Sphinx needs a newer one than the engine."""
+    made = install(tmp_path, "docs", version="3,10,1")
+    assert made.returncode and "make docs needs Python 3.11 or newer" in made.stderr and not (tmp_path / ".venv").exists()
+
+
+def test_the_index_of_cpu_wheels_brings_no_cuda() -> None:
+    """What pip would install, where that index can be asked."""
+    try:
+        urlopen(f"{CPU_WHEELS}/torch/", timeout=5).close()
+    except OSError as error:
+        pytest.skip(f"{CPU_WHEELS} does not answer: {error}")
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--extra-index-url", CPU_WHEELS]
+    result = subprocess.run([*command, "torch==2.13.0"], capture_output=True, text=True, check=True)
+    assert "torch-2.13.0+cpu" in result.stdout and "nvidia" not in result.stdout
+
+
 def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: Path) -> None:
     """Every module of a chapter and nothing else that is code: no index of nbdev's, nothing of the appendix."""
     skipped = shutil.ignore_patterns("__pycache__", "_modidx.py")
@@ -341,4 +424,9 @@ def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: P
     assert not [n for n in names if "tiny" in n and n.endswith(".py")]
     tiny = {path.relative_to(ROOT).as_posix() for path in (ROOT / "atom_mini" / "tiny").rglob("*") if path.is_file()}
     pages = {"atom_mini/instruments/timeline.html", "atom_mini/serving/page.html"}
+    editable = "from setuptools import build_meta; build_meta.build_editable('editable')"
+    subprocess.run([sys.executable, "-c", editable], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "editable").glob("*.whl")
+    hooks = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".py")]
+    assert not hooks, "editors and type checkers read a path, but no import hook"
     assert names - modules - by_hand == tiny | pages | {"atom_mini/py.typed"} and len(tiny) > 8

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import atom_mini
 import atom_mini.loading
 import atom_mini.models
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.checkpoint import ModelRegistry, ModelSpec, read_spec
+from atom_mini.checkpoint import SECOND_COPIES, WANTED, ModelRegistry, ModelSpec, read_spec
 from atom_mini.loading import load_model
 from atom_mini.memory import kvcache_block_bytes
 
@@ -608,3 +609,33 @@ def test_memory_does_not_grow_with_every_number_of_rows() -> None:
     """oneDNN keeps code for each; 1,500 of them took 1.9 GB."""
     done = subprocess.run([sys.executable, "-c", ROWS], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 200, f"{done.stdout} MiB"
+
+
+def test_a_download_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each cause asks for something else: a license, another name, a mirror."""
+    from huggingface_hub import errors
+
+    (tmp_path / "my-qwen").mkdir()
+    (tmp_path / "my-qwen" / "config.json").touch()
+    response = type("Response", (), {"headers": {}, "request": None, "status_code": 401})()
+    http = {"response": response}
+    causes = {
+        "meta/Llama": (errors.GatedRepoError("no", **http), r"gated: accept its license at .*/meta/Llama.* HF_TOKEN$"),
+        "tinny": (errors.RepositoryNotFoundError("no", **http), "not a folder, and not a model .* did you mean 'tiny'"),
+        f"{tmp_path}/my-qwem": (errors.HFValidationError("no"), "did you mean '.*/my-qwen'"),
+        "Qwen/Qwen3": (errors.LocalEntryNotFoundError("no"), r"cannot be reached: set HF_ENDPOINT .*make real`.*hub$"),
+        "a/b": (OSError("No space left\non device"), "could not be fetched from the hub: OSError: No space left$"),
+    }
+    for model, (error, said) in causes.items():
+        monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
+        assert re.search(said, refusal(model)), refusal(model)
+
+
+def test_no_second_copy_of_the_weights_is_downloaded() -> None:
+    """Whose names the hub's client matches with `*` for slashes, too."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    whole = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "chat_template.jinja"]
+    twice = ["original/model.safetensors", "metal/model.bin", "consolidated.safetensors", "fp16/model.safetensors"]
+    patterns = {"allow_patterns": WANTED, "ignore_patterns": SECOND_COPIES}
+    assert [*filter_repo_objects([*whole, *twice], **patterns)] == whole

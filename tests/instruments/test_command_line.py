@@ -643,3 +643,15 @@ def test_the_reader_may_close_the_pipe() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait(60) == 1
+
+
+def test_a_terminal_shows_what_is_loaded(capsys: Capture, monkeypatch: Patch) -> None:
+    """In one line; a file or a pipe does not get it."""
+    LLM("tiny", **OPTIONS).close()
+    assert "loading" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    LLM("tiny", **OPTIONS).close()
+    assert re.search(r"^loading tiny \(8 MB\) \.\.\. 200 blocks, [\d.]+ s\n", capsys.readouterr().err)
+    with pytest.raises(ValueError, match="num_kvcache_blocks"):
+        LLM("tiny", device="cpu", num_kvcache_blocks=10**13)
+    assert capsys.readouterr().err.endswith(" ... \n")

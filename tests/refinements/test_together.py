@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -293,6 +293,14 @@ def test_options_are_a_field_of_a_users_own_class() -> None:
 def test_the_page_has_the_table() -> None:
     readme = (Path(__file__).resolve().parents[2] / "docs" / "together.md").read_text()
     assert show.as_markdown(parts.TOGETHER) in readme
+
+
+def test_the_keywords_for_editors_are_the_options() -> None:
+    """Names and types of `LLM`'s keywords, as type checkers see them, are those of the fields."""
+    hints = get_type_hints(EngineArgs)
+    options = {f.name: hints[f.name] for f in fields(EngineArgs) if f.init and f.name != "model"}
+    assert get_type_hints(parts.EngineOptions) == options
+    assert LLM.__init__.__annotations__["options"] == "Unpack[EngineOptions]"
 
 
 def test_a_name_that_no_part_knows() -> None:
