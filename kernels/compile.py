@@ -451,9 +451,8 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
 
 ATTENTION = ("paged_attention_kernel", "latent_attention_kernel")
 FUSED = ("add_product_kernel", "gated_product_kernel", "heads_kernel")
-STREAMS = (*ATTENTION, "merge_splits_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "chunk_stats_kernel", "threshold_kernel")
-
-
+STREAMS = (*ATTENTION, "merge_splits_kernel", "add_rms_norm_kernel", "silu_and_mul_kernel", "chunk_stats_kernel",
+           "threshold_kernel")  # fmt: skip
 WIDE = {"sm_90": "wgmma", "sm_100": "tcgen05"}  # the matrix instructions of several warps together
 
 

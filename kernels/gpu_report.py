@@ -254,7 +254,7 @@ def block(out: Path) -> str:
         except Exception as error:  # a file of a shape that nobody thought of
             found = [row(name, f"cannot be told: {type(error).__name__}: {error}")]
         if name == "failures":
-            found = [row("failed", "nothing" if not found else "")] + found
+            found = [row("failed", "nothing" if not found else ""), *found]
         lines += found
     return "\n".join([*(line.rstrip() for line in lines), END]) + "\n"
 

@@ -95,7 +95,9 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     )
     assert figures["machine"]["dry"] is True
     parts = figures["parts"]
-    assert list(parts) == ["limits", "rates", "kernels", "steps", "mixtures", "common", "single", "overlap", "transformers", "nano_vllm"]
+    assert list(parts) == [
+        "limits", "rates", "kernels", "steps", "mixtures", "common", "single", "overlap", "transformers", "nano_vllm"
+    ]  # fmt: skip
     assert no_errors(parts) and figures["failures"] == []
     assert all(part["elapsed_seconds"] > 0 for part in parts.values())
     assert {"bandwidth", "matrix_rate", "launch_seconds"} <= set(parts["limits"])

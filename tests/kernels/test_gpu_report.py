@@ -41,7 +41,8 @@ WHOLE: dict[str, Any] = {
     "beside": bench(transformers={"tokens_per_second": 2000.0},
                     nano_vllm={"tokens_per_second": 18000.0, "attention": "flash-attn", "rates": {"1": 300.0, "8": 2000.0}}),
 }  # fmt: skip
-ENDS = [("passed", "tests/a.py::test_one", ""), ("skipped", "tests/a.py::test_two", ""), ("failed", "tests/b.py::test_three[1-2]", "assert 1 == 2")]
+ENDS = [("passed", "tests/a.py::test_one", ""), ("skipped", "tests/a.py::test_two", ""),
+        ("failed", "tests/b.py::test_three[1-2]", "assert 1 == 2")]  # fmt: skip
 SLOT = "  0   20 s  limits\n  1   40 s  tokens\n124  140 s  kernels (longer than 140 s)\n"
 LOG = "\n==== limits: x\nfine\n\n==== tokens: x\nTraceback\nRuntimeError: first\n\n==== kernels: x\n.....F..\n"
 
@@ -112,7 +113,8 @@ def test_a_run_that_was_cut_off(out: Path) -> None:
     lines = block(out)
     assert lines[1] == "card        Some Card, 304 units, 192 GiB" and lines[-1] == "---- end ----"
     for line in ("tests       kernels: 1 passed, 0 failed", "tokens/s    not measured (slot 2, kernels/slots.sh)",
-                 "benchmark   not measured (slot 2, kernels/slots.sh)", "kernels     not measured (slot 2, kernels/slots.sh)"):  # fmt: skip
+                 "benchmark   not measured (slot 2, kernels/slots.sh)",
+                 "kernels     not measured (slot 2, kernels/slots.sh)"):  # fmt: skip
         assert line in lines
 
 
