@@ -40,7 +40,7 @@ help:
 	'  make test        lint, and a case of every test that takes seconds' \
 	'  make test-rest   the tests that take longer, and mypy' \
 	'  make test-all    every test' \
-	'  make gpu         on a GPU machine: tests and measurements' \
+	'  make gpu         on a GPU machine: tests and measurements, and a block of text to paste into an issue' \
 	'' \
 	'Also: test-real test-ray test-docs test-seconds; bench figures score kernels execute fences;' \
 	'      measure pdf docs-serve clean-book clean'
@@ -210,10 +210,12 @@ fences: $(VENV)/dev
 	$(PY) kernels/fences.py --install $(addprefix --triton ,$(TRITON))
 
 # On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed. Three runs of at
-# most ten minutes, what they find in OUT; without make: bash kernels/slots.sh 1 build/gpu, and so on.
-OUT ?= build/gpu
+# most ten minutes; each ends with a block of text to paste into an issue, OUT/report.txt. SLOTS=1: only the first, which says
+# whether it is right. NANO_VLLM=CHECKOUT, or nano-vLLM as it is installed, runs beside. Without make: bash kernels/slots.sh 1 build/gpu
+OUT   ?= build/gpu
+SLOTS ?= 1 2 3
 gpu:
-	@failed=0; for slot in 1 2 3; do PYTHON=$(PYTHON) bash kernels/slots.sh $$slot $(OUT) || failed=1; done; exit $$failed
+	@failed=0; for slot in $(SLOTS); do PYTHON=$(PYTHON) NANO_VLLM=$(NANO_VLLM) bash kernels/slots.sh $$slot $(OUT) || failed=1; done; exit $$failed
 
 docs: docs-needs $(VENV)/docs
 	$(PY) docs/book_site.py

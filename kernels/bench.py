@@ -1,5 +1,5 @@
-"""What a GPU gets out of atom_mini: the device's limits, each kernel, whole steps, mixtures of experts, the common
-benchmark, one request alone, overlap, others on the benchmark.
+"""What a GPU gets out of atom_mini: the device's limits, tokens per second at several loads, each kernel, whole steps,
+mixtures of experts, the common benchmark, one request alone, overlap, others on the benchmark.
 
 Every figure stands beside what this device could do, measured in the same run: its copy bandwidth and its matrix rate.
 Needs a CUDA or ROCm device and Triton, and nothing that a machine with torch and transformers does not have; weights
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PARTS = ("limits", "kernels", "steps", "mixtures", "common", "single", "overlap", "transformers", "nano_vllm")
+PARTS = ("limits", "rates", "kernels", "steps", "mixtures", "common", "single", "overlap", "transformers", "nano_vllm")
 
 
 def parse() -> argparse.Namespace:
@@ -64,8 +64,8 @@ def chosen_parts(args: argparse.Namespace) -> dict[str, Callable[..., None]]:
     if args.sweep:
         return {"limits": micro.limits, "sweep": partial(micro.sweep, limit=args.limit)}
     functions: tuple[Callable[..., None], ...] = (
-        micro.limits, micro.kernels, engines.steps, engines.mixtures, engines.common, engines.single, engines.overlap,
-        peers.continuous_batching,
+        micro.limits, engines.rates, micro.kernels, engines.steps, engines.mixtures, engines.common, engines.single,
+        engines.overlap, peers.continuous_batching,
         partial(peers.nano_vllm, checkout=args.nano_vllm),
     )  # fmt: skip
     parts = dict(zip(PARTS, functions, strict=True))

@@ -421,6 +421,53 @@ def common(bench: Bench, results: dict[str, Any], overlap: bool = False) -> None
     show(title, head, [[f"atom_mini, {name}, overlap={overlap}", *[results[k] for k in kinds], note]])
 
 
+LOADS = (1, 8, 32, 256)  # requests at once, of 128 tokens in and 256 out each
+
+
+def load(bench: Bench, requests: int) -> tuple[list[list[int]], int]:
+    """(prompts that share no beginning, how many tokens each wants) of so many requests."""
+    length, count = (8, 3) if bench.dry else (128, 256)
+    return [[1 + i] * length for i in range(requests)], count
+
+
+def loads_of(bench: Bench) -> tuple[int, ...]:
+    return (1, 2) if bench.dry else LOADS
+
+
+def rate(bench: Bench, generate: Callable[[list[list[int]], int], Any], requests: int) -> float:
+    """Output tokens per second of wall time, prompts included; `generate(prompts, tokens of each)` waits for all."""
+    prompts, count = load(bench, requests)
+    start = time.perf_counter()
+    generate(prompts, count)
+    bench.synchronize()
+    return requests * count / (time.perf_counter() - start)
+
+
+def rates(bench: Bench, results: dict[str, Any]) -> None:
+    """Tokens per second of a few and of many requests at once, plain and overlapped."""
+    name, (kind, shape) = next(iter((TOY if bench.dry else MODELS).items()))
+    options: dict[str, Any] = {"dtype": str(bench.dtype).removeprefix("torch."), "device": bench.device.type}
+    options |= {"max_model_len": 64 if bench.dry else 1024, "enable_prefix_caching": False}
+    options |= {"num_kvcache_blocks": 64} if bench.dry else {}
+    rows = []
+    for is_ahead in (False, True):
+        row = results["overlapped" if is_ahead else "plain"] = dict[str, Any]()
+        with (
+            bench.guarded(f"rates with overlap={is_ahead}", row),
+            random_checkpoint(bench, kind, shape) as folder,
+            LLM(folder, **options, overlap=is_ahead) as llm,
+        ):
+            def generate(prompts: list[list[int]], count: int, llm: LLM = llm) -> None:
+                llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count), use_tqdm=False)
+
+            generate(load(bench, 2)[0], 2)
+            for requests in loads_of(bench):
+                with time_limit(60):
+                    row[str(requests)] = rate(bench, generate, requests)
+        rows.append([f"{name}, overlap={is_ahead}", *[row.get(str(n)) for n in loads_of(bench)]])
+    show("Tokens per second", ["", *[f"{n} requests" for n in loads_of(bench)]], rows)
+
+
 EARLY = "fused layers, launched early"  # on Hopper; elsewhere this row repeats the one before
 SINGLE_RUNS: dict[str, dict[str, bool]] = {
     "overlap=False": {"overlap": False}, "overlap=True": {"overlap": True},
@@ -446,9 +493,9 @@ def single(bench: Bench, results: dict[str, Any]) -> None:
             for first in (1, 2):  # the first one warms up; they share no prefix
                 out = llm.generate([[first] * length], params, use_tqdm=False)[0]
             row |= {"ttft_ms": 1e3 * out.ttft, "tokens_per_second": len(out.token_ids) / out.latency}
-        label, rate = f"{name}, one request, {kind_of_run}", row.get("tokens_per_second")
-        note = bench.aim(f"{label}, tokens/s", rate, *SINGLE_STREAM_AIM) if extra["overlap"] else ""
-        rows.append([label, row.get("ttft_ms"), rate, note])
+        label, speed = f"{name}, one request, {kind_of_run}", row.get("tokens_per_second")
+        note = bench.aim(f"{label}, tokens/s", speed, *SINGLE_STREAM_AIM) if extra["overlap"] else ""
+        rows.append([label, row.get("ttft_ms"), speed, note])
     show(f"One request: {length} tokens in, {count} out", ["", "first token ms", "tokens/s", ""], rows)
 
 

@@ -19,7 +19,7 @@ import transformers
 import triton
 import triton.language as tl
 from checkpoints import CONFIGS, QWEN3_06B
-from engines import MODELS, TOY, Trace, fill_randomly, write_config
+from engines import MODELS, TOY, Trace, fill_randomly, load, loads_of, rate, write_config
 from timing import Bench, show, time_limit
 from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
@@ -150,11 +150,12 @@ def stand_in_for_flash_attention() -> str:
     return "stand-ins: torch's fused attention for prompts, a plain Triton kernel without split keys for decoding"
 
 
-def import_nano_vllm(checkout: Path) -> Any:
-    """nano-vLLM from the user's own checkout, with what it reads from disk replaced: weights and tokeniser."""
-    if not (checkout / "nanovllm").is_dir():
-        raise ValueError(f"{checkout} has no folder nanovllm: pass a checkout of nano-vLLM")
-    sys.path.insert(0, str(checkout))
+def import_nano_vllm(checkout: Path | None) -> Any:
+    """nano-vLLM from the user's checkout, or as it is installed; what it reads from disk is replaced: weights and tokeniser."""
+    if checkout is not None:
+        if not (checkout / "nanovllm").is_dir():
+            raise ValueError(f"{checkout} has no folder nanovllm: pass a checkout of nano-vLLM")
+        sys.path.insert(0, str(checkout))
     nano: Any = importlib.import_module("nanovllm")
     runner: Any = importlib.import_module("nanovllm.engine.model_runner")
     engine: Any = importlib.import_module("nanovllm.engine.llm_engine")
@@ -170,9 +171,9 @@ def import_nano_vllm(checkout: Path) -> Any:
 
 
 def nano_vllm(bench: Bench, results: dict[str, Any], checkout: Path | None) -> None:
-    """nano-vLLM on the same requests, if the user has given a checkout."""
-    if checkout is None:
-        results["skipped"] = "not run: no checkout given (--nano-vllm PATH)"
+    """nano-vLLM on the same loads and requests, if it is installed or the user has given a checkout."""
+    if checkout is None and importlib.util.find_spec("nanovllm") is None:
+        results["skipped"] = "not run: not installed, and no checkout given (--nano-vllm PATH)"
         print(f"\nCommon benchmark: nano-vLLM {results['skipped']}")
         return
     trace = Trace.toy() if bench.dry else Trace.common()
@@ -182,7 +183,16 @@ def nano_vllm(bench: Bench, results: dict[str, Any], checkout: Path | None) -> N
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), "qwen3", shape, bench.dtype)
         llm = nano.LLM(folder, enforce_eager=bench.dry, max_model_len=64 if bench.dry else 4096)
-    llm.generate([[1] * 20], nano.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4), use_tqdm=False)
+
+    def generate(prompts: list[list[int]], count: int) -> None:
+        params = nano.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count)
+        llm.generate(prompts, [params] * len(prompts), use_tqdm=False)
+
+    generate(load(bench, 2)[0], 4)
+    found = results["rates"] = dict[str, float]()
+    for requests in loads_of(bench):
+        with time_limit(60):
+            found[str(requests)] = rate(bench, generate, requests)
     params = [nano.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in trace.outputs]
     start = time.perf_counter()
     with time_limit(120):

@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # A GPU in three runs of at most ten minutes each: kernels/slots.sh 1|2|3 OUT [--dry-run]
 #
-#   1  right?           limits, where a step's time goes, the tests of kernels, graphs and memory
-#   2  how fast?        the common benchmark, overlap, kernels, steps
-#   3  why, beside whom? a bounded sweep of launches, transformers, nano-vLLM (NANO_VLLM=CHECKOUT), mixtures, counters
+#   1  right?           limits, the CPU's tokens, the tests of kernels, graphs and memory, where a step's time goes
+#   2  how fast?        tokens per second at 1 to 256 requests, kernels, the common benchmark, steps
+#   3  why, beside whom? transformers, nano-vLLM (installed, or NANO_VLLM=CHECKOUT), mixtures, a bounded sweep of launches,
+#                       counters
 #
-# Everything is written into OUT: slot1.log and so on with all output, slot1.txt with a line for each step (exit code,
-# seconds, name), and the figures as JSON. Each step has a limit of its own, so one that fails or hangs leaves the others
-# their time; the exit code is 1 if any failed. PYTHON names the interpreter that has torch and Triton.
+# Each ends with a block of text to paste into an issue, made from all that is in OUT: OUT/report.txt has it after every
+# step, so stop the run whenever you like. OUT also has slot1.log and so on with all output, slot1.txt with a line for each
+# step (exit code, seconds, name), and the figures as JSON. Each step has a limit of its own, so one that fails or hangs
+# leaves the others their time; the exit code is 1 if any failed. PYTHON names the interpreter that has torch and Triton.
 set -u
 cd "$(dirname "$0")/.."
 
 slot=${1:-} out=${2:-} dry=${3:-}
 if [[ ! $slot =~ ^[123]$ || -z $out || ( -n $dry && $dry != --dry-run ) ]]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 python=${PYTHON:-python3}
@@ -28,15 +30,30 @@ log=$out/slot$slot.log summary=$out/slot$slot.txt failed=0
 : >"$log" && : >"$summary"
 export HF_HUB_OFFLINE=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
+report() { "$python" kernels/gpu_report.py "$out"; }
+running=
+# Stopped from outside, too: `wait` can be interrupted, a command in the foreground cannot.
+trap 'exit 130' INT TERM
+trap '[[ -z $running ]] || kill "$running" 2>/dev/null; report' EXIT
+
 # step SECONDS NAME COMMAND...: run it for at most SECONDS; add its output to the log and one line to the summary.
 step() {
     local limit=$1 name=$2 start=$SECONDS code=0
     shift 2
+    [[ -z $dry ]] || limit=$((10 * limit)) # an interpreter, perhaps on a busy CPU
     printf '\n==== %s: %s\n' "$name" "$*" >>"$log"
-    timeout -k 10 "$limit" "$@" >>"$log" 2>&1 </dev/null || code=$?
+    timeout -k 10 "$limit" "$@" >>"$log" 2>&1 </dev/null &
+    running=$!
+    wait "$running" || code=$?
+    running=
     [[ $code == 0 ]] || failed=1
     printf '%3d %4d s  %s%s\n' "$code" $((SECONDS - start)) "$name" "$([[ $code == 124 ]] && echo " (longer than $limit s)")" |
         tee -a "$summary"
+    report >/dev/null
+}
+
+fresh() { # fresh NAME...: no figures of an earlier run into the same folder
+    for name in "$@"; do rm -f "$out/$name".json*; done
 }
 
 bench() { # bench SECONDS NAME PART...: those parts of kernels/bench.py, their figures in NAME.json
@@ -45,32 +62,37 @@ bench() { # bench SECONDS NAME PART...: those parts of kernels/bench.py, their f
     step "$limit" "$name" "$python" kernels/bench.py $dry --json "$out/$name.json" "$@"
 }
 
-tests() { # tests SECONDS NAME ARGUMENT...
+tests() { # tests SECONDS NAME ARGUMENT...: pytest, each test's end in tests-NAME.jsonl
     local limit=$1 name=$2 side_by_side=() chosen=()
     shift 2
-    "$python" -c 'import xdist' 2>/dev/null && [[ -z $dry ]] && side_by_side=(--dist load -n 12)
+    "$python" -c 'import xdist' 2>/dev/null && [[ -z $dry ]] && side_by_side=(--dist load -n $(($(nproc) < 12 ? $(nproc) : 12)))
     [[ -n $dry ]] && chosen=(--collect-only)
-    step "$limit" "$name" "$python" -m pytest -p no:cacheprovider ${side_by_side[@]+"${side_by_side[@]}"} \
-        ${chosen[@]+"${chosen[@]}"} "$@"
+    step "$limit" "$name" "$python" -m pytest -p no:cacheprovider --outcomes "$out/tests-$name.jsonl" \
+        ${side_by_side[@]+"${side_by_side[@]}"} ${chosen[@]+"${chosen[@]}"} "$@"
 }
 
 case $slot in
 1)
+    fresh limits tokens profile tests-kernels tests-engine
     [[ -n $dry ]] || step 30 "a GPU is here" "$python" kernels/bench.py --check
-    bench 60 limits --only limits
-    step 120 profile "$python" kernels/profile_step.py $dry "$out"
-    tests 150 "kernels and graphs" tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py tests/engine/test_sampling_kernels.py tests/refinements/test_fused.py
-    tests 230 "engine on a GPU" -m gpu -rs tests/engine/test_gpu.py tests/engine/test_gpu_right.py tests/engine/test_parity.py tests/systems/test_spyre.py tests/processes/test_tensor_parallel.py
+    bench 50 limits --only limits
+    step 60 tokens "$python" kernels/same_tokens.py $dry "$out"
+    tests 140 kernels tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py tests/engine/test_sampling_kernels.py tests/refinements/test_fused.py
+    tests 220 engine -m gpu -rs tests/engine/test_gpu.py tests/engine/test_gpu_right.py tests/engine/test_parity.py tests/systems/test_spyre.py tests/processes/test_tensor_parallel.py
+    step 90 profile "$python" kernels/profile_step.py $dry "$out"
     ;;
 2)
-    bench 180 common --only common single overlap
-    bench 200 kernels --only kernels
-    bench 200 steps --only steps
+    fresh rates kernels common steps
+    bench 110 rates --only rates
+    bench 180 kernels --only kernels
+    bench 150 common --only common single overlap
+    bench 150 steps --only steps
     ;;
 3)
-    bench 240 sweep --sweep --limit 200
-    bench 150 beside --only transformers nano_vllm ${NANO_VLLM:+--nano-vllm "$NANO_VLLM"}
+    fresh beside mixtures sweep counted
+    bench 180 beside --only transformers nano_vllm ${NANO_VLLM:+--nano-vllm "$NANO_VLLM"}
     bench 90 mixtures --only mixtures
+    bench 210 sweep --sweep --limit 170
     if [[ -z $dry ]] && command -v ncu >/dev/null; then
         step 60 counters ncu --kernel-name regex:attention --launch-count 4 --set full \
             "$python" kernels/bench.py --json "$out/counted.json" --only kernels

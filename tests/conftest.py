@@ -16,7 +16,7 @@ spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the
 import torch  # noqa: E402
 from defaults import set_compiled  # noqa: E402
 
-pytest_plugins = ["quick"]
+pytest_plugins = ["quick", "outcomes"]
 
 torch.set_num_threads(1)  # small models: more threads only wait for each other, above all on a busy machine
 os.environ.setdefault("MPLBACKEND", "agg")

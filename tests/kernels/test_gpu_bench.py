@@ -95,10 +95,14 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     )
     assert figures["machine"]["dry"] is True
     parts = figures["parts"]
-    assert list(parts) == ["limits", "kernels", "steps", "mixtures", "common", "single", "overlap", "transformers", "nano_vllm"]
+    assert list(parts) == [
+        "limits", "rates", "kernels", "steps", "mixtures", "common", "single", "overlap", "transformers", "nano_vllm"
+    ]  # fmt: skip
     assert no_errors(parts) and figures["failures"] == []
     assert all(part["elapsed_seconds"] > 0 for part in parts.values())
     assert {"bandwidth", "matrix_rate", "launch_seconds"} <= set(parts["limits"])
+    loads = [parts["rates"]["plain"], parts["rates"]["overlapped"], parts["nano_vllm"]["rates"]]
+    assert all(rate > 0 for found in loads for rate in found.values()) and {*map(tuple, loads)} == {("1", "2")}
     assert len(parts["kernels"]["decode_attention"]) == len(parts["kernels"]["prefill_attention"]) == 2
     assert len(parts["kernels"]["small_kernels"]) == 8
     assert all(row["microseconds"] > 0 for row in parts["kernels"]["small_kernels"].values())

@@ -6,29 +6,55 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOTS = ROOT / "kernels" / "slots.sh"
-ABSENT = "execnb nbdev fastcore ghapi jupytext zmq msgspec starlette uvicorn prometheus_client httpx ray"
-BARE = f"import sys\nfor name in {ABSENT.split()}:\n    sys.modules[name] = None\n"
+ABSENT = (
+    "execnb nbdev fastcore ghapi jupytext nbformat IPython zmq msgspec starlette uvicorn prometheus_client ray hypothesis "
+    "scipy numba matplotlib networkx xdist"
+)
+HIDE = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+
+def find_others(cls, name, *args):
+    return None if name.split(".")[0] in ABSENT.split() else find(name, *args)
+
+PathFinder.find_spec = classmethod(find_others)
+"""
 FILES = {
-    "1": ["limits.json", "profile.json", "profile.png", "slot1.log", "slot1.txt"],
-    "2": ["common.json", "kernels.json", "slot2.log", "slot2.txt", "steps.json"],
-    "3": ["beside.json", "mixtures.json", "slot3.log", "slot3.txt", "sweep.json"],
-}
+    "1": ["limits.json", "profile.json", "report.txt", "slot1.log", "slot1.txt", "tests-engine.jsonl",
+          "tests-kernels.jsonl", "tokens.json"],
+    "2": ["common.json", "kernels.json", "rates.json", "report.txt", "slot2.log", "slot2.txt", "steps.json"],
+    "3": ["beside.json", "mixtures.json", "report.txt", "slot3.log", "slot3.txt", "sweep.json"],
+}  # fmt: skip
+IN_THE_BLOCK = {  # of a dry run
+    "1": ["card        cpu (dry run)", "tokens      equal to the CPU's, built-in model: graphs 2 of 2, no graphs 2 of 2",
+          "tests       engine: 0 passed, 1 skipped, 0 failed", "tests       kernels: 0 passed, 0 failed", "rates", "slot 2"],
+    "2": ["tokens/s    at 1, 2 requests", "plain: ", "overlapped: ", "decode, toy: 2 x 40 ", "  toy add_rms_norm: 1 "],
+    "3": ["nano-vLLM: not run: not installed", "transformers "],
+}  # fmt: skip
+
+
+def hiding(absent: str) -> str:
+    """A sitecustomize.py that lets Python find none of these packages."""
+    return f"ABSENT = {absent!r}\n{HIDE}"
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
     """The environment of a Python that finds none of ABSENT, and no GPU."""
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
+    (tmp_path / "bare" / "sitecustomize.py").write_text(hiding(ABSENT))
     nothing = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    nothing |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # pytest finds a hidden plugin, and cannot load it
     return os.environ | nothing | {"PYTHONPATH": str(tmp_path / "bare")}
 
 
@@ -49,6 +75,9 @@ def test_a_slot_runs_every_step_and_keeps_to_its_folder(slot: str, tmp_path: Pat
     assert sorted(path.name for path in out.iterdir()) == FILES[slot]
     steps = (out / f"slot{slot}.txt").read_text().splitlines()
     assert steps and all(line.startswith("  0 ") for line in steps)
+    block = (out / "report.txt").read_text()
+    assert done.stdout.endswith(block) and "DRY RUN" in block and "\nfailed      nothing\n" in block
+    assert [line for line in IN_THE_BLOCK[slot] if line not in block] == []
     assert before == {path for path in (ROOT / "kernels").rglob("*") if "__pycache__" not in path.parts}
 
 
@@ -64,8 +93,30 @@ def test_one_failing_step_does_not_take_the_rest_along(tmp_path: Path, bare: dic
     """Without a GPU every step of a real run fails, and each is tried and told."""
     done = run_slot(bare, "2", str(tmp_path / "out"))
     steps = (tmp_path / "out" / "slot2.txt").read_text().splitlines()
-    assert done.returncode == 1 and len(steps) == 3 and all(line.startswith("  2 ") for line in steps)
-    assert done.stdout.splitlines() == steps
+    assert done.returncode == 1 and len(steps) == 4 and all(line.startswith("  2 ") for line in steps)
+    assert done.stdout.splitlines()[:4] == steps
+    assert done.stdout.count("needs a CUDA or ROCm device and Triton") == 4  # in the block
+
+
+def test_a_run_that_is_stopped_still_prints_its_block(tmp_path: Path, bare: dict[str, str]) -> None:
+    """Ctrl-C in the middle of a step ends that step, too."""
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\ncase "$*" in *bench.py*) exec sleep 99 ;; *) exec {sys.executable} "$@" ;; esac\n')
+    slow.chmod(0o755)
+    command = ["bash", str(SLOTS), "2", str(tmp_path / "out")]
+    run = subprocess.Popen(command, env=bare | {"PYTHON": str(slow)}, stdout=subprocess.PIPE, text=True)
+    log = tmp_path / "out" / "slot2.log"
+    while not (log.exists() and "==== rates" in log.read_text()):
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    printed, _ = run.communicate(timeout=30)
+    assert run.returncode == 130 and printed == (tmp_path / "out" / "report.txt").read_text()
+    assert printed.startswith("---- atom_mini on a GPU ----\n") and "tokens/s    not measured (slot 2" in printed
+
+
+def test_every_test_file_of_a_slot_exists() -> None:
+    named = re.findall(r"tests/\S+\.py", SLOTS.read_text())
+    assert len(named) > 10 and [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["4", "out"], ["1"], ["1", "out", "--fast"]])
@@ -76,7 +127,7 @@ def test_a_wrong_call_says_how_to_call_it(arguments: list[str], tmp_path: Path, 
 
 def test_a_machine_that_lacks_a_requirement_says_which(tmp_path: Path, bare: dict[str, str]) -> None:
     """At once, and not in ten minutes of failed steps."""
-    (tmp_path / "bare" / "sitecustomize.py").write_text(BARE + "sys.modules['pydantic'] = None\n")
+    (tmp_path / "bare" / "sitecustomize.py").write_text(hiding(f"{ABSENT} pydantic"))
     done = run_slot(bare, "1", str(tmp_path / "out"), "--dry-run")
     assert done.returncode == 2 and "pydantic" in done.stderr and "PYTHONPATH" in done.stderr
     assert not (tmp_path / "out").exists()
