@@ -88,8 +88,8 @@ def resolve_model(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = {"allow_patterns": WANTED, "ignore_patterns": SECOND_COPIES}
-        return Path(snapshot_download(model, **patterns))
+        chosen = snapshot_download(model, allow_patterns=WANTED, ignore_patterns=SECOND_COPIES)
+        return Path(chosen)
     except Exception as error:  # the client raises many types
         why = why_not_fetched(model, error)
         raise ValueError(f"model {model!r} {why}") from None
