@@ -22,8 +22,9 @@ __all__ = ['WANTED', 'SECOND_COPIES', 'COPIED', 'Reader', 'SAMPLING', 'shortened
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
 def shortened(message: str, most: int = 2000) -> str:
     """`message`, without its middle if it repeats a very long value."""
-    half = most // 2
-    return message if len(message) <= most else f"{message[:half]} ... {message[-half:]}"
+    if len(message) <= most:
+        return message
+    return f"{message[: most // 2]} ... {message[-most // 2 :]}"
 
 
 def require(condition: bool, message: str) -> None:

@@ -113,10 +113,9 @@ class EngineCore:
 
     def check_finished(self) -> None:
         """RuntimeError if the scheduler plans no step although requests are left."""
-        who, scheduler = type(self.scheduler).__name__, self.scheduler
-        count = len(scheduler.waiting) + len(scheduler.running)
         if not self.is_finished():
-            raise RuntimeError(f"{who}.schedule plans no step, and {count} requests are left")
+            who = type(self.scheduler).__name__
+            raise RuntimeError(f"{who}.schedule plans no step, and requests are left")
 
     def step(self) -> StepOutput | None:
         """Run one step; None if there is nothing to do."""

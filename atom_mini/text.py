@@ -87,7 +87,9 @@ class IncrementalDetokenizer:
         is_whole = text.startswith(progress.alone) and not text.endswith("\ufffd")
         return text[len(progress.alone) :] if is_whole else ""
 
-    def _searched(self, progress: Progress) -> tuple[Progress, bool]:
+    def _searched(
+        self, progress: Progress
+    ) -> tuple[Progress, bool]:
         """The progress once its text is searched, and whether a stop string ends there."""
         text = self._part(progress.searched, progress.size)
         free = progress.free - progress.searched
@@ -213,8 +215,8 @@ class StopSearch:
         return num + (self.stop[num] == letter)
 
     def read(self, num: int, text: str, free: int) -> tuple[int, bool]:
-        """(letters matched after `text`, if `num` were before it; whether the stop string
-        ends in `text` after its first `free` letters)."""
+        """(letters matched after `text`, if `num` were before it; whether the stop
+        string ends in `text` after its first `free` letters)."""
         if num == 0 and self.stop[0] not in text:
             return 0, False
         is_found = False
@@ -295,7 +297,7 @@ class InputOutputProcessor:
         it cannot fit."""
         text.encode()  # raises for half of a surrogate pair
         longest, most = longest_token(self.tokenizer), self.config.max_model_len or 0
-        wrong = f"prompt of {len(text)} characters: no token has more than {longest}, and it "
+        wrong = f"prompt of {len(text)} characters: a token has at most {longest}, and it "
         fits = not (longest and most) or len(text) <= 4 * longest * most
         require(fits, f"{wrong}must fit max_model_len={most} tokens: shorten it")
         return self.tokenizer.encode(text, **options)
@@ -436,12 +438,12 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 @lru_cache(maxsize=8)
 def byte_tokens(tokenizer: Any) -> dict[int, int]:
-    """The bytes of the tokens `<0x00>` to `<0xFF>`, by id; empty if a tokenizer has none,
-    or does not decode a run of them as a whole."""
+    """The bytes of the tokens `<0x00>` to `<0xFF>`, by id; empty if a tokenizer has
+    none, or does not decode a run of them as a whole."""
     ids: Any = getattr(tokenizer, "convert_tokens_to_ids", lambda names: [None])(BYTES)
     if None in ids or tokenizer.convert_ids_to_tokens(ids) != BYTES:
         return {}
-    broken = decode(tokenizer, [ids[0xC3], ids[0xA9], ids[0xFF]])  # "é" and no byte of one
+    broken = decode(tokenizer, [ids[byte] for byte in b"\xc3\xa9\xff"])  # "é" breaks
     return {id: byte for byte, id in enumerate(ids)} if broken == 3 * "\ufffd" else {}
 
 
@@ -480,7 +482,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
     def _shortened(self, progress: Progress) -> Progress:
         """As in the base class, but bytes of one character stay together."""
         is_open = progress.run > 0 and not is_whole(self._unfinished(progress))
-        return progress if is_open else super()._shortened(progress)
+        return progress if is_open else IncrementalDetokenizer._shortened(self, progress)
 
     def _broken(self, progress: Progress) -> Progress:
         """The progress with a � for each byte of the open run; the last one is held."""
@@ -502,7 +504,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
         more = progress._replace(num=progress.num + 1, held=(*progress.held, id))
         if is_broken(self._unfinished(more)):
             return self._broken(more)
-        return super()._grown(progress, id)
+        return IncrementalDetokenizer._grown(self, progress, id)
 
     def _grown(self, progress: Progress, id: int) -> Progress:
         """As in the base class; in an open run, `start` keeps what is certain."""
@@ -512,7 +514,8 @@ class ByteDetokenizer(IncrementalDetokenizer):
             return progress._replace(num=progress.num + 1)
         if progress.run > 0 and not is_whole(self._unfinished(progress)):
             progress = self._broken(progress)
-        return super()._grown(progress._replace(run=0, start=None), id)
+        progress = progress._replace(run=0, start=None)
+        return IncrementalDetokenizer._grown(self, progress, id)
 
 # %% ../nbs/24_what_every_engine_does.ipynb #0278c11b
 def make_detokenizer(tokenizer: Any, stop: tuple[str, ...]) -> IncrementalDetokenizer:

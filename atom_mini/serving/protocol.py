@@ -49,7 +49,7 @@ class ApiError(Exception):
 # %% ../../nbs/serving/82_server.ipynb #96ceaae1
 T = TypeVar("T", bound="ApiRequest")  # one kind of request
 Stop = Annotated[str, Meta(max_length=1024)]
-Stops = Annotated[list[Stop], Meta(max_length=16)]  # each is searched for in every token
+Stops = Annotated[list[Stop], Meta(max_length=16)]  # each is searched for
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -266,7 +266,7 @@ def first_wrong(options: dict[str, Any]) -> str | None:
 
 
 def named_field(message: str, request: ApiRequest) -> str | None:
-    """The field of `request` with whose name `message` begins; None if there is none."""
+    """The field of `request` with whose name `message` begins, if any."""
     word = re.split(r"\W", message, maxsplit=1)[0]
     return word if word in request.__struct_fields__ else None
 

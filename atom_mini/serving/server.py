@@ -348,7 +348,7 @@ MARGIN = 20.0  # seconds after the grace
 
 def end_process(seconds: float) -> None:
     """End this process, whatever its threads wait for."""
-    wrong = f"the server has not ended {seconds:.0f} seconds after the signal: it is ended"
+    wrong = f"the server still runs {seconds:.0f} seconds after the signal: it is ended"
     print(wrong, file=sys.stderr, flush=True)
     os._exit(1)
 
