@@ -79,13 +79,6 @@ class TorchOps:
 
     is_triton = False
 
-    def plan(self, query_lens: ndarray, context_lens: ndarray, tables: ndarray) -> Any:
-        """`AttentionMetaData.plan` for a step [B], [B], [B, W]; `attend` needs none."""
-        return None
-
-    def prepare(self, model: nn.Module) -> None:
-        """Prepare a model that has its weights; here there is nothing to do."""
-
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
     ) -> Tensor:
@@ -121,6 +114,15 @@ class TorchOps:
         """silu(gate) * up of `gate_up` [T, 2 * size] -> [T, size]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
+
+    def plan(
+        self, query_lens: ndarray, context_lens: ndarray, tables: ndarray
+    ) -> Any:
+        """`AttentionMetaData.plan` for a step [B], [B], [B, W]; `attend` needs none."""
+        return None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Prepare a model that has its weights; here there is nothing to do."""
 
 # %% ../nbs/06a_models.ipynb #ebb1f7be
 class RMSNorm(nn.Module):

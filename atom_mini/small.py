@@ -238,7 +238,7 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden[last]).float().cpu()
         return [sample(row, seq) for row, seq in zip(logits, seqs, strict=True)]
 
-# %% ../nbs/06c_it_runs.ipynb #9691bc78
+# %% ../nbs/06c_it_runs.ipynb #a35c46c4
 def sample(logits: torch.Tensor, seq: Sequence) -> int:
     """The next token of `seq`, given its `logits` [V], which it may change."""
     params: Any = seq.sampling_params  # none of them is None
@@ -254,7 +254,7 @@ def sample(logits: torch.Tensor, seq: Sequence) -> int:
     generator = torch.Generator().manual_seed(hash((params.seed, len(seq))))
     return int(tokens[probs.multinomial(1, generator=generator)])
 
-# %% ../nbs/06c_it_runs.ipynb #733e9872
+# %% ../nbs/06c_it_runs.ipynb #41464fb0
 @dataclass(frozen=True)
 class RequestOutput:
     """The result for prompt number `index`. In a stream, only the new text and tokens."""
@@ -264,7 +264,7 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: str | None  # "stop" or "length"
 
-# %% ../nbs/06c_it_runs.ipynb #bba5819a
+# %% ../nbs/06c_it_runs.ipynb #a1ff7d6e
 class LLM:
     """A checkpoint with an engine around it: `"tiny"`, a folder, or a hub id."""
 

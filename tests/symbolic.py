@@ -5,7 +5,8 @@ attending means hashing everything attended, in order. As in the real one, each 
 before anybody reads. So a slot of the second layer depends on everything that its token saw *through the block table*,
 and the next token on all slots of its sequence. One wrong slot anywhere, and the output is another.
 
-`continuation` is the oracle: the same function of the token list alone, without blocks, steps or batches.
+`continuation` is the oracle: the same function of the token list alone, without blocks, steps or batches. A second one
+is the small engine, which has blocks and steps of its own.
 
 `run_trial(seed)` plays one random load on a random, tiny engine and compares. It returns what happened, counted.
 """
@@ -27,7 +28,7 @@ from show import check_blocks, new_tokens
 import atom_mini.model_runner as model_runner
 import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
-from atom_mini import EngineArgs
+from atom_mini import EngineArgs, small
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
@@ -233,6 +234,51 @@ class Request:
         if self.stop_pair is None:
             return None
         return next((n for n, pair in enumerate(pairwise(tokens), 2) if pair == self.stop_pair), None)
+
+
+class SmallRunner:
+    """The same model for the small engine, which hands over its sequences themselves."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.size, self.alphabet = trial.config.kv_cache_block_size, trial.alphabet
+        slots = (trial.config.num_kvcache_blocks or 0) * self.size
+        self.layers = [[-1 - slot for slot in range(slots)], [-1 - slot - slots for slot in range(slots)]]  # garbage
+
+    def slots(self, seq: small.Sequence) -> list[int]:
+        return [seq.block_table[p // self.size] * self.size + p % self.size for p in range(seq.context_len)]
+
+    def forward(self, seqs: list[small.Sequence]) -> list[int]:
+        first, second = self.layers
+        for seq in seqs:
+            places = self.slots(seq)
+            for p in range(seq.num_computed_tokens, seq.context_len):
+                first[places[p]] = embed(seq.token_ids[p], p)
+        for seq in seqs:
+            places = self.slots(seq)
+            hidden = list(accumulate(map(first.__getitem__, places), mix, initial=0))[1:]
+            for p in range(seq.num_computed_tokens, seq.context_len):
+                second[places[p]] = hidden[p]
+        outputs = [reduce(mix, map(second.__getitem__, self.slots(seq)), 0) for seq in seqs]
+        return [sample(o, seq.sampling_params.seed, self.alphabet) for o, seq in zip(outputs, seqs, strict=True)]
+
+
+def small_tokens(trial: Trial) -> dict[int, list[int]]:
+    """The tokens of the small engine (atom_mini/small.py) for each request that fits, all of them queued at once."""
+    config, runner = trial.config, SmallRunner(trial)
+    manager = small.BlockManager(config.num_kvcache_blocks or 0, config.kv_cache_block_size)
+    limits = config.max_num_seqs, config.max_num_batched_tokens, trial.max_len
+    scheduler = small.Scheduler(manager, trial.eos_token_ids, *limits)
+    seqs: dict[int, small.Sequence] = {}
+    for i, request in enumerate(trial.requests):
+        if len(request.prompt) < trial.max_len:
+            names = "seed", "max_tokens", "stop_token_ids", "ignore_eos"
+            params = small.SamplingParams(**{name: getattr(request.params, name) for name in names})
+            seqs[i] = small.Sequence([*request.prompt], len(request.prompt), params)
+    scheduler.waiting += seqs.values()
+    while ran := scheduler.schedule():
+        scheduler.postprocess(ran, runner.forward(ran))
+    assert all(seq.finish_reason for seq in seqs.values()), "the small engine has forgotten a request"
+    return {i: seq.token_ids[seq.num_prompt_tokens :] for i, seq in seqs.items()}
 
 
 @dataclass
@@ -465,7 +511,10 @@ def play(
     if strict:
         assert manager.num_free_blocks == len(manager.pool.blocks), "blocks are lost"
     stats["preemptions"] = scheduler.num_preemptions
+    smalls = small_tokens(trial) if strict else {}
     for i, seq in seqs.items():
+        if strict and ended[i] not in ("abort", "stop_sequence"):
+            assert streams[i] == smalls[i], f"request {i}: other tokens than the small engine's"
         tokens, hashes, reason = trial.expected(trial.requests[i])
         if ended[i] == "abort":
             tokens, hashes, reason = tokens[: len(streams[i])], hashes[: len(streams[i])], "abort"

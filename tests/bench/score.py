@@ -2,7 +2,8 @@
 
 64 requests come at random times (Poisson, the same for all), prompts of 24 to 96 random tokens of which half share their
 first 48, outputs of 12 to 36, greedy, without an end token, in float32: to a random Qwen3 of 29 M parameters, 120 a second,
-and to the built-in model, 480 a second. Every rung serves them as they come. The loop computes everything again for each
+and to the built-in model, 480 a second. Every rung serves them as they come. *small* is the engine of the first evening;
+each rung below it adds one thing. The loop computes everything again for each
 token, so it gets the first requests only. The padded batch takes who waits, up to 16, as `generate` does. A request meets
 the objective if its first token comes within a time, and the others at a pace on average: 1 s and 100 ms, a fifth of both
 for the built-in model. Bytes are the weights once a step and the keys and values of those who got a token. The server is
@@ -43,7 +44,7 @@ from tokenizers import Tokenizer, decoders  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from atom_mini import LLM, EngineArgs, SamplingParams  # noqa: E402
+from atom_mini import LLM, EngineArgs, SamplingParams, small  # noqa: E402
 
 LOOPED = 3  # requests that the loop gets
 RATES = 120.0, 480.0  # requests a second, for the two models: more than two cores can serve
@@ -158,6 +159,24 @@ def serve(llm: LLM, load: list[Request]) -> Times:
     return times
 
 
+def serve_small(llm: small.LLM, load: list[Request]) -> Times:
+    """The small engine of the first evening."""
+    times: Times = [[] for _ in load]
+    seqs: list[small.Sequence] = []
+    start = time.perf_counter()
+    while len(seqs) < len(load) or not all(seq.finish_reason for seq in seqs):
+        while len(seqs) < len(load) and load[len(seqs)].arrival <= time.perf_counter() - start:
+            request = load[len(seqs)]
+            params = small.SamplingParams(temperature=0, max_tokens=request.output, ignore_eos=True)
+            seqs += llm.add_requests(request.prompt, params)
+        if not llm.step():
+            wait(load[len(seqs)].arrival, start)
+        now = time.perf_counter() - start
+        for came, seq in zip(times, seqs, strict=False):
+            came += [now] * (len(seq) - seq.num_prompt_tokens - len(came))
+    return times
+
+
 def over_http(port: int, load: list[Request], model: str) -> Times:
     """The server. An event may bring several tokens: those that the count lacks came with the last one."""
     params = {"model": model, "temperature": 0, "ignore_eos": True}
@@ -233,7 +252,10 @@ def runs(about: Model, load: list[Request]) -> Iterator[tuple[str, Callable[[], 
     yield "naive loop", lambda: loop(model, load[:LOOPED])
     padded(model, load[:2])
     yield "padded batch", lambda: padded(model, load)
-    for rung in [rung for rung, needs in RUNGS.items() if needs == "" and rung != "server"]:
+    little = small.LLM(folder, num_kvcache_blocks=POOL // 16, max_num_seqs=32)
+    serve_small(little, warm(load))
+    yield "small", lambda: serve_small(little, load)
+    for rung in [rung for rung, needs in RUNGS.items() if needs == "" and rung not in ("small", "server")]:
         with LLM(folder, **options_of(rung)) as llm:
             serve(llm, warm(load))
             yield rung, lambda llm=llm: serve(llm, load)

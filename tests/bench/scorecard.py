@@ -17,7 +17,7 @@ from places import chapters  # noqa: E402
 RESULTS = ROOT / "tests" / "bench" / "results"
 FIGURE = ROOT / "docs" / "_static" / "score.svg"
 RUNGS = {  # rung -> what it needs; "" is this engine on a CPU
-    "naive loop": "transformers", "padded batch": "transformers", "continuous": "", "paged": "", "prefix cache": "",
+    "naive loop": "transformers", "padded batch": "transformers", "small": "", "continuous": "", "paged": "", "prefix cache": "",
     "chunked": "", "compiled": "", "overlapped": "", "drafted": "", "own process": "", "server": "", "ranks": "",
     "Triton": "a GPU", "small kernels": "a GPU", "graphs": "a GPU",
 }  # fmt: skip

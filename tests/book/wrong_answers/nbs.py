@@ -21,8 +21,8 @@ def first_and_later(n: int, b: int, k: int) -> tuple[int, int]:
     return -(-n // b), k  # the first token comes with the prompt
 # %% 00d_plan 2
 class ShortestFirst(Scheduler):
-    def schedule_prefill(self):  # the one that was cut does not stay first
-        self.waiting = deque(sorted(self.waiting, key=lambda seq: -seq.num_prompt_tokens))
+    def schedule_prefill(self):  # the longest first
+        self.waiting = deque(sorted(self.waiting, key=lambda seq: (not seq.block_table, -seq.num_prompt_tokens)))
         return super().schedule_prefill()
 # %% 01a_checkpoint 1
 num_parameters = sum(sum(tensor["shape"]) for tensor in header.values())  # a sum, not a product
