@@ -54,7 +54,7 @@ SECOND_COPIES = ["*/*.safetensors", "consolidated*"]  # as gpt-oss and Mistral h
 
 
 def did_you_mean(model: str) -> str:
-    """A question, with the closest checkpoint folder or "tiny"; empty if none is close."""
+    """A question with the closest folder of a checkpoint, or "tiny"; or nothing."""
     folders = [str(file.parent) for file in Path(model).parent.glob("*/config.json")]
     close = get_close_matches(model, ["tiny", *folders], 1)
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -68,11 +68,12 @@ def why_not_fetched(model: str, error: Exception) -> str:
         how = f"accept its license at https://huggingface.co/{model}, then run "
         return f"is gated: {how}`hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        how = f"check the name (a private one needs `hf auth login`){did_you_mean(model)}"
+        how = f"check the name (private: `hf auth login`){did_you_mean(model)}"
         return f"is not a folder, and not a model on the Hugging Face hub: {how}"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        how = "set HF_ENDPOINT to a mirror, or use 'tiny' or `make real`, which need no hub"
-        return f"is not a folder, and the hub cannot be reached: {how}{did_you_mean(model)}"
+        how = "set HF_ENDPOINT to a mirror, or use `make real`, which needs no hub"
+        how += did_you_mean(model)
+        return f"is not a folder, and the hub cannot be reached: {how}"
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"could not be fetched from the hub: {type(error).__name__}: {first}"
 

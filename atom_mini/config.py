@@ -171,7 +171,7 @@ class Config:
         longest = self.spec.max_position_embeddings
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
-        require(asked <= longest, wrong)
+        require(asked <= longest, f"{wrong}: lower it")
         self.eos_token_ids = ends
         self.max_model_len = asked
 

@@ -260,6 +260,8 @@ def choose_device(name: str | None) -> torch.device:
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     known = ["cuda", *gpus, "cpu"] if torch.cuda.is_available() else ["cpu"]
     right = f"set device to one of {', '.join(known)}"
+    if str(name).startswith("cuda") and not (torch.version.cuda or torch.version.hip):
+        right += f", or install a torch for GPUs (this is {torch.__version__})"
     require(name in (None, *known), f"device={name!r} is not here: {right}")
     return torch.device(name or known[0])
 

@@ -33,7 +33,7 @@ from ..text import RequestOutput
 __all__ = ['SUMMARY', 'EXAMPLES', 'CHAT_HELP', 'SPINS', 'COMMANDS', 'ARGUMENTS', 'answers_in', 'draft_stats', 'figures', 'took',
            'print_report', 'save_trace', 'show_texts', 'prompts_of', 'run_generate', 'measure', 'run_bench', 'run_info',
            'answer', 'respond', 'run_chat', 'spin_less', 'Command', 'run_extra', 'make_parser', 'command_of',
-           'check_order', 'parse', 'main']
+           'check_order', 'parse', 'as_flag', 'main']
 
 # %% ../../nbs/instruments/31_command_line.ipynb #5d1e7a90
 def answers_in(outs: list[RequestOutput]) -> list[RequestOutput]:
@@ -125,7 +125,7 @@ def prompts_of(typed: list[str]) -> list[str]:
 
 # %% ../../nbs/instruments/31_command_line.ipynb #9d4bd925
 def run_generate(args: argparse.Namespace) -> None:
-    """Complete prompts; `trace` also records the run and writes a timeline."""
+    """Complete prompts, and print the texts."""
     prompts: list[Any] = prompts_of(args.prompts)
     if args.trace:
         args.output.open("a").close()  # a bad path fails now, not after the run
@@ -239,6 +239,8 @@ def run_chat(args: argparse.Namespace, read: Any = input) -> None:
     with suppress(ImportError):  # not on Windows
         import readline  # noqa: F401 - `input` uses it
     with LLM(**given(args, EngineArgs)) as llm, suppress(EOFError):  # Ctrl-D
+        has_template = getattr(llm.tokenizer, "chat_template", None) is not None
+        require(has_template, f"{llm.config.model} has no chat template: use generate")
         size = f"up to {llm.config.max_model_len:,} tokens of conversation"
         print(f"{llm.config.model}, {size}. Ask something; /help lists the commands.")
         while (line := read("> ").strip()) != "/exit":
@@ -263,6 +265,7 @@ class Command(NamedTuple):
 
     run: Callable[[argparse.Namespace], None]
     own: str = ""  # its own arguments, see `ARGUMENTS`
+    about: str = ""  # what --help says; empty: its function's docstring
     options: tuple[Any, ...] = (SamplingParams, EngineArgs)  # dataclasses
 
 
@@ -286,11 +289,14 @@ COMMANDS = {
     "generate": Command(run_generate, "prompts --chat --output --json"),
     "chat": Command(run_chat),
     "bench": Command(run_bench, "--num-requests --input-len --json"),
-    "trace": Command(run_generate, "prompts --chat --output --json"),
-    "info": Command(run_info, "model --json", (EngineArgs,)),
-    "serve": Command(run_extra, "model", (Serve, EngineArgs)),
-    "fleet": Command(run_extra, "model", (Fleet, EngineArgs)),
-    "batch": Command(run_extra, "model source target", (Batch, EngineArgs)),
+    "trace": Command(
+        run_generate, "prompts --chat --output --json",
+        about="Complete prompts, record every step, and write the timeline as a page.",
+    ),
+    "info": Command(run_info, "model --json", options=(EngineArgs,)),
+    "serve": Command(run_extra, "model", options=(Serve, EngineArgs)),
+    "fleet": Command(run_extra, "model", options=(Fleet, EngineArgs)),
+    "batch": Command(run_extra, "model source target", options=(Batch, EngineArgs)),
 }
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "prompts": {"nargs": "*", "default": [], "help": "- reads them from stdin"},
@@ -317,8 +323,10 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         has_own = command.run is not run_extra
         about = (command.run if has_own else command.options[0]).__doc__
+        about = command.about or about
         own = [*command.own.split(), "--debug"]
         words = " ".join(word for word in own if word[0] != "-")
+        words = words.replace("prompts", "[prompts]")
         sub = commands.add_parser(
             name, help=about, description=about, allow_abbrev=False,
             usage=f"atom-mini {name} {words} [options]".replace("  ", " "),
@@ -370,11 +378,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         flags = re.findall(r"--[\w-]+", args.parser.format_help())
         found = get_close_matches(unknown[0], flags, n=1)
         hint = f" (did you mean {found[0]}?)" if found else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     args.params = SamplingParams(**given(args, SamplingParams))
     return args
 
 # %% ../../nbs/instruments/31_command_line.ipynb #eaed2eed
+def as_flag(found: re.Match[str]) -> str:
+    """`set --top-p`, for the `set SamplingParams(top_p=...)` of a message."""
+    return f"set --{found[1].replace('_', '-')}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 success, 1 failure, 2 an impossible
     request, 130 interrupted."""
@@ -396,5 +409,6 @@ def main(arguments: list[str] | None = None) -> int:
         if "--debug" in arguments:
             raise
         text = str(error) if isinstance(error, ValueError | OSError) else repr(error)
-        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        text = re.sub(r"\bset \w+\((\w+)=\.\.\.\)", as_flag, " ".join(text.split()))
+        print(f"error: {text}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

@@ -99,6 +99,7 @@ HELP["Processes and devices"] = {
 HELP["Server"] = {
     "host": 'address to listen on; "0.0.0.0": every interface',
     "allowed_host": "another host name that clients may use; may be repeated",
+    "allowed_origins": 'web page that may use it, or "*": any; may be repeated',
     "port": "port to listen on; 0: any free port",
     "api_key": "key that clients must send",
     "served_model_name": "name by which clients know the model",
@@ -108,6 +109,7 @@ HELP["Server"] = {
     "max_queue": "most answers in progress; more are refused (429)",
     "health_timeout": "seconds that the longest step may take",
     "grace": "seconds to finish answers at shutdown",
+    "log_level": "debug, info (a line per request), warning or error",
 }
 
 
@@ -190,6 +192,7 @@ class Serve:
 
     host: str = "127.0.0.1"  # this machine alone; 0.0.0.0: every interface
     allowed_host: list[str] | tuple[str, ...] = ()  # more names of it; "*": any
+    allowed_origins: list[str] | tuple[str, ...] = ()  # of pages elsewhere; "*": any
     port: Annotated[int, pydantic.Field(ge=0, le=65535)] = 8000  # 0: any free port
     api_key: Text | None = None  # that clients must send
     served_model_name: str | None = None
@@ -199,10 +202,15 @@ class Serve:
     max_queue: Count = 4096  # unfinished answers, long or short
     health_timeout: Wait = 10.0  # longer than the longest step
     grace: Wait = 30.0  # for unfinished answers at shutdown
+    log_level: Literal["debug", "info", "warning", "error"] = "info"  # each request
 
     def __post_init__(self) -> None:
         wrong = f"allowed_host={self.allowed_host!r} must be names or addresses"
         require(are_hosts(self.allowed_host), f"{wrong}, without ports")
+        origin = re.compile(r"\*|https?://[^/\s]+")
+        good = all(map(origin.fullmatch, self.allowed_origins))
+        wrong = f"allowed_origins={self.allowed_origins!r} must be '*', or addresses"
+        require(good, f"{wrong} without a path, such as 'http://localhost:3000'")
 
 # %% ../../nbs/serving/84_fleet.ipynb #eb613df4
 Cores = Annotated[float, pydantic.Field(ge=0)]
@@ -224,6 +232,8 @@ class Fleet(Serve):
         least, most = self.replicas, self.max_replicas or self.replicas
         wrong = f"max_replicas={most} is below replicas={least}: raise it"
         require(least <= most, wrong)
+        wrong = f"log_level={self.log_level!r} has no effect: a fleet's log is Ray's"
+        require(self.log_level == "info", f"{wrong}; leave it out")
         require(self.port > 0, "port=0 must be from 1 to 65535: set Fleet(port=...)")
 
 # %% ../../nbs/serving/84_fleet.ipynb #e059ee7f

@@ -288,7 +288,7 @@ class EngineOptions(TypedDict, total=False):
 # %% ../../nbs/refinements/20_parts.ipynb #a666ece2
 @contextmanager
 def shown_on_terminal(config: EngineArgs) -> Iterator[None]:
-    """Show on stderr, if it is a terminal, what is being loaded and how long it took."""
+    """Show on stderr, if it is a terminal, what is loaded and how long it took."""
     if config.folder is None or sys.stderr is None or not sys.stderr.isatty():
         yield
         return

@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -138,7 +139,14 @@ class Api(Starlette):
         hosts = [bound, "localhost", "127.0.0.1", "[::1]", *settings.allowed_host]
         trust = Middleware(TrustedHostMiddleware, hosts, www_redirect=False)
         handlers = dict.fromkeys(ERRORS, error_response)
-        super().__init__(routes=routes, middleware=[trust], exception_handlers=handlers)
+        pages = Middleware(
+            CORSMiddleware, settings.allowed_origins, allow_methods=["*"],
+            allow_headers=["*"],
+        )  # fmt: skip
+        middleware = [trust, pages] if settings.allowed_origins else [trust]
+        super().__init__(
+            routes=routes, middleware=middleware, exception_handlers=handlers
+        )
         self.settings = settings
 
     def has_key(self, headers: Headers) -> bool:
@@ -151,7 +159,9 @@ class Api(Starlette):
         return hmac.compare_digest(token.encode(), key.encode())
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/health" or self.has_key(Headers(scope=scope)):
+        asks = bool(self.settings.allowed_origins) and scope["method"] == "OPTIONS"
+        is_free = scope["path"] == "/health" or asks
+        if is_free or self.has_key(Headers(scope=scope)):
             return await super().__call__(scope, receive, send)
         wrong = ApiError(401, "the key is missing or wrong", code="invalid_api_key")
         await (await error_response(None, wrong))(scope, receive, send)

@@ -81,7 +81,9 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] = []
     ignore_eos: bool = False
     logprobs: int | None = None  # how many besides the chosen token's
-    user: str = ""  # changes nothing
+    user: str = ""  # changes nothing, nor do the next two
+    metadata: dict[str, str] = {}
+    store: bool = False
 
     # of an answer: the prefix of its id, its type, the type of its chunks
     name: ClassVar[tuple[str, str, str]]
@@ -206,11 +208,11 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
 
 # %% ../../nbs/serving/82_server.ipynb #95599ea6
 NEUTRAL: dict[str, list[Any]] = {  # field -> its values that ask for nothing
-    "tools": [[]], "tool_choice": ["none"], "parallel_tool_calls": [],
+    "tools": [[]], "tool_choice": ["none", "auto"],
+    "parallel_tool_calls": [True, False],
     "functions": [[]], "function_call": ["none"], "response_format": [{"type": "text"}],
     "modalities": [["text"]], "audio": [], "logit_bias": [{}], "reasoning_effort": [],
-    "best_of": [1], "suffix": [""], "echo": [False], "store": [False], "metadata": [{}],
-    "service_tier": ["auto"],
+    "best_of": [1], "suffix": [""], "echo": [False], "service_tier": ["auto"],
 }  # fmt: skip
 NEUTRAL |= {  # vLLM's defaults, which its clients send
     "bad_words": [[]], "detokenize": [True], "include_stop_str_in_output": [False],
@@ -236,9 +238,12 @@ def read_field(name: str, value: Any, kind: Any) -> Any:
 
 
 def read_request(body: bytes, kind: type[T]) -> T:
-    """The request in `body`. ApiError names the field that is wrong; ValueError or
-    RecursionError if the body is not a JSON object."""
-    raw = msgspec.json.decode(body, type=dict[str, Any])
+    """The request in `body`. ApiError names the field that is wrong; RecursionError, or
+    UnicodeDecodeError, for a body that no parser reads."""
+    try:
+        raw = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not a JSON object: {error}") from None
     types = {field.name: field for field in msgspec.structs.fields(kind)}
     for name, value in raw.items():
         if name not in types and name not in NEUTRAL and name not in NOT_HERE:

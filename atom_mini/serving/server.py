@@ -31,7 +31,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 # %% auto #0
-__all__ = ['KINDS', 'ENDPOINTS', 'MARGIN', 'Meters', 'engine_counts', 'Server', 'end_process', 'GracefulServer', 'run_serve']
+__all__ = ['COUNTED', 'ENDPOINTS', 'MARGIN', 'Meters', 'engine_counts', 'Server', 'end_process', 'GracefulServer', 'run_serve']
 
 # %% ../../nbs/serving/82_server.ipynb #0b4143b0
 from ..engine_core import StepOutput
@@ -50,11 +50,17 @@ from atom_mini.serving.protocol import (
 from ..text import RequestOutput, TextPiece
 
 # %% ../../nbs/serving/82_server.ipynb #76565139
-KINDS = {  # Prometheus type -> vLLM's names
-    Counter: "prompt_tokens generation_tokens prefix_cache_queries prefix_cache_hits",
-    Gauge: "num_requests_running num_requests_waiting kv_cache_usage_perc",
-    Histogram: "time_to_first_token_seconds request_time_per_output_token_seconds "
-    "e2e_request_latency_seconds",
+COUNTED: dict[str, tuple[Any, str]] = {  # vLLM's name -> Prometheus type, its help
+    "prompt_tokens": (Counter, "Tokens in the prompts of finished answers."),
+    "generation_tokens": (Counter, "Generated tokens."),
+    "prefix_cache_queries": (Counter, "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": (Counter, "Prompt tokens found in the prefix cache."),
+    "num_requests_running": (Gauge, "Answers that are being computed."),
+    "num_requests_waiting": (Gauge, "Answers that wait to be computed."),
+    "kv_cache_usage_perc": (Gauge, "Share of cache blocks in use, from 0 to 1."),
+    "time_to_first_token_seconds": (Histogram, "Time until an answer's first token."),
+    "request_time_per_output_token_seconds": (Histogram, "Time per later token."),
+    "e2e_request_latency_seconds": (Histogram, "Time until an answer's last token."),
 }
 
 
@@ -66,11 +72,11 @@ class Meters:
         self.registry = CollectorRegistry()
         own: Any = {"registry": self.registry}
         labels = ["model_name", "finished_reason"]
-        ends = Counter("vllm:request_success", "ends", labels, **own)
+        ends = Counter("vllm:request_success", "Finished answers.", labels, **own)
         self.ends = partial(ends.labels, model)
         self.of: dict[str, Any] = {
-            name: kind(f"vllm:{name}", name, ["model_name"], **own).labels(model)
-            for kind, names in KINDS.items() for name in names.split()
+            name: kind(f"vllm:{name}", about, ["model_name"], **own).labels(model)
+            for name, (kind, about) in COUNTED.items()
         }  # fmt: skip
         self.num_steps = 0
         self.steps: deque[dict[str, Any]] = deque(maxlen=300)  # the last ones
@@ -146,7 +152,7 @@ class Server(Api):
         gets = {
             "/": self.page, "/events": self.events, "/health": self.health,
             "/metrics": self.metrics, "/openapi.json": self.openapi,
-            "/v1/models": self.models,
+            "/v1/models": self.models, "/v1/models/{name:path}": self.named_model,
         }  # fmt: skip
         posts = {p: partial(self.answer, kind=kind) for p, kind in ENDPOINTS.items()}
         routes = [Route(path, handler) for path, handler in gets.items()]
@@ -297,11 +303,21 @@ class Server(Api):
 
     async def models(self, request: Request) -> Response:
         """A list of the one model."""
+        return JsonResponse({"object": "list", "data": [self.about_model()]})
+
+    async def named_model(self, request: Request) -> Response:
+        """The one model. ApiError (404) for another name."""
+        if (name := request.path_params["name"]) != self.model:
+            wrong = f"model {name!r} is not served here, {self.model!r} is"
+            raise ApiError(404, wrong, "model", "model_not_found")
+        return JsonResponse(self.about_model())
+
+    def about_model(self) -> dict[str, Any]:
+        """What a client learns about the model."""
         length = self.engine.llm.config.max_model_len
         about = {"object": "model", "created": int(time.time()), "owned_by": "atom_mini"}
         root = str(self.engine.llm.config.model)  # where its weights are
-        entry = {"id": self.model, "root": root, "max_model_len": length} | about
-        return JsonResponse({"object": "list", "data": [entry]})
+        return {"id": self.model, "root": root, "max_model_len": length} | about
 
     async def openapi(self, request: Request) -> Response:
         """A description of the routes."""
@@ -310,7 +326,11 @@ class Server(Api):
         )
         answers = {"responses": {"default": {"description": "an answer, or an error"}}}
         routes: Any = self.routes
-        paths: dict[str, Any] = {route.path: {"get": answers} for route in routes}
+        paths: dict[str, Any] = {}
+        for route in routes:
+            part = {"in": "path", "required": True, "schema": {"type": "string"}}
+            names = [{"name": name} | part for name in route.param_convertors]
+            paths[route.path_format] = {"get": answers | {"parameters": names}}
         for path, kind in zip(ENDPOINTS, kinds, strict=True):
             body = {"required": True, "content": {JSON: {"schema": kind}}}
             paths[path] = {"post": answers | {"requestBody": body}}
@@ -359,7 +379,7 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, app: Server) -> None:
         limit = int(app.settings.grace) + 5  # for clients that do not read the error
         super().__init__(uvicorn.Config(
-            app, lifespan="off", ws="none", log_level="warning", access_log=False,
+            app, lifespan="off", ws="none", log_level=app.settings.log_level,
             timeout_keep_alive=30,  # longer than clients keep a connection
             timeout_graceful_shutdown=limit,
         ))  # fmt: skip

@@ -59,7 +59,7 @@ def serving(model: str, options: dict[str, Any], program: tuple[str, ...] = SERV
     """The server's process, and its port."""
     words = [f"--{'no-' * (value is False)}{name.replace('_', '-')}" + f"={value}" * (not isinstance(value, bool))
              for name, value in options.items()]  # fmt: skip
-    command = [sys.executable, *program, model, "--port", "0", *words]
+    command = [sys.executable, *program, model, "--port", "0", "--log-level", "warning", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

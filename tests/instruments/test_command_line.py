@@ -340,8 +340,9 @@ def test_chat_writes_its_trace(capsys: Capture, tmp_path: Path) -> None:
 def test_chat_without_a_template(capsys: Capture, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
-    chat("Hello?", arguments=("--model", str(tmp_path)))
-    assert "no chat template" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no chat template"):
+        chat("Hello?", arguments=("--model", str(tmp_path)))
+    assert capsys.readouterr().out == "", "before the first question"
 
 
 # speculation
@@ -515,7 +516,14 @@ def test_options_are_not_abbreviated(capsys: Capture) -> None:
     for option, text in cases.items():
         with pytest.raises(SystemExit, match="2"):
             main(["Hi", option, "2"])
-        assert text in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert text in shown and shown.startswith("usage: atom-mini generate [prompts] [options]")
+
+
+def test_a_refusal_names_the_option_as_it_is_typed(capsys: Capture) -> None:
+    """In a shell it is no field of a class."""
+    assert main(["generate", "x", "--temperature", "-1"]) == 2
+    assert capsys.readouterr().err.endswith("temperature=-1.0 must be a number from 0: set --temperature\n")
 
 
 # extras

@@ -449,6 +449,44 @@ def test_hosts_that_the_user_adds() -> None:
     Serve(allowed_host=("*", "[fe80::1]"))
 
 
+def test_pages_of_origins_that_the_user_allows(served: Served) -> None:
+    """A browser asks first, without the key; no other page may read an answer."""
+    asks = {"origin": "http://a.lan:3000", "access-control-request-method": "POST"}
+    assert served.client.options(TALK, headers=asks).status_code == 405
+    with serving(allowed_origins=["http://a.lan:3000"], api_key="k") as open_to_a:
+        for origin, allowed in (("http://a.lan:3000", "http://a.lan:3000"), ("http://b.lan", None)):
+            found = open_to_a.client.options(TALK, headers=asks | {"origin": origin})
+            assert found.headers.get("access-control-allow-origin") == allowed
+            found = open_to_a.client.get("/v1/models", headers={"origin": origin, "authorization": "Bearer k"})
+            assert found.headers.get("access-control-allow-origin") == allowed
+        assert open_to_a.client.get("/v1/models", headers={"origin": "http://a.lan:3000"}).status_code == 401
+    with pytest.raises(ValueError, match=r"allowed_origins=.* without a path"):
+        Serve(allowed_origins=["http://a.lan/chat"])
+
+
+def test_fields_that_change_nothing_and_a_model_by_its_name(served: Served) -> None:
+    for more in ({"metadata": {"a": "b"}}, {"store": True}, {"parallel_tool_calls": False}, {"tool_choice": "auto"}):
+        assert served.post(TALK, CHAT | more | {"max_tokens": 1}).status_code == 200, more
+    (listed,) = served.client.get("/v1/models").json()["data"]
+    found = served.client.get("/v1/models/tiny").json()
+    assert found | {"created": 0} == listed | {"created": 0}
+    assert "'a/b' is not served here" in complain(served.client.get("/v1/models/a/b"), 404, "model", "model_not_found")
+    broken = served.client.post(TALK, content='{"messages": [', headers={"content-type": "application/json"})
+    assert "the body is not a JSON object" in complain(broken, 400)
+    helps = re.findall(r"# HELP (\S+) (.*)", served.client.get("/metrics").text)
+    assert len(helps) > 10 and not [name for name, text in helps if not text.endswith((".", ". (seconds)"))]
+
+
+def test_the_log_has_a_line_per_request(capfd: pytest.CaptureFixture[str]) -> None:
+    """Unless a higher level is asked for."""
+    for level, count in (("warning", 0), ("info", 2)):
+        with serving(log_level=level) as served:
+            served.client.get("/v1/models")
+            served.client.get("/nope")
+        lines = capfd.readouterr()
+        assert len(re.findall(r'"GET /(v1/models|nope) HTTP/1.1" (200|404)', lines.out + lines.err)) == count
+
+
 # Bounds
 
 
@@ -582,6 +620,7 @@ def test_a_server_that_waits_for_ever_is_ended(served: Served, monkeypatch: pyte
 def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`atom-mini serve`, and its address."""
     words = [sys.executable, "-m", "atom_mini", "serve", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "900"]
+    words += ["--log-level", "warning"]  # nothing reads the pipes
     process = subprocess.Popen([*words, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
