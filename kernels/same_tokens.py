@@ -40,6 +40,13 @@ def compare(wanted: Sequence[Any], found: Sequence[Any]) -> dict[str, Any]:
     return {"requests": len(wanted), "equal": len(wanted) - len(partings), "partings": partings}
 
 
+def models() -> list[str]:
+    """The built-in model, and the real one if it is here."""
+    from real_weights import is_whole
+
+    return ["built-in model", *["SmolLM2-135M-Instruct"] * is_whole()]
+
+
 def requests_of(name: str, dry: bool) -> tuple[str, list[Any], list[Any]]:
     """(model, prompts, parameters): the built-in model's also with seeded sampling, the real one's greedy."""
     from real_prompts import prompts
@@ -93,16 +100,14 @@ def main() -> int:
         print(f"kernels/same_tokens.py needs a CUDA or ROCm device and Triton: {lack}. --dry-run tests it without.")
         return 2
     import torch
-    from real_weights import is_whole  # behind timing, which knows where it is
     from timing import Bench, device_names
 
     if args.dry_run:
         torch.set_num_threads(1)
     bench = Bench(torch.device("cpu" if args.dry_run else "cuda"), args.dry_run)
-    names = ["built-in model"] + ["SmolLM2-135M-Instruct"] * is_whole()
     results: dict[str, dict[str, Any]] = {}
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name in models():
         results[name] = {}
         with bench.guarded(name, results[name]):
             compare_model(bench, name, results[name])
