@@ -18,7 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "---- atom_mini on a GPU ----", "---- end ----"
-FILES = ("limits", "tokens", "rates", "kernels", "common", "steps", "beside", "mixtures", "sweep", "profile")
+FILES = ("limits", "tokens", "rates", "kernels", "common", "steps", "nano-vllm", "transformers", "mixtures", "sweep",
+         "profile")  # fmt: skip
 NOT_YET = "not measured (slot {}, kernels/slots.sh)"
 Facts = dict[str, Any]
 
@@ -114,7 +115,7 @@ def tokens(files: dict[str, Facts]) -> Iterator[str]:
 
 def rates(files: dict[str, Facts]) -> Iterator[str]:
     """Tokens per second by the number of requests, and the common benchmark."""
-    ours, nano = part(files, "rates", "rates"), part(files, "beside", "nano_vllm")
+    ours, nano = part(files, "rates", "rates"), part(files, "nano-vllm", "nano_vllm")
     loads = list(dict.fromkeys(load for found in ours.values() if isinstance(found, dict) for load in found if load.isdigit()))
     if not loads:
         yield row("tokens/s", NOT_YET.format(2))
@@ -125,12 +126,12 @@ def rates(files: dict[str, Facts]) -> Iterator[str]:
             if isinstance(found, dict) and any(load in found for load in loads):
                 yield row("", f"{name}: {', '.join(number(found.get(load)) for load in loads)}")
     runs = {"plain": part(files, "common", "common"), "overlapped": part(files, "common", "overlap", "common"),
-            "transformers": part(files, "beside", "transformers"), "nano-vLLM": nano}  # fmt: skip
+            "transformers": part(files, "transformers", "transformers"), "nano-vLLM": nano}  # fmt: skip
     said = [f"{name} {number(found['tokens_per_second'])}" for name, found in runs.items() if "tokens_per_second" in found]
     yield row("benchmark", f"256 requests, tokens/s: {', '.join(said)}" if said else NOT_YET.format(2))
     if nano.get("attention"):
         yield row("", f"nano-vLLM's attention: {nano['attention']}")
-    elif files["beside"]:
+    elif files["nano-vllm"]:
         yield row("", f"nano-vLLM: {nano.get('skipped') or nano.get('error') or 'not reached'}")
 
 

@@ -13,7 +13,7 @@ import json
 import re
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "results" / "targets.json"
@@ -70,12 +70,39 @@ def order(target: str) -> tuple[bool, int, str]:
     return not target.startswith("gfx"), len(target), target
 
 
+class Run(NamedTuple):
+    """A run of `make gpu`: the card's own name, the day, and in words what its block says."""
+
+    card: str
+    date: str
+    result: str
+
+
+def runs() -> list[Run]:
+    """Of every block in kernels/results/*.txt and every record of `kernels/bench.py` there."""
+    folder, found = RESULTS.parent, list[Run]()
+    for path in sorted(folder.glob("*.txt")):
+        text = path.read_text()
+        said = {name: (re.findall(rf"(?m)^{name} +(.+)$", text) or [""])[0] for name in ("card", "date")}
+        failed = len(re.findall(r"(?m)^  (?:FAILED|DIFFERS|slot)", text))
+        absent = len(re.findall(r"(?m)^[\w/ ]+ not measured \(", text))
+        result = f"{failed} failed" + f", {absent} not measured" * bool(absent)
+        found.append(Run(said["card"].split(", ")[0], said["date"][:10], result))
+    for path in sorted(folder.glob("*.json")):
+        machine = json.loads(path.read_text()).get("machine") if path != RESULTS else None
+        if machine:
+            found.append(Run(machine["device"], machine.get("date", "")[:10], f"figures: kernels/results/{path.name}"))
+    return found
+
+
+def is_card(cards: str, device: str) -> bool:
+    """Whether a device is one of these: an RX 9070 is not an RX 9070 XT."""
+    return bool(re.search(rf"\b({cards.replace(', ', '|')})\b(?! XT| GRE)", device))
+
+
 def measured_on(cards: str) -> str:
     """The GPUs of a target that `make gpu` has been run on, by their own names."""
-    records = [json.loads(path.read_text()) for path in sorted(RESULTS.parent.glob("*.json")) if path != RESULTS]
-    devices = {record["machine"]["device"] for record in records}
-    is_one = re.compile(rf"\b({cards.replace(', ', '|')})\b(?! XT| GRE)")  # an RX 9070 is not an RX 9070 XT
-    return ", ".join(sorted(device for device in devices if is_one.search(device))) or NEVER
+    return ", ".join(sorted({run.card for run in runs() if is_card(cards, run.card)})) or NEVER
 
 
 def executed(facts: Facts) -> str:

@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,43 +40,48 @@ def compare(wanted: Sequence[Any], found: Sequence[Any]) -> dict[str, Any]:
     return {"requests": len(wanted), "equal": len(wanted) - len(partings), "partings": partings}
 
 
-def requests_of(name: str, dry: bool) -> tuple[str, list[Any], list[Any]]:
+def models(dry: bool) -> list[str]:
+    """The built-in model, and the real one if it is here; an interpreter would take long for it."""
+    from real_weights import is_whole
+
+    return ["built-in model", *["SmolLM2-135M-Instruct"] * (is_whole() and not dry)]
+
+
+def requests_of(name: str, dry: bool) -> tuple[str, list[Any], list[dict[str, Any]]]:
     """(model, prompts, parameters): the built-in model's also with seeded sampling, the real one's greedy."""
     from real_prompts import prompts
     from real_weights import FOLDER
 
-    from atom_mini import SamplingParams
-
-    greedy = SamplingParams(temperature=0, max_tokens=2 if dry else 40, logprobs=2)
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 2 if dry else 32}
     if name == "built-in model":
-        seeded = SamplingParams(temperature=0.8, seed=5, max_tokens=greedy.max_tokens, logprobs=2)
         texts = BUILT_IN[1:2] if dry else BUILT_IN
-        return "tiny", 2 * texts, [greedy] * len(texts) + [seeded] * len(texts)
+        return "tiny", 2 * texts, [greedy] * len(texts) + [greedy | {"temperature": 0.8, "seed": 5}] * len(texts)
     from transformers import AutoTokenizer
 
     ids = [*prompts(AutoTokenizer.from_pretrained(FOLDER)).values()]
-    ids = ids[:1] if dry else ids
     return str(FOLDER), ids, [greedy] * len(ids)
 
 
-def answers(model: str, prompts: list[Any], params: list[Any], **options: Any) -> list[Any]:
+def answers(model: str, prompts: list[Any], params: list[dict[str, Any]], **options: Any) -> list[Any]:
     """The outputs of an engine of its own."""
-    from atom_mini import LLM
+    from atom_mini import LLM, SamplingParams
 
     with LLM(model, dtype="float32", num_kvcache_blocks=2000, max_num_seqs=32, **options) as llm:
-        return llm.generate(prompts, params, use_tqdm=False)
+        return llm.generate(prompts, [SamplingParams(**each) for each in params], use_tqdm=False)
 
 
-def compare_model(bench: Any, name: str, results: dict[str, Any]) -> None:
-    """All engines on the device beside one on the CPU."""
+def compare_model(bench: Any, name: str, results: dict[str, Any], save: Callable[[], None]) -> None:
+    """All engines on the device beside one on the CPU, which also says how likely its tokens were."""
     model, prompts, params = requests_of(name, bench.dry)
-    wanted = answers(model, prompts, params, device="cpu", attention="torch", compiled=False)
+    likely = [each | {"logprobs": 2} for each in params]
+    wanted = answers(model, prompts, likely, device="cpu", attention="torch", compiled=False)
     kernels = {"attention": "triton", "compiled": False} if bench.dry else {}
     for kind, options in ENGINES.items():
         results[kind] = {}
         with bench.guarded(f"tokens of {name}, {kind}", results[kind]):
             results[kind] |= compare(wanted, answers(model, prompts, params, device=bench.device.type, **kernels, **options))
         print(f"{name}, {kind}: {results[kind]}", flush=True)
+        save()
 
 
 def main() -> int:
@@ -93,21 +98,24 @@ def main() -> int:
         print(f"kernels/same_tokens.py needs a CUDA or ROCm device and Triton: {lack}. --dry-run tests it without.")
         return 2
     import torch
-    from real_weights import is_whole  # behind timing, which knows where it is
     from timing import Bench, device_names
 
     if args.dry_run:
         torch.set_num_threads(1)
     bench = Bench(torch.device("cpu" if args.dry_run else "cuda"), args.dry_run)
-    names = ["built-in model"] + ["SmolLM2-135M-Instruct"] * is_whole()
     results: dict[str, dict[str, Any]] = {}
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    machine = device_names(bench)
+
+    def save() -> None:
+        file = {"machine": machine, "failures": bench.failures, "models": results}
+        (args.out / "tokens.json").write_text(json.dumps(file, indent=1) + "\n")
+
+    for name in models(bench.dry):
         results[name] = {}
         with bench.guarded(name, results[name]):
-            compare_model(bench, name, results[name])
-        file = {"machine": device_names(bench), "failures": bench.failures, "models": results}
-        (args.out / "tokens.json").write_text(json.dumps(file, indent=1) + "\n")
+            compare_model(bench, name, results[name], save)
+        save()
     engines = [found for model in results.values() for found in model.values() if isinstance(found, dict)]
     return 1 if bench.failures or any(found["partings"] for found in engines) else 0
 

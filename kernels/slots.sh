@@ -3,7 +3,7 @@
 #
 #   1  right?           limits, the CPU's tokens, the tests of kernels, graphs and memory, where a step's time goes
 #   2  how fast?        tokens per second at 1 to 256 requests, kernels, the common benchmark, steps
-#   3  why, beside whom? transformers, nano-vLLM (installed, or NANO_VLLM=CHECKOUT), mixtures, a bounded sweep of launches,
+#   3  why, beside whom? nano-vLLM (installed, or NANO_VLLM=CHECKOUT), transformers, mixtures, a bounded sweep of launches,
 #                       counters
 #
 # Each ends with a block of text to paste into an issue, made from all that is in OUT: OUT/report.txt has it after every
@@ -76,10 +76,10 @@ case $slot in
     fresh limits tokens profile tests-kernels tests-engine
     [[ -n $dry ]] || step 30 "a GPU is here" "$python" kernels/bench.py --check
     bench 50 limits --only limits
-    step 60 tokens "$python" kernels/same_tokens.py $dry "$out"
-    tests 140 kernels tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py tests/engine/test_sampling_kernels.py tests/refinements/test_fused.py
-    tests 220 engine -m gpu -rs tests/engine/test_gpu.py tests/engine/test_gpu_right.py tests/engine/test_parity.py tests/systems/test_spyre.py tests/processes/test_tensor_parallel.py
-    step 90 profile "$python" kernels/profile_step.py $dry "$out"
+    step 100 tokens "$python" kernels/same_tokens.py $dry "$out"
+    tests 130 kernels tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py tests/engine/test_sampling_kernels.py tests/refinements/test_fused.py
+    tests 200 engine -m gpu -rs tests/engine/test_gpu.py tests/engine/test_gpu_right.py tests/engine/test_parity.py tests/systems/test_spyre.py tests/processes/test_tensor_parallel.py
+    step 80 profile "$python" kernels/profile_step.py $dry "$out"
     ;;
 2)
     fresh rates kernels common steps
@@ -89,8 +89,9 @@ case $slot in
     bench 150 steps --only steps
     ;;
 3)
-    fresh beside mixtures sweep counted
-    bench 180 beside --only transformers nano_vllm ${NANO_VLLM:+--nano-vllm "$NANO_VLLM"}
+    fresh nano-vllm transformers mixtures sweep counted
+    bench 110 nano-vllm --only nano_vllm ${NANO_VLLM:+--nano-vllm "$NANO_VLLM"}
+    bench 70 transformers --only transformers
     bench 90 mixtures --only mixtures
     bench 210 sweep --sweep --limit 170
     if [[ -z $dry ]] && command -v ncu >/dev/null; then

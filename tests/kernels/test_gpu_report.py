@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,8 +39,9 @@ WHOLE: dict[str, Any] = {
         "experts": {"gpt-oss-20b, packed batch 8": {"error": "OutOfResources: shared memory"}}}),
     "common": bench(common={"tokens_per_second": 20000.0}, overlap={"common": {"tokens_per_second": 22000.0}}),
     "steps": bench(steps={"Qwen3-0.6B": {"loading_seconds": 3.0, "decode batch 1 context 512": {"of_roofline": 0.6}}}),
-    "beside": bench(transformers={"tokens_per_second": 2000.0},
-                    nano_vllm={"tokens_per_second": 18000.0, "attention": "flash-attn", "rates": {"1": 300.0, "8": 2000.0}}),
+    "nano-vllm": bench(nano_vllm={"tokens_per_second": 18000.0, "attention": "flash-attn",
+                                  "rates": {"1": 300.0, "8": 2000.0}}),
+    "transformers": bench(transformers={"tokens_per_second": 2000.0}),
 }  # fmt: skip
 ENDS = [("passed", "tests/a.py::test_one", ""), ("skipped", "tests/a.py::test_two", ""),
         ("failed", "tests/b.py::test_three[1-2]", "assert 1 == 2")]  # fmt: skip
@@ -106,7 +108,7 @@ failed
 
 def test_a_run_that_was_cut_off(out: Path) -> None:
     """After the first tests; the last file and the last line are half written."""
-    for name in ("rates", "common", "steps", "beside"):
+    for name in ("rates", "common", "steps", "nano-vllm", "transformers"):
         (out / f"{name}.json").unlink()
     (out / "kernels.json").write_text(json.dumps(WHOLE["kernels"])[:200])
     (out / "tests-kernels.jsonl").write_text('{"test": "a", "outcome": "passed", "why": ""}\n{"test": "b", "outc')
@@ -129,3 +131,17 @@ def test_an_empty_folder_has_a_block_too(tmp_path: Path) -> None:
     lines = block(tmp_path)
     assert lines[1] == "card        unknown: no step has written a file"
     assert sum("not measured" in line for line in lines) == 7 and "failed      nothing" in lines
+
+
+def test_where_tokens_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first place, and how far apart the CPU found its two likeliest tokens there; a shorter answer parts at its end."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(PROGRAM.parent)])
+    from same_tokens import compare
+
+    likely = [{1: -0.5, 9: -1.0}, {2: -0.5, 9: -0.75}, {3: -0.1, 9: -4.0}]
+    want = SimpleNamespace(token_ids=[1, 2, 3], logprobs=likely)
+    answers = [SimpleNamespace(token_ids=ids) for ids in ([1, 2, 3], [1, 9, 3], [1, 2])]
+    assert compare([want] * 3, answers) == {
+        "requests": 3, "equal": 1,
+        "partings": [{"request": 1, "token": 1, "apart": 0.25}, {"request": 2, "token": 2, "apart": pytest.approx(3.9)}],
+    }  # fmt: skip

@@ -33,7 +33,7 @@ FILES = {
     "1": ["limits.json", "profile.json", "report.txt", "slot1.log", "slot1.txt", "tests-engine.jsonl",
           "tests-kernels.jsonl", "tokens.json"],
     "2": ["common.json", "kernels.json", "rates.json", "report.txt", "slot2.log", "slot2.txt", "steps.json"],
-    "3": ["beside.json", "mixtures.json", "report.txt", "slot3.log", "slot3.txt", "sweep.json"],
+    "3": ["mixtures.json", "nano-vllm.json", "report.txt", "slot3.log", "slot3.txt", "sweep.json", "transformers.json"],
 }  # fmt: skip
 IN_THE_BLOCK = {  # of a dry run
     "1": ["card        cpu (dry run)", "tokens      equal to the CPU's, built-in model: graphs 2 of 2, no graphs 2 of 2",
@@ -90,11 +90,14 @@ def test_the_limits_of_a_slot_fit_in_ten_minutes() -> None:
 
 
 def test_one_failing_step_does_not_take_the_rest_along(tmp_path: Path, bare: dict[str, str]) -> None:
-    """Without a GPU every step of a real run fails, and each is tried and told."""
+    """Without a GPU every step of a real run fails, and each is tried and told; figures of an earlier run are gone."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "rates.json").write_text("{}")
     done = run_slot(bare, "2", str(tmp_path / "out"))
     steps = (tmp_path / "out" / "slot2.txt").read_text().splitlines()
     assert done.returncode == 1 and len(steps) == 4 and all(line.startswith("  2 ") for line in steps)
     assert done.stdout.splitlines()[:4] == steps
+    assert not (tmp_path / "out" / "rates.json").exists()
     assert done.stdout.count("needs a CUDA or ROCm device and Triton") == 4  # in the block
 
 
@@ -152,3 +155,21 @@ def test_the_sweep_stops_at_its_limit(tmp_path: Path, bare: dict[str, str]) -> N
     done = subprocess.run(command, env=bare, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("1 of 5 launches") == 2, done.stdout + done.stderr
     assert [len(found) for found in json.loads(out.read_text())["parts"]["sweep"].values() if isinstance(found, list)] == [1, 1]
+
+
+@pytest.mark.parametrize("side_by_side", [(), ("-p", "xdist", "-n", "1")], ids=["alone", "xdist"])
+def test_each_tests_end_is_written(side_by_side: tuple[str, ...], tmp_path: Path) -> None:
+    """`--outcomes`: as soon as it has ended; a file that cannot be imported counts as a failure."""
+    (tmp_path / "test_some.py").write_text(
+        "import os, pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\n"
+        "def test_c(): pytest.skip('no')\n@pytest.fixture\ndef bad(): raise ValueError('bad')\ndef test_d(bad): pass\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import nothing_of_that_name\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "outcomes", "--outcomes", "ends", "--continue-on-collection-errors"]
+    subprocess.run([*command, *side_by_side], env=env, cwd=tmp_path, capture_output=True)
+    ends = [json.loads(line) for line in (tmp_path / "ends").read_text().splitlines()]
+    found = {end["test"].removeprefix("test_some.py::"): (end["outcome"], end["why"]) for end in ends}
+    assert found.pop("test_broken.py") == ("failed", "E   ModuleNotFoundError: No module named 'nothing_of_that_name'")
+    assert found == {"test_a": ("passed", ""), "test_b": ("failed", "assert 1 == 2"), "test_c": ("skipped", ""),
+                     "test_d": ("failed", "ValueError: bad")}  # fmt: skip
