@@ -205,7 +205,7 @@ execute: $(VENV)/dev
 	$(PY) kernels/execute.py $(if $(TARGET),--target $(TARGET)) $(if $(ALL),--all)
 
 # What five Tritons write around an atomic add, checked and compared with kernels/fences.json. Those that are not installed come
-# into build/triton, 2 GB in all; TRITON="3.6.0 3.8.0": only these.
+# into build/triton, 3 GB in all; TRITON="3.6.0 3.8.0": only these.
 fences: $(VENV)/dev
 	$(PY) kernels/fences.py --install $(addprefix --triton ,$(TRITON))
 
