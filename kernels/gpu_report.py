@@ -252,7 +252,7 @@ def block(out: Path) -> str:
     for name, section in sections.items():
         try:
             found = list(section())
-        except Exception as error:  # a file of a shape that nobody thought of
+        except Exception as error:  # a file of an unforeseen shape
             found = [row(name, f"cannot be told: {type(error).__name__}: {error}")]
         if name == "failures":
             found = [row("failed", "nothing" if not found else ""), *found]

@@ -102,7 +102,7 @@ def on_a_cpu() -> Iterator[list[str]]:
 
 
 def kernels() -> Iterator[list[str]]:
-    """What has been shown of the kernels without a GPU."""
+    """The rows of the kernels, without a GPU."""
     functions = ("test_attention", "test_several_queries_of_a_sequence", "test_rotate_and_store", "test_add_rms_norm",
                  "test_silu_and_mul", "test_sample")  # fmt: skip
     count = cases(*(f"test_kernels.py::{name}" for name in functions))
@@ -169,7 +169,7 @@ def targets() -> str:
 
 
 def gpus() -> str:
-    """A row for each card that we ask for, and for each that somebody has run."""
+    """A row for each card that we ask for, and for every other card with a run."""
     runs, rows = machines.runs(), []
     for card, target in CARDS.items():
         mine = [run for run in runs if machines.is_card(card, run.card)]

@@ -58,7 +58,7 @@ def requests_of(name: str, dry: bool) -> tuple[str, list[Any], list[dict[str, An
         return "tiny", 2 * texts, [greedy] * len(texts) + [greedy | {"temperature": 0.8, "seed": 5}] * len(texts)
     from transformers import AutoTokenizer
 
-    ids = [*prompts(AutoTokenizer.from_pretrained(FOLDER)).values()]
+    ids = [*prompts(AutoTokenizer.from_pretrained(FOLDER)).values()][::-3]  # a long one, too; the CPU needs its time
     return str(FOLDER), ids, [greedy] * len(ids)
 
 

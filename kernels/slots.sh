@@ -25,6 +25,7 @@ if ! "$python" -c 'import numpy, pydantic, safetensors, tqdm, transformers, xxha
         "a folder and put that into PYTHONPATH" >&2
     exit 2
 fi
+"$python" -c 'import pytest' 2>/dev/null || echo "pytest is not installed: the tests of the first run will fail" >&2
 mkdir -p "$out" && out=$(cd "$out" && pwd)
 log=$out/slot$slot.log summary=$out/slot$slot.txt failed=0
 : >"$log" && : >"$summary"

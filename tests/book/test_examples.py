@@ -320,9 +320,7 @@ def test_readme_counts_what_is_there(scorecard: Any) -> None:
     numbers = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     documents = {line.split("\t")[0] for line in (ROOT / "tests" / "data" / "documents.tsv").read_text().splitlines()[1:]}
     absent = re.findall(r"(?m)^## (?!And)", (ROOT / "docs" / "absent.md").read_text())
-    targets = json.loads((ROOT / "kernels" / "results" / "targets.json").read_text())
     assert f"[{numbers[len(documents)]} documents]" in readme and f"[{numbers[len(absent)]} more things]" in readme
-    assert f"for {numbers[len(targets)]} GPUs" in readme
     planted = (ROOT / "tests" / "kernels" / "test_amd.py").read_text().split("def test_all_planted_errors")[1]
     noticed = re.findall(r"\((\d+) %\)", planted)
     said = "{} % of the sampled barriers, {} % of the waits and {} % of the vector instructions".format(*noticed)

@@ -49,7 +49,7 @@ def test_a_row_says_what_it_does_not_prove(proof: Any) -> None:
 
 
 def test_a_card_is_empty_until_it_has_a_block(proof: Any, tmp_path: Path) -> None:
-    """A card that nobody has asked for has a row, too; machines.py tells both."""
+    """A card that we did not ask for has a row, too; machines.py knows both."""
     before = proof.gpus()
     assert all(f"| {card} | " in before for card in proof.CARDS) and before.count("no run yet") == len(proof.CARDS) == 7
     for name in ("AMD Radeon RX 7900 XTX", "Some Other Card"):
