@@ -45,8 +45,8 @@ class Ticket:
 
     def check(self, cause: int | None, part: Any, guard: Guard) -> None:
         """AssertionError if the cause is not proved, the symptom is still there, or the guard does not do its work."""
-        broken = self.run(self.part, guard)
         assert cause is not None, "no cause is named"
+        broken = self.run(self.part, guard)
         assert cause in self.causes(broken), f"cause={cause}: {self.wrong_cause}"
         try:
             mended = self.run(part, guard)
