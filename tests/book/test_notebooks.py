@@ -111,6 +111,31 @@ def test_chapter_fetches_the_book_where_it_is_missing(path: Path) -> None:
     assert read_nb(path).cells[1].id == book.FETCH
 
 
+GUESS = re.compile(r"(?m)\A(?:# .+\n)*guess = None$")
+GUESSING = [p for p in CHAPTERS if "guess = None" in p.read_text()]
+
+
+@pytest.mark.parametrize("path", GUESSING, ids=lambda p: p.stem)
+def test_a_guess_is_compared_with_its_measurement(path: Path) -> None:
+    """A cell begins with the guess; and the first one from there that prints something measures and compares."""
+    cells = [cell for cell in read_nb(path).cells if cell.cell_type == "code" and cell.id != book.FETCH]
+    at = [i for i, cell in enumerate(cells) if "guess = None" in cell.source]
+    assert all(GUESS.match(cells[i].source) for i in at)
+    for i in at:
+        first = next(cell for cell in cells[i:] if cell.outputs)
+        assert re.search(r"(?m)^predicted\(guess, ", first.source) and "(no guess)" in str(first.outputs)
+    assert len(at) == sum("predicted(guess, " in cell.source for cell in cells)
+
+
+def test_a_guess_may_be_empty_close_or_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(GUESSING) >= 12
+    for guess, says in ((None, "(no guess)"), (9, "(close)"), (11, "(close)"), (40, "factor of 4.0"), (2.5, "factor of 4.0")):
+        show.predicted(guess, 10)
+        assert says in capsys.readouterr().out
+    show.predicted(0, 10)
+    assert "close" not in capsys.readouterr().out
+
+
 def test_a_notebook_is_found_by_its_name(tmp_path: Path) -> None:
     """In any folder but those that begin with a dot or an underscore; the order is that of the names."""
     names = ["index", "later/60_b", "10_a", "later/.ipynb_checkpoints/60_b-checkpoint", "_book/70_c", "20_d"]

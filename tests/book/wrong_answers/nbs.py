@@ -255,8 +255,44 @@ class NoRollback(EngineCore):
 
 harmful = 1
 # %% 14_survives 2
-def reordered(name: str, known: list[str]) -> list[str]:
-    return [k for k in known if set(name.split("_")) <= set(k.split("_"))]  # a part of the words is enough
+cause = 10
+
+class Manager(afternoon.part):
+    def find(self, seq):
+        return []  # right, and nothing is shared any more
+
+def guard(manager) -> bool:
+    return len(manager.hash_to_block) == len(manager.block_to_hash)
+# %% 14_survives 3
+cause = 40
+
+class Fair(longest_wait.part):
+    def rank(self, seq, waited):
+        return -waited  # as before the release
+
+def guard(waits: list[int]) -> bool:
+    return max(waits, default=0) <= 80
+# %% 14_survives 4
+cause = 22
+
+class Tidy(slower.part):
+    def abort(self, seq):
+        seq.finish_reason = "abort"
+        self.block_manager.deallocate(seq)  # it stays in its queue
+
+def guard(scheduler) -> bool:
+    owners = [*scheduler.running, *scheduler.waiting]
+    held = sum(len(seq.block_table) for seq in owners)
+    return sum(scheduler.block_manager.ref_counts) == held
+# %% 14_survives 5
+cause = 9
+
+def shown(text: str, stop: tuple[str, ...], is_done: bool) -> int:
+    return len(text)  # also the beginning of a stop string
+
+def guard(stream: tuple[list[str], str]) -> bool:
+    pieces, text = stream
+    return "".join(pieces) == text
 # %% 22_rope_scaling 1
 def ntk(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     theta = p["rope_theta"] * p["factor"]  # the last pair has index D/2 - 1, not D/2
