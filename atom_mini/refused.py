@@ -58,7 +58,7 @@ NOT_HERE = {  # names that vLLM's users try: the reason, or what to use
     "length_penalty": "beam search is not supported; set n",
     "limit_mm_per_prompt": "only text is supported; there are no images to limit",
     "load_format": "weights are read from safetensors; convert the checkpoint first",
-    "logit_bias": "single tokens have no bias; use presence_penalty or stop_token_ids",
+    "logit_bias": "single tokens have no bias; leave it out",
     "logits_processors": "functions on logits are not supported; subclass Sampler",
     "max_loras": "adapters are not applied; merge them into the checkpoint first",
     "max_new_tokens": "it is called max_tokens here",

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +57,30 @@ def apart(work: Callable[[], list[str]], limit: int = LIMIT) -> list[str]:
     return result
 
 
-def check_exercise(shell: Any, cells: dict[str, str]) -> None:
-    """Stub, wrong answer if there is one, and solution, each with the check, from where the chapter stands now."""
+def check_exercise(shell: Any, cells: dict[str, str], wrong: Iterable[str] = ()) -> None:
+    """Stub, solution, and wrong answers, each with the check, from where the chapter stands now."""
     stub, check, solution = (cells[kind] for kind in ("exercise", "check", "solution"))
     errors = apart(lambda: [run(shell, stub), run(shell, check)])
     assert errors[0] == "", f"the stub must run, it raises {errors[0]}:\n{stub}"
     assert errors[1] in UNSOLVED, f"on the stub the check gives {errors[1] or 'no error'}, not {UNSOLVED}:\n{check}"
     errors = apart(lambda: [run(shell, solution), run(shell, check)])
     assert errors == ["", ""], f"{errors} from the solution and its check:\n{solution}\n{check}"
-    if wrong := cells.get("wrong"):
-        errors = apart(lambda: [run(shell, wrong), run(shell, check)])
-        assert errors[0] == "", f"the wrong answer must run, it raises {errors[0]}:\n{wrong}"
-        assert errors[1] not in MISSPELT, f"the check gives {errors[1] or 'no error'} on a wrong answer:\n{wrong}\n{check}"
+    for given in wrong:
+        errors = apart(lambda given=given: [run(shell, given), run(shell, check)])
+        assert errors[0] == "", f"the wrong answer must run, it raises {errors[0]}:\n{given}"
+        assert errors[1] not in MISSPELT, f"the check gives {errors[1] or 'no error'} on a wrong answer:\n{given}\n{check}"
 
 
-def wrong_answers(path: Path, folder: Path) -> dict[int, str]:
+def wrong_answers(path: Path, folder: Path) -> dict[int, list[str]]:
     """A chapter's sections of its part's file of wrong answers, by the number of the exercise."""
     file = folder / f"{path.parent.name}.py"
     _, *parts = SECTION.split(file.read_text())
     sections = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-    return {int(number): text for stem, number, text in sections if stem == path.stem}
+    found: dict[int, list[str]] = {}
+    for stem, number, text in sections:
+        if stem == path.stem:
+            found.setdefault(int(number), []).append(text)
+    return found
 
 
 def study(path: Path, folder: Path) -> tuple[int, int]:
@@ -93,12 +97,12 @@ def study(path: Path, folder: Path) -> tuple[int, int]:
     with torch.enable_grad(), working_directory(path.parent):
         for cell in read_nb(path).cells:
             if cell.cell_type == "code" and cell.source.startswith("#| check"):
-                check_exercise(shell, exercises[done] | {"wrong": wrong.get(done + 1, "")})
+                check_exercise(shell, exercises[done], wrong.get(done + 1, []))
                 done += 1
             elif cell.cell_type == "code" and not book.SKIP.search(cell.source):
                 error = run(shell, cell.source)
                 assert not error, f"{error}: {shell.exc}\n{cell.source}"
-    return done, len(wrong)
+    return done, sum(map(len, wrong.values()))
 
 
 def answer(path: Path, folder: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ Id = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 class Message(Record, tag_field="tag", tag=str.upper):
     """A message is [tag, id, field, field, ...]. `id` is the id of a request or a
-    question, the number of a step, or 0. The tags are ATOM's."""
+    question, the number of a step, or 0. Most tags are ATOM's."""
 
     id: Id
 
