@@ -65,6 +65,7 @@ def may_overtake(n: int) -> bool:
 # %% 04_scheduler 3
 class FirstIsVictim(Scheduler):
     def _grow(self, seq):
+        self.preempt(self.running[0])
         raise NotImplementedError("it goes wrong, but for no reason of the exercise")
 # %% 05_attention 1
 def window_mask(n: int, length: int, window: int) -> Tensor:
