@@ -63,7 +63,7 @@ def test_a_refused_pool_names_the_memory_that_limits_it(monkeypatch: pytest.Monk
     """`num_kvcache_blocks` may take all that the host has free, not only the share that a pool takes by itself."""
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2**20)  # 16 blocks
     ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=16))
-    with pytest.raises(ValueError, match="^1048576 bytes are free .* 17 block"):
+    with pytest.raises(ValueError, match=r"^1048576 bytes are free .* 17 block"):
         ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=17))
 
 
