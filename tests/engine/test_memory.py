@@ -59,6 +59,14 @@ def test_without_a_limit_there_is_none(tmp_path: Path) -> None:
     assert cgroup_free_bytes(tmp_path, tmp_path / "membership") is None
 
 
+def test_a_refused_pool_names_the_memory_that_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`num_kvcache_blocks` may take all that the host has free, not only the share that a pool takes by itself."""
+    monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2**20)  # 16 blocks
+    ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=16))
+    with pytest.raises(ValueError, match=r"^1048576 bytes are free .* 17 block"):
+        ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=17))
+
+
 # ---- the steps behind a GPU's memory plan, run on a CPU ----
 
 
