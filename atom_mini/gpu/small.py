@@ -4,6 +4,7 @@
 __all__ = ['decode_kernel', 'KernelOps', 'record_step', 'GraphRunner']
 
 # %% ../../nbs/10_triton_attention.ipynb #67a1c001
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def decode_kernel(
     H: tl.constexpr, K: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr,
 ):
+    """One decode per program: q, out [B, H, D], cache [2, N, K, S, D], tables [B, W]."""
     b, first = tl.program_id(0), tl.program_id(1) * HEADS
     n, d, row = tl.arange(0, S), tl.arange(0, D), tl.arange(0, ROWS)
     length, kv_head = tl.load(lens_ptr + b), first // (H // K)
@@ -74,9 +76,14 @@ def record_step(step: Callable[[], torch.Tensor], stream: Any) -> tuple[Any, tor
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()  # libraries make what they need for this stream
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        output = step()
+    graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()  # what it deletes may call the device
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            output = step()
+    finally:
+        if was_on:
+            gc.enable()
     return graph.replay, output
 
 

@@ -37,7 +37,7 @@ TILE_CONFIGS: dict[str, tuple[TileConfig, TileConfig]] = {  # small tiles, large
     "gfx1201": (TileConfig(16, 2**13, 4, 1, 7, amd()),
                 TileConfig(128, 2**13, 8, 1, 2, amd())),
     "float32": 2 * (TileConfig(16, 0, 8, 1, 2),),  # CDNA's matrix unit takes float32
-    "float32 gfx1": 2 * (TileConfig(16, 0, 16, 1, 2),),
+    "float32 gfx1": 2 * (TileConfig(16, 0, 16, 3, 2),),
 }
 
 # %% ../../nbs/appendix/94_machine_code.ipynb #32b0000b
