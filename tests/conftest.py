@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the engine's modules and Part I's chapters, without the package's folders of later parts."""
+    """A folder with the engine's modules, the small engine's half for a GPU, and the chapters of the evening and Part I,
+    without the package's folders of later parts."""
     import book  # not above: it needs notebook tools, which a machine with a GPU may lack
     from places import TOOLS
 
@@ -60,6 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "atom_mini" / "tiny", home / "atom_mini" / "tiny")
     for module in (root / "atom_mini").glob("*.py"):
         shutil.copy(module, home / "atom_mini")
+    shutil.copytree(root / "atom_mini" / "gpu", home / "atom_mini" / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(root / TOOLS, home / TOOLS, ignore=shutil.ignore_patterns("*.ipynb", "__pycache__"))
     for path in filter(book.is_part_one, book.notebooks([])):
         shutil.copy(path, home / "nbs")
