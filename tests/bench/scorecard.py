@@ -60,7 +60,8 @@ def as_markdown(score: dict[str, Any]) -> str:
              f"The loop got the first {score['looped']} of 64.", "", f"| | {head} |", f"|---{'|---' * 9}|"]  # fmt: skip
     for rung, needs in RUNGS.items():
         found, small = (one["rungs"].get(rung) for one in both)
-        row = [*cells(found), cells(small)[0], cells(small)[5]] if found else [f"needs {needs}: not measured" if needs else "not measured yet: `make score`", *[""] * 8]
+        missing = f"needs {needs}: not measured" if needs else "not measured yet: `make score`"
+        row = [*cells(found), cells(small)[0], cells(small)[5]] if found else [missing, *[""] * 8]
         lines.append(f"| {rung} | {' | '.join(row)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(lines)
 
