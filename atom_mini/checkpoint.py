@@ -61,7 +61,7 @@ def did_you_mean(model: str) -> str:
 
 
 def why_not_fetched(model: str, error: Exception) -> str:
-    """What is wrong if the hub's client raises `error`, and what to do, in one line."""
+    """In one line: why the hub's client raised `error`, and what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -426,7 +426,7 @@ def execute_cases(target: str, only: str = "") -> list[Row]:
 
 
 def unordered(target: str, kernel: str, text: str) -> str:
-    """What is wrong with a kernel's atomic instructions: only those of `MERGES` have one, and what it needs around it."""
+    """The faults of a kernel's atomic instructions: only those of `MERGES` have one, and it needs waits around it."""
     if kernel in MERGES:
         lacking = fences.missing(target, text)
         return f"merges without {', '.join(lacking)}" if lacking else ""

@@ -264,7 +264,7 @@ class EngineOptions(TypedDict, total=False):
     scheduler_cls: Any | None
     interleave_decode: bool
     scheduler_delay_factor: float
-    overlap: bool | None
+    overlap: bool
     fuse_layers: bool
     compiled: bool | None
     quantization: Literal["int8"] | None

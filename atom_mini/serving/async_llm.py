@@ -224,7 +224,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: Hashable) -> bool:
         """Abort the requests of this name; their finish reason is "abort". False if there
-        are none. ValueError for None, which is no name."""
+        are none. ValueError for None, which does not name a request."""
         wrong = "request_id=None is not a name: pass the one that generate was given"
         require(request_id is not None, wrong)
         return await self.submit(self._abort, request_id)
