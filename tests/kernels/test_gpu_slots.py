@@ -112,6 +112,7 @@ def test_a_run_that_is_stopped_still_prints_its_block(tmp_path: Path, bare: dict
     log = tmp_path / "out" / "slot2.log"
     while not (log.exists() and "==== rates" in log.read_text()):
         time.sleep(0.05)
+    time.sleep(1)  # bash can miss a signal that arrives just before it waits
     run.send_signal(signal.SIGINT)
     printed, _ = run.communicate(timeout=30)
     assert run.returncode == 130 and printed == (tmp_path / "out" / "report.txt").read_text()
