@@ -71,7 +71,8 @@ def why_not_fetched(model: str, error: Exception) -> str:
         how = f"check the name (private: `hf auth login`){did_you_mean(model)}"
         return f"is not a folder, and not a model on the Hugging Face hub: {how}"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        how = "set HF_ENDPOINT to a mirror, or use `make real`, which needs no hub"
+        how = "set HF_ENDPOINT to a mirror, or use 'tiny' or `make real`, "
+        how += "which need no hub"
         how += did_you_mean(model)
         return f"is not a folder, and the hub cannot be reached: {how}"
     first = (str(error).strip() or "no message").splitlines()[0]

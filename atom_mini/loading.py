@@ -79,7 +79,9 @@ def fill(target: Tensor, tensor: Tensor, what: str) -> None:
     )
     total = target.copy_(tensor).sum(dtype=torch.float32)
     what = f"{what} has NaN or inf in {target.dtype}: the file is broken"
-    require(bool(total.isfinite()), f"{what}, or set dtype='float32'")
+    if target.dtype != torch.float32:
+        what += ", or set dtype='float32'"
+    require(bool(total.isfinite()), what)
 
 # %% ../nbs/06b_loading.ipynb #400164f0
 Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> its reader

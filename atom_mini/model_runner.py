@@ -220,14 +220,14 @@ class ModelRunner:
         in_all, each = config.bytes_beside(self.dtype)
         needed = self.block_bytes + each
         free = self._free_bytes() - in_all
-        useful = min(free // needed, self._useful_blocks())
-        blocks = config.num_kvcache_blocks or max(useful, 1)
-        on_cpu = self.device.type == "cpu"
-        limit = max(free, free_host_bytes() - in_all) if on_cpu else free
+        asked = config.num_kvcache_blocks
+        blocks = asked or min(free // needed, self._useful_blocks())
+        if asked and self.device.type == "cpu":  # by itself, it takes half
+            free = max(free, free_host_bytes() - in_all)
         require(
-            blocks <= limit // needed,
-            f"{limit} bytes are free for the KV cache and {blocks} block(s) need "
-            f"{blocks * needed}: lower num_kvcache_blocks, kv_cache_block_size, "
+            1 <= blocks <= free // needed,
+            f"{free} bytes are free for the KV cache and {max(blocks, 1)} block(s) need "
+            f"{max(blocks, 1) * needed}: lower num_kvcache_blocks, kv_cache_block_size, "
             "max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization",
         )
         return blocks

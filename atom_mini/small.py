@@ -272,16 +272,16 @@ class LLM:
 
     def __init__(
         self, model: str | Path, *, max_num_seqs: int = 512, max_num_batched_tokens: int = 16384,
-        kv_cache_block_size: int = 16, num_kvcache_blocks: int | None = None, device: str = "cpu",
+        kv_cache_block_size: int = 16, num_kvcache_blocks: int | None = None,
+        device: str | None = None,
     ) -> None:
+        can = self.runner_cls.device.type
+        require(device in (None, can), f"device={device!r}: {can!r}, or gpu.small.LLM")
         folder, size = resolve_model(str(model)), kv_cache_block_size
         spec = read_model(folder)
         eos, self.sampling_defaults = read_defaults(folder, spec.eos_token_id)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        if device != "cpu":
-            from atom_mini.gpu.small import GraphRunner
-        runner_cls = self.runner_cls if device == "cpu" else GraphRunner
-        self.runner = runner_cls(spec, folder, size, num_kvcache_blocks)
+        self.runner = self.runner_cls(spec, folder, size, num_kvcache_blocks)
         manager = self.block_manager_cls(self.runner.num_blocks, size)
         longest = min(spec.max_position_embeddings, self.runner.num_blocks * size + 1)
         limits = max_num_seqs, max_num_batched_tokens, longest

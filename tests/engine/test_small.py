@@ -135,6 +135,8 @@ def drop_weight(folder: Path) -> None:
     [
         (lambda tmp: LLM("tiny").generate([[]]), "prompt of 0 tokens: give 1 to 2047"),
         (lambda tmp: LLM("tiny", num_kvcache_blocks=1).generate(["12", [3] * 17]), "prompt of 17 tokens: give 1 to 16"),
+        (lambda tmp: LLM("tiny", device="cuda"), "device='cuda': 'cpu', or gpu.small.LLM"),
+        (lambda tmp: LLM("tiny", device="cpu0"), "device='cpu0'"),
         (lambda tmp: LLM(broken(tmp, rename_type)), "Mamba"),
         (lambda tmp: LLM(broken(tmp, drop_weight)), "model.norm.weight"),
     ],

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,11 +109,11 @@ def test_a_run_that_is_stopped_still_prints_its_block(tmp_path: Path, bare: dict
     slow.write_text(f'#!/bin/sh\ncase "$*" in *bench.py*) exec sleep 99 ;; *) exec {sys.executable} "$@" ;; esac\n')
     slow.chmod(0o755)
     command = ["bash", str(SLOTS), "2", str(tmp_path / "out")]
-    run = subprocess.Popen(command, env=bare | {"PYTHON": str(slow)}, stdout=subprocess.PIPE, text=True)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it, and so do its children
+    run = subprocess.Popen(command, env=bare | {"PYTHON": str(slow)}, stdout=subprocess.PIPE, text=True, preexec_fn=heard)
     log = tmp_path / "out" / "slot2.log"
     while not (log.exists() and "==== rates" in log.read_text()):
         time.sleep(0.05)
-    time.sleep(1)  # bash can miss a signal that arrives just before it waits
     run.send_signal(signal.SIGINT)
     printed, _ = run.communicate(timeout=30)
     assert run.returncode == 130 and printed == (tmp_path / "out" / "report.txt").read_text()
