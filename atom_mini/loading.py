@@ -130,8 +130,6 @@ def load_model(
     dtype: torch.dtype, ops: TorchOps | None = None,
 ) -> CausalLM:  # fmt: skip
     """A model with the checkpoint's weights; `ops` is a `TorchOps` by default."""
-    ops = ops or TorchOps()
-    model = blank_model(spec, max_position, device, dtype, ops)
+    model = blank_model(spec, max_position, device, dtype, ops or TorchOps())
     load_weights(model, folder, model.weight_readers)
-    ops.prepare(model)
     return model

@@ -239,6 +239,7 @@ class ModelRunner:
         longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
         self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
+        self.ops.prepare(self.model)
         self.num_weights = sum(p.numel() for p in self.model.parameters())
         self.upload = choose_upload(self.device)
         self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)

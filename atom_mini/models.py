@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numpy import ndarray
+from numpy import ndarray  # noqa: F401  used by a method of chapter 08
 from torch import Tensor, nn
 
 from atom_mini.attention import (
@@ -154,7 +154,7 @@ class SelfAttention(nn.Module):
         self.o = Linear(q, {"o_proj": spec.hidden_size}, spec.out_bias)
         self.attn = Attention(self.head_dim, ops.attend)
         self.has_qk_norm = spec.has_qk_norm
-        if self.has_qk_norm:
+        if self.has_qk_norm:  # two weights, which `rotate_and_store` applies
             self.q_norm = RMSNorm(self.head_dim, self.eps, ops)
             self.k_norm = RMSNorm(self.head_dim, self.eps, ops)
 
@@ -239,8 +239,7 @@ class Decoder(nn.Module):
 
 # %% ../nbs/06a_models.ipynb #2bfa490a
 class CausalLM(nn.Module):
-    """A decoder with a head. Other model families override `make_attention`,
-    `make_mlp`, `make_rotary`, or `weight_readers`."""
+    """A decoder with a head. The subclasses of other families make other pieces."""
 
     def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
@@ -250,14 +249,6 @@ class CausalLM(nn.Module):
         self.head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size})
         if spec.tie_word_embeddings:
             self.head.weight = self.model.embed_tokens.weight
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and positions [T] -> hidden [T, hidden]."""
-        return self.model(input_ids, positions)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocabulary]."""
-        return self.head(hidden)
 
     def make_layer(self, layer: int) -> DecoderLayer:
         """The layer with this number."""
@@ -275,6 +266,14 @@ class CausalLM(nn.Module):
     def make_rotary(self, max_position: int) -> nn.Module:
         """The tables of cos and sin; none if `max_position` is 0."""
         return RotaryEmbedding(self.spec, max_position)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions [T] -> hidden [T, hidden]."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocabulary]."""
+        return self.head(hidden)
 
     def weight_readers(self, readers: dict[str, Any]) -> dict[str, Any]:
         """The function that reads each weight, given those that read the files' tensors."""

@@ -198,6 +198,7 @@ def load_head(
     """The head in `folder`, for `longest` positions; device and dtype are `embed`'s."""
     like, files = embed.weight, checkpoint_files(folder)
     head: Any = load_model(spec, folder, longest, like.device, like.dtype, ops)
+    ops.prepare(head)
     none = torch.zeros(spec.vocab_size, dtype=torch.int64)
     offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
     head.target_ids = map_drafts(offsets, spec).to(like.device)

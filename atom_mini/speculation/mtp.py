@@ -102,6 +102,7 @@ class MtpDrafter(HeadDrafter):
         (folder, spec), longest = self.source(config), config.max_model_len or 0
         place = longest, runner.device, runner.dtype
         head: Any = load_model(spec, folder, *place, runner.ops)
+        runner.ops.prepare(head)
         head.embed_tokens, head.last_norm = target.model.embed_tokens, target.model.norm
         head.to_logits = target.compute_logits
         return head
