@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numpy import ndarray  # noqa: F401  used by a method of chapter 08
+from numpy import ndarray
 from torch import Tensor, nn
 
 from atom_mini.attention import (
