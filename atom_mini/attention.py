@@ -52,8 +52,8 @@ class AttentionMetaData:
     Tensors are on the device; the lists are for the host.
     """
 
-    context_lens: Tensor  # [B] int32: tokens to attend to, including the new ones
-    block_tables: Tensor  # [B, W] int32; entries past a sequence's blocks are arbitrary
+    context_lens: Tensor  # [B] integers: tokens to attend to, including the new ones
+    block_tables: Tensor  # [B, W] integers; entries past a sequence's blocks are arbitrary
     slot_mapping: Tensor  # [T] int64: the slots of the new tokens
     query_lens: list[int]  # new tokens of each sequence
     lens: list[int]  # context_lens, on the host

@@ -62,7 +62,7 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 
 def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
     """A tensor of a file, or the part of it that an index selects."""
-    with open_file(file) as tensors:
+    with open_file(file) as tensors:  # closed at once: until then, what was read counts as ours
         what = f"{file} lacks {name}, which the index says it holds"
         require(name in set(tensors.keys()), what)
         if part is None:
@@ -97,7 +97,7 @@ def load_weights(
     targets = weight_targets(model)
     files = checkpoint_files(folder)
     readers = adapt({n: partial(read_tensor, file, n) for n, file in files.items()})
-    known = {"lm_head.weight", *targets}  # some files have the tied matrix twice
+    known = {"lm_head.weight", *targets}  # a tied matrix may be there twice
     missing = [n for n in targets if n not in readers]
     extra = [n for n in readers if n not in known and "rotary_emb" not in n]
     what = f"{folder} lacks {len(missing)} weight(s)"
