@@ -4,7 +4,7 @@ import re
 from dataclasses import is_dataclass
 
 from docutils import nodes
-from map import ROOT, read_book, source_of
+from map import ROOT, imports, read_book, source_of
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
@@ -96,9 +96,16 @@ def find_attributes(app: Sphinx) -> None:
 
 
 def signature(app: Sphinx, what: str, name: str, obj: object, opts: object, args: str, result: str) -> tuple[str, str]:
-    """A dataclass's would repeat its fields. `type` is Python's, not a field of that name."""
-    is_class = isinstance(obj, type) and is_dataclass(obj)
-    return ("" if is_class else args and re.sub(r": type\b", ": ~builtins.type", args)), result
+    """A dataclass's would repeat its fields. `type` is Python's, not a field of that name. A name that stayed as it is
+    written is what its module imports: the small engine has classes of the same names."""
+    if isinstance(obj, type) and is_dataclass(obj):
+        return "", result
+    texts = [args and re.sub(r": type\b", ": ~builtins.type", args), result]
+    module = (split(name) or [""])[0]
+    for origin, short in imports(module, source_of(module).read_text()) if module else ():
+        full = f"~atom_mini.{origin}.{short}"
+        texts = [text and re.sub(rf"(?<![\w.~]){re.escape(short)}\b", full, text) for text in texts]
+    return texts[0], texts[1]
 
 
 def docstring(app: Sphinx, what: str, name: str, obj: type, options: object, lines: list[str]) -> None:
