@@ -225,7 +225,7 @@ docs-needs:
 	@$$(command -v $(PY) || echo $(PYTHON)) -c '$(call python_from,3.11,make docs)'
 	@test -d build/node_modules/mathjax || command -v npm > /dev/null || { echo "make docs needs npm, for MathJax: install Node.js" >&2; exit 1; }
 
-# Part I as build/part_one.pdf, printed by Chromium from the site's pages.
+# The first part, the evening, as build/part_one.pdf, printed by Chromium from the site's pages.
 pdf: docs
 	$(PY) docs/book_pdf.py
 

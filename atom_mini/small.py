@@ -206,7 +206,7 @@ class ModelRunner:
     ops: Any = None  # chapter 10's kernel, on a GPU
 
     def __init__(self, spec: ModelSpec, folder: Path, size: int, blocks: int | None) -> None:
-        longest, self.block_size = spec.max_position_embeddings, size
+        self.block_size, longest = size, spec.max_position_embeddings
         self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         kv, heads, dim = spec.kv_shape

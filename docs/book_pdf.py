@@ -1,4 +1,4 @@
-"""Part I as one printable file: `python docs/book_pdf.py` prints the pages of the built site with Chromium."""
+"""The first part as one printable file: `python docs/book_pdf.py` prints the pages of the built site with Chromium."""
 
 import re
 import shutil

@@ -40,6 +40,7 @@ html_copy_source = html_show_sphinx = False
 BOOK = read_book()
 NODE_OF_MODULE = {module: name for name, node in BOOK.nodes.items() for module in node["modules"]}
 MODULE_OF_PAGE = {node["chapter"]: name for name, node in BOOK.nodes.items()} | {f"api/{m}": m for m in NODE_OF_MODULE}
+SMALL = ("small", "gpu.small")
 UPSTREAM = {  # first folder of a path in the chapters -> where that file is on GitHub; the last is vLLM on IBM Spyre
     "atom": "ROCm/ATOM/blob/main", "nanovllm": "GeeeekExplorer/nano-vllm/blob/main",
     "vllm": "vllm-project/vllm/blob/main", "minisgl": "sgl-project/mini-sglang/blob/main/python",
@@ -58,6 +59,8 @@ def resolve(text: str, module: str, names: set[str]) -> str | None:
     """Which of the full `names` a `text` means on a page about `module`: its own first, else what is clear."""
     name = re.sub(r"\(.*\)$", "", text).removeprefix(f"{module.split('.')[-1]}.")
     parts = [pair for full in names if full.endswith(f".{name}") and (pair := split(full))]
+    large = [p for p in parts if p[0] not in SMALL]  # the small engine's names are the large one's, but on its own pages
+    parts = parts if module in SMALL else large or parts
     own = [p for p in parts if p[0] == module]
     exact = [p for p in parts if name.endswith(p[1])]  # a class, a function, or with its class before it
     # Another module's field: if no other has it, and a plain word (`factor`) only if this module imports that one.
@@ -89,7 +92,7 @@ def find_attributes(app: Sphinx) -> None:
     """Autodoc shows attributes that have a comment with `#:`. Make it see one in each comment, and where none is."""
     for module in NODE_OF_MODULE:
         name, source = f"atom_mini.{module}", source_of(module).read_text()
-        marked = re.sub(r"(?m)^( +self\.|[A-Z])[\w., ]+(: .*)? = ", r"#:\n\g<0>", source.replace("  # ", "  #: "))
+        marked = re.sub(r"(?m)^( +(?:\w+, )?self\.|[A-Z])[\w., ]+(: .*)? = ", r"#:\n\g<0>", source.replace("  # ", "  #: "))
         ModuleAnalyzer.cache["module", name] = analyzer = ModuleAnalyzer.for_string(source, name)
         analyzer.analyze()
         analyzer.attr_docs = ModuleAnalyzer.for_string(marked, name).find_attr_docs()
