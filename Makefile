@@ -121,19 +121,14 @@ test: $(VENV)/dev
 	$(PY) -m pytest --quick -m "alone and not slow and not real"
 	@$(PY) tests/quick.py
 
-# The engine's suite: `make test-rest` runs its quick cases again with the users' defaults, which decode by a compiled function.
-ENGINE := $(wildcard $(patsubst %,tests/*/test_%.py,llm async callbacks detokenizer overlap trace))
-
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
 	$(PY) -m pytest --rest -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
 	$(PY) -m pytest --rest -m "alone and not slow and not real"
-	$(PY) -m pytest --users-defaults --quick -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real" $(ENGINE)
 
 test-all: test test-rest
 	$(PY) -m pytest --left -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
 	$(PY) -m pytest --left -m "alone and not slow and not real"
-	$(PY) -m pytest --users-defaults -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real" $(ENGINE)
 
 # The engine on the real weights of `make real`, beside transformers, in every configuration.
 test-real: $(VENV)/dev

@@ -48,6 +48,9 @@ class EngineCore:
         self.is_torn = False  # a transaction has begun and not ended
         self.is_closed = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.scheduler).__name__}, {self.runner!r})"
+
     def is_finished(self) -> bool:
         return self.scheduler.is_finished()
 

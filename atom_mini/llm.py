@@ -76,8 +76,9 @@ class LLM(ThreadSafe):
         return make_engine_core(self.config)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.config.num_kvcache_blocks} blocks"
-        return f"LLM({self.config.model!r}, {state})"
+        blocks = f"{self.config.num_kvcache_blocks} blocks"
+        what = "closed" if self._closed else f"{blocks}, {self.engine_core!r}"
+        return f"LLM({self.config.model!r}, {what})"
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer; None if it has none."""

@@ -257,6 +257,10 @@ class ModelRunner:
         with self.on_device():
             self._load()
 
+    def __repr__(self) -> str:
+        parts = type(self.ops).__name__, type(self.sampler).__name__
+        return f"{type(self).__name__}({', '.join(parts)})"
+
 # %% ../nbs/08_model_runner.ipynb #affdb2c8
 def choose_device(name: str | None) -> torch.device:
     """The device called `name`, or the best one; ValueError for an unknown one."""

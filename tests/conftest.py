@@ -14,7 +14,6 @@ from atom_mini.instruments.command_line import spin_less
 spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
 
 import torch  # noqa: E402
-from defaults import set_compiled  # noqa: E402
 
 pytest_plugins = ["quick", "outcomes"]
 
@@ -25,25 +24,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels then run without a GPU
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--users-defaults", action="store_true", help="engines as users have them: with the compiled decode")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Engines decode in torch by default: most tests are about Part I, and compiling takes seconds.
-
-    `make test-rest` runs the engine's suite once more with --users-defaults. In processes of their own engines are as
-    users have them anyway.
-    """
-    if not config.option.users_defaults:
-        set_compiled(False)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skipped with a reason: GPU tests without a GPU, and with --users-defaults those that need the decode in torch."""
-    for item in items if config.option.users_defaults else []:
-        if mark := item.get_closest_marker("torch_decode"):
-            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+    """GPU tests are skipped without a GPU, with this reason."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # a folder of that name is a keyword, too

@@ -115,7 +115,7 @@ def asked_of(name: str) -> list[list[int]]:
 def record(name: str, folder: Path | str) -> dict[str, Any]:
     """What the golden file says of one model."""
     where = Path(sys.modules["atom_mini"].__file__ or "").parent / "tiny" if folder == BUILT_IN else Path(folder)
-    with LLM(str(folder), device="cpu", dtype="float32", compiled=False, **ROOMY) as llm:  # the compiled decode is held to it
+    with LLM(str(folder), device="cpu", dtype="float32", **ROOMY) as llm:  # the compiled decode is held to it
         found, certain = answers(llm, asked_of(name), logprobs=2)
     found["greedy"] = [tokens[:n] for tokens, n in zip(found["greedy"], certain, strict=True)]
     return {"weights": checksum(where), **found}

@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     both = quick | {item for cases, _ in picked.values() for item in pick(cases, known, rest=True)}
     runs = quick if option.quick else both - quick if option.rest else {*items} - both
     left = [item for item in items if item not in runs]
-    if option.quick and not option.users_defaults and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):
+    if option.quick and getattr(config, "workerinput", {}).get("workerid") in (None, "gw0"):
         none_of = [name for name, (_, some) in picked.items() if not some]
         _add(COVERED, {option.markexpr: [len(quick), len(left), len(functions), none_of]})
     config.hook.pytest_deselected(items=left)

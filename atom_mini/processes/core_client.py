@@ -288,6 +288,10 @@ class EngineCoreClient:
         self.scheduler = BaseScheduler(config)  # for its checks
         self.scheduler.max_len, self.scheduler.seqs = least.max_len, self.seqs
 
+    def __repr__(self) -> str:
+        engines = f"{len(self.engines)} x {self.engines[0].ready.core}"
+        return f"{type(self).__name__}({engines})"
+
     def _start(self, recipes: list[Any], meeting: str) -> None:
         """Start the processes, and wait until all are ready. EngineDead or ValueError if
         one fails."""

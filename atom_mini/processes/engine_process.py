@@ -119,6 +119,7 @@ class Ready(Message):
 
     num_kvcache_blocks: int = 0
     max_len: int = 0  # the most tokens of a sequence, as in the scheduler
+    core: str = ""  # its repr: the classes that it is made of
 
 
 class Answer(Message, tag="UTILITY_RESPONSE"):
@@ -327,7 +328,7 @@ def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[],
         loop = make_loop(core, inbox, outbox)
     else:
         loop = EngineCoreProc(core, inbox, outbox)
-    ready = Ready(0, config.num_kvcache_blocks or 0, core.scheduler.max_len)
+    ready = Ready(0, config.num_kvcache_blocks or 0, core.scheduler.max_len, repr(core))
     outbox.send(encode(ready))
     return loop.run
 

@@ -153,6 +153,9 @@ class WrappedRunner:
 
     runner: Any
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.runner!r})"
+
     def around(self, batch: ScheduledBatch) -> AbstractContextManager[None]:
         """The context in which a step runs."""
         return nullcontext()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from contextlib import suppress
 from functools import cache
@@ -20,13 +21,14 @@ from numba.extending import intrinsic, models, register_model
 
 # %% auto #0
 __all__ = ['FAST', 'OPTIONS', 'FEATURES', 'LANES', 'WIDE', 'WORDS', 'VECTOR', 'ROWS', 'tile', 'tile_of_one', 'AHEAD', 'warn_once',
-           'KeptCode', 'kernel', 'Vector', 'VectorModel', 'pointer', 'load', 'call', 'fma', 'broadcast', 'sum_lanes', 'fma_four',
-           'store_four', 'prefetch', 'make_tile', 'multiply_row', 'multiply_four', 'rounded', 'store', 'widen', 'multiply_piece',
-           'SHORTS', 'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize', 'fold', 'store_sums',
-           'add_four', 'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL', 'fetch_add', 'pieces',
-           'linear', 'exp2', 'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score', 'load_pair', 'fma_pair',
-           'store_pair', 'add_values', 'softmax', 'attend_group', 'attend', 'Weights', 'embed', 'scales_at', 'decode_step',
-           'add_tile', 'add_product', 'turn', 'gather', 'hide', 'softmax_columns', 'attend_piece', 'attend_prompts']
+           'say_compiling', 'KeptCode', 'kernel', 'Vector', 'VectorModel', 'pointer', 'load', 'call', 'fma', 'broadcast',
+           'sum_lanes', 'fma_four', 'store_four', 'prefetch', 'make_tile', 'multiply_row', 'multiply_four', 'rounded', 'store',
+           'widen', 'multiply_piece', 'SHORTS', 'PAIRS', 'code_tile', 'code_tile_of_one', 'load_codes', 'add_pairs', 'quantize',
+           'fold', 'store_sums', 'add_four', 'make_code_tile', 'sum_codes', 'code_row', 'multiply_codes', 'LOG2_E', 'TALL',
+           'fetch_add', 'pieces', 'linear', 'exp2', 'add_norm', 'silu_and_mul', 'norm_and_rotate', 'rotate_and_store', 'score',
+           'load_pair', 'fma_pair', 'store_pair', 'add_values', 'softmax', 'attend_group', 'attend', 'Weights', 'embed',
+           'scales_at', 'decode_step', 'add_tile', 'add_product', 'turn', 'gather', 'hide', 'softmax_columns', 'attend_piece',
+           'attend_prompts']
 
 # %% ../../nbs/appendix/92_cpu_products.ipynb #7d9599c4
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
@@ -40,18 +42,27 @@ def warn_once(why: str) -> None:
     warnings.warn(f"{wrong}: set NUMBA_CACHE_DIR to another folder", stacklevel=2)
 
 
+@cache
+def say_compiling() -> None:
+    """Tell, once, why this start takes long."""
+    how = "this takes about half a minute, and later starts load what it compiled"
+    print(f"compiling loops for this CPU: {how}", file=sys.stderr)
+
+
 class KeptCode(FunctionCache):
     """The machine code of a function on disk. A file that cannot be read or written
     costs time, not the engine."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            if found := super().load_overload(sig, target_context):
+                return found
         except Exception:  # a damaged file may raise anything
             warn_once(f"a file in {self.cache_path} is damaged")
             with suppress(OSError):
                 self.flush()  # replaces the index
-            return None
+        say_compiling()
+        return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

@@ -53,6 +53,9 @@ class Launcher:
         if self.is_gpu:
             self._make_streams(device)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.runner!r})"
+
     def _fill_in(self, batch: ScheduledBatch, ids: Tensor) -> None:
         """Replace the placeholders in `ids` with the tokens of the step before, and note
         the rows in which this step stores its own."""

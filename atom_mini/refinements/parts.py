@@ -54,7 +54,7 @@ class EngineArgs(Config):
     scheduler_delay_factor: Annotated[float, Field(ge=0)] = 0.0
     overlap: bool = False  # plan a step while the device computes the last one
     fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
-    compiled: bool | None = None  # None: where it applies
+    compiled: bool = False  # on a CPU: decodes of dense models as one function
     quantization: Literal["int8"] | None = None  # of weights and activations (92b)
     trace: bool = False  # record each step
     # other caches and schedulers (40, 41); None: "hash" if caching is on
@@ -177,12 +177,10 @@ class EngineArgs(Config):
 
     def _check_parts(self, given: set[str]) -> None:
         """Let each part fill in and check its own options."""
-        if self.spec is not None and self.compiled is None and not is_on_cpu(self):
-            self.compiled = False  # a GPU has graphs
-        if self.spec is not None and self.compiled is not False:
-            from atom_mini.refinements.compiled import decide_compiled
+        if self.spec is not None and self.compiled:
+            from atom_mini.refinements.compiled import check_compiled
 
-            decide_compiled(self)
+            check_compiled(self)
         if self.scheduler == "spyre":
             from atom_mini.systems.spyre import check_spyre
 
@@ -207,7 +205,7 @@ def make_runner(config: EngineArgs) -> Any:
         from atom_mini.families.state import StateRunner
 
         return StateRunner(config)
-    if config.compiled and is_on_cpu(config):
+    if config.compiled:
         from atom_mini.refinements.compiled_step import CompiledRunner
 
         return CompiledRunner(config)
@@ -266,7 +264,7 @@ class EngineOptions(TypedDict, total=False):
     scheduler_delay_factor: float
     overlap: bool
     fuse_layers: bool
-    compiled: bool | None
+    compiled: bool
     quantization: Literal["int8"] | None
     trace: bool
     prefix_cache: Literal["hash", "radix", "none"] | None

@@ -42,7 +42,7 @@ time.sleep(60)
 
 
 def options(count: int) -> dict[str, Any]:
-    return {"device": "cpu", "num_kvcache_blocks": 6 * count + 8, "max_num_seqs": count}
+    return {"device": "cpu", "compiled": True, "num_kvcache_blocks": 6 * count + 8, "max_num_seqs": count}
 
 
 def step_ms(llm: LLM, count: int) -> float:

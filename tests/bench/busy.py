@@ -4,7 +4,7 @@ Each figure is decode tokens per second of `atom-mini bench` in a process of its
 are run in turns; a run that is not done after two minutes counts as 0. The settings are values of GOMP_SPINCOUNT: how
 often a thread looks for work before it sleeps. 300000 (3 ms) is GNU's own choice where nobody says anything. Ratios are
 to the first setting. Other runtimes, such as LLVM's or Intel's, do not read this variable: their ratios are 1. The
-models: the built-in one, where torch decodes too (`compiled=False`), and the 29 M of `cpu.py`.
+models: the built-in one, where torch decodes too (the default), and the 29 M of `cpu.py`.
 
 Run: `python tests/bench/busy.py [--loops 0 2] [--spins 300000 1000] [--json results.json]`.
 """
@@ -37,7 +37,7 @@ def tokens_per_second(case: tuple[str, int, bool], tokens: int, spins: str, thre
     env = mine | {"GOMP_SPINCOUNT": spins, "OMP_NUM_THREADS": str(threads)}
     size = ["--num-requests", str(requests), "--input-len", "32", "--max-tokens", str(tokens)]
     options = ["--model", model, "--device", "cpu", "--num-kvcache-blocks", "512", "--json"]
-    options += [] if is_compiled else ["--no-compiled"]
+    options += ["--compiled"] if is_compiled else []
     command = [sys.executable, "-m", "atom_mini", "bench", *size, *options]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LIMIT)

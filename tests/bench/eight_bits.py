@@ -58,7 +58,7 @@ MAX_TOKENS = 32
 def engine(**options: Any) -> LLM:
     """The real model on the CPU, in float32 unless an option says otherwise."""
     sizes = {"max_num_batched_tokens": 4096, "num_kvcache_blocks": 1024, "enable_prefix_caching": False}
-    return LLM(str(FOLDER), device="cpu", **{"dtype": "float32"} | sizes | options)
+    return LLM(str(FOLDER), device="cpu", **{"dtype": "float32", "compiled": True} | sizes | options)
 
 
 def model_of(llm: LLM) -> Any:

@@ -187,7 +187,7 @@ def over_http(port: int, load: list[Request], model: str) -> Times:
 
 def options_of(rung: str) -> dict[str, Any]:
     """What each of our rungs sets: one thing more than the rung before, unless the two exclude each other."""
-    pool = {"device": "cpu", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 256, "compiled": False}
+    pool = {"device": "cpu", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 256}
     pieces = pool | {"kv_cache_block_size": 256, "num_kvcache_blocks": POOL // 256}
     blocks = pool | {"kv_cache_block_size": 16, "num_kvcache_blocks": POOL // 16}
     chunks = blocks | {"max_num_batched_tokens": 128, "interleave_decode": True}

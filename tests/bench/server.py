@@ -52,7 +52,7 @@ HERE = (__file__, "--serve")
 
 
 def options(count: int) -> dict[str, Any]:
-    return {"device": "cpu", "num_kvcache_blocks": 6 * count + 8, "max_num_seqs": min(count, 256)}
+    return {"device": "cpu", "compiled": True, "num_kvcache_blocks": 6 * count + 8, "max_num_seqs": min(count, 256)}
 
 
 def rounds(count: int) -> int:

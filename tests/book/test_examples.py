@@ -98,6 +98,14 @@ def test_readme_figures_are_the_recorded_ones() -> None:
     assert_same_figures(book.written(), RECORDED)
 
 
+def test_what_readme_says_of_the_compiled_decode_is_recorded() -> None:
+    real = json.loads((ROOT / "tests" / "bench" / "results" / "real.json").read_text())
+    both = (real[batch]["engines"] for batch in ("1 request", "8 requests", "32 requests"))
+    one, few, many = (e["atom_mini, compiled"]["tokens_per_second"] / e["atom_mini"]["tokens_per_second"] for e in both)
+    said = f"{one:.1f} times as fast for one request, {few:.1f} times for 8, and {many:.1f} times for 32"
+    assert said in (ROOT / "README.md").read_text()
+
+
 def test_what_readme_says_of_drafts_holds_in_its_table() -> None:
     """"A lookup that hits pays for one request and for four, and a head pays for none"."""
     table = {row: cells for row, cells in RECORDED["tables"][2].items() if row}
@@ -124,7 +132,7 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
     stamp = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 3, "instructions": "beads", "python": "3.14.1",
              "torch": "9.9", "transformers": "8.8"}  # fmt: skip
     plain = ["transformers generate", "atom_mini"]
-    both = engines([*plain[:1], "transformers continuous batching", *plain[1:]])
+    both = engines([*plain[:1], "transformers continuous batching", "atom_mini, compiled"])
     rows = [{"task": task, "drafter": drafter, "batch": n, "tokens per step": 4.44, "ratio": 0.75, "predicted": 0.9}
             for task, drafter in figures.DRAFTS.values() for n in (1, 4, 16, 64)]  # fmt: skip
     sizes = [{"weights_bytes": n * 1e9, "seconds": 7.0, "largest_logit_difference": 3e-5, "anonymous_share": 1.1}

@@ -203,7 +203,8 @@ def test_small_conveniences(plain: LLM) -> None:
     out = plain.generate("12 + 7 =", use_tqdm=False)[0]
     assert out.outputs == [out] and out.outputs[0].text == out.text
     assert plain.get_tokenizer() is plain.tokenizer
-    assert repr(plain).startswith("LLM('tiny', ") and len(repr(plain)) < 80
+    blocks = plain.config.num_kvcache_blocks
+    assert repr(plain) == f"LLM('tiny', {blocks} blocks, EngineCore(Scheduler, ModelRunner(CpuOps, Sampler)))"
 
 
 def test_the_built_in_model_adds_small_numbers(plain: LLM) -> None:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch
 from checkpoints import edit_json, is_empty, plain_search, reference_logits, save_checkpoint
 from show import new_tokens
 
-from atom_mini import LLM, EngineArgs, RequestOutput, SamplingParams
+from atom_mini import LLM, RequestOutput, SamplingParams
 from atom_mini.sequence import Sequence
 from atom_mini.text import TextPiece
 
@@ -1346,9 +1345,3 @@ def test_chat_content_in_parts(llm: LLM) -> None:
         [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": "text", "text": None}], [{}],
     ):  # fmt: skip
         refused(lambda content=content: llm.chat([{"role": "user", "content": content}]), "chat message")
-
-
-def test_users_defaults_are_tested_when_asked_for(request: pytest.FixtureRequest) -> None:
-    """`--users-defaults` leaves the compiled decode on, where Numba is installed."""
-    is_asked = request.config.option.users_defaults and find_spec("numba") is not None
-    assert EngineArgs("tiny", device="cpu").compiled is is_asked

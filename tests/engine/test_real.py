@@ -14,7 +14,6 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-import defaults
 import pytest
 import torch
 from real_prompts import TEXTS, prompts
@@ -33,7 +32,7 @@ INT8_BOUND = 0.27  # of the mean change of a log probability: 0.24 was measured,
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},  # with the hash index
-    "compiled=False": {"compiled": False},
+    "compiled": {"compiled": True},
     "no prefix cache": {"prefix_cache": "none"},
     "radix": {"prefix_cache": "radix"},
     "chunks of 64": {"max_num_batched_tokens": 64},
@@ -77,11 +76,10 @@ class Reference:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def as_users_have_it() -> Iterator[None]:
-    """Two threads, and the compiled decode, which tests/conftest.py turns off elsewhere."""
+def two_threads() -> Iterator[None]:
+    """Two threads, which tests/conftest.py sets to one elsewhere."""
     torch.set_num_threads(2)
-    with defaults.as_users_have_it():
-        yield
+    yield
     torch.set_num_threads(1)
 
 
@@ -172,7 +170,7 @@ def likeliest_in_float32(reference: Reference, outs: list[Any]) -> tuple[int, in
 def test_bfloat16(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     """How many tokens are the same is printed; the log probabilities stay within a bound of those in float32."""
     asked = [prompt for prompt in reference.prompts.values() if len(prompt) < 400]  # longer ones take minutes on some CPUs
-    with LLM(str(FOLDER), dtype="bfloat16") as llm:
+    with LLM(str(FOLDER), dtype="bfloat16", compiled=True) as llm:
         outs = llm.generate(asked, GREEDY, use_tqdm=False)
         worst = check_logprobs(llm, [(prompt, reference.logits(prompt, [0])[0]) for prompt in asked], BF16_BOUND)
     same, total = likeliest_in_float32(reference, outs)
@@ -191,7 +189,7 @@ def eight_bits(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_int8(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     """How many greedy tokens are float32's choice, of prompts through torch and decodes through the compiled function."""
     asked = [prompt for prompt in reference.prompts.values() if len(prompt) < 400]
-    with LLM(str(FOLDER), quantization="int8", device="cpu") as llm:
+    with LLM(str(FOLDER), quantization="int8", device="cpu", compiled=True) as llm:
         outs = llm.generate(asked, GREEDY, use_tqdm=False)
     same, total = likeliest_in_float32(reference, outs)
     with capsys.disabled():
