@@ -18,8 +18,8 @@ from .checkpoint import ModelSpec, read_json, require
 from .models import CausalLM, TorchOps
 
 # %% auto #0
-__all__ = ['Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'load_weights', 'blank_model',
-           'load_model']
+__all__ = ['Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'check_names', 'load_weights',
+           'blank_model', 'load_model']
 
 # %% ../nbs/06b_loading.ipynb #680c3671
 def weight_targets(model: nn.Module) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 
 def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
     """A tensor of a file, or the part of it that an index selects."""
-    with open_file(file) as tensors:  # closed at once: until then, what was read counts as ours
+    with open_file(file) as tensors:  # closed at once: an open file's pages count as our memory
         what = f"{file} lacks {name}, which the index says it holds"
         require(name in set(tensors.keys()), what)
         if part is None:
@@ -83,6 +83,17 @@ def fill(target: Tensor, tensor: Tensor, what: str) -> None:
         what += ", or set dtype='float32'"
     require(bool(total.isfinite()), what)
 
+# %% ../nbs/06b_loading.ipynb #06b0f012
+def check_names(folder: Path, wanted: list[str], found: list[str]) -> None:
+    """ValueError names the weights that are missing, or that have no place."""
+    known = {"lm_head.weight", *wanted}  # a tied matrix may be there twice
+    missing = [n for n in wanted if n not in found]
+    extra = [n for n in found if n not in known and "rotary_emb" not in n]
+    what = f"{folder} lacks {len(missing)} weight(s)"
+    require(not missing, f"{what}: {', '.join(missing[:5])}")
+    what = f"{folder} has {len(extra)} weight(s) that the model has no place for"
+    require(not extra, f"{what}: {', '.join(extra[:5])}")
+
 # %% ../nbs/06b_loading.ipynb #400164f0
 Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> its reader
 
@@ -97,13 +108,7 @@ def load_weights(
     targets = weight_targets(model)
     files = checkpoint_files(folder)
     readers = adapt({n: partial(read_tensor, file, n) for n, file in files.items()})
-    known = {"lm_head.weight", *targets}  # a tied matrix may be there twice
-    missing = [n for n in targets if n not in readers]
-    extra = [n for n in readers if n not in known and "rotary_emb" not in n]
-    what = f"{folder} lacks {len(missing)} weight(s)"
-    require(not missing, f"{what}: {', '.join(missing[:5])}")
-    what = f"{folder} has {len(extra)} weight(s) that the model has no place for"
-    require(not extra, f"{what}: {', '.join(extra[:5])}")
+    check_names(folder, [*targets], [*readers])
     for name, target in targets.items():
         tensor = readers[name]()
         sizes = f"{list(tensor.shape)} in the file, {list(target.shape)} in the model"

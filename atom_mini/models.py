@@ -27,7 +27,7 @@ __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linea
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
     """Radians per token of each pair [dim / 2], and a factor on cos and sin."""
     powers = spec.rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)
-    freqs = 1 / powers  # as transformers rounds: position 5,000 multiplies the error
+    freqs = 1 / powers  # rounded as in transformers: a position multiplies the error
     return scale_frequencies(freqs, spec.rope, dim)
 
 # %% ../nbs/06a_models.ipynb #b9bf14ea
