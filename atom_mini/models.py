@@ -20,8 +20,8 @@ from .checkpoint import ModelSpec
 from .rope_scaling import scale_frequencies
 
 # %% auto #0
-__all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'RMSNorm', 'SelfAttention', 'MLP',
-           'DecoderLayer', 'Decoder', 'CausalLM']
+__all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'norm_heads', 'RMSNorm',
+           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM']
 
 # %% ../nbs/06a_models.ipynb #26db5f50
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
@@ -104,8 +104,7 @@ class TorchOps:
         heads = [qkv.shape[1] - 2 * kv_heads, kv_heads]  # of q, of k
         qk, v = qkv.split([sum(heads), kv_heads], 1)
         if qk_norm is not None:
-            weights = [w.expand(n, -1) for w, n in zip(qk_norm, heads, strict=True)]
-            qk = F.rms_norm(qk, qk.shape[-1:], None, eps) * torch.cat(weights)
+            qk = norm_heads(qk, qk_norm, heads, eps)
         q, k = rotate(qk, cos, sin).split(heads, 1)
         store_kv_cache(k, v, kv_cache, slot_mapping)
         return q
@@ -123,6 +122,14 @@ class TorchOps:
 
     def prepare(self, model: nn.Module) -> None:
         """Prepare a model that has its weights; here there is nothing to do."""
+
+# %% ../nbs/06a_models.ipynb #06a0f0d1
+def norm_heads(
+    qk: Tensor, weights: tuple[Tensor, Tensor], heads: list[int], eps: float
+) -> Tensor:
+    """RMS norm of each head of `qk` [T, H + K, D]; `weights` [D] for q and for k."""
+    rows = [w.expand(n, -1) for w, n in zip(weights, heads, strict=True)]
+    return F.rms_norm(qk, qk.shape[-1:], None, eps) * torch.cat(rows)
 
 # %% ../nbs/06a_models.ipynb #ebb1f7be
 class RMSNorm(nn.Module):
