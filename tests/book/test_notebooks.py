@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import book
@@ -61,6 +62,22 @@ def test_outputs_are_of_the_present_code(path: Path) -> None:
     """`run` stores a digest of the cells that it executes: code edited since then has old outputs, or none."""
     nb = read_nb(path)
     assert nb.metadata.get(book.RAN) == book.code_digest(nb.cells), f"python nbs/_book/book.py run {path.stem}"
+
+
+RECORDS = re.compile(r"^(?!def ).*\b(?:recorded|rungs)\(", re.M)  # show.py's, which read tests/bench/results
+
+
+@pytest.mark.parametrize("path", [p for p in CHAPTERS if RECORDS.search(p.read_text())], ids=lambda p: p.stem)
+def test_outputs_are_of_the_present_records(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record may change after a chapter ran. Cells that only read records are run again; others need the chapter's names."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for cell in read_nb(path).cells:
+        if cell.cell_type != "code" or not RECORDS.search(cell.source):
+            continue
+        with redirect_stdout(StringIO()) as printed, suppress(NameError):
+            exec(cell.source, dict(vars(show)))
+            shown = "".join("".join(o.text) for o in cell.outputs if o.output_type == "stream")
+            assert printed.getvalue() == shown, f"python nbs/_book/book.py run {path.stem}"
 
 
 def test_code_edited_after_its_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
