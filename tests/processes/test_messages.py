@@ -40,7 +40,7 @@ rows = st.builds(
 )  # fmt: skip
 FIELDS: dict[Any, Any] = {
     "token_ids": st.lists(counts), "params": st.dictionaries(texts, st.booleans() | counts | floats | st.lists(counts)),
-    "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
+    "core": texts, "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
     "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
     "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),
 }  # fmt: skip
