@@ -45,7 +45,7 @@ def warn_once(why: str) -> None:
 @cache
 def say_compiling() -> None:
     """Tell, once, why this start takes long."""
-    how = "this takes about half a minute, and later starts load what it compiled"
+    how = "this takes a while, and later starts load what it compiled"
     print(f"compiling loops for this CPU: {how}", file=sys.stderr)
 
 
