@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 # %% auto #0
-__all__ = ['causal_mask', 'store_kv_cache', 'gather_kv', 'AttentionMetaData', 'fused_attention', 'paged_attention',
-           'set_forward_context', 'get_forward_context', 'Attention']
+__all__ = ['DECODE_SLOTS', 'causal_mask', 'store_kv_cache', 'gather_kv', 'AttentionMetaData', 'split_batch', 'fused_attention',
+           'looped_attention', 'batched_decode', 'attend_rows', 'paged_attention', 'set_forward_context',
+           'get_forward_context', 'Attention']
 
 # %% ../nbs/05_attention.ipynb #b6e82e8d
 def causal_mask(num_queries: int, context_len: int, device: Any = None) -> Tensor:
@@ -59,6 +60,15 @@ class AttentionMetaData:
     lens: list[int]  # context_lens, on the host
     plan: Any = None  # what one implementation of attention prepared for this step
 
+# %% ../nbs/05_attention.ipynb #9695061c
+def split_batch(
+    q: Tensor, kv_cache: Tensor, meta: AttentionMetaData
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each sequence, q [n, H, D], and k and v [K, L, D]."""
+    rows = zip(q.split(meta.query_lens), meta.block_tables, meta.lens, strict=True)
+    for queries, table, length in rows:
+        yield queries, *gather_kv(kv_cache, table, length)
+
 # %% ../nbs/05_attention.ipynb #af06a155
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(q k^T scale) v, causal, by torch's fused kernel.
@@ -75,16 +85,52 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out[0].transpose(0, 1)
 
 # %% ../nbs/05_attention.ipynb #5ffa51d2
-def paged_attention(
+def looped_attention(
     q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
 ) -> Tensor:
     """`fused_attention` of each sequence over its own blocks: q [T, H, D] -> same."""
-    outs = []
-    rows = zip(q.split(meta.query_lens), meta.block_tables, meta.lens, strict=True)
-    for queries, table, length in rows:
-        k, v = gather_kv(kv_cache, table, length)
-        outs.append(fused_attention(queries, k, v, scale))
-    return torch.cat(outs)
+    batch = split_batch(q, kv_cache, meta)
+    return torch.cat([fused_attention(q, k, v, scale) for q, k, v in batch])
+
+# %% ../nbs/05_attention.ipynb #0505f002
+DECODE_SLOTS = 4096  # that `batched_decode` copies at a time
+
+
+def batched_decode(
+    q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
+) -> Tensor:
+    """Attention of one query per sequence over its own blocks: q [B, H, D] -> same."""
+    block_size = kv_cache.shape[3]
+    width = -(-max(meta.lens) // block_size)
+    count = max(1, DECODE_SLOTS // (width * block_size))  # sequences at a time
+    tables = meta.block_tables[:, :width].split(count)
+    rows = zip(q.split(count), tables, meta.context_lens.split(count), strict=True)
+    return torch.cat([attend_rows(*row, kv_cache, scale) for row in rows])
+
+
+def attend_rows(
+    q: Tensor, tables: Tensor, lens: Tensor, kv_cache: Tensor, scale: float
+) -> Tensor:
+    """Attention of queries [B, H, D] in one call: tables [B, W], lens [B] -> [B, H, D]."""
+    kv_heads = kv_cache.shape[2]
+    heads = torch.arange(kv_heads, device=q.device)[:, None]
+    kv = kv_cache[:, tables[:, None], heads].flatten(3, 4)  # [2, B, K, L, D]
+    seen = torch.arange(kv.shape[3], device=q.device) < lens[:, None]  # [B, L]
+    rows, slots = (~seen).nonzero(as_tuple=True)
+    kv[:, rows, :, slots] = 0
+    grouped = q.unflatten(1, (kv_heads, -1))  # [B, K, H / K, D]
+    mask = seen[:, None, None]
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(grouped, *kv, mask, scale=scale).flatten(1, 2)
+
+# %% ../nbs/05_attention.ipynb #0505f008
+def paged_attention(
+    q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
+) -> Tensor:
+    """Attention of each sequence over its own blocks: q [T, H, D] -> same."""
+    is_batched = max(meta.query_lens) == 1 < len(meta.lens)
+    attend = batched_decode if is_batched else looped_attention
+    return attend(q, kv_cache, meta, scale)
 
 # %% ../nbs/05_attention.ipynb #c51e536b
 _of_this_thread = threading.local()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from show import reference_attention
 from torch import Tensor
 
-from atom_mini.attention import AttentionMetaData, paged_attention, store_kv_cache
+from atom_mini.attention import AttentionMetaData, looped_attention, paged_attention, store_kv_cache
 from atom_mini.config import SamplingParams
 from atom_mini.cpu_decode import CpuOps, decode_attention
 from atom_mini.model_runner import locate
@@ -181,11 +181,19 @@ def pick(meta: AttentionMetaData, order: list[int]) -> AttentionMetaData:
     )
 
 
-@pytest.mark.parametrize("attend", BOTH)
+@pytest.mark.parametrize("attend", [*BOTH, looped_attention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("lens", [DECODES, PREFILLS], ids=["decode", "prefill"])
-def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
-    """A sequence's rows do not change by a bit with its company, its place in the batch, or its place in the pool."""
+def test_alone_or_among_others(lens: Lens, dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
+    """A sequence's rows do not change by a bit with its company, its place in the batch, or its place in the pool;
+    in a batched decode, whose rectangle is as wide as the longest, they may be rounded otherwise."""
+    is_sparse = attend is cpu_attention and dtype == torch.float32
+    is_batched = lens is DECODES and not is_sparse and attend is not looped_attention
+    error = 0 if not is_batched else 2e-2 if dtype == torch.bfloat16 else 1e-6
+
+    def is_same(one: Tensor, other: Tensor) -> bool:
+        return bool((one - other).abs().max() <= error)
+
     meta, num_blocks = make_batch(lens, 16, seed=5)
     pool, plain = fill(meta, num_blocks, 16, 2, 64, dtype, seed=1)
     q = torch.randn(sum(meta.query_lens), 6, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -193,14 +201,14 @@ def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype, attend: C
     for orders in [*([i] for i in range(len(lens))), [3, 1], [5, 4, 3, 2, 1, 0], [0, 2, 4]]:
         some = pick(meta, orders)
         out = attend(torch.cat([rows[i] for i in orders]), pool, some, 0.125).split(some.query_lens)
-        assert all(torch.equal(out[at], together[i]) for at, i in enumerate(orders)), orders
+        assert all(is_same(out[at], together[i]) for at, i in enumerate(orders)), orders
     for i, pair in enumerate(lens):  # elsewhere in another pool
         alone, few_blocks = make_batch([pair], 16, seed=100 + i)
         own = torch.full((2, few_blocks, 2, 16, 64), float("nan"), dtype=dtype)
         for position in range(pair[1]):
             block = int(alone.block_tables[0, position // 16])
             own[:, block, :, position % 16] = torch.stack([t[:, position] for t in plain[i]])
-        assert torch.equal(attend(rows[i].clone(), own, alone, 0.125), together[i]), pair
+        assert is_same(attend(rows[i].clone(), own, alone, 0.125), together[i]), pair
 
 
 def test_one_query_among_chunks() -> None:
