@@ -5,7 +5,7 @@
 # %% ../nbs/06b_loading.ipynb #9fb1e9d7
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def open_file(file: Path) -> Any:
         what += f"file (partial download or LFS pointer?): {error}"
         raise ValueError(what) from None
 
-
+# %% ../nbs/06b_loading.ipynb #06b0f027
 def checkpoint_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, for one `model.safetensors` or for shards with an index."""
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -59,10 +59,10 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
     with open_file(file) as tensors:
         return dict.fromkeys(tensors.keys(), file)
 
-
+# %% ../nbs/06b_loading.ipynb #06b0f029
 def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
     """A tensor of a file, or the part of it that an index selects."""
-    with open_file(file) as tensors:  # closed at once: an open file's pages count as our memory
+    with open_file(file) as tensors:  # an open file's pages count as our memory
         what = f"{file} lacks {name}, which the index says it holds"
         require(name in set(tensors.keys()), what)
         if part is None:
@@ -84,15 +84,17 @@ def fill(target: Tensor, tensor: Tensor, what: str) -> None:
     require(bool(total.isfinite()), what)
 
 # %% ../nbs/06b_loading.ipynb #06b0f012
-def check_names(folder: Path, wanted: list[str], found: list[str]) -> None:
-    """ValueError names the weights that are missing, or that have no place."""
+def check_names(folder: Path, wanted: Collection[str], found: Collection[str]) -> None:
+    """ValueError names the weights that are missing, and those that have no place."""
     known = {"lm_head.weight", *wanted}  # a tied matrix may be there twice
     missing = [n for n in wanted if n not in found]
     extra = [n for n in found if n not in known and "rotary_emb" not in n]
-    what = f"{folder} lacks {len(missing)} weight(s)"
-    require(not missing, f"{what}: {', '.join(missing[:5])}")
-    what = f"{folder} has {len(extra)} weight(s) that the model has no place for"
-    require(not extra, f"{what}: {', '.join(extra[:5])}")
+    faults = {
+        f"lacks {len(missing)} weight(s)": missing,
+        f"has {len(extra)} weight(s) that the model has no place for": extra,
+    }
+    said = [f"{what}: {', '.join(ns[:5])}" for what, ns in faults.items() if ns]
+    require(not said, f"{folder} {', and '.join(said)}")
 
 # %% ../nbs/06b_loading.ipynb #400164f0
 Readers = dict[str, Callable[..., Tensor]]  # a weight's name -> its reader
@@ -108,7 +110,7 @@ def load_weights(
     targets = weight_targets(model)
     files = checkpoint_files(folder)
     readers = adapt({n: partial(read_tensor, file, n) for n, file in files.items()})
-    check_names(folder, [*targets], [*readers])
+    check_names(folder, targets, readers)
     for name, target in targets.items():
         tensor = readers[name]()
         sizes = f"{list(tensor.shape)} in the file, {list(target.shape)} in the model"
@@ -129,7 +131,7 @@ def blank_model(
     finally:
         torch.set_default_dtype(default)
 
-
+# %% ../nbs/06b_loading.ipynb #06b0f034
 def load_model(
     spec: ModelSpec, folder: Path, max_position: int, device: torch.device,
     dtype: torch.dtype, ops: TorchOps | None = None,

@@ -128,7 +128,10 @@ UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj
     [
         ({UP: None}, ["lacks 1 weight", UP]),
         ({BIAS: torch.zeros(64), "score.weight": torch.zeros(2, 64)}, ["2 weight(s)", BIAS, "score.weight"]),
-        ({"model.norm.weight": None, "model.final_norm.weight": torch.ones(64)}, ["model.norm.weight"]),
+        (
+            {"model.norm.weight": None, "model.final_norm.weight": torch.ones(64)},
+            ["lacks 1 weight(s): model.norm.weight", "has 1 weight(s)", "place for: model.final_norm.weight"],
+        ),
         ({"model.norm.weight": torch.ones(1)}, ["model.norm.weight"]),  # would be broadcast
         ({"model.norm.weight": torch.ones(1, 64)}, ["model.norm.weight"]),
     ],
