@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # by NumPy, on the CPU
 # %% auto #0
 __all__ = ['INTERPRETED', 'SPLIT_KEYS', 'MAX_SPLITS', 'MAX_ITEMS', 'MAX_PARTIALS', 'FEW_TOKENS', 'ANYWHERE', 'MERGE_PROGRAMS',
            'cut_queries', 'split_size', 'most_splits', 'cut_keys', 'AttentionPlan', 'plan_attention',
-           'paged_attention_kernel', 'merge_splits_kernel', 'TileConfig', 'choose_configs', 'product_type',
-           'PagedAttention']
+           'paged_attention_kernel', 'merge_splits_kernel', 'TileConfig', 'product_type', 'PagedAttention']
 
 # %% ../nbs/10_triton_attention.ipynb #62e25316
 def _pieces(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -356,17 +354,6 @@ class TileConfig(NamedTuple):
 ANYWHERE = TileConfig(rows=16, key_bytes=2**12, warps=8, stages=1, programs=2)
 
 
-def choose_configs(
-    device: torch.device, dtype: torch.dtype
-) -> tuple[TileConfig, TileConfig]:
-    """Those of small and of large tiles, from the table if it has this GPU."""
-    if find_spec("atom_mini.instruments") is None:
-        return ANYWHERE, ANYWHERE
-    from atom_mini.instruments.tile_configs import TILE_CONFIGS, configs_for
-
-    return configs_for(device, dtype, TILE_CONFIGS)
-
-
 def product_type(dtype: torch.dtype) -> tl.dtype:
     """The type that `tl.dot` multiplies: `dtype`, or float32 in the interpreter, which
     cannot multiply bfloat16."""
@@ -377,11 +364,12 @@ class PagedAttention:
     """Attention for one head shape on one device.
 
     Make a `plan` on the host once per step, then call the object once per layer.
+    `configs` are for small and for large tiles.
     """
 
     def __init__(
         self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype, configs: tuple[TileConfig, TileConfig] = (ANYWHERE, ANYWHERE),
     ) -> None:
         self.heads = num_heads
         self.kv_heads = num_kv_heads
@@ -391,7 +379,7 @@ class PagedAttention:
         if device.type != "cpu":
             properties = torch.cuda.get_device_properties(device)
             self.units = properties.multi_processor_count
-        self.configs = choose_configs(device, dtype)
+        self.configs = configs
         sizes = head_dim, dtype.itemsize, self.group
         self.tiles = [config.tile(*sizes) for config in self.configs]
 

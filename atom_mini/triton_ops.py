@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .attention import AttentionMetaData
 from .models import TorchOps
+from .tile_configs import TILE_CONFIGS, configs_for
 from .triton_attention import PagedAttention
 
 # %% auto #0
@@ -22,6 +23,13 @@ class TritonOps(PagedAttention, TorchOps):
     """`TorchOps` as Triton kernels, for one kind of head on one device."""
 
     is_triton = True
+
+    def __init__(
+        self, device: torch.device, num_heads: int, num_kv_heads: int, head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        configs = configs_for(device, dtype, TILE_CONFIGS)
+        super().__init__(device, num_heads, num_kv_heads, head_dim, dtype, configs)
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float

@@ -38,8 +38,8 @@ import pytest  # noqa: E402
 import folders  # noqa: E402, F401
 import test_kernels as kernels  # noqa: E402
 from atom_mini.families.latent_kernel import LATENT_CONFIGS  # noqa: E402
-from atom_mini.instruments import tile_configs as table  # noqa: E402
 from atom_mini import sampling_kernels  # noqa: E402
+from atom_mini import tile_configs as table  # noqa: E402
 from atom_mini.config import SamplingParams  # noqa: E402
 from atom_mini.sampler import Sampler, SamplingMetaData  # noqa: E402
 from torch import Tensor  # noqa: E402

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "results" / "targets.json"
-MODULES = ("triton_attention", "triton_ops", "sampling_kernels", "instruments/tile_configs", "families/grouped",
+MODULES = ("triton_attention", "triton_ops", "sampling_kernels", "tile_configs", "families/grouped",
            "families/latent_kernel", "refinements/fused")  # fmt: skip
 HOST = ("TileConfig", "amd", "product_type", "FusedOps")  # what a launch's options depend on, beside kernels and tables
 NEVER = "**never**"

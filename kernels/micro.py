@@ -16,14 +16,12 @@ import torch.nn.functional as F
 from timing import Bench, Call, ratio, show, time_limit
 from torch import Tensor
 
-from atom_mini import triton_attention
+from atom_mini import tile_configs, triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families.grouped import Stack, grouped_experts
 from atom_mini.families.latent_kernel import LatentOps
-from atom_mini.instruments import tile_configs
 from atom_mini.models import TorchOps
 from atom_mini.sampling_kernels import sample
-from atom_mini.triton_attention import PagedAttention
 from atom_mini.triton_ops import TritonOps
 
 BLOCK_SIZE = 16  # tokens, the engine's default
@@ -119,7 +117,7 @@ class PagedCase:
     def calls(self) -> list[Call]:
         """One call of our kernel per data set."""
         heads, q, pool = self.heads, self.q, self.pool
-        attention = PagedAttention(self.bench.device, heads.heads, heads.kv_heads, heads.dim, self.bench.dtype)
+        attention = TritonOps(self.bench.device, heads.heads, heads.kv_heads, heads.dim, self.bench.dtype)
         plans = [attention.plan(*self.lens, table) for table in self.tables]
         for plan in plans:
             plan.data = torch.from_numpy(plan.data).to(self.bench.device)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checkpoint import require
-from ..instruments.tile_configs import amd, configs_for
+from ..tile_configs import amd, configs_for
 from ..triton_attention import TileConfig, product_type
 
 # %% auto #0

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..attention import AttentionMetaData
 from ..checkpoint import require
-import atom_mini.instruments.tile_configs as tile_configs
-from ..instruments.tile_configs import amd
+import atom_mini.tile_configs as tile_configs
+from ..tile_configs import amd
 from ..triton_attention import TileConfig, product_type
 from ..triton_ops import TritonOps
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..attention import get_forward_context
 from ..checkpoint import ModelSpec, require
-from ..instruments.tile_configs import amd, architecture, configs_for
 from ..models import DecoderLayer, Linear, RMSNorm
+from ..tile_configs import amd, architecture, configs_for
 from ..triton_attention import TileConfig, product_type
 from ..triton_ops import TritonOps
 

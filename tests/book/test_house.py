@@ -26,8 +26,8 @@ PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
 # of every engine; a first reading can wait
 EXPLAINED_LATER = {
-    "cpu_decode", "cpu_products", "extras", "file_checks", "instruments.tile_configs", "refused", "rope_scaling",
-    "sampling_kernels", "thread_safe", "uploads",
+    "cpu_decode", "cpu_products", "extras", "file_checks", "refused", "rope_scaling",
+    "sampling_kernels", "thread_safe", "tile_configs", "uploads",
 }  # fmt: skip
 WITHOUT_EDITABLE = """
 import sys

@@ -20,10 +20,9 @@ from test_kernels import DEVICE, DTYPES, FULL, LIMITS, Lens, Step, make_lens, re
 from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 
 import atom_mini.families.latent as latent
-from atom_mini import LLM, EngineArgs, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams, tile_configs
 from atom_mini.families.latent_kernel import LATENT_CONFIGS, LatentOps
 from atom_mini.graphs import GraphRunner
-from atom_mini.instruments import tile_configs
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
 
