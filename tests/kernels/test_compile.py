@@ -93,7 +93,8 @@ def test_readme_says_what_float32_heads_of_256_spill(target: str) -> None:
     spilled = run(f"""
 with tool.recorded({target!r}) as launches:
     for phase in ('decode', 'prefill'):
-        tool.attend(tool.GEMMA, phase, 'fp32', 16, '4 GiB')
+        for pool in tool.POOLS:
+            tool.attend(tool.GEMMA, phase, 'fp32', 16, pool)
 result = max(tool.amd_facts(kernel.asm["amdgcn"])["spills"] for _, kernel in launches)
 """)
     readme = Path(__file__).parents[2].joinpath("docs", "machines.md").read_text()
