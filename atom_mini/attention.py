@@ -42,7 +42,7 @@ def store_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> Non
 # %% ../nbs/05_attention.ipynb #897c4b6d
 def gather_kv(kv_cache: Tensor, table: Tensor, length: int) -> Tensor:
     """One sequence's K/V in one piece, [2, K, length, D]; `table` has its block ids."""
-    blocks = table[: -(-length // kv_cache.shape[3])]
+    blocks = table[: -(-length // kv_cache.shape[3])]  # the number, rounded up
     return kv_cache.index_select(1, blocks).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 # %% ../nbs/05_attention.ipynb #9666451e
@@ -93,7 +93,7 @@ def looped_attention(
     return torch.cat([fused_attention(q, k, v, scale) for q, k, v in batch])
 
 # %% ../nbs/05_attention.ipynb #0505f002
-DECODE_SLOTS = 4096  # that `batched_decode` copies at a time
+DECODE_SLOTS = 4096  # that `batched_decode` copies at a time, if a sequence has fewer
 
 
 def batched_decode(
@@ -101,7 +101,7 @@ def batched_decode(
 ) -> Tensor:
     """Attention of one query per sequence over its own blocks: q [B, H, D] -> same."""
     block_size = kv_cache.shape[3]
-    width = -(-max(meta.lens) // block_size)
+    width = -(-max(meta.lens) // block_size)  # blocks, rounded up
     count = max(1, DECODE_SLOTS // (width * block_size))  # sequences at a time
     tables = meta.block_tables[:, :width].split(count)
     rows = zip(q.split(count), tables, meta.context_lens.split(count), strict=True)
@@ -114,7 +114,8 @@ def attend_rows(
     """Attention of queries [B, H, D] in one call: tables [B, W], lens [B] -> [B, H, D]."""
     kv_heads = kv_cache.shape[2]
     heads = torch.arange(kv_heads, device=q.device)[:, None]
-    kv = kv_cache[:, tables[:, None], heads].flatten(3, 4)  # [2, B, K, L, D]
+    kv = kv_cache[:, tables[:, None], heads]  # [B, 1, W] and [K, 1]: [2, B, K, W, S, D]
+    kv = kv.flatten(3, 4)  # [2, B, K, L, D]
     seen = torch.arange(kv.shape[3], device=q.device) < lens[:, None]  # [B, L]
     rows, slots = (~seen).nonzero(as_tuple=True)
     kv[:, rows, :, slots] = 0

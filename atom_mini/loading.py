@@ -35,13 +35,15 @@ def weight_targets(model: nn.Module) -> dict[str, Tensor]:
 
 # %% ../nbs/06b_loading.ipynb #56d390b7
 def open_file(file: Path) -> Any:
-    """Open a safetensors file. ValueError names it if it is incomplete."""
+    """Open a safetensors file. ValueError names it if it is missing or incomplete."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        what = f"{file} ({file.stat().st_size} bytes) is not a complete safetensors "
-        what += f"file (partial download or LFS pointer?): {error}"
-        raise ValueError(what) from None
+        size = file.stat().st_size if file.is_file() else 0
+        raise ValueError(
+            f"{file} ({size} bytes) is not a complete safetensors file "
+            f"(partial download or LFS pointer?): {error}"
+        ) from None
 
 # %% ../nbs/06b_loading.ipynb #06b0f027
 def checkpoint_files(folder: Path) -> dict[str, Path]:
@@ -63,7 +65,7 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
 def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
     """A tensor of a file, or the part of it that an index selects."""
     with open_file(file) as tensors:  # an open file's pages count as our memory
-        what = f"{file} lacks {name}, which the index says it holds"
+        what = f"{file} lacks {name}, and was expected to hold it"
         require(name in set(tensors.keys()), what)
         if part is None:
             return tensors.get_tensor(name)
@@ -71,7 +73,8 @@ def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
 
 # %% ../nbs/06b_loading.ipynb #f111f112
 def fill(target: Tensor, tensor: Tensor, what: str) -> None:
-    """Copy a weight. ValueError if it is not float, or not finite in our dtype."""
+    """Copy a weight. ValueError if it is not float, or, after the copy, if it is not
+    finite in our dtype."""
     require(
         target.is_floating_point() == tensor.is_floating_point(),
         f"{what} is {tensor.dtype}, and the model computes in {target.dtype}: "

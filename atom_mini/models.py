@@ -20,8 +20,8 @@ from .checkpoint import ModelSpec
 from .rope_scaling import scale_frequencies
 
 # %% auto #0
-__all__ = ['FEW_ROWS', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'multiply_rows', 'unfilled', 'Linear', 'TorchOps',
-           'norm_heads', 'RMSNorm', 'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM']
+__all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'norm_heads', 'RMSNorm',
+           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM']
 
 # %% ../nbs/06a_models.ipynb #26db5f50
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
@@ -52,20 +52,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the heads x [T, heads, D] by the angles of their positions."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
-# %% ../nbs/06a_models.ipynb #0606f001
-FEW_ROWS = 32
-
-
-def multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] @ weight [out, in].T + bias -> [T, out]: for a few rows, a view of
-    [out, T]."""
-    is_float_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if not is_float_on_cpu or len(x) > FEW_ROWS or weight.numel() < 2**16:
-        return F.linear(x, weight, bias)
-    rows = x if len(x) > 1 else x.repeat(2, 1)
-    out = (weight @ rows.T).T[: len(x)]
-    return out if bias is None else out + bias
-
 # %% ../nbs/06a_models.ipynb #44c69e7d
 def unfilled(*shape: int) -> nn.Parameter:
     """An uninitialized weight without gradient: it holds whatever was in memory."""
@@ -75,20 +61,17 @@ def unfilled(*shape: int) -> nn.Parameter:
 class Linear(nn.Module):
     """A matrix [sum of parts, size]; `parts`: the checkpoint's name -> rows."""
 
-    may_be_view = False  # whether the product may have columns in one piece
-
     def __init__(self, size: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__()
         self.parts = parts
         rows = sum(parts.values())
         self.weight: Tensor = unfilled(rows, size)
         self.bias = unfilled(rows) if bias else None
-        self.multiply: Callable[..., Tensor] = multiply_rows  # x, weight, bias -> product
+        self.multiply: Callable[..., Tensor] = F.linear  # x, weight, bias -> product
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, size] -> [T, sum of parts]."""
-        out = self.multiply(x, self.weight, self.bias)
-        return out if self.may_be_view else out.contiguous()
+        return self.multiply(x, self.weight, self.bias)
 
 # %% ../nbs/06a_models.ipynb #8ba2639e
 class TorchOps:
@@ -205,7 +188,6 @@ class MLP(nn.Module):
         size = spec.intermediate_size
         parts = {"gate_proj": size, "up_proj": size}
         self.gate_up = Linear(spec.hidden_size, parts, spec.mlp_bias)
-        self.gate_up.may_be_view = not ops.is_triton  # kernels read rows
         self.down = Linear(size, {"down_proj": spec.hidden_size}, spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ import atom_mini.loading
 import atom_mini.models
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.checkpoint import SECOND_COPIES, WANTED, ModelRegistry, ModelSpec, read_spec
-from atom_mini.loading import load_model
+from atom_mini.loading import load_model, open_file
 from atom_mini.memory import kvcache_block_bytes
 
 torch.set_num_threads(1)  # products this small are done before a second thread is awake
@@ -650,3 +650,8 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_the_reason(monkeypatch: pyt
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert re.search(r"set device to one of cpu, or install a torch for GPUs \(this is \d", refusal("tiny", device="cuda"))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone\.safetensors \(0 bytes\) is not a complete safetensors file"):
+        open_file(tmp_path / "gone.safetensors")
