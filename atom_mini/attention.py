@@ -112,17 +112,19 @@ def attend_rows(
     q: Tensor, tables: Tensor, lens: Tensor, kv_cache: Tensor, scale: float
 ) -> Tensor:
     """Attention of queries [B, H, D] in one call: tables [B, W], lens [B] -> [B, H, D]."""
-    kv_heads = kv_cache.shape[2]
+    kv_heads, size = kv_cache.shape[2:4]
+    firsts = torch.arange(0, size * tables.shape[1], size, device=q.device)
+    tables = tables.where(firsts < lens[:, None], 0)  # behind the end, any block will do
     heads = torch.arange(kv_heads, device=q.device)[:, None]
     kv = kv_cache[:, tables[:, None], heads]  # [B, 1, W] and [K, 1]: [2, B, K, W, S, D]
-    kv = kv.flatten(3, 4)  # [2, B, K, L, D]
-    seen = torch.arange(kv.shape[3], device=q.device) < lens[:, None]  # [B, L]
+    kv = kv.flatten(3, 4)
+    seen = torch.arange(kv.shape[3], device=q.device) < lens[:, None]  # [B, W * S]
     rows, slots = (~seen).nonzero(as_tuple=True)
     kv[:, rows, :, slots] = 0
+    k, v = kv
     grouped = q.unflatten(1, (kv_heads, -1))  # [B, K, H / K, D]
-    mask = seen[:, None, None]
     attend = nn.functional.scaled_dot_product_attention
-    return attend(grouped, *kv, mask, scale=scale).flatten(1, 2)
+    return attend(grouped, k, v, seen[:, None, None], scale=scale).flatten(1, 2)
 
 # %% ../nbs/05_attention.ipynb #0505f008
 def paged_attention(
