@@ -230,7 +230,7 @@ class Decoder(nn.Module):
         super().__init__()
         size = spec.hidden_size
         table = torch.empty(spec.vocab_size, size)  # torch would initialize its own
-        self.embed_tokens = nn.Embedding(spec.vocab_size, size, _weight=table)
+        self.embed_tokens = nn.Embedding.from_pretrained(table)  # without gradient
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(size, spec.rms_norm_eps, ops)
         self.rotary = rotary
