@@ -131,8 +131,9 @@ def paged_attention(
     q: Tensor, kv_cache: Tensor, meta: AttentionMetaData, scale: float
 ) -> Tensor:
     """Attention of each sequence over its own blocks: q [T, H, D] -> same."""
-    is_batched = max(meta.query_lens) == 1 < len(meta.lens)
-    attend = batched_decode if is_batched else looped_attention
+    is_decode = max(meta.query_lens) == 1 < len(meta.lens)
+    is_full = 2 * sum(meta.lens) >= len(meta.lens) * max(meta.lens)
+    attend = batched_decode if is_decode and is_full else looped_attention
     return attend(q, kv_cache, meta, scale)
 
 # %% ../nbs/05_attention.ipynb #c51e536b

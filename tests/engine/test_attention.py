@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from show import reference_attention
 from torch import Tensor
 
-from atom_mini.attention import AttentionMetaData, looped_attention, paged_attention, store_kv_cache
+from atom_mini.attention import AttentionMetaData, batched_decode, looped_attention, paged_attention, store_kv_cache
 from atom_mini.config import SamplingParams
 from atom_mini.cpu_decode import CpuOps, decode_attention
 from atom_mini.model_runner import locate
@@ -181,15 +181,38 @@ def pick(meta: AttentionMetaData, order: list[int]) -> AttentionMetaData:
     )
 
 
-@pytest.mark.parametrize("attend", [*BOTH, looped_attention])
+def test_a_batched_decode_reads_nothing_behind_an_end() -> None:
+    """Neither the slots of the pool there, which hold NaN, nor the entries of the table; in pieces, too."""
+    lens = DECODES * 4  # 24 rectangles of 304 slots: two pieces
+    meta, num_blocks = make_batch(lens, 16, seed=5)
+    pool, plain = fill(meta, num_blocks, 16, 2, 64, torch.float32, seed=1)
+    for row, length in enumerate(meta.lens):
+        meta.block_tables[row, -(-length // 16) :] = 10**6
+    q = torch.randn(len(lens), 6, 64, generator=torch.Generator().manual_seed(2))
+    assert relative_error(batched_decode(q, pool, meta, 0.125), contiguous_attention(q, plain, lens, 0.125)) < 1e-6
+
+
+def test_a_decode_of_very_different_lengths_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rectangle as long as the longest would be copied for each of the others."""
+    monkeypatch.setattr("atom_mini.attention.batched_decode", lambda *args: "batched")
+    monkeypatch.setattr("atom_mini.attention.looped_attention", lambda *args: "looped")
+    for lens, path in (([9], "looped"), ([9, 9], "batched"), ([9, 4], "batched"), ([40, 1, 1], "looped")):
+        meta, _ = make_batch([(1, n) for n in lens], 16, seed=5)
+        assert paged_attention(torch.empty(0), torch.empty(0), meta, 1.0) == path, lens
+
+
+OF_DECODES = [(DECODES, attend) for attend in (*BOTH, looped_attention, batched_decode)]
+OF_PREFILLS = [(PREFILLS, attend) for attend in (*BOTH, looped_attention)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("lens", [DECODES, PREFILLS], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("lens", "attend"), OF_DECODES + OF_PREFILLS)
 def test_alone_or_among_others(lens: Lens, dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
     """A sequence's rows do not change by a bit with its company, its place in the batch, or its place in the pool;
     in a batched decode, whose rectangle is as wide as the longest, they may be rounded otherwise."""
     is_sparse = attend is cpu_attention and dtype == torch.float32
     is_batched = lens is DECODES and not is_sparse and attend is not looped_attention
-    error = 0 if not is_batched else 2e-2 if dtype == torch.bfloat16 else 1e-6
+    error = 0 if not is_batched else 8e-3 if dtype == torch.bfloat16 else 1e-6
 
     def is_same(one: Tensor, other: Tensor) -> bool:
         return bool((one - other).abs().max() <= error)
