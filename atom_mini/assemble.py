@@ -28,13 +28,12 @@ def choose_ops(
     config: Config, device: torch.device, dtype: torch.dtype
 ) -> tuple[TorchOps, Sampler]:
     """A layer's operations and the sampler; ValueError if they cannot run here."""
-    from atom_mini.cpu_decode import CpuOps
     from atom_mini.models import TorchOps
     from atom_mini.sampler import Sampler
 
     on_gpu = device.type == "cuda"
     if (config.attention or ("triton" if on_gpu else "torch")) == "torch":
-        return TorchOps() if on_gpu else CpuOps(), Sampler()
+        return TorchOps(), Sampler()
     check_triton(on_gpu)
     from atom_mini.sampling_kernels import KernelSampler
 

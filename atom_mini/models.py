@@ -21,7 +21,8 @@ from .rope_scaling import scale_frequencies
 
 # %% auto #0
 __all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'norm_heads', 'RMSNorm',
-           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM']
+           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM', 'FEW_ROWS', 'SOME_ROWS', 'multiply_on_cpu',
+           'is_large_on_cpu']
 
 # %% ../nbs/06a_models.ipynb #26db5f50
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
@@ -121,7 +122,10 @@ class TorchOps:
         return None
 
     def prepare(self, model: nn.Module) -> None:
-        """Prepare a model that has its weights; here there is nothing to do."""
+        """Let large float32 matrices on a CPU multiply by `multiply_on_cpu`."""
+        for layer in model.modules():
+            if isinstance(layer, Linear) and is_large_on_cpu(layer.weight):
+                layer.multiply = multiply_on_cpu
 
 # %% ../nbs/06a_models.ipynb #06a0f0d1
 def norm_heads(
@@ -285,3 +289,26 @@ class CausalLM(nn.Module):
     def weight_readers(self, readers: dict[str, Any]) -> dict[str, Any]:
         """The function that reads each weight, given those that read the files' tensors."""
         return readers
+
+# %% ../nbs/08_model_runner.ipynb #080f0005
+FEW_ROWS = 4  # up to here, the exchanged product is the fastest
+SOME_ROWS = 64  # up to here, oneDNN's
+
+
+def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] @ weight [out, in].T + bias -> [T, out], all float32."""
+    count = len(x)
+    if count > SOME_ROWS:
+        return F.linear(x, weight, bias)
+    if count > FEW_ROWS:
+        x = F.pad(x, (0, 0, 0, -count % 8))
+        return F.linear(x.to_mkldnn(), weight, bias).to_dense()[:count]
+    x = x if count > 1 else x.repeat(2, 1)
+    out = (weight @ x.T).T[:count].contiguous()
+    return out if bias is None else out + bias
+
+# %% ../nbs/08_model_runner.ipynb #080f0008
+def is_large_on_cpu(weight: Tensor) -> bool:
+    """Whether oneDNN takes `weight`: float32, on a CPU; and it has at least 2**16 numbers."""
+    is_float_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return is_float_on_cpu and weight.numel() >= 2**16 and torch.backends.mkldnn.is_available()

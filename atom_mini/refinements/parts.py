@@ -55,6 +55,7 @@ class EngineArgs(Config):
     overlap: bool = False  # plan a step while the device computes the last one
     fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
     compiled: bool = False  # on a CPU: decodes of dense models as one function
+    packed: bool = False  # on a CPU: oneDNN's products, and decodes in place (93)
     quantization: Literal["int8"] | None = None  # of weights and activations (92b)
     trace: bool = False  # record each step
     # other caches and schedulers (40, 41); None: "hash" if caching is on
@@ -177,10 +178,10 @@ class EngineArgs(Config):
 
     def _check_parts(self, given: set[str]) -> None:
         """Let each part fill in and check its own options."""
-        if self.spec is not None and self.compiled:
-            from atom_mini.refinements.compiled import check_compiled
+        if self.spec is not None and (self.compiled or self.packed):
+            from atom_mini.refinements.compiled import check_cpu
 
-            check_compiled(self)
+            check_cpu(self)
         if self.scheduler == "spyre":
             from atom_mini.systems.spyre import check_spyre
 
@@ -209,6 +210,10 @@ def make_runner(config: EngineArgs) -> Any:
         from atom_mini.refinements.compiled_step import CompiledRunner
 
         return CompiledRunner(config)
+    if config.packed:
+        from atom_mini.cpu_decode import PackedRunner
+
+        return PackedRunner(config)
     return atom_mini.assemble.make_runner(config)
 
 
@@ -265,6 +270,7 @@ class EngineOptions(TypedDict, total=False):
     overlap: bool
     fuse_layers: bool
     compiled: bool
+    packed: bool
     quantization: Literal["int8"] | None
     trace: bool
     prefix_cache: Literal["hash", "radix", "none"] | None
@@ -390,6 +396,10 @@ TOGETHER: list[Need] = [
         {"scheduler": ("atom",), "attention": ("triton",), "compiled": (False,),
          "tensor_parallel_size": (1,)},
         "it is Triton kernels that read whole matrices"),
+    Need("packed=True", has("packed", True),
+        {"scheduler": ("atom",), "attention": ("torch",), "compiled": (False,),
+         "fuse_layers": (False,), "tensor_parallel_size": (1,)},
+        "it has its own operations, in torch on one CPU"),
     Need("quantization='int8'", has("quantization", "int8"),
         {"attention": ("torch",), "fuse_layers": (False,),
          "tensor_parallel_size": (1,)}, "its products are made for one CPU"),
@@ -415,6 +425,8 @@ TOGETHER += [
         "a padded step would write its padding into the state"),
     Need(STATE, keeps_state, {"tensor_parallel_size": (1,)},
         "states are not split over ranks"),
+    Need(STATE, keeps_state, {"packed": (False,)},
+        "its runner has its own operations"),
     Need(STATE, keeps_state, {"attention": ("torch",)},
         "there is no kernel for states, and none tuned for 256 numbers per head"),
 ]  # fmt: skip

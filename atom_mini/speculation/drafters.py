@@ -133,8 +133,7 @@ def read_draft_config(config: EngineArgs) -> EngineArgs:
     defaults = {f.name: f.default for f in fields(Config) if f.init}  # Part I's options
     given = {n: getattr(config, n) for n in defaults}
     changed = {n: value for n, value in given.items() if value != defaults[n]}
-    if config.compiled:
-        changed["compiled"] = True
+    changed |= {n: True for n in ("compiled", "packed") if getattr(config, n)}
     try:
         own = EngineArgs(**changed | {"model": model})
     except ValueError as error:

@@ -37,7 +37,7 @@ def tokens_per_second(case: tuple[str, int, bool], tokens: int, spins: str, thre
     env = mine | {"GOMP_SPINCOUNT": spins, "OMP_NUM_THREADS": str(threads)}
     size = ["--num-requests", str(requests), "--input-len", "32", "--max-tokens", str(tokens)]
     options = ["--model", model, "--device", "cpu", "--num-kvcache-blocks", "512", "--json"]
-    options += ["--compiled"] if is_compiled else []
+    options += ["--compiled" if is_compiled else "--packed"]
     command = [sys.executable, "-m", "atom_mini", "bench", *size, *options]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=LIMIT)

@@ -99,12 +99,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SHAPE)).save_pretrained(folder)
-        engines = {"transformers generate": Generate(Path(folder)), "atom_mini": AtomMini(Path(folder))}
+        engines = {"transformers generate": Generate(Path(folder)), "atom_mini, packed": AtomMini(Path(folder), packed=True)}
         for work in works:
             results[work.name] = measure(engines, work, args.rounds, limit)
         with counted() as seen:
             for work in works:
-                engines["atom_mini"].run(work)
+                engines["atom_mini, packed"].run(work)
     print("\ndifferent experts in a layer's step, of", SHAPE["num_experts"])
     rows = [[n, statistics.mean(seen[n]), distinct(n)] for n in BATCHES]
     print_table(["tokens", "counted", "by formula"], rows)

@@ -5,7 +5,7 @@ requests, 64 tokens in and 64 out, of English text for SmolLM2. Figures are medi
 second of wall time, prefill included.
 
 * transformers' `generate` in float32: the requests as one batch;
-* atom_mini in float32: as it is by default and with `compiled=True`; compiled in bfloat16; compiled with
+* atom_mini in float32: as it is by default, with `packed=True`, and with `compiled=True`; compiled in bfloat16; compiled with
   `quantization="int8"`; and with both, so that embedding, head and cache have 16 bits, too;
 * OpenVINO GenAI in float32, with `--openvino PYTHON` (a Python that has openvino-genai and optimum-intel);
 * llama.cpp, with `--llama PYTHON` (a Python that has llama-cpp-python, gguf and safetensors): files of F32, BF16, Q8_0 and
@@ -62,6 +62,7 @@ from real_weights import FOLDER, is_whole  # noqa: E402
 INPUT, OUTPUT, BATCHES = 64, 64, [1, 8, 32]
 OURS: dict[str, dict[str, Any]] = {
     "atom_mini": {},
+    "atom_mini, packed": {"packed": True},
     "atom_mini, compiled": {"compiled": True},
     "atom_mini, compiled, bfloat16": {"compiled": True, "dtype": "bfloat16"},
     "atom_mini, compiled, int8": {"compiled": True, "quantization": "int8"},

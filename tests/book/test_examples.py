@@ -98,12 +98,18 @@ def test_readme_figures_are_the_recorded_ones() -> None:
     assert_same_figures(book.written(), RECORDED)
 
 
-def test_what_readme_says_of_the_compiled_decode_is_recorded() -> None:
+@pytest.mark.parametrize(("option", "said"), [
+    ("compiled", "{:.1f} times as fast for one request, {:.1f} times for 8, and {:.1f} times for 32"),
+    ("packed", "is {:.1f}, {:.1f} and {:.1f} times as fast"),
+])  # fmt: skip
+def test_what_readme_says_of_the_options_for_a_cpu_is_recorded(option: str, said: str) -> None:
     real = json.loads((ROOT / "tests" / "bench" / "results" / "real.json").read_text())
-    both = (real[batch]["engines"] for batch in ("1 request", "8 requests", "32 requests"))
-    one, few, many = (e["atom_mini, compiled"]["tokens_per_second"] / e["atom_mini"]["tokens_per_second"] for e in both)
-    said = f"{one:.1f} times as fast for one request, {few:.1f} times for 8, and {many:.1f} times for 32"
-    assert said in (ROOT / "README.md").read_text()
+    found = [real[batch]["engines"] for batch in ("1 request", "8 requests", "32 requests")]
+    rates = {way: [each[way]["tokens_per_second"] for each in found] for way in ("atom_mini", f"atom_mini, {option}")}
+    gains = [fast / plain for plain, fast in zip(*rates.values(), strict=True)]
+    assert said.format(*gains) in (ROOT / "README.md").read_text()
+    generate = [each["transformers generate"]["tokens_per_second"] for each in found]
+    assert all(ours > theirs for ours, theirs in zip(rates["atom_mini"], generate, strict=True))
 
 
 def test_what_readme_says_of_drafts_holds_in_its_table() -> None:
@@ -131,7 +137,7 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
     monkeypatch.setattr(figures, "import_seconds", lambda: 0.25)
     stamp = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 3, "instructions": "beads", "python": "3.14.1",
              "torch": "9.9", "transformers": "8.8"}  # fmt: skip
-    plain = ["transformers generate", "atom_mini"]
+    plain = ["transformers generate", "atom_mini, packed"]
     both = engines([*plain[:1], "transformers continuous batching", "atom_mini, compiled"])
     rows = [{"task": task, "drafter": drafter, "batch": n, "tokens per step": 4.44, "ratio": 0.75, "predicted": 0.9}
             for task, drafter in figures.DRAFTS.values() for n in (1, 4, 16, 64)]  # fmt: skip

@@ -204,7 +204,7 @@ def test_small_conveniences(plain: LLM) -> None:
     assert out.outputs == [out] and out.outputs[0].text == out.text
     assert plain.get_tokenizer() is plain.tokenizer
     blocks = plain.config.num_kvcache_blocks
-    assert repr(plain) == f"LLM('tiny', {blocks} blocks, EngineCore(Scheduler, ModelRunner(CpuOps, Sampler)))"
+    assert repr(plain) == f"LLM('tiny', {blocks} blocks, EngineCore(Scheduler, ModelRunner(TorchOps, Sampler)))"
 
 
 def test_the_built_in_model_adds_small_numbers(plain: LLM) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from atom_mini import EngineArgs, model_runner
 from atom_mini.config import SamplingParams
 from atom_mini.memory import cgroup_free_bytes
 from atom_mini.model_runner import ModelRunner, made_up_batch
+from atom_mini.models import FEW_ROWS, SOME_ROWS, multiply_on_cpu
 from atom_mini.sequence import SequenceType
 
 GIB = 2**30
@@ -157,3 +159,29 @@ def test_a_small_step_runs_on_one_thread_and_then_the_callers_count_is_back(
     finally:
         torch.set_num_threads(before)
     assert seen == [1, 2, 2]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1, 8, 9, SOME_ROWS - 1, SOME_ROWS, SOME_ROWS + 1, 200])
+def test_products_on_a_cpu(count: int, has_bias: bool) -> None:
+    """Equal to the product in float64, for rows that are not contiguous, too; and contiguous, as a collective needs it."""
+    x, weight = torch.randn(count, 96)[:, ::2], torch.randn(40, 48)
+    bias = torch.randn(40) if has_bias else None
+    wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    out = multiply_on_cpu(x, weight, bias)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out.double(), wanted, atol=1e-4, rtol=0)
+
+
+def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps machine code for each."""
+    seen, linear = set[int](), F.linear
+
+    def note(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.update([len(x)] if x.is_mkldnn else [])
+        return linear(x, *others)
+
+    monkeypatch.setattr(F, "linear", note)
+    for count in range(300):
+        multiply_on_cpu(torch.randn(count, 48), torch.randn(40, 48))
+    assert 0 < len(seen) <= 8 and all(count % 8 == 0 for count in seen)

@@ -33,6 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},  # with the hash index
     "compiled": {"compiled": True},
+    "packed": {"packed": True},
     "no prefix cache": {"prefix_cache": "none"},
     "radix": {"prefix_cache": "radix"},
     "chunks of 64": {"max_num_batched_tokens": 64},
