@@ -55,7 +55,7 @@ class EngineArgs(Config):
     overlap: bool = False  # plan a step while the device computes the last one
     fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
     compiled: bool = False  # on a CPU: decodes of dense models as one function
-    packed: bool = False  # on a CPU: oneDNN's products, and decodes in place (93)
+    packed: bool = False  # on a CPU: packed products, decodes in place (93)
     quantization: Literal["int8"] | None = None  # of weights and activations (92b)
     trace: bool = False  # record each step
     # other caches and schedulers (40, 41); None: "hash" if caching is on

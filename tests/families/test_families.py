@@ -60,7 +60,8 @@ def test_chunks_of_seven_and_thirty_two_at_once(case: str, tmp_path: Path) -> No
     kind, options = CASES[case]
     model = save_family(kind, tmp_path, **options)
     prompts = make_prompts() + make_prompts(1) + make_prompts(2) + make_prompts(3)
-    for chosen, engine in ((prompts[:2], {"max_num_batched_tokens": 7}), (prompts, {}), (prompts[5:6], {})):
+    works = ((prompts[:2], {"max_num_batched_tokens": 7}), (prompts, {}), (prompts, {"packed": True}), (prompts[5:6], {}))
+    for chosen, engine in works:
         with LLM(str(tmp_path), device="cpu", **ROOMY | engine) as llm, recorded(llm) as recorder:
             outs = llm.generate(chosen, GREEDY, use_tqdm=False)
         sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
@@ -400,6 +401,7 @@ WITH: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "spyre": {"scheduler": "spyre", "max_model_len": 128, "max_num_batched_tokens": 512},
     "trace": {"trace": True},
+    "packed": {"packed": True},
 }
 
 
