@@ -78,7 +78,7 @@ HELP["Speed"] = {
     "attention": "triton or torch; triton on a GPU",
     "enforce_eager": "no CUDA graphs",
     "compiled": "decode on a CPU as one compiled function (Numba)",
-    "packed": "on a CPU: weights in oneDNN's order, and decodes that read the cache in place",
+    "packed": "oneDNN's packed products and decodes in place on a CPU",
     "overlap": "schedule a step while the previous one runs",
     "fuse_layers": "five launches per layer in small steps on a GPU",
 }

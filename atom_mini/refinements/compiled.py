@@ -47,13 +47,27 @@ def why_not(config: EngineArgs) -> str | None:
     return unfit(config) if how is None else f"Numba cannot compile here: {how}"
 
 # %% auto #0
-__all__ = ['unfit', 'remedy', 'why_not', 'check_cpu']
+__all__ = ['unfit', 'remedy', 'why_not', 'unpacked', 'check_cpu']
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #7bae59a3
+def unpacked(config: EngineArgs) -> str | None:
+    """Why `packed` would change nothing here; None if it would."""
+    import torch
+
+    from atom_mini.cpu_products import lacks_products, uses_onednn
+
+    numbers = torch.empty(0, dtype=getattr(torch, config.dtype or "float32"))
+    if uses_onednn(numbers) or lacks_products(numbers):
+        return None
+    if config.dtype in (None, "float32"):
+        return "this torch has no packed products of oneDNN"
+    return f"nothing is packed in {config.dtype} on this CPU: set dtype='float32'"
+
+
 def check_cpu(config: EngineArgs) -> None:
     """ValueError if `compiled` or `packed` is True and cannot be."""
     which = "compiled=True" if config.compiled else "packed=True"
-    reason = why_not(config) if config.compiled else None
+    reason = why_not(config) if config.compiled else unpacked(config)
     require(reason is None, f"{which} does not apply: {reason}; or leave it out")
-    gpu = f"{which} is for a CPU, and there is a GPU: set device='cpu'"
+    gpu = f"{which} is for a CPU, and there is a GPU: set device='cpu', or leave it out"
     require(is_on_cpu(config), gpu)

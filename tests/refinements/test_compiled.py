@@ -484,3 +484,18 @@ def test_a_shape_that_it_does_not_cover(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path, num_hidden_layers=1, intermediate_size=100)
     with pytest.raises(ValueError, match=r"compiled=True does not apply: .*100.* multiples of 16"):
         EngineArgs(str(tmp_path), device="cpu", compiled=True)
+
+
+def test_packed_is_refused_where_it_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atom_mini.cpu_products.lacks_products", lambda x: False)
+    with pytest.raises(ValueError, match=r"packed=True does not apply: nothing is packed in bfloat16 .* set dtype='float32'"):
+        EngineArgs("tiny", device="cpu", packed=True, dtype="bfloat16")
+    monkeypatch.setattr("atom_mini.cpu_products.PRIVATE", ("no such operator",))
+    with pytest.raises(ValueError, match="packed=True does not apply: this torch has no packed products"):
+        EngineArgs("tiny", device="cpu", packed=True)
+
+
+def test_packed_and_fused_layers_exclude_each_other() -> None:
+    said = "packed=.* does not go with fuse_layers=True|fuse_layers=.* does not go with packed=True"
+    with pytest.raises(ValueError, match=said):
+        EngineArgs("tiny", device="cpu", packed=True, fuse_layers=True)

@@ -35,7 +35,7 @@ VALUES: dict[str, list[Any]] = {
     "enforce_eager": [True], "enable_mixed_steps": [True], "interleave_decode": [True], "scheduler_delay_factor": [0.5],
     "overlap": [True], "trace": [True], "prefix_cache": ["hash", "radix", "none"], "scheduler": ["spyre"], "chunk_size": [64],
     "max_batch_tkv_limit": [4096], "interleave": [False], "speculative_config": [NGRAM], "device": ["cpu"],
-    "compiled": [True, False], "fuse_layers": [True], "quantization": ["int8"],
+    "compiled": [True, False], "packed": [True], "fuse_layers": [True], "quantization": ["int8"],
 }  # fmt: skip
 PROCESSES: dict[str, list[Any]] = {
     "engine_process": [True], "ready_timeout": [100.0], "ping_timeout": [100.0], "tensor_parallel_size": [2],
