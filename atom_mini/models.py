@@ -123,7 +123,7 @@ class TorchOps:
 
     def prepare(self, model: nn.Module) -> None:
         """Let large float32 matrices on a CPU multiply by `multiply_on_cpu`."""
-        for layer in model.modules():
+        for layer in [] if self.is_triton else model.modules():
             if isinstance(layer, Linear) and is_large_on_cpu(layer.weight):
                 layer.multiply = multiply_on_cpu
 
