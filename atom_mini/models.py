@@ -291,8 +291,8 @@ class CausalLM(nn.Module):
         return readers
 
 # %% ../nbs/08_model_runner.ipynb #080f0005
-FEW_ROWS = 4  # up to here, the exchanged product is the fastest
-SOME_ROWS = 64  # up to here, oneDNN's is faster than F.linear
+FEW_ROWS = 4  # up to here, the sides are exchanged
+SOME_ROWS = 64  # up to here, oneDNN multiplies
 
 
 def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
