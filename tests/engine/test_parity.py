@@ -73,10 +73,11 @@ def exact_products() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def assert_parity(model: Any, folder: Path, device: str = "cpu") -> None:
-    """All logits of the engine on the checkpoint in `folder` are those of `model`, to 1e-4."""
+def assert_parity(model: Any, folder: Path, device: str = "cpu", *, packed: bool = True) -> None:
+    """All logits of the engine on the checkpoint in `folder` are those of `model`, to 1e-4; on a CPU also with the
+    packed products, unless `packed` is False (they are of one process)."""
     prompts, texts = make_prompts(), []
-    for engine in (ROOMY, TIGHT, *([TIGHT | {"packed": True}] if device == "cpu" else [])):
+    for engine in (ROOMY, TIGHT, *([TIGHT | {"packed": True}] if packed and device == "cpu" else [])):
         options = {"device": device, "dtype": "float32", "enforce_eager": True}  # a replay calls no hooks
         with LLM(str(folder), **options, **engine) as llm, recorded(llm) as recorder:
             runner: Any = llm.engine_core.runner
