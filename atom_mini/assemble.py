@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from inspect import signature
 from typing import TYPE_CHECKING
 
-from .checkpoint import install, require
+from .checkpoint import ModelSpec, install, require
 from .config import Config
 from .engine_core import EngineCore
+from .scheduler import BaseScheduler, MixedScheduler, Scheduler
 
 if TYPE_CHECKING:  # torch loads when an engine is made
     import torch
@@ -21,23 +23,38 @@ if TYPE_CHECKING:  # torch loads when an engine is made
     from atom_mini.sampler import Sampler
 
 # %% auto #0
-__all__ = ['choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'make_engine_core']
+__all__ = ['triton_ops', 'choose_ops', 'check_triton', 'choose_runner', 'make_runner', 'choose_scheduler', 'check_scheduler',
+           'make_engine_core']
+
+# %% ../nbs/12b_assemble.ipynb #5addca29
+def triton_ops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> TorchOps:
+    """The Triton kernels for a model of these sizes: those in `TRITON_OPS` for the
+    spec's class or the nearest one above it, else `TritonOps`."""
+    from atom_mini.models import TRITON_OPS
+    from atom_mini.triton_ops import TritonOps
+
+    for kind in type(spec).__mro__:
+        if kind in TRITON_OPS:
+            return TRITON_OPS[kind](spec, device, dtype)
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    return TritonOps(device, heads, kv_heads, spec.head_dim, dtype)
 
 # %% ../nbs/12b_assemble.ipynb #5addca2b
-def choose_ops(
-    config: Config, device: torch.device, dtype: torch.dtype
-) -> tuple[TorchOps, Sampler]:
+def choose_ops(config: Config) -> tuple[TorchOps, Sampler]:
     """A layer's operations and the sampler; ValueError if they cannot run here."""
+    from atom_mini.model_runner import choose_device, choose_dtype
     from atom_mini.models import TorchOps
     from atom_mini.sampler import Sampler
 
+    device = choose_device(config.device)
     on_gpu = device.type == "cuda"
     if (config.attention or ("triton" if on_gpu else "torch")) == "torch":
         return TorchOps(), Sampler()
     check_triton(on_gpu)
     from atom_mini.sampling_kernels import KernelSampler
 
-    return config.spec.make_triton_ops(device, dtype), KernelSampler()
+    dtype = choose_dtype(config, device)
+    return triton_ops(config.spec, device, dtype), KernelSampler()
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
 def check_triton(on_gpu: bool) -> None:
@@ -67,11 +84,40 @@ def choose_runner(config: Config) -> type[ModelRunner]:
 
 def make_runner(config: Config) -> ModelRunner:
     """Make the runner for `config`, which loads the checkpoint."""
-    return choose_runner(config)(config)
+    return choose_runner(config)(config, *choose_ops(config))
+
+# %% ../nbs/12b_assemble.ipynb #12b00001
+def choose_scheduler(config: Config) -> type[BaseScheduler]:
+    """The scheduler's class for `config`. ValueError: see `check_scheduler`."""
+    base = MixedScheduler if config.enable_mixed_steps else Scheduler
+    return check_scheduler(config, base)
+
+# %% ../nbs/12b_assemble.ipynb #12b00002
+def check_scheduler(
+    config: Config, base: type[BaseScheduler]
+) -> type[BaseScheduler]:
+    """`scheduler_cls`, or `base`, which the options ask for. ValueError for a class that
+    is not a scheduler, or that does not do what the options ask for."""
+    own = base if config.scheduler_cls is None else config.scheduler_cls
+    good = isinstance(own, type) and issubclass(own, BaseScheduler)
+    what = f"scheduler_cls={own!r} must be a subclass of BaseScheduler"
+    require(good, f"{what}, or 'module:Class'")
+    try:
+        signature(own).bind(config)
+    except TypeError as error:
+        wrong = f"scheduler_cls={own.__name__} must be called with the config alone"
+        raise ValueError(f"{wrong}, as BaseScheduler is: {error}") from None
+    usual = (None, False, 0, "atom")
+    asked = [n for n in config.scheduler_options if getattr(config, n) not in usual]
+    what = f"scheduler_cls={own.__name__} does not know {' and '.join(asked)}"
+    how = f"derive it from {base.__name__}, or leave one of them out"
+    require(not asked or issubclass(own, base), f"{what}: {how}")
+    return own
 
 # %% ../nbs/12b_assemble.ipynb #9baf5b9c
 def make_engine_core(config: Config) -> EngineCore:
     """Make the engine core for `config`, with its runner and scheduler."""
-    scheduler_cls = config.get_scheduler_cls()
+    scheduler_cls = choose_scheduler(config)
     runner = make_runner(config)
+    config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
     return EngineCore(config, runner, scheduler_cls(config))

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from .sequence import Sequence
 
-if TYPE_CHECKING:
-    from atom_mini.prefix_index import PrefixIndex
-
 # %% auto #0
-__all__ = ['NO_HASH', 'Block', 'BlockPool', 'BlockManager']
+__all__ = ['NO_HASH', 'Block', 'BlockPool', 'NoIndex', 'BlockManager']
 
 # %% ../nbs/03_block_manager.ipynb #f013ff40
 NO_HASH = -1
@@ -65,35 +62,61 @@ class BlockPool:
             self.free_block_ids[block_id] = None
             self.free_block_ids.move_to_end(block_id, last=block.hash != NO_HASH)
 
+# %% ../nbs/03_block_manager.ipynb #0187e51e
+class NoIndex:
+    """An index that remembers nothing, so it finds nothing. The other indexes derive from it.
+
+    `blocks` are the pool's blocks. `pending` has those that the current step fills.
+    """
+
+    def __init__(self, blocks: list[Block], block_size: int) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.pending: dict[Any, int] = {}  # content -> block id
+
+    def find(self, seq: Sequence) -> list[int]:
+        """Ids of the known leading blocks of `seq`, never that of its last token."""
+        return []
+
+    def stage(self, seq: Sequence, num_tokens: int) -> None:
+        """Note the blocks of `seq` that are full once this step has computed its first
+        `num_tokens` tokens."""
+
+    def publish(self) -> None:
+        """Add the pending blocks to the index: the step has run."""
+
+    def forget(self, block: Block) -> None:
+        """Remove the block's entry, because it is about to hold something else."""
+
 # %% ../nbs/03_block_manager.ipynb #2199be1d
 @dataclass(eq=False)
 class BlockManager:
     """Hands out the KV cache block by block. Knows ids only: no tensor, no device.
 
     `num_blocks` blocks of `block_size` tokens, for at most `max_num_seqs` sequences at
-    once. `index_type` is the class that finds cached blocks; None: `PrefixIndex`.
-    Source: PagedAttention (Kwon et al. 2023); ATOM's `block_manager.py` and
-    `block_pool.py`.
+    once. An index of the class `index_cls` finds cached blocks. Source: PagedAttention
+    (Kwon et al. 2023); ATOM's `block_manager.py` and `block_pool.py`.
     """
 
     num_blocks: int
     block_size: int
-    enable_prefix_caching: bool = True
+    index_cls: type[NoIndex] = NoIndex
     max_num_seqs: int = 512
-    index_type: type[PrefixIndex] | None = None
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Start over: all blocks are free, and the index is empty."""
-        from atom_mini.prefix_index import PrefixIndex  # which imports this module
-
         self.pool = BlockPool(self.num_blocks)
-        kind = self.index_type or PrefixIndex
-        self.index = kind(self.pool.blocks, self.block_size)
+        self.index = self.index_cls(self.pool.blocks, self.block_size)
         self.block_tables = np.zeros((self.max_num_seqs, 16), np.int32)  # grows in width
         self._free_rows = list(range(self.max_num_seqs))
+
+    def use_index(self, index_cls: type[NoIndex]) -> None:
+        """Start over with an index of the class `index_cls`."""
+        self.index_cls = index_cls
+        self.reset()
 
     @property
     def num_free_blocks(self) -> int:
@@ -149,8 +172,7 @@ class BlockManager:
     def stage(self, seq: Sequence, num_tokens: int) -> None:
         """Note the blocks of `seq` that are full once the step being scheduled has computed
         its first `num_tokens` tokens."""
-        if self.enable_prefix_caching:
-            self.index.stage(seq, num_tokens)
+        self.index.stage(seq, num_tokens)
 
     def deallocate(self, seq: Sequence) -> None:
         """Take all blocks back, the last one first, so that the beginning of a prompt stays

@@ -14,30 +14,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .errors import install as install
+from .errors import require
+from .errors import shortened as shortened
+from .rope_scaling import check_rope
+
 # %% auto #0
-__all__ = ['WANTED', 'SECOND_COPIES', 'COPIED', 'Reader', 'SAMPLING', 'shortened', 'require', 'install', 'read_json',
-           'did_you_mean', 'why_not_fetched', 'resolve_model', 'ModelSpec', 'read_rope', 'read_spec', 'check_supported',
-           'read_dense', 'ModelRegistry', 'read_model', 'read_defaults']
+__all__ = ['WANTED', 'SECOND_COPIES', 'COPIED', 'Reader', 'SAMPLING', 'read_json', 'did_you_mean', 'why_not_fetched',
+           'resolve_model', 'ModelSpec', 'read_rope', 'read_spec', 'check_supported', 'read_dense', 'ModelRegistry',
+           'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
-def shortened(message: str, most: int = 2000) -> str:
-    """`message`, without its middle if it repeats a very long value."""
-    if len(message) <= most:
-        return message
-    return f"{message[: most // 2]} ... {message[-most // 2 :]}"
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition` holds: for a user's mistakes."""
-    if not condition:
-        raise ValueError(shortened(message))
-
-
-def install(extra: str) -> str:
-    """The command that installs an extra of the package, for the end of a message."""
-    return f'run pip install -e ".[{extra}]" in the clone of the repository'
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. ValueError if the file holds anything else."""
     try:
@@ -130,19 +117,6 @@ class ModelSpec:
     def kv_layers(self) -> int:
         """The number of layers that cache keys and values."""
         return self.num_hidden_layers
-
-    def model_class(self) -> Any:
-        """The class of the model, a `CausalLM`. Imports torch."""
-        from atom_mini.models import CausalLM
-
-        return CausalLM
-
-    def make_triton_ops(self, device: Any, dtype: Any) -> Any:
-        """The Triton kernels for a model of these sizes."""
-        from atom_mini.triton_ops import TritonOps  # imports torch and Triton
-
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        return TritonOps(device, heads, kv_heads, self.head_dim, dtype)
 
 # %% ../nbs/01a_checkpoint.ipynb #2dbe4bde
 def read_rope(cfg: Any) -> dict[str, Any]:
@@ -238,8 +212,6 @@ def read_model(folder: Path) -> ModelSpec:
     raw = read_json(file)
     read = ModelRegistry.resolve(folder, raw)
     from transformers import AutoConfig
-
-    from atom_mini.rope_scaling import check_rope  # which imports this module
 
     try:
         cfg = AutoConfig.from_pretrained(folder)

@@ -6,21 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import KW_ONLY, field, replace
-from inspect import signature
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ImportString
 from pydantic.dataclasses import dataclass
+from typing_extensions import Self
 
 from .checkpoint import read_defaults, read_model, require, resolve_model
 from .refused import explained
-
-if TYPE_CHECKING:  # these modules import this one
-    from atom_mini.prefix_index import PrefixIndex
-    from atom_mini.scheduler import BaseScheduler
 
 # %% auto #0
 __all__ = ['Count', 'STRICT', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds', 'as_token_ids',
@@ -119,7 +116,7 @@ class SamplingParams:
 
 # %% ../nbs/01b_config.ipynb #288426cc
 @explained
-@dataclass(config=STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """The options of an engine, and what its checkpoint says.
 
@@ -154,26 +151,24 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.model is not None:
-            self.model = str(self.model)
-            self._read_checkpoint(self.model)
+            self._set(model=str(self.model))
+            self._read_checkpoint(str(self.model))
         self._check_chunks()
-        if self.scheduler_cls is not None:
-            self.get_scheduler_cls()
 
     def _read_checkpoint(self, model: str) -> None:
         from atom_mini.file_checks import check_files  # which imports this module
 
-        self.folder = resolve_model(model)
-        check_files(self.folder)
-        self.dtype = None if self.dtype == "auto" else self.dtype
-        self.spec = read_model(self.folder)
-        ends, self.sampling_defaults = read_defaults(self.folder, self.spec.eos_token_id)
-        longest = self.spec.max_position_embeddings
+        folder = resolve_model(model)
+        check_files(folder)
+        spec = read_model(folder)
+        ends, defaults = read_defaults(folder, spec.eos_token_id)
+        longest = spec.max_position_embeddings
         asked = self.max_model_len or longest
         wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
         require(asked <= longest, f"{wrong}: lower it")
-        self.eos_token_ids = ends
-        self.max_model_len = asked
+        dtype = None if self.dtype == "auto" else self.dtype
+        self._set(folder=folder, spec=spec, dtype=dtype, max_model_len=asked)
+        self._set(eos_token_ids=ends, sampling_defaults=defaults)
 
     def _check_chunks(self) -> None:
         longest = self.max_model_len
@@ -187,46 +182,17 @@ class Config:
         wrong += "set it to True (prompts get what decodes leave)"
         require(self.enable_chunked_prefill or not self.enable_mixed_steps, wrong)
 
-    def base_scheduler(self) -> type[BaseScheduler]:
-        """The class of the scheduler that the options ask for."""
-        from atom_mini.scheduler import MixedScheduler, Scheduler
-
-        return MixedScheduler if self.enable_mixed_steps else Scheduler
-
-    def get_scheduler_cls(self) -> type[BaseScheduler]:
-        """`scheduler_cls`, or what the options ask for. ValueError for a class that is not
-        a scheduler, or that does not do what the options ask for."""
-        from atom_mini.scheduler import BaseScheduler
-
-        base = self.base_scheduler()
-        own = base if self.scheduler_cls is None else self.scheduler_cls
-        good = isinstance(own, type) and issubclass(own, BaseScheduler)
-        what = f"scheduler_cls={own!r} must be a subclass of BaseScheduler"
-        require(good, f"{what}, or 'module:Class'")
-        try:
-            signature(own).bind(self)
-        except TypeError as error:
-            wrong = f"scheduler_cls={own.__name__} must be called with the config alone"
-            raise ValueError(f"{wrong}, as BaseScheduler is: {error}") from None
-        usual = (None, False, 0, "atom")
-        asked = [n for n in self.scheduler_options if getattr(self, n) not in usual]
-        what = f"scheduler_cls={own.__name__} does not know {' and '.join(asked)}"
-        how = f"derive it from {base.__name__}, or leave one of them out"
-        require(not asked or issubclass(own, base), f"{what}: {how}")
-        return own
-
-    def get_prefix_index_cls(self) -> type[PrefixIndex]:
-        """The class of the index that finds cached blocks."""
-        from atom_mini.prefix_index import PrefixIndex
-
-        return PrefixIndex
-
     @property
     def max_decode_rows(self) -> int:
         """The largest decode, in sequences, for which a graph is recorded."""
         return self.max_num_seqs
 
-    def bytes_beside(self, dtype: Any) -> tuple[int, int]:
-        """The memory that a device needs besides the model: (bytes in total, bytes for each
-        block of the cache)."""
-        return 0, 0
+    def _set(self, **values: Any) -> None:
+        """Set what follows from other options, while they are being checked."""
+        vars(self).update(values)
+
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values, which are not checked: what the engine has found out."""
+        copied = copy(self)
+        copied._set(**values)
+        return copied

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from .attention import AttentionMetaData
 from .cpu_products import prepare
-from .model_runner import ModelRunner
 from .models import TorchOps
-from .sampler import Sampler
 
 
 def sparse_table(
@@ -41,7 +39,7 @@ def sparse_table(
     return csr, is_seen.flatten().nonzero()[:, 0]
 
 # %% auto #0
-__all__ = ['sparse_table', 'decode_attention', 'CpuOps', 'PackedRunner']
+__all__ = ['sparse_table', 'decode_attention', 'CpuOps']
 
 # %% ../nbs/appendix/93_cpu_decode.ipynb #197d7462
 def decode_attention(
@@ -81,10 +79,3 @@ class CpuOps(TorchOps):
         if is_decode and is_float and q.device.type == "cpu":
             return decode_attention(q, kv_cache, meta, scale)
         return super().attend(q, kv_cache, meta, scale)
-
-
-class PackedRunner(ModelRunner):
-    """`ModelRunner` with `CpuOps`."""
-
-    def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        return CpuOps(), Sampler()

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 
 from .checkpoint import require
 from .config import Config
-from .scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
+from .scheduler import BaseScheduler, ScheduledBatch
+from .scheduler import ScheduledBatchOutput, Scheduler
 from .sequence import Sequence
 
 # %% auto #0
@@ -44,7 +45,7 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.runner = runner
-        self.scheduler = scheduler or config.get_scheduler_cls()(config)
+        self.scheduler = scheduler or Scheduler(config)
         self.is_torn = False  # a transaction has begun and not ended
         self.is_closed = False
 

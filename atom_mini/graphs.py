@@ -19,7 +19,8 @@ from torch import Tensor
 from .attention import AttentionMetaData
 from .config import Config, SamplingParams
 from .model_runner import FillIn, ModelRunner, locate, made_up_batch
-from .sampler import uniforms
+from .models import TorchOps
+from .sampler import Sampler, uniforms
 from .scheduler import ScheduledBatch
 from .sequence import SequenceType
 from .uploads import InputBuffer
@@ -100,13 +101,16 @@ class GraphRunner(ModelRunner):
     ops: Any  # TritonOps: no other has a plan
     sampler: Any  # KernelSampler: no other draws in a graph
 
-    def __init__(self, config: Config, record: Callable = DeviceGraph) -> None:
+    def __init__(
+        self, config: Config, ops: TorchOps, sampler: Sampler,
+        beside: tuple[int, int] = (0, 0), record: Callable = DeviceGraph,
+    ) -> None:  # fmt: skip
         self.record = record
         self.graphs = dict[int, Any]()
         self.sampled = SamplingArrays([])
         self.max_rows = config.max_decode_rows
-        super().__init__(config)
-        most = min(self.max_rows, config.num_kvcache_blocks or 0)  # a block for each
+        super().__init__(config, ops, sampler, beside)
+        most = min(self.max_rows, self.num_kvcache_blocks)  # a block for each
         self._capture(graph_sizes(most))
 
     def _make_logits(self, rows: int) -> None:

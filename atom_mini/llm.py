@@ -62,6 +62,7 @@ class LLM(ThreadSafe):
         self.config = self.config_cls(model, **options)
         self.tokenizer = load_tokenizer(self.config)
         self.engine_core = self.make_engine_core()
+        self.config = self.engine_core.config  # which knows the number of blocks
         self.processor = InputOutputProcessor(self.config, self.tokenizer, seed)
         self.listeners: list[Listener] = []
         # sequence -> detokenizer, for unfinished requests with stop strings

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .checkpoint import ModelSpec, read_json, require
-from .models import CausalLM, TorchOps
+from .models import CausalLM, TorchOps, model_class
 
 # %% auto #0
 __all__ = ['Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'check_names', 'load_weights',
@@ -130,7 +130,7 @@ def blank_model(
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return spec.model_class()(spec, max_position, ops)
+            return model_class(spec)(spec, max_position, ops)
     finally:
         torch.set_default_dtype(default)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,14 @@ from .config import Config, SamplingParams
 from .extras import Extras
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, free_host_bytes, kvcache_block_bytes
-from .models import TorchOps
+from .models import CausalLM, TorchOps
 from .sampler import Sampler, SamplingMetaData
 from .scheduler import ScheduledBatch, ScheduledBatchOutput
 from .sequence import SequenceType
 from .uploads import choose_upload
 
 # %% auto #0
-__all__ = ['Inputs', 'SMALL_STEP', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'made_up_batch']
+__all__ = ['Inputs', 'SMALL_STEP', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'choose_dtype', 'made_up_batch']
 
 # %% ../nbs/08_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -48,7 +49,7 @@ def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
 class ModelRunner:
     """Runs scheduled batches on one device: `forward(batch)` -> new tokens.
 
-    Sets `config.num_kvcache_blocks`.
+    Its pool has `num_kvcache_blocks`, and spare ones.
     Source: ATOM's `model_runner.py` (prepare_model, run_model, postprocess).
     """
 
@@ -58,15 +59,6 @@ class ModelRunner:
         """A context in which the runner's GPU is the thread's current device."""
         is_gpu = self.device.type == "cuda"
         return torch.cuda.device(self.device) if is_gpu else nullcontext()
-
-    def _choose_dtype(self) -> torch.dtype:
-        stored = None if self.device.type == "cpu" else self.config.spec.dtype
-        return getattr(torch, self.config.dtype or stored or "float32")
-
-    def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        from atom_mini.assemble import choose_ops  # which imports this module
-
-        return choose_ops(self.config, self.device, self.dtype)
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool [layers, 2, N, K, S, D], and give each layer its part."""
@@ -217,7 +209,7 @@ class ModelRunner:
 
     def _decide_num_blocks(self) -> int:
         config = self.config
-        in_all, each = config.bytes_beside(self.dtype)
+        in_all, each = self.beside
         needed = self.block_bytes + each
         free = self._free_bytes() - in_all
         asked = config.num_kvcache_blocks
@@ -232,27 +224,32 @@ class ModelRunner:
         )
         return blocks
 
+    def _load_model(self, folder: Path, longest: int) -> CausalLM:
+        spec, place = self.config.spec, (self.device, self.dtype, self.ops)
+        return load_model(spec, folder, longest, *place)
+
     def _load(self) -> None:
         """Load the weights, then allocate the pool."""
         config, spec = self.config, self.config.spec
         folder = config.folder
         longest = config.max_model_len
         assert folder is not None and longest is not None, "a runner needs a checkpoint"
-        self.model = load_model(spec, folder, longest, self.device, self.dtype, self.ops)
+        self.model = self._load_model(folder, longest)
         self.ops.prepare(self.model)
         self.num_weights = sum(p.numel() for p in self.model.parameters())
         self.upload = choose_upload(self.device)
         self.block_bytes = kvcache_block_bytes(spec, config.kv_cache_block_size, self.dtype)
-        config.num_kvcache_blocks = self._decide_num_blocks()
-        self._set_kv_cache(config.num_kvcache_blocks + self.num_spare_blocks)
+        self.num_kvcache_blocks = self._decide_num_blocks()
+        self._set_kv_cache(self.num_kvcache_blocks + self.num_spare_blocks)
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(
+        self, config: Config, ops: TorchOps, sampler: Sampler,
+        beside: tuple[int, int] = (0, 0),
+    ) -> None:  # fmt: skip
+        self.config, self.ops, self.sampler = config, ops, sampler
+        self.beside = beside  # bytes in all, and for each block
         self.device = choose_device(config.device)
-        if self.device == torch.device("cuda"):  # the current GPU, by number
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.dtype = self._choose_dtype()
-        self.ops, self.sampler = self._choose_ops()
+        self.dtype = choose_dtype(config, self.device)
         self.extras = Extras(config.eos_token_ids)
         with self.on_device():
             self._load()
@@ -270,7 +267,16 @@ def choose_device(name: str | None) -> torch.device:
     if str(name).startswith("cuda") and not (torch.version.cuda or torch.version.hip):
         right += f", or install a torch for GPUs (this is {torch.__version__})"
     require(name in (None, *known), f"device={name!r} is not here: {right}")
-    return torch.device(name or known[0])
+    found = torch.device(name or known[0])
+    if found == torch.device("cuda"):  # the current GPU, by number
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The option, or the checkpoint's type on a GPU, or float32."""
+    stored = None if device.type == "cpu" else config.spec.dtype
+    return getattr(torch, config.dtype or stored or "float32")
 
 # %% ../nbs/08_model_runner.ipynb #71abe8f4
 Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]

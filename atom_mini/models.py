@@ -17,12 +17,13 @@ from atom_mini.attention import (
     Attention, AttentionMetaData, get_forward_context, paged_attention, store_kv_cache,
 )  # fmt: skip
 from .checkpoint import ModelSpec
+from .errors import require
 from .rope_scaling import scale_frequencies
 
 # %% auto #0
-__all__ = ['rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'norm_heads', 'RMSNorm',
-           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM', 'FEW_ROWS', 'SOME_ROWS', 'multiply_on_cpu',
-           'is_large_on_cpu']
+__all__ = ['MODELS', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'norm_heads', 'RMSNorm',
+           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM', 'model_class', 'FEW_ROWS', 'SOME_ROWS',
+           'multiply_on_cpu', 'is_large_on_cpu', 'TRITON_OPS']
 
 # %% ../nbs/06a_models.ipynb #26db5f50
 def rotary_frequencies(spec: ModelSpec, dim: int) -> tuple[Tensor, float]:
@@ -290,6 +291,17 @@ class CausalLM(nn.Module):
         """The function that reads each weight, given those that read the files' tensors."""
         return readers
 
+# %% ../nbs/06a_models.ipynb #06a0f1d3
+MODELS: dict[type[ModelSpec], type[CausalLM]] = {ModelSpec: CausalLM}
+
+
+def model_class(spec: ModelSpec) -> type[CausalLM]:
+    """The class of the model of `spec`. ValueError if `MODELS` has none."""
+    kind = type(spec)
+    what = f"MODELS has no model for a {kind.__name__}: set MODELS[{kind.__name__}]"
+    require(kind in MODELS, what)
+    return MODELS[kind]
+
 # %% ../nbs/08_model_runner.ipynb #080f0005
 FEW_ROWS = 4  # up to here, the sides are exchanged
 SOME_ROWS = 64  # up to here, oneDNN multiplies
@@ -312,3 +324,7 @@ def is_large_on_cpu(weight: Tensor) -> bool:
     """Whether `multiply_on_cpu` takes `weight`: float32, on a CPU, of 2**16 numbers or more."""
     is_float_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     return is_float_on_cpu and weight.numel() >= 2**16 and torch.backends.mkldnn.is_available()
+
+# %% ../nbs/12b_assemble.ipynb #5addca2a
+# for models that need others than `TritonOps`: (spec, device, dtype) -> operations
+TRITON_OPS: dict[type[ModelSpec], Callable[..., TorchOps]] = {}

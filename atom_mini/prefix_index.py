@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from .block_manager import NO_HASH, Block
+from .block_manager import NO_HASH, Block, NoIndex
 from .sequence import Sequence
 
 # %% auto #0
@@ -35,17 +34,15 @@ def compute_hash(token_ids: list[int], prefix: int = NO_HASH) -> int:
 ROOT = 0  # the content before the first block
 
 
-class PrefixIndex:
+class PrefixIndex(NoIndex):
     """Finds full blocks by content: xxHash proposes, a comparison decides.
 
-    `blocks` are the pool's blocks. `pending` has those that the current step fills.
+    The keys of `pending` are hashes.
     """
 
     def __init__(self, blocks: list[Block], block_size: int) -> None:
-        self.blocks = blocks
-        self.block_size = block_size
+        super().__init__(blocks, block_size)
         self.hash_to_block_id: dict[int, int] = {}
-        self.pending: dict[Any, int] = {}  # hash -> block id
         self._content_ids = count(ROOT + 1)
 
     def _hash(self, seq: Sequence, i: int) -> int:

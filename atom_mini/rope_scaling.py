@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import require
+from .errors import require
 
 if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor

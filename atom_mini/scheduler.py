@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .block_manager import BlockManager
+from .block_manager import BlockManager, NoIndex
 from .checkpoint import require
 from .config import Config, SamplingParams
+from .prefix_index import PrefixIndex
 from .sequence import NO_TOKEN, Sequence
 from .sequence import SequenceStatus, SequenceType
 
@@ -117,8 +118,7 @@ class BaseScheduler:
         self.config = config
         self.block_manager = BlockManager(
             config.num_kvcache_blocks, config.kv_cache_block_size,
-            config.enable_prefix_caching, config.max_num_seqs,
-            config.get_prefix_index_cls(),
+            PrefixIndex if config.enable_prefix_caching else NoIndex, config.max_num_seqs,
         )
         self.seqs: dict[int, Sequence] = {}  # unfinished requests, in order of arrival
         self.waiting: deque[Sequence] = deque()

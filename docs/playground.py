@@ -19,6 +19,7 @@ from show import CountingRunner, Request, check_trace, five_requests
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import COLOURS, Trace, record
+from atom_mini.refinements.build import make_scheduler
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.refinements.parts import EngineArgs
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -110,7 +111,7 @@ def run(policy: str, blocks: int, budget: int, rate: int | str, cache: str) -> R
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": budget, "enable_prefix_caching": cache == "on"}
     config = EngineArgs(**pool, **limits, **POLICIES[policy])
     runner, requests = ModelledRunner(), load(rate)
-    core = (OverlapCore if config.overlap else EngineCore)(config, runner)
+    core = (OverlapCore if config.overlap else EngineCore)(config, runner, make_scheduler(config))
     trace, to_come, tokens = record(core), list(enumerate(requests)), [list[float]() for _ in requests]
     while to_come or not core.is_finished():
         if core.is_finished():  # nothing to do until the next one comes

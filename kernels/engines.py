@@ -26,7 +26,7 @@ import atom_mini.loading
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.models import Linear
 from atom_mini.refinements import fused
-from atom_mini.refinements.parts import make_runner
+from atom_mini.refinements.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import atom_mini.families.models  # noqa: F401 - fills MODELS
 from atom_mini import LLM
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
@@ -140,6 +141,7 @@ import json, re, sys, time
 from pathlib import Path
 import torch, transformers
 
+import atom_mini.families.models
 from atom_mini import EngineArgs
 from atom_mini.loading import load_model
 config = EngineArgs(sys.argv[1], max_model_len=512)

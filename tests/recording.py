@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from atom_mini.graphs import DeviceGraph, GraphRunner
+from atom_mini.refinements.build import choose_ops
+from atom_mini.refinements.parts import EngineArgs
+
 CHAPTER = Path(__file__).resolve().parent.parent / "nbs" / "12a_graphs.ipynb"
 
 
@@ -28,3 +32,8 @@ def load_recorded_graph() -> Any:
 def load_recorder() -> list[Any]:
     """What `RecordedGraph` is made of: a recorder of operations, and what makes it hear of the interpreter's kernels."""
     return load("Recorder", "recorded_kernels")
+
+
+def graph_runner(config: EngineArgs, record: Any = DeviceGraph) -> GraphRunner:
+    """A `GraphRunner` with the operations that the options ask for, whose steps `record` records."""
+    return GraphRunner(config, *choose_ops(config), record=record)

@@ -13,7 +13,7 @@ from atom_mini.processes import ranks, replicas
 from atom_mini.processes.engine_process import decode
 from atom_mini.processes.ranks import ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import make_rank, open_group
-from atom_mini.refinements import parts
+from atom_mini.refinements import build
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 LIMIT = 120.0  # seconds, after which a rank hangs; the interpreter is slow
@@ -22,13 +22,15 @@ LIMIT = 120.0  # seconds, after which a rank hangs; the interpreter is slow
 class SideBySide:
     """A runner that has all ranks, compares what they return, and lets a test look at rank 0's."""
 
-    def __init__(self, config: Config, make: Callable[..., Any] = make_rank) -> None:
+    def __init__(
+        self, config: Config, beside: tuple[int, int] = (0, 0), make: Callable[..., Any] = make_rank
+    ) -> None:  # fmt: skip
         n, folder = config.tensor_parallel_size, tempfile.mkdtemp()
         self.threads = [ThreadPoolExecutor(1) for _ in range(n)]
         meets = [partial(open_group, folder, rank, n, LIMIT) for rank in range(n)]
-        self.runners = self.all(lambda r: make(config, r, meets[r]))
-        blocks = {r.config.num_kvcache_blocks for r in self.runners}
-        (config.num_kvcache_blocks,) = blocks
+        self.runners = self.all(lambda r: make(config, r, meets[r], (0, 0) if r else beside))
+        blocks = {r.num_kvcache_blocks for r in self.runners}
+        (self.num_kvcache_blocks,) = blocks
         self.model, self.kv_cache, self.num_steps = Face(self), Pools(self), 0
 
     def all(self, work: Callable[[int], Any]) -> list[Any]:
@@ -60,7 +62,7 @@ class SideBySide:
 def in_this_process(patch: Any, make: Callable[..., Any] = SideBySide) -> None:
     """From now on an engine on several ranks has them all in this process."""
     patch.setattr(ranks, "Leader", make)
-    patch.setattr(replicas, "make_front", parts.make_core)
+    patch.setattr(replicas, "make_front", build.make_core)
 
 
 class Face:

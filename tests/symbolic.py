@@ -31,6 +31,7 @@ import atom_mini.scheduler as scheduler_module
 from atom_mini import EngineArgs, small
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.refinements.build import make_scheduler
 from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
@@ -363,7 +364,7 @@ def make_trial(seed: int) -> Trial:
         pair = (rng.randrange(alphabet), rng.randrange(alphabet)) if rng.random() < 0.1 else None
         trial.requests.append(Request(arrival, prompts[-1], params, abort_at, pair))
     if config.interleave_decode and chunked and size in (2, 3):  # rare otherwise: a cut prompt under a long decode
-        config.max_num_batched_tokens, config.max_model_len = size + 1, None
+        trial.config = config.changed(max_num_batched_tokens=size + 1, max_model_len=None)
         long = [rng.randrange(3) for _ in range(max(1, trial.max_len - 3 * size))]
         trial.requests.insert(0, Request(0, long, SamplingParams(max_tokens=2)))
         trial.requests.insert(1, Request(0, [rng.randrange(3)], SamplingParams(max_tokens=30, ignore_eos=True)))
@@ -373,7 +374,7 @@ def make_trial(seed: int) -> Trial:
 
 def tighten(trial: Trial, rng: random.Random) -> None:
     """Short prompts that all come at once and grow out of the pool together: preemption in most trials."""
-    trial.config.max_num_seqs = rng.randint(3, 6)
+    trial.config = trial.config.changed(max_num_seqs=rng.randint(3, 6))
     for request in trial.requests:
         request.arrival, request.prompt = 0, request.prompt[: 1 + trial.max_len // 4]
         if rng.random() < 0.8:
@@ -400,7 +401,7 @@ def run_trial(
     if tight:
         tighten(trial, random.Random(seed + 1))
     if trial.config.enable_prefix_caching:
-        trial.config.prefix_cache = cache
+        trial.config = trial.config.changed(prefix_cache=cache)
     luck, ticks = random.Random(~seed), iter(range(10**9))
     clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))  # the delay gate must not depend on this machine
     real_time, scheduler_module.time, turns.time = scheduler_module.time, clock, clock  # type: ignore[assignment]
@@ -415,7 +416,8 @@ def run_trial(
         if drafts:
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             runner.max_rows = trial.config.max_num_batched_tokens
-            scheduler = SpecScheduler(trial.config)
+            trial.config = trial.config.changed(scheduler_cls=SpecScheduler)
+            scheduler: Any = make_scheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
             drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
             core = SpecCore(trial.config, runner, drafter, scheduler)
@@ -424,15 +426,16 @@ def run_trial(
             stats["accepted"] = scheduler.spec_stats.accepted.total()
             return stats
         if mixed:
-            vars(trial.config).update(enable_mixed_steps=True, **NOT_WITH_MIXED)
+            trial.config = trial.config.changed(enable_mixed_steps=True, **NOT_WITH_MIXED)
         if not overlap:
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
-            return play(trial, EngineCore(trial.config, runner), runner, strict, clock.perf_counter)
-        trial.config.scheduler_delay_factor = 0.0  # refused with overlap
-        trial.config.overlap = True
+            core = EngineCore(trial.config, runner, make_scheduler(trial.config))
+            return play(trial, core, runner, strict, clock.perf_counter)
+        trial.config = trial.config.changed(overlap=True, scheduler_delay_factor=0.0)  # refused together
         late = luck.choice((0.0, 0.5, 1.0))
         launching = LaunchingSymbolicRunner(trial.config, trial.alphabet, strict, fails, lambda: luck.random() < late)
-        return play(trial, OverlapCore(trial.config, launching), launching, strict, clock.perf_counter)
+        core = OverlapCore(trial.config, launching, make_scheduler(trial.config))
+        return play(trial, core, launching, strict, clock.perf_counter)
     finally:
         scheduler_module.time = turns.time = real_time
 

@@ -6,18 +6,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .latent import LatentModel
 from .mixture import ExpertLinear, MixtureMLP
 from .quantized import FamilyModel
-from .records import FamilySpec
+from .records import FamilySpec, LatentSpec, StateSpec
+from .state import StateModel
 from ..loading import Readers
+from ..models import MODELS
 
 # %% auto #0
-__all__ = ['EXPERT', 'DealtMLP', 'own_experts', 'DealtModel', 'dealt_model', 'deal']
+__all__ = ['EXPERT', 'DEALT', 'MODELS', 'DealtMLP', 'own_experts', 'DealtSpec', 'DealtLatentSpec', 'DealtStateSpec', 'deal',
+           'DealtModel', 'DealtLatentModel', 'DealtStateModel']
 
 # %% ../../nbs/processes/72a_shards.ipynb #5a34114d
 class DealtMLP(MixtureMLP):
@@ -60,34 +65,58 @@ def own_experts(ranks: Any, readers: Readers, spec: FamilySpec) -> Readers:
     return mine
 
 # %% ../../nbs/processes/72a_shards.ipynb #6b21b9de
-class DealtModel(FamilyModel):
-    """A model with the experts of one of `ranks` (rank, size, gather, sum_back)."""
+@dataclass(frozen=True)
+class DealtSpec(FamilySpec):
+    """The spec of a model with the experts of one of `ranks` (rank, size, gather,
+    sum_back)."""
 
-    ranks: Any
+    ranks: Any = None
+
+
+@dataclass(frozen=True)
+class DealtLatentSpec(LatentSpec, DealtSpec):
+    """A `DealtSpec` with latent attention."""
+
+
+@dataclass(frozen=True)
+class DealtStateSpec(StateSpec, DealtSpec):
+    """A `DealtSpec` with layers that keep a state."""
+
+
+DEALT = {FamilySpec: DealtSpec, LatentSpec: DealtLatentSpec, StateSpec: DealtStateSpec}
+
+
+def deal(spec: FamilySpec, ranks: Any) -> DealtSpec:
+    """`spec`, whose model has the experts of one of `ranks`."""
+    return DEALT[type(spec)](**vars(spec), ranks=ranks)
+
+# %% ../../nbs/processes/72a_shards.ipynb #6b21b9df
+class DealtModel(FamilyModel):
+    """The model of a `DealtSpec`."""
+
+    spec: DealtSpec
 
     def make_mlp(self, layer: int) -> nn.Module:
         if self.spec.sparse[layer]:
-            return DealtMLP(self.spec, self.ops, ranks=self.ranks)
+            return DealtMLP(self.spec, self.ops, ranks=self.spec.ranks)
         return super().make_mlp(layer)
 
     def weight_readers(self, readers: Readers) -> Readers:
-        return own_experts(self.ranks, super().weight_readers(readers), self.spec)
+        readers = super().weight_readers(readers)
+        return own_experts(self.spec.ranks, readers, self.spec)
 
 
-def dealt_model(kind: type[FamilyModel], ranks: Any) -> type[DealtModel]:
-    """The class of a model of `kind` with the experts of one of `ranks`."""
-    return type("DealtModel", (DealtModel, kind), {"ranks": ranks})
+class DealtLatentModel(DealtModel, LatentModel):
+    """The model of a `DealtLatentSpec`."""
+
+    spec: DealtLatentSpec
 
 
-def deal(spec: FamilySpec, ranks: Any) -> FamilySpec:
-    """`spec`, whose model has the experts of one of `ranks`."""
-    kind: Any = type(spec)
+class DealtStateModel(DealtModel, StateModel):
+    """The model of a `DealtStateSpec`."""
 
-    class DealtSpec(kind):
-        """The spec of one rank's model."""
+    spec: DealtStateSpec
 
-        def model_class(self) -> Any:
-            """The model's class, with its experts dealt."""
-            return dealt_model(super().model_class(), ranks)
 
-    return DealtSpec(**vars(spec))
+MODELS |= {DealtSpec: DealtModel, DealtLatentSpec: DealtLatentModel}
+MODELS[DealtStateSpec] = DealtStateModel

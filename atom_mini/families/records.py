@@ -77,12 +77,6 @@ class FamilySpec(ModelSpec):
     mtp_layers: int = 0  # layers after the last one, for drafting
     storage: Storage | None = None  # None: the file has plain weights
 
-    def model_class(self) -> Any:
-        """The class of the model, a `CausalLM`. Imports torch."""
-        from atom_mini.families.quantized import FamilyModel
-
-        return FamilyModel
-
     @property
     def rotated_dim(self) -> int:
         """How many numbers of a head are rotated."""
@@ -100,23 +94,10 @@ class LatentSpec(FamilySpec):
     v_head_dim: int = 0
     rope_interleave: bool = True
 
-    def model_class(self) -> Any:
-        """The class of the model, a `CausalLM`. Imports torch."""
-        from atom_mini.families.latent import LatentModel
-
-        return LatentModel
-
     @property
     def kv_shape(self) -> tuple[int, int, int]:
         """What a layer caches per token: one row of latent and rotated part."""
         return 1, 1, self.kv_lora_rank + self.qk_rope_head_dim
-
-    def make_triton_ops(self, device: Any, dtype: Any) -> Any:
-        """The Triton kernels for a model of these sizes."""
-        from atom_mini.families.latent_kernel import LatentOps
-
-        sizes = self.num_attention_heads, self.kv_lora_rank, self.qk_rope_head_dim
-        return LatentOps(device, *sizes, dtype)
 
 # %% ../../nbs/families/61_mixture.ipynb #8ad1a2a7
 @dataclass(frozen=True)
@@ -131,12 +112,6 @@ class StateSpec(FamilySpec):
     linear_conv_kernel_dim: int = 0
     mtp_num_hidden_layers: int = 0
     has_vision: bool = False  # the file contains an image encoder
-
-    def model_class(self) -> Any:
-        """The class of the model, a `CausalLM`. Imports torch."""
-        from atom_mini.families.state import StateModel
-
-        return StateModel
 
     @property
     def kv_layers(self) -> int:

@@ -26,7 +26,8 @@ from ..config import SamplingParams
 from .options import Batch, Fleet, Serve, add_fields, given
 from .trace import Metrics, Trace
 from ..llm import Chat
-from ..refinements.parts import LLM, EngineArgs
+from ..refinements.build import LLM
+from ..refinements.parts import EngineArgs
 from ..text import RequestOutput
 
 # %% auto #0

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+import atom_mini.families.models  # noqa: F401 - fills MODELS
 import atom_mini.model_runner as runner
 from ..families.state import state_bytes
 from ..loading import blank_model
 from ..memory import kvcache_block_bytes
 from ..models import TorchOps
+from ..refinements.build import bytes_beside
 from ..refinements.parts import EngineArgs, keeps_state
 
 # %% auto #0
@@ -29,7 +31,7 @@ def needs(config: EngineArgs, device: str) -> dict[str, Any]:
     plain = blank_model(config.spec, 1, meta, dtype, ops)
     ops.is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
     model = blank_model(config.spec, 1, meta, dtype, ops)
-    draft, per_block = config.bytes_beside(dtype)
+    draft, per_block = bytes_beside(config, dtype)
     state = state_bytes(config.spec, dtype) if keeps_state(config) else 0
     return {
         "dtype": str(dtype).removeprefix("torch."),

@@ -284,8 +284,8 @@ class EngineCoreClient:
                 self.end()
                 raise
         least = min((e.ready for e in self.engines), key=lambda ready: ready.max_len)
-        config.num_kvcache_blocks = least.num_kvcache_blocks
-        self.scheduler = BaseScheduler(config)  # for its checks
+        self.config = config.changed(num_kvcache_blocks=least.num_kvcache_blocks)
+        self.scheduler = BaseScheduler(self.config)  # for its checks
         self.scheduler.max_len, self.scheduler.seqs = least.max_len, self.seqs
 
     def __repr__(self) -> str:

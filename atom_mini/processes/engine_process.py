@@ -24,14 +24,14 @@ import zmq
 from ..checkpoint import require
 from ..config import SamplingParams
 from ..engine_core import EngineCore, StepOutput
-from ..refinements.parts import EngineArgs, make_core
+from ..refinements.parts import EngineArgs
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
 __all__ = ['Id', 'Size', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'LOAD', 'Record', 'Message', 'Add', 'Abort',
            'Utility', 'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead', 'sized',
            'encode', 'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc',
-           'from_recipe', 'load_engine', 'serve', 'end_with_front', 'main']
+           'from_recipe', 'serve', 'end_with_front', 'main']
 
 # %% ../../nbs/processes/70_engine_process.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -308,32 +308,10 @@ class EngineCoreProc:
 def from_recipe(recipe: dict[str, Any]) -> EngineArgs:
     """The config that `recipe` describes; ValueError if its options are invalid."""
     config = EngineArgs(recipe["model"], **recipe["options"])
-    vars(config).update(recipe.get("inner", {}))
-    config.recipe = recipe
-    return config
-
-
-def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
-    """Load the engine and send READY; returns the function that runs its loop."""
-    config = from_recipe(recipe)
-    if config.lockstep:
-        from atom_mini.processes.lockstep import make_member  # chapter 73b
-
-        core = make_member(config)
-    else:
-        core = make_core(config)
-    if config.data_parallel_size > 1:
-        from atom_mini.processes.replicas import make_loop  # chapter 73a
-
-        loop = make_loop(core, inbox, outbox)
-    else:
-        loop = EngineCoreProc(core, inbox, outbox)
-    ready = Ready(0, config.num_kvcache_blocks or 0, core.scheduler.max_len, repr(core))
-    outbox.send(encode(ready))
-    return loop.run
+    return config.changed(**recipe.get("inner", {}), recipe=recipe)
 
 # %% ../../nbs/processes/70_engine_process.ipynb #e434f929
-LOAD = "atom_mini.processes.engine_process:load_engine"  # loaded by its process
+LOAD = "atom_mini.processes.load:load_engine"  # loaded by its process
 
 
 def serve(recipe: dict[str, Any], inbox: Any, outbox: Any) -> int:

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..checkpoint import install, require
-from ..refinements.parts import SWITCHES, EngineArgs
+from ..refinements.fields import EngineFields
 
 # %% auto #0
-__all__ = ['import_path', 'as_recipe', 'require_extra', 'note_recipe', 'check_ranks', 'check_dealt_engines', 'check_processes']
+__all__ = ['import_path', 'as_recipe', 'require_extra', 'make_recipe', 'check_ranks', 'check_dealt_engines', 'check_processes']
 
 # %% ../../nbs/processes/73a_replicas.ipynb #156b7f44
 def import_path(kind: type, off: str) -> str:
@@ -30,7 +30,7 @@ def import_path(kind: type, off: str) -> str:
 
 
 def as_recipe(
-    config: EngineArgs, given: set[str], off: str = "engine_process=False"
+    config: EngineFields, given: set[str], off: str = "engine_process=False"
 ) -> dict[str, Any]:
     """The model and the options `given`, for another process. ValueError for a value
     that is not JSON; `off` is what to set instead."""
@@ -53,27 +53,26 @@ def require_extra(asked: str) -> None:
     require(not missing, f"{asked} needs {missing}: {install('processes')}")
 
 
-def note_recipe(config: EngineArgs, given: set[str]) -> None:
-    """Set the config's recipe. ValueError for an option that cannot be sent."""
+def make_recipe(config: EngineFields, given: set[str]) -> dict[str, Any]:
+    """The recipe of its processes. ValueError for an option that cannot be sent."""
     sizes = ("tensor_parallel_size", "data_parallel_size")  # they imply engine_process
     name = next((n for n in sizes if getattr(config, n) > 1), None)
     require_extra(f"{name}={getattr(config, name)}" if name else "engine_process=True")
     off = f"{name}=1" if name else "engine_process=False"
-    own = {"engine_process", *SWITCHES["engine_process"]}
-    config.recipe = as_recipe(config, given - own, off)
+    own = {"engine_process", "ready_timeout", "ping_timeout"}
+    return as_recipe(config, given - own, off)
 
 # %% ../../nbs/processes/73a_replicas.ipynb #015197dd
-def check_ranks(config: EngineArgs) -> None:
+def check_ranks(config: EngineFields) -> None:
     """ValueError if the model cannot be cut."""
     n, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
-    config.ping_timeout = min(config.ping_timeout, config.collective_timeout + 2)
     if config.spec is not None:
         from atom_mini.processes.shards import cut_spec  # torch loads here
 
         cut_spec(config.spec, n, is_dealt)
 
 
-def check_dealt_engines(config: EngineArgs) -> None:
+def check_dealt_engines(config: EngineFields) -> None:
     """ValueError if there is only one engine, or experts cannot be dealt."""
     n, spec = config.data_parallel_size, config.spec
     what = "enable_expert_parallel=True needs several ranks or engines: raise "
@@ -86,11 +85,14 @@ def check_dealt_engines(config: EngineArgs) -> None:
         require(getattr(spec.storage, "method", None) != "mxfp4", what)
 
 
-def check_processes(config: EngineArgs, given: set[str]) -> None:
-    """Check the options of this part, and set the recipe."""
+def check_processes(config: EngineFields, given: set[str]) -> dict[str, Any]:
+    """Check the options of this part; returns those that follow, with the recipe."""
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
         check_dealt_engines(config)
+    found: dict[str, Any] = {}
     if config.engine_process:
-        note_recipe(config, given)
+        found["recipe"] = make_recipe(config, given)
     if config.tensor_parallel_size > 1:
         check_ranks(config)
+        found["ping_timeout"] = min(config.ping_timeout, config.collective_timeout + 2)
+    return found

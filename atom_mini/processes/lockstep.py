@@ -24,7 +24,7 @@ from ..graphs import first_decodes
 from .engine_process import EngineCoreProc, no_report
 from .ranks import WrappedRunner
 from .shards import Group, open_group
-from ..refinements.parts import EngineArgs, make_core
+from ..refinements.parts import EngineArgs
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 
@@ -72,15 +72,17 @@ def with_spare_block(runner: Any) -> Any:
     """`runner`, whose pool gets one more block if it has no spare one."""
     if not runner.num_spare_blocks:
         runner._set_kv_cache(0)
-        runner._set_kv_cache(runner.config.num_kvcache_blocks + 1)
+        runner._set_kv_cache(runner.num_kvcache_blocks + 1)
     return runner
 
 # %% ../../nbs/processes/73b_lockstep.ipynb #506efe0a
 class LockstepRunner(WrappedRunner):
     """A runner whose steps begin with the agreement of all ranks."""
 
-    def __init__(self, runner: Any, agree: Callable[[int, bool], bool]) -> None:
-        self.runner, self.agree = runner, agree
+    agree: Callable[[int, bool], bool]  # of the process that it runs in
+
+    def __init__(self, runner: Any, ranks: Agreement) -> None:
+        self.runner, self.ranks = runner, ranks
 
     @contextmanager
     def around(self, batch: ScheduledBatch) -> Iterator[None]:
@@ -90,16 +92,17 @@ class LockstepRunner(WrappedRunner):
 
 
 class LockstepProc(EngineCoreProc):
-    """An `EngineCoreProc` that steps together with those of the other engines."""
+    """An `EngineCoreProc` that steps together with those of the other engines. The core
+    has a `LockstepRunner`."""
 
     def __init__(
         self, core: EngineCore, inbox: Any, outbox: Any,
         report: Callable[[], tuple[dict[int, bool], bool]] = no_report,
     ) -> None:
         super().__init__(core, inbox, outbox, report)
-        self.runner: Any = core.runner
-        core.runner = LockstepRunner(self.runner, self._agree)
-        self.ranks: Agreement = vars(core.config)["ranks"]
+        outer: Any = core.runner
+        outer.agree = self._agree
+        self.runner, self.ranks = outer.runner, outer.ranks
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
         self.graphs = getattr(self.runner, "graphs", {})
         self.slept = self.num_dummies = 0  # the last wave that ended; dummy steps
@@ -144,16 +147,19 @@ def meet(config: EngineArgs) -> Agreement:
     return Agreement(open_group(folder, *place), layers)
 
 
-def make_member(config: EngineArgs) -> EngineCore:
+def make_member(
+    config: EngineArgs, make_core: Callable[[EngineArgs], EngineCore]
+) -> EngineCore:
     """The engine core of one of several engines. ValueError if they have recorded
     different numbers of graphs."""
-    ranks = vars(config)["ranks"] = meet(config)
+    ranks = meet(config)
     if config.enable_expert_parallel:
-        config.spec = deal(config.spec, ranks)
+        config = config.changed(spec=deal(config.spec, ranks))
     core = make_core(config)
     with_spare_block(core.runner)
     count = len(getattr(core.runner, "graphs", ()))
     most, fewest = ranks.agree(count, -count)
     wrong = f"the ranks recorded {-fewest} to {most} graphs: set num_kvcache_blocks"
     require(most == -fewest, wrong)
+    core.runner = LockstepRunner(core.runner, ranks)
     return core

@@ -199,7 +199,7 @@ def check_machine(config: EngineArgs) -> None:
 class Leader(WrappedRunner):
     """The runner of rank 0: it starts the other ranks, and sends them each step."""
 
-    def __init__(self, config: EngineArgs) -> None:
+    def __init__(self, config: EngineArgs, beside: tuple[int, int] = (0, 0)) -> None:
         check_machine(config)
         self.config = config
         self.meeting = f"{config.recipe['meeting']}/ranks {config.recipe['number']}"
@@ -209,8 +209,8 @@ class Leader(WrappedRunner):
         self.managers = [RankManager(rank, recipe, config) for rank in ranks]
         for manager in self.managers:
             manager.start()
-        runner = self.runner = make_rank(config, 0, self.meet)
-        config.num_kvcache_blocks = runner.config.num_kvcache_blocks
+        runner = self.runner = make_rank(config, 0, self.meet, beside)
+        self.num_kvcache_blocks = runner.num_kvcache_blocks
         self.device, self.dtype, self.ops = runner.device, runner.dtype, runner.ops
         self.model, self.kv_cache = runner.model, runner.kv_cache
 

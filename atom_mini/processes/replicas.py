@@ -94,8 +94,7 @@ def make_loop(core: EngineCore, inbox: Any, outbox: Any) -> EngineCoreProc:
     config: Any = core.config
     manager, report = core.scheduler.block_manager, no_report
     if config.routing == "prefix":
-        manager.index_type = ReportingIndex
-        manager.reset()  # it is still empty
+        manager.use_index(ReportingIndex)  # the pool is still empty
         report = partial(report_of, manager)
     if not config.lockstep:
         return EngineCoreProc(core, inbox, outbox, report)

@@ -9,10 +9,10 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +20,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..assemble import choose_runner
+import atom_mini.families.models  # noqa: F401 - fills MODELS
+from ..assemble import choose_ops, choose_runner
 from ..checkpoint import ModelSpec, require
-from ..refinements.parts import EngineArgs
-from ..loading import Readers, read_tensor, weight_targets
-from ..model_runner import choose_device
-from ..models import CausalLM, RMSNorm, TorchOps
+from ..graphs import GraphRunner
+from atom_mini.loading import (
+    Readers, blank_model, load_weights, read_tensor, weight_targets,
+)  # fmt: skip
+from ..model_runner import ModelRunner, choose_device
+from ..models import CausalLM, RMSNorm, TorchOps, model_class
+from ..refinements.fields import EngineFields
+from ..sampler import Sampler
 
 # %% auto #0
 __all__ = ['cut', 'check_dealt', 'cut_experts', 'cut_spec', 'Group', 'make_backend', 'open_group', 'Shard', 'lay_out',
-           'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'RankModel', 'SharedTable', 'SharedHead', 'SharedNorm',
-           'join_ranks', 'make_rank']
+           'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'SharedTable', 'SharedHead', 'SharedNorm', 'join_ranks',
+           'RankRunner', 'GraphRankRunner', 'make_rank']
 
 # %% ../../nbs/processes/72a_shards.ipynb #4eee882c
 def cut(count: int, name: str, n: int, option: str = "tensor_parallel_size") -> int:
@@ -163,7 +168,7 @@ class Shard:
 
     def cut_readers(self, readers: Readers, model: CausalLM) -> Readers:
         """Readers for the weights of a rank's model, from those of the files."""
-        laid_out = lay_out(self.whole, self.model_class(self.whole))
+        laid_out = lay_out(self.dealt(self.whole))
         whole, mine = shapes_of(laid_out), shapes_of(model)
         readers = laid_out.weight_readers(readers)
         cuts = {name: find_cut(whole[name], mine[name], self) for name in mine}
@@ -176,28 +181,27 @@ class Shard:
                 ours[name] = partial(read_zeros, readers[name])
         return ours
 
-    def model_class(self, spec: ModelSpec) -> Any:
-        """The class of a model of `spec`, with dealt experts if they are dealt."""
+    def dealt(self, spec: Any) -> Any:
+        """`spec`, with this rank's experts if they are dealt."""
         if not self.is_dealt:
-            return spec.model_class()
-        from atom_mini.families.dealt import dealt_model
+            return spec
+        from atom_mini.families.dealt import deal
 
-        return dealt_model(spec.model_class(), self)
+        return deal(spec, self)
 
     def spec(self) -> ModelSpec:
-        """The spec of this rank's part, whose model is a `RankModel`."""
-        mine = cut_spec(self.whole, self.size, self.is_dealt)
-        bases = RankModel, self.model_class(mine)
-        rank_model = type("RankModel", bases, {"shard": self})
-        kind: Any = type(mine)
+        """The spec of this rank's part of the model."""
+        return self.dealt(cut_spec(self.whole, self.size, self.is_dealt))
 
-        class RankSpec(kind):
-            """The spec of one rank's part of a model."""
-
-            def model_class(self) -> Any:
-                return rank_model
-
-        return RankSpec(**vars(mine))
+    def load_model(
+        self, folder: Path, max_position: int, device: torch.device,
+        dtype: torch.dtype, ops: TorchOps | None = None,
+    ) -> CausalLM:  # fmt: skip
+        """The part of the model in `folder`; `ops` is a `TorchOps` by default."""
+        ops = ops or TorchOps()
+        model = blank_model(self.spec(), max_position, device, dtype, ops)
+        load_weights(model, folder, partial(self.cut_readers, model=model))
+        return model
 
     def gather(self, x: Tensor, fill: int = 0) -> Tensor:
         """`x` of all ranks, which have the same tokens."""
@@ -208,11 +212,11 @@ class Shard:
         return x
 
 # %% ../../nbs/processes/72a_shards.ipynb #823bb3df
-def lay_out(spec: ModelSpec, kind: Any = None) -> CausalLM:
-    """A model of class `kind` (or the spec's), whose weights are shapes alone."""
+def lay_out(spec: ModelSpec) -> CausalLM:
+    """A model whose weights are shapes alone."""
     # 0 positions, because arithmetic on the meta device imports modules for seconds
     with torch.device("meta"):
-        return (kind or spec.model_class())(spec, 0, TorchOps())
+        return model_class(spec)(spec, 0, TorchOps())
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
@@ -248,15 +252,6 @@ def read_cut(read: Any, count: int, axis: int, start: int, end: int) -> Tensor:
 def read_zeros(read: Any) -> Tensor:
     """Zeros in place of a bias that another rank adds."""
     return torch.zeros_like(read())
-
-# %% ../../nbs/processes/72a_shards.ipynb #37da7e2a
-class RankModel(CausalLM):
-    """A rank's part of a model. Its other base class is the whole model's."""
-
-    shard: Shard
-
-    def weight_readers(self, readers: Readers) -> Readers:
-        return self.shard.cut_readers(readers, self)
 
 # %% ../../nbs/processes/72a_shards.ipynb #db0c792c
 class SharedTable(nn.Embedding):
@@ -313,39 +308,50 @@ def join_ranks(model: Any, shard: Shard) -> None:
         module.__class__, module.shard = kind, shard
 
 # %% ../../nbs/processes/72a_shards.ipynb #51a4b13a
+class RankRunner(ModelRunner):
+    """Runs one rank's part of the model. Agrees with the other ranks on the number of
+    blocks. `meet(device)` returns the group; it is called when the weights have loaded."""
+
+    def __init__(
+        self, config: EngineFields, ops: TorchOps, sampler: Sampler, shard: Shard,
+        meet: Callable[[torch.device], Any], beside: tuple[int, int] = (0, 0),
+    ) -> None:  # fmt: skip
+        self.shard, self.meet = shard, meet
+        super().__init__(config, ops, sampler, beside)
+
+    def _load_model(self, folder: Path, longest: int) -> CausalLM:
+        place = self.device, self.dtype, self.ops
+        return self.shard.load_model(folder, longest, *place)
+
+    def _free_bytes(self) -> int:
+        free = super()._free_bytes()
+        return free // self.shard.size if self.device.type == "cpu" else free
+
+    def _decide_num_blocks(self) -> int:
+        self.shard.group = self.meet(self.device)
+        join_ranks(self.model, self.shard)
+        blocks = torch.tensor(super()._decide_num_blocks(), device=self.device)
+        return int(self.shard.group.all_reduce(blocks, dist.ReduceOp.MIN))
+
+
+class GraphRankRunner(RankRunner, GraphRunner):
+    """A `RankRunner` that replays its decodes."""
+
+# %% ../../nbs/processes/72a_shards.ipynb #51a4b13b
 def make_rank(
-    config: EngineArgs, rank: int, meet: Callable[[torch.device], Any]
-) -> Any:
-    """The runner of one rank. `meet(device)` returns the group; it is called when the
-    weights have loaded."""
+    config: EngineFields, rank: int, meet: Callable[[torch.device], Any],
+    beside: tuple[int, int] = (0, 0),
+) -> RankRunner:  # fmt: skip
+    """The runner of one rank. `beside`: the bytes of a drafter, which only rank 0 has."""
     size, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
     shard = Shard(rank, size, config.spec, is_dealt)
-    mine, device = copy(config), choose_device(config.device)
+    device = choose_device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + rank)
         torch.cuda.set_device(device)
-    mine.spec, mine.device = shard.spec(), str(device)
-    if drafts := vars(mine).get("speculative_config"):  # rows for drafts, no drafter
+    mine = config.changed(spec=shard.spec(), device=str(device))
+    if drafts := config.speculative_config:  # rows for drafts, no drafter
         plain = type(drafts)(num_speculative_tokens=drafts.num_speculative_tokens)
-        vars(mine)["speculative_config"] = plain
-    kind: Any = choose_runner(mine)
-
-    class RankRunner(kind):
-        """A runner that agrees with the other ranks on the number of blocks."""
-
-        reserved: int  # bytes for the drafter, which only rank 0 has
-
-        def _free_bytes(self) -> int:
-            free = super()._free_bytes()
-            return (free // size if device.type == "cpu" else free) - self.reserved
-
-        def _decide_num_blocks(self) -> int:
-            shard.group = meet(self.device)
-            join_ranks(self.model, shard)
-            first = rank == 0
-            self.reserved, each = config.bytes_beside(self.dtype) if first else (0, 0)
-            self.block_bytes += each
-            blocks = torch.tensor(super()._decide_num_blocks(), device=self.device)
-            return int(shard.group.all_reduce(blocks, dist.ReduceOp.MIN))
-
-    return RankRunner(mine)
+        mine = mine.changed(speculative_config=plain)
+    kind = GraphRankRunner if choose_runner(mine) is GraphRunner else RankRunner
+    return kind(mine, *choose_ops(mine), shard, meet, beside)

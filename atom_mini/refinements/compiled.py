@@ -9,11 +9,11 @@ import os
 from importlib.util import find_spec
 
 from ..checkpoint import ModelSpec, install, require
-from .int8 import Int8Spec
-from .parts import EngineArgs, is_on_cpu
+from .int8_model import Int8Spec
+from .fields import EngineFields, is_on_cpu
 
 
-def unfit(config: EngineArgs) -> str | None:
+def unfit(config: EngineFields) -> str | None:
     """Why the decode cannot be compiled, with Numba or without; None if it can."""
     spec = config.spec
     if (config.device or "cpu") != "cpu" or config.attention == "triton":
@@ -41,7 +41,7 @@ def remedy() -> str | None:
     return "unset NUMBA_DISABLE_JIT" if is_off else None
 
 
-def why_not(config: EngineArgs) -> str | None:
+def why_not(config: EngineFields) -> str | None:
     """Why the decode cannot be compiled here; None if it can."""
     how = remedy()
     return unfit(config) if how is None else f"Numba cannot compile here: {how}"
@@ -50,7 +50,7 @@ def why_not(config: EngineArgs) -> str | None:
 __all__ = ['unfit', 'remedy', 'why_not', 'unpacked', 'check_cpu']
 
 # %% ../../nbs/appendix/93_cpu_decode.ipynb #7bae59a3
-def unpacked(config: EngineArgs) -> str | None:
+def unpacked(config: EngineFields) -> str | None:
     """Why `packed` would change nothing here; None if it would."""
     import torch
 
@@ -64,7 +64,7 @@ def unpacked(config: EngineArgs) -> str | None:
     return f"nothing is packed in {config.dtype} on this CPU: set dtype='float32'"
 
 
-def check_cpu(config: EngineArgs) -> None:
+def check_cpu(config: EngineFields) -> None:
     """ValueError if `compiled` or `packed` is True and cannot be."""
     which = "compiled=True" if config.compiled else "packed=True"
     reason = why_not(config) if config.compiled else unpacked(config)

@@ -20,7 +20,6 @@ from ..cpu_decode import CpuOps
 from ..cpu_products import lacks_products, prepare
 from ..graphs import first_decodes
 from ..model_runner import ModelRunner, made_up_batch
-from ..models import TorchOps
 from atom_mini.refinements.compiled_loops import (
     LANES, TALL, Weights, attend_prompts, decode_step,
 )  # fmt: skip
@@ -184,8 +183,11 @@ class CompiledRunner(ModelRunner):
     pieces_per_thread = 4  # of a product
     ops: PlainOps
 
-    def __init__(self, config: EngineArgs) -> None:
-        super().__init__(config)
+    def __init__(
+        self, config: EngineArgs, beside: tuple[int, int] = (0, 0)
+    ) -> None:
+        ops = PlainOps(Threads(torch.get_num_threads()))
+        super().__init__(config, ops, OneThreadSampler(), beside)
         self.weights = collect(self.model)
         self.eps = np.float32(config.spec.rms_norm_eps)
         qkv, o, gate_up, down = self.weights.matrices
@@ -198,9 +200,6 @@ class CompiledRunner(ModelRunner):
         prompt = made_up_batch(SequenceType.PREFILL, 2, np.zeros((1, 2), np.int32))
         for batch in (first_decodes(1), prompt):  # compiles, or loads
             self.run_model(*self.prepare_model(batch))
-
-    def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        return PlainOps(Threads(torch.get_num_threads())), OneThreadSampler()
 
     @torch.inference_mode()
     def decode(self, ids: Tensor, meta: AttentionMetaData) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import get_forward_context
 from ..checkpoint import ModelSpec, require
+from ..models import MODELS, TRITON_OPS, CausalLM
 from ..models import DecoderLayer, Linear, RMSNorm
 from ..tile_configs import amd, architecture, configs_for
 from ..triton_attention import TileConfig, product_type
@@ -22,7 +23,7 @@ from ..triton_ops import TritonOps
 
 # %% auto #0
 __all__ = ['MOST_ROWS', 'START_EARLY', 'TILES', 'add_product_kernel', 'FusedOps', 'gated_product_kernel', 'heads_kernel',
-           'FusedLayer', 'fold', 'FusedSpec', 'fused_spec']
+           'FusedLayer', 'fold', 'FusedSpec', 'fused_ops', 'fused_spec']
 
 # %% ../../nbs/refinements/25_half_the_launches.ipynb #4dd7a41a
 @triton.jit
@@ -314,10 +315,14 @@ def fold(norm: RMSNorm, linear: Linear, what: str) -> None:
 class FusedSpec(ModelSpec):
     """A dense model whose layers take five launches."""
 
-    def make_triton_ops(self, device: Any, dtype: Any) -> FusedOps:
-        """The fused Triton kernels for a model of these sizes."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        return FusedOps(device, heads, kv_heads, self.head_dim, dtype)
+
+def fused_ops(spec: FusedSpec, device: torch.device, dtype: torch.dtype) -> FusedOps:
+    """The fused Triton kernels for a model of these sizes."""
+    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+    return FusedOps(device, heads, kv_heads, spec.head_dim, dtype)
+
+
+MODELS[FusedSpec], TRITON_OPS[FusedSpec] = CausalLM, fused_ops
 
 
 def fused_spec(spec: ModelSpec) -> FusedSpec:

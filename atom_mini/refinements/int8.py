@@ -5,35 +5,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from ..checkpoint import ModelSpec, require
-from .parts import EngineArgs, is_on_cpu
+from .int8_model import Int8Spec
+from .fields import EngineFields, is_on_cpu
 
 DENSE = "llama", "qwen2", "qwen3"  # model types whose layers have eight bits, too
 LONGEST = 2**31 // (127 * 128) - 1  # products in a sum of 32 bits
 
 # %% auto #0
-__all__ = ['DENSE', 'LONGEST', 'Int8Spec', 'int8_spec', 'check_int8']
+__all__ = ['DENSE', 'LONGEST', 'int8_spec', 'check_int8']
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #915d6995
-@dataclass(frozen=True)
-class Int8Spec(ModelSpec):
-    """A `ModelSpec` whose layers multiply in eight bits."""
-
-    def model_class(self) -> Any:
-        """The class of the model, a `CausalLM`. Imports torch."""
-        from atom_mini.refinements.int8_model import Int8Model
-
-        return Int8Model
-
-
 def int8_spec(spec: Any) -> Int8Spec:
     """`spec` with layers in eight bits. ValueError if it has others, or is stored in
     fewer bits already."""
     storage = getattr(spec, "storage", None)
-    is_ours = type(spec).model_class.__module__.startswith("atom_mini.")  # not a user's
+    is_ours = type(spec).__module__.startswith("atom_mini.")  # not a user's
     is_plain = type(spec) is ModelSpec or (spec.model_type in DENSE and is_ours)
     what = f"quantization='int8' does not support the layers of {spec.model_type!r}"
     require(is_plain, f"{what}, only those of Qwen3, Qwen2, and Llama: leave it out")
@@ -48,8 +38,8 @@ def int8_spec(spec: Any) -> Int8Spec:
     return Int8Spec(**{f.name: getattr(spec, f.name) for f in fields(ModelSpec)})
 
 
-def check_int8(config: EngineArgs) -> None:
-    """Replace the spec by one in eight bits. ValueError where it cannot run."""
+def check_int8(config: EngineFields) -> Int8Spec:
+    """The spec in eight bits. ValueError where it cannot run."""
     what = f"quantization='int8' is for a CPU, not for device={config.device!r}"
     require(is_on_cpu(config), f"{what}: set device='cpu', or leave it out")
-    config.spec = int8_spec(config.spec)
+    return int8_spec(config.spec)

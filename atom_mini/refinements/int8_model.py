@@ -5,19 +5,21 @@
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #8d6586b7
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import require
+from ..checkpoint import ModelSpec, require
 from ..cpu_products import multiply_wide
 from ..loading import Readers, weight_targets
-from ..models import CausalLM, Linear
+from ..models import MODELS, CausalLM, Linear
 
 # %% auto #0
-__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales', 'Int8Model']
+__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales', 'Int8Spec',
+           'Int8Model']
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #6e7facb3
 LEAST = 1e-30  # instead of the largest number of a row of zeros
@@ -76,6 +78,11 @@ def read_scales(read: Any) -> Tensor:
     return quantize_rows(read())[1]
 
 # %% ../../nbs/appendix/92b_eight_bits.ipynb #78ed12f8
+@dataclass(frozen=True)
+class Int8Spec(ModelSpec):
+    """A `ModelSpec` whose layers multiply in eight bits."""
+
+
 class Int8Model(CausalLM):
     """A `CausalLM` whose layers multiply in eight bits; embedding and head do not."""
 
@@ -100,3 +107,6 @@ class Int8Model(CausalLM):
                 found[name] = partial(read_codes, name, read, scales in found)
                 found.setdefault(scales, partial(read_scales, read))
         return found
+
+
+MODELS[Int8Spec] = Int8Model

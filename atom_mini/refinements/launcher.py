@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checkpoint import require
 from ..model_runner import ModelRunner, choose_device
 from .overlap import PLACEHOLDER, Wait
-from .parts import EngineArgs, make_runner
+from .parts import EngineArgs
 from ..sampler import on_cpu
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..uploads import InputBuffer
@@ -37,9 +37,8 @@ class Launcher:
     """
 
     def __init__(
-        self, config: EngineArgs,
-        make: Callable[[EngineArgs], ModelRunner] = make_runner,
-    ) -> None:  # fmt: skip
+        self, config: EngineArgs, make: Callable[[EngineArgs], ModelRunner]
+    ) -> None:
         rows = config.max_num_seqs
         self.is_gpu = choose_device(config.device).type == "cuda"
         self.worker = ThreadPoolExecutor(1, "device")

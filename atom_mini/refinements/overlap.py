@@ -116,8 +116,7 @@ class OverlapCore(EngineCore):
         self, config: EngineArgs, runner: LaunchingRunner,
         scheduler: BaseScheduler | None = None,
     ) -> None:  # fmt: skip
-        kind = config.get_scheduler_cls() if config.overlap else OverlapScheduler
-        scheduler = scheduler or kind(config)
+        scheduler = scheduler or OverlapScheduler(config)
         needs = f"overlap=True: {type(scheduler).__name__} needs the last step's tokens"
         good = getattr(scheduler, "supports_overlap", False)
         require(good, f"{needs}: set overlap=False")

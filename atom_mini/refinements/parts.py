@@ -6,80 +6,30 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import KW_ONLY
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-import atom_mini.assemble
-import atom_mini.llm
 from ..checkpoint import require
-from ..config import STRICT, Config, Count, explained
-from ..engine_core import EngineCore
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from atom_mini.prefix_index import PrefixIndex
-    from atom_mini.scheduler import BaseScheduler
-
-Seconds = Annotated[float, Field(gt=0, lt=1e9)]
+from ..config import STRICT, Config, explained
+from .fields import EngineFields, is_on_cpu
 
 # %% auto #0
-__all__ = ['Seconds', 'KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'EngineArgs', 'make_runner', 'is_on_cpu',
-           'make_core', 'make_engine_core', 'EngineOptions', 'shown_on_terminal', 'LLM', 'Need', 'has', 'many',
-           'drafts', 'drafts_by', 'keeps_state', 'apply', 'apply_all', 'check_switches', 'fuse']
+__all__ = ['KNOWN', 'TOGETHER', 'STATE', 'SEVERAL', 'RANKS', 'SWITCHES', 'EngineArgs', 'Need', 'has', 'many', 'drafts',
+           'drafts_by', 'keeps_state', 'apply', 'apply_all', 'check_switches', 'fuse', 'EngineOptions']
 
-# %% ../../nbs/refinements/20_parts.ipynb #2b7016e8
+# %% ../../nbs/refinements/20_parts.ipynb #2b7016ea
 @explained
-@dataclass(config=STRICT)
-class EngineArgs(Config):
-    """The options of Part I and of all later parts.
+@dataclass(frozen=True, config=STRICT)
+class EngineArgs(EngineFields):
+    """The options of an engine, checked together.
 
     Raises ValueError (value, limit, option) before anything is loaded.
     """
-
-    _: KW_ONLY
-    # refinements (20_turns, 23a, 25, 92b, 93) and records (30)
-    interleave_decode: bool = False  # decode between two prefills
-    # prompts wait until the oldest has waited this many times the last prefill step
-    scheduler_delay_factor: Annotated[float, Field(ge=0)] = 0.0
-    overlap: bool = False  # plan a step while the device computes the last one
-    fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
-    compiled: bool = False  # on a CPU: decodes of dense models as one function
-    packed: bool = False  # on a CPU: packed products, decodes in place (93)
-    quantization: Literal["int8"] | None = None  # of weights and activations (92b)
-    trace: bool = False  # record each step
-    # other caches and schedulers (40, 41); None: "hash" if caching is on
-    prefix_cache: Literal["hash", "radix", "none"] | None = None
-    scheduler: Literal["atom", "spyre"] = "atom"
-    chunk_size: Count = 512  # tokens per prefill step of Spyre's scheduler
-    max_batch_tkv_limit: Count = 131_072  # sequences x tkv
-    interleave: bool = True  # decode between two chunks
-    # drafts (50): a dict, JSON, or a `SpeculativeConfig`
-    speculative_config: Any = None
-    # engines in other processes (70 to 73)
-    engine_process: bool = False
-    ready_timeout: Seconds = 600.0  # for loading
-    ping_timeout: Seconds = 300.0  # longer than the longest step
-    tensor_parallel_size: Count = 1  # ranks, one device each
-    collective_timeout: Seconds = 300.0  # longer than the longest step
-    enable_expert_parallel: bool = False  # each rank has whole experts
-    data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1  # engines
-    routing: Literal["load", "prefix"] = "load"
-    lockstep: bool = False
-    scheduler_options = (
-        *Config.scheduler_options, "scheduler", "speculative_config", "overlap",
-        "interleave_decode", "scheduler_delay_factor",
-    )  # fmt: skip
 
     @model_validator(mode="wrap")
     @classmethod
@@ -91,47 +41,10 @@ class EngineArgs(Config):
         config.settle({name for name, value in given.items() if value is not None})
         return config
 
-    @property
-    def recipe(self) -> dict[str, Any]:
-        """What another process must know besides the options (70)."""
-        return vars(self).get("_recipe", {})
-
-    @recipe.setter
-    def recipe(self, recipe: dict[str, Any]) -> None:
-        vars(self)["_recipe"] = recipe
-
     def _read_checkpoint(self, model: str) -> None:
         import atom_mini.families.records  # noqa: F401 - registers its architectures
 
         super()._read_checkpoint(model)
-
-    def base_scheduler(self) -> type[BaseScheduler]:
-        """The scheduler class that the options ask for."""
-        if self.scheduler == "spyre":
-            from atom_mini.systems.spyre import SpyreScheduler
-
-            return SpyreScheduler
-        if self.speculative_config is not None:
-            from atom_mini.speculation.verify import SpecScheduler
-
-            return SpecScheduler
-        if self.overlap:
-            from atom_mini.refinements.overlap import OverlapScheduler
-
-            return OverlapScheduler
-        if self.interleave_decode or self.scheduler_delay_factor:
-            from atom_mini.refinements.turns import TurnScheduler
-
-            return TurnScheduler
-        return Config.base_scheduler(self)
-
-    def get_prefix_index_cls(self) -> type[PrefixIndex]:
-        """The class of the index that finds cached blocks."""
-        if self.prefix_cache == "radix":
-            from atom_mini.systems.radix_cache import RadixCache
-
-            return RadixCache
-        return Config.get_prefix_index_cls(self)
 
     @property
     def max_decode_rows(self) -> int:
@@ -142,14 +55,6 @@ class EngineArgs(Config):
 
         return count_rows(self)
 
-    def bytes_beside(self, dtype: Any) -> tuple[int, int]:
-        """The memory of a drafter: bytes in total, and bytes per block of the cache."""
-        if self.speculative_config is None:
-            return 0, 0
-        from atom_mini.speculation.knobs import find_drafter
-
-        return find_drafter(self).memory(self, dtype)
-
     def settle(self, given: set[str]) -> None:
         """Fill in the options that follow from others.
 
@@ -157,16 +62,16 @@ class EngineArgs(Config):
         not go together.
         """
         if self.prefix_cache is None:
-            self.prefix_cache = "hash" if self.enable_prefix_caching else "none"
+            self._set(prefix_cache="hash" if self.enable_prefix_caching else "none")
         if self.quantization is not None and self.spec is not None:
             from atom_mini.refinements.int8 import check_int8
 
-            check_int8(self)
+            self._set(spec=check_int8(self))
         self._check_parts(given)
         apply_all(self, given)
         check_switches(self, given)
         if self.fuse_layers and self.spec is not None:
-            fuse(self)
+            self._set(spec=fuse(self))
         if self.speculative_config is not None:
             from atom_mini.speculation.knobs import check_mtp
 
@@ -174,7 +79,7 @@ class EngineArgs(Config):
         if self.engine_process or self.enable_expert_parallel:
             from atom_mini.processes.knobs import check_processes
 
-            check_processes(self, given)
+            self._set(**check_processes(self, given))
 
     def _check_parts(self, given: set[str]) -> None:
         """Let each part fill in and check its own options."""
@@ -185,163 +90,11 @@ class EngineArgs(Config):
         if self.scheduler == "spyre":
             from atom_mini.systems.spyre import check_spyre
 
-            check_spyre(self, given)
+            self._set(interleave=check_spyre(self, given))
         if self.speculative_config is not None:
             from atom_mini.speculation.knobs import check_speculative
 
-            check_speculative(self)
-
-# %% ../../nbs/refinements/20_parts.ipynb #c85ec540
-def make_runner(config: EngineArgs) -> Any:
-    """Make the runner that the options ask for. This loads the checkpoint."""
-    if config.tensor_parallel_size > 1:
-        from atom_mini.processes.ranks import Leader
-
-        return Leader(config)
-    if config.scheduler == "spyre":
-        from atom_mini.systems.spyre_runner import RectangularRunner
-
-        return RectangularRunner(config)
-    if keeps_state(config):
-        from atom_mini.families.state import StateRunner
-
-        return StateRunner(config)
-    if config.compiled:
-        from atom_mini.refinements.compiled_step import CompiledRunner
-
-        return CompiledRunner(config)
-    if config.packed:
-        from atom_mini.cpu_decode import PackedRunner
-
-        return PackedRunner(config)
-    return atom_mini.assemble.make_runner(config)
-
-
-def is_on_cpu(config: Config) -> bool:
-    """Whether the engine runs on a CPU."""
-    from atom_mini.model_runner import choose_device  # imports torch
-
-    return choose_device(config.device).type == "cpu"
-
-# %% ../../nbs/refinements/20_parts.ipynb #ae69675f
-def make_core(config: EngineArgs) -> EngineCore:
-    """Make the engine core in this process."""
-    if config.speculative_config is not None:
-        from atom_mini.speculation.verify import make_speculating
-
-        return make_speculating(config)
-    if config.overlap:
-        from atom_mini.refinements.launcher import Launcher
-        from atom_mini.refinements.overlap import OverlapCore
-
-        return OverlapCore(config, Launcher(config))
-    return EngineCore(config, make_runner(config))
-
-
-def make_engine_core(config: EngineArgs) -> Any:
-    """Make the engine core in this process, or a client of cores in others."""
-    if config.engine_process:
-        from atom_mini.processes.replicas import make_front
-
-        return make_front(config)  # has the interface of a core
-    return make_core(config)
-
-# %% ../../nbs/refinements/20_parts.ipynb #a666ece1
-class EngineOptions(TypedDict, total=False):
-    """The options of an engine as keywords: the fields of `EngineArgs`, for editors and
-    type checkers."""
-
-    device: str | None
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None
-    kv_cache_block_size: int
-    num_kvcache_blocks: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None
-    gpu_memory_utilization: float
-    enable_prefix_caching: bool
-    enable_chunked_prefill: bool
-    enable_mixed_steps: bool
-    attention: Literal["triton", "torch"] | None
-    enforce_eager: bool
-    scheduler_cls: Any | None
-    interleave_decode: bool
-    scheduler_delay_factor: float
-    overlap: bool
-    fuse_layers: bool
-    compiled: bool
-    packed: bool
-    quantization: Literal["int8"] | None
-    trace: bool
-    prefix_cache: Literal["hash", "radix", "none"] | None
-    scheduler: Literal["atom", "spyre"]
-    chunk_size: int
-    max_batch_tkv_limit: int
-    interleave: bool
-    speculative_config: Any
-    engine_process: bool
-    ready_timeout: float
-    ping_timeout: float
-    tensor_parallel_size: int
-    collective_timeout: float
-    enable_expert_parallel: bool
-    data_parallel_size: int
-    routing: Literal["load", "prefix"]
-    lockstep: bool
-
-# %% ../../nbs/refinements/20_parts.ipynb #a666ece2
-@contextmanager
-def shown_on_terminal(config: EngineArgs) -> Iterator[None]:
-    """Show on stderr, if it is a terminal, what is loaded and how long it took."""
-    if config.folder is None or sys.stderr is None or not sys.stderr.isatty():
-        yield
-        return
-    size = sum(file.stat().st_size for file in config.folder.glob("*.safetensors"))
-    what, started = f"loading {config.model} ({size / 1e6:,.0f} MB) ... ", time.time()
-    print(what, end="", file=sys.stderr, flush=True)
-    found = ""
-    try:
-        yield
-        found = f"{config.num_kvcache_blocks:,} blocks, {time.time() - started:.1f} s"
-    finally:
-        print(found, file=sys.stderr)
-
-# %% ../../nbs/refinements/20_parts.ipynb #a666ecfd
-class LLM(atom_mini.llm.LLM):
-    """A loaded checkpoint and its engine. `options` are those of `EngineArgs`.
-
-    `metrics` counts what the steps did. `trace` holds their records if `trace=True`,
-    else it is None. For threads, processes, and errors, see `atom_mini.llm.LLM`.
-    """
-
-    config_cls = EngineArgs
-    config: EngineArgs
-
-    def __init__(
-        self, model: str | Path, *, seed: int | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        super().__init__(model, seed=seed, **options)
-        from atom_mini.instruments.callbacks import Callbacks, Log
-        from atom_mini.instruments.trace import Metrics, record
-
-        self.listeners += [Metrics(), Callbacks(self), Log(self)]
-        traced = self.config.trace
-        self.trace = record(self.engine_core, self.tokenizer) if traced else None
-
-    @property
-    def metrics(self) -> Any:
-        """The first listener, which counts steps and tokens."""
-        return self.listeners[0]
-
-    @metrics.setter
-    def metrics(self, listener: Any) -> None:
-        self.listeners[0] = listener
-
-    def make_engine_core(self) -> EngineCore:
-        """Make the engine that `config` asks for. This loads the checkpoint."""
-        with shown_on_terminal(self.config):
-            return make_engine_core(self.config)
+            self._set(speculative_config=check_speculative(self))
 
 # %% ../../nbs/refinements/20_parts.ipynb #639d042b
 class Need(NamedTuple):
@@ -472,7 +225,7 @@ def apply(row: Need, config: EngineArgs, fixed: set[str]) -> bool:
             need = repr(allowed[0]) if len(allowed) == 1 else f"one of {[*allowed]}"
             wrong = f"{name}={now!r} does not go with {row.asked}"
             require(name not in fixed, f"{wrong}: set it to {need} ({row.why})")
-            setattr(config, name, allowed[0])
+            config._set(**{name: allowed[0]})
             fixed.add(name)
     return len(fixed) > before
 
@@ -508,13 +261,56 @@ def check_switches(config: EngineArgs, given: set[str]) -> None:
         require(not idle or not is_default(switch), does)
 
 # %% ../../nbs/refinements/20_parts.ipynb #98128a6b
-def fuse(config: EngineArgs) -> None:
-    """Replace `config.spec` by one with fused operations. ValueError if they cannot run
-    here, or not for its layers."""
+def fuse(config: EngineArgs) -> Any:
+    """The spec with fused operations. ValueError if they cannot run here, or not for its
+    layers."""
     runs = find_spec("triton") is not None
     runs = runs and (os.environ.get("TRITON_INTERPRET") == "1" or not is_on_cpu(config))
     wrong = "fuse_layers=True needs Triton and a GPU (or, for tests, TRITON_INTERPRET=1"
     require(runs, f"{wrong} before Python starts): leave it out")
     from atom_mini.refinements.fused import fused_spec
 
-    config.spec = fused_spec(config.spec)
+    return fused_spec(config.spec)
+
+# %% ../../nbs/refinements/20_parts.ipynb #a666ece1
+class EngineOptions(TypedDict, total=False):
+    """The options of an engine as keywords: the fields of `EngineArgs`, for editors and
+    type checkers."""
+
+    device: str | None
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None
+    kv_cache_block_size: int
+    num_kvcache_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    enable_mixed_steps: bool
+    attention: Literal["triton", "torch"] | None
+    enforce_eager: bool
+    scheduler_cls: Any | None
+    interleave_decode: bool
+    scheduler_delay_factor: float
+    overlap: bool
+    fuse_layers: bool
+    compiled: bool
+    packed: bool
+    quantization: Literal["int8"] | None
+    trace: bool
+    prefix_cache: Literal["hash", "radix", "none"] | None
+    scheduler: Literal["atom", "spyre"]
+    chunk_size: int
+    max_batch_tkv_limit: int
+    interleave: bool
+    speculative_config: Any
+    engine_process: bool
+    ready_timeout: float
+    ping_timeout: float
+    tensor_parallel_size: int
+    collective_timeout: float
+    enable_expert_parallel: bool
+    data_parallel_size: int
+    routing: Literal["load", "prefix"]
+    lockstep: bool

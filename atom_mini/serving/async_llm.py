@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ..checkpoint import require
 from ..llm import Chat, Params, Prompts, check_template_options
 from ..llm import read_messages, read_prompts
-from ..refinements.parts import LLM
+from ..refinements.build import LLM
 from ..text import Request, TextPiece
 
 # %% auto #0

@@ -23,6 +23,7 @@ from starlette.routing import Mount
 
 from ..checkpoint import install, require
 from ..instruments.options import Batch, Fleet, Serve, given
+from ..refinements.build import choose_scheduler
 from ..refinements.parts import EngineArgs
 from .async_llm import AsyncLLM
 from .protocol import ApiError, read_request
@@ -129,7 +130,7 @@ def build(args: dict[str, Any]) -> Any:
 def run_fleet(args: argparse.Namespace) -> None:
     """Serve until a signal ends it. ValueError if the engines cannot start."""
     settings = Fleet(**given(args, Fleet))
-    EngineArgs(**given(args, EngineArgs))  # checks them before Ray starts
+    choose_scheduler(EngineArgs(**given(args, EngineArgs)))  # checks them before Ray starts
     if settings.address is None:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         socket.create_server((settings.host, settings.port), family=family).close()

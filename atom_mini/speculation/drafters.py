@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import chain, takewhile
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+import atom_mini.families.models  # noqa: F401 - fills MODELS
 from ..checkpoint import require
 from ..config import Config, SamplingParams
 from ..loading import blank_model
 from ..memory import kvcache_block_bytes
 from ..models import TorchOps
-from ..refinements.parts import EngineArgs, make_runner
+from ..refinements.parts import EngineArgs
 from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
@@ -39,7 +41,9 @@ class NgramDrafter(Drafter):
     Source: prompt lookup (Saxena 2023). The options are those of vLLM's `ngram`.
     """
 
-    def __init__(self, config: EngineArgs, runner: Any = None) -> None:
+    def __init__(
+        self, config: EngineArgs, runner: Any = None, make_runner: Any = None
+    ) -> None:
         super().__init__()
         # by_request: run of tokens -> the position after its first occurrence
         options = config.speculative_config
@@ -148,11 +152,14 @@ def read_draft_config(config: EngineArgs) -> EngineArgs:
 class DraftModel(ModelDrafter):
     """A second checkpoint, which drafts its likeliest tokens or samples its drafts.
 
-    Raises ValueError if its vocabulary, its positions, or its tokenizer do not fit.
+    `make_runner` makes its runner. Raises ValueError if its vocabulary, its positions,
+    or its tokenizer do not fit.
     Source: Leviathan et al. 2023; Chen et al. 2023.
     """
 
-    def __init__(self, config: EngineArgs, runner: Any) -> None:
+    def __init__(
+        self, config: EngineArgs, runner: Any, make_runner: Callable[[EngineArgs], Any]
+    ) -> None:
         super().__init__()  # by_request: how many tokens have K/V here
         self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))

@@ -5,7 +5,7 @@
 # %% ../../nbs/speculation/53_eagle.ipynb #8f2057f4
 from __future__ import annotations
 
-from copy import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,10 @@ from ..refinements.parts import EngineArgs
 from ..loading import Readers, blank_model, checkpoint_files, load_model
 from ..loading import load_weights, read_tensor, weight_targets
 from ..model_runner import ModelRunner
-from ..models import MLP, CausalLM, DecoderLayer, Linear, RMSNorm
+from ..models import MLP, MODELS, CausalLM, DecoderLayer, Linear, RMSNorm
 from ..models import RotaryEmbedding, SelfAttention, TorchOps
 from ..rope_scaling import check_rope
+from ..sampler import Sampler
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from .drafters import ModelDrafter, extend
@@ -69,9 +70,6 @@ class HeadSpec(ModelSpec):
     norm_before_residual: bool = False
     taps: tuple[int, ...] = ()  # layers of the target whose inputs it reads
     has_embedding: bool = False  # its own, not the target's
-
-    def model_class(self) -> Any:
-        return Eagle3Head
 
 
 class Eagle3Head(nn.Module):
@@ -119,6 +117,10 @@ class Eagle3Head(nn.Module):
         """Rename the weights of both styles to EAGLE's names; drop the tables of ids."""
         kept = {name: readers[name] for name in readers if name not in ("d2t", "t2d")}
         return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
+
+
+# it has a `CausalLM`'s methods, as far as it is loaded and called
+MODELS[HeadSpec] = Eagle3Head  # type: ignore[assignment]
 
 # %% ../../nbs/speculation/53_eagle.ipynb #c1c7be67
 def find_taps(raw: dict[str, Any], num_layers: int) -> list[int]:
@@ -221,17 +223,20 @@ def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
 
 # %% ../../nbs/speculation/53_eagle.ipynb #58addfbe
 class HeadRunner(ModelRunner):
-    """Runs the head `make(self)`, with the block ids of the `target`'s runner."""
+    """Runs the head `make_head(self)`, with the block ids of the `target`'s runner."""
 
     model: Any
 
-    def __init__(self, config: EngineArgs, target: Any, make: Any) -> None:
-        self.target, self.make = target, make
-        super().__init__(config)
+    def __init__(
+        self, config: EngineArgs, ops: TorchOps, sampler: Sampler, target: Any,
+        make_head: Callable[[HeadRunner], Any],
+    ) -> None:  # fmt: skip
+        self.target, self.make_head = target, make_head
+        super().__init__(config, ops, sampler)
 
     def _load(self) -> None:
         """Make the head, and a pool of as many blocks as the target's."""
-        self.upload, self.model = self.target.upload, self.make(self)
+        self.upload, self.model = self.target.upload, self.make_head(self)
         self._set_kv_cache(self.target.kv_cache.shape[2])
         self.kv_cache.zero_()  # a prefix hit may read a slot that was never written
 
@@ -253,18 +258,23 @@ def unsharded_ends(config: EngineArgs, runner: Any) -> Any:
 
 # %% ../../nbs/speculation/53_eagle.ipynb #5e4d1a04
 class HeadDrafter(ModelDrafter):
-    """Drafts greedily with a head of the target; ValueError if it does not fit."""
+    """Drafts greedily with a head of the target; ValueError if it does not fit.
+
+    `make_runner(config, kind)` makes the head's runner, which has the class `kind`.
+    """
 
     load: Any  # (config, target's model, the head's runner) -> the head
     last: Any  # (states, drafts) of its newest pass
 
-    def __init__(self, config: EngineArgs, runner: Any) -> None:
+    def __init__(
+        self, config: EngineArgs, runner: Any, make_runner: Callable[..., HeadRunner]
+    ) -> None:
         super().__init__()  # by_request: (the last state, the draft after it)
-        own: Any = copy(config)
-        _, own.spec = self.source(config)
-        own.device, own.dtype = str(runner.device), str(runner.dtype)[len("torch.") :]
+        device, dtype = str(runner.device), str(runner.dtype)[len("torch.") :]
+        own = config.changed(spec=self.source(config)[1], device=device, dtype=dtype)
         ends = unsharded_ends(config, runner)
-        self.runner = HeadRunner(own, runner, partial(self.load, config, ends))
+        load = partial(self.load, config, ends)
+        self.runner = make_runner(own, partial(HeadRunner, target=runner, make_head=load))
         self.model = self.runner.model
         graphs = getattr(runner, "graphs", {})
         self.taps = Taps(runner.model, self.model.taps, max(graphs, default=0))

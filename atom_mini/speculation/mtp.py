@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec
+from ..families.latent import LatentModel
+from ..families.quantized import FamilyModel
+from ..families.records import FamilySpec, LatentSpec
 from ..refinements.parts import EngineArgs
 from ..loading import Readers, load_model
-from ..models import CausalLM, Linear, RMSNorm, TorchOps
+from ..models import MODELS, Linear, RMSNorm, TorchOps
 from .eagle import HeadDrafter, HeadRunner
 
 # %% auto #0
-__all__ = ['is_own', 'MtpHead', 'module_spec', 'MtpDrafter']
+__all__ = ['MODELS', 'MODULES', 'is_own', 'MtpSpec', 'MtpHead', 'LatentMtpSpec', 'LatentMtpHead', 'module_spec', 'MtpDrafter']
 
 # %% ../../nbs/speculation/53_eagle.ipynb #afeb057e
 def is_own(name: str, layer: int) -> bool:
@@ -27,18 +30,24 @@ def is_own(name: str, layer: int) -> bool:
     shared = "embed_tokens.weight", "shared_head.head.weight"
     return kind != name and kind not in shared
 
-# %% ../../nbs/speculation/53_eagle.ipynb #6a34ed9b
-class MtpHead(CausalLM):
-    """The module after a model's layers (DeepSeek-V3, arXiv 2412.19437). A subclass
-    adds the model's class, which makes its layer."""
+# %% ../../nbs/speculation/53_eagle.ipynb #6a34ed9a
+@dataclass(frozen=True)
+class MtpSpec(FamilySpec):
+    """The spec of the module that drafts."""
 
-    place: int  # the number of the model's layers
+    place: int = 0  # the number of the model's layers
+
+# %% ../../nbs/speculation/53_eagle.ipynb #6a34ed9b
+class MtpHead(FamilyModel):
+    """The module after a model's layers (DeepSeek-V3, arXiv 2412.19437)."""
+
+    spec: MtpSpec
     model: Any
     embed_tokens: nn.Module  # these three are the target's
     last_norm: nn.Module
     to_logits: Any
 
-    def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
+    def __init__(self, spec: MtpSpec, max_position: int, ops: TorchOps) -> None:
         nn.Module.__init__(self)  # without an embedding and an output matrix
         self.spec, self.ops = spec, ops
         size, eps = spec.hidden_size, spec.rms_norm_eps
@@ -46,13 +55,13 @@ class MtpHead(CausalLM):
         layer.enorm, layer.hnorm = RMSNorm(size, eps, ops), RMSNorm(size, eps, ops)
         layer.eh_proj = Linear(2 * size, {"eh_proj": size})
         layer.shared_head = nn.ModuleDict({"norm": RMSNorm(size, eps, ops)})
-        layers = nn.ModuleDict({str(self.place): layer})
+        layers = nn.ModuleDict({str(spec.place): layer})
         self.model = nn.ModuleDict({"layers": layers})
-        self.layer, self.taps = layer, [self.place]
+        self.layer, self.taps = layer, [spec.place]
         self.rotary = self.make_rotary(max_position)
 
     def weight_readers(self, readers: Readers) -> Readers:
-        own = {n: read for n, read in readers.items() if is_own(n, self.place)}
+        own = {n: read for n, read in readers.items() if is_own(n, self.spec.place)}
         return super().weight_readers(own)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -74,22 +83,28 @@ class MtpHead(CausalLM):
         return self.to_logits(states).argmax(-1)
 
 # %% ../../nbs/speculation/53_eagle.ipynb #0f6e42ab
-def module_spec(spec: ModelSpec) -> ModelSpec:
+@dataclass(frozen=True)
+class LatentMtpSpec(LatentSpec, MtpSpec):
+    """An `MtpSpec` with latent attention."""
+
+
+class LatentMtpHead(MtpHead, LatentModel):
+    """An `MtpHead` with latent attention."""
+
+    spec: LatentMtpSpec
+
+
+MODELS |= {MtpSpec: MtpHead, LatentMtpSpec: LatentMtpHead}
+MODULES = {FamilySpec: MtpSpec, LatentSpec: LatentMtpSpec}
+
+
+def module_spec(spec: FamilySpec) -> MtpSpec:
     """The spec of a model's module: a layer like its last one."""
     last = {name: getattr(spec, name)[-1:] for name in ("sparse", "rotates", "windows")}
-    place = {"place": spec.num_hidden_layers}
-    kind: Any = type(spec)
+    changed = {"num_hidden_layers": 1, "mtp_layers": 0, "place": spec.num_hidden_layers}
+    return MODULES[type(spec)](**vars(spec) | last | changed)
 
-    class ModuleSpec(kind):
-        """The spec of the module that drafts."""
-
-        def model_class(self) -> Any:
-            return type("MtpHead", (MtpHead, super().model_class()), place)
-
-    changed = {"num_hidden_layers": 1, "mtp_layers": 0}
-    return ModuleSpec(**vars(spec) | last | changed)
-
-
+# %% ../../nbs/speculation/53_eagle.ipynb #0f6e42ac
 class MtpDrafter(HeadDrafter):
     """Drafts with the module after the checkpoint's last layer, one pass per draft."""
 

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from ..engine_core import EngineCore
-from ..refinements.parts import EngineArgs, make_runner
+from ..refinements.parts import EngineArgs
 from ..refinements.turns import TurnScheduler
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['Seqs', 'Drafts', 'Tokens', 'Rows', 'as_rows', 'accept', 'Drafter', 'SpecStats', 'SpecScheduler', 'SpecCore',
-           'make_speculating']
+__all__ = ['Seqs', 'Drafts', 'Tokens', 'Rows', 'as_rows', 'accept', 'Drafter', 'SpecStats', 'SpecScheduler', 'SpecCore']
 
 # %% ../../nbs/speculation/50_verify.ipynb #55c9d3e7
 @dataclass(frozen=True)
@@ -89,7 +88,9 @@ class Drafter:
 
     has_cache = False
 
-    def __init__(self, config: Any = None, runner: Any = None) -> None:
+    def __init__(
+        self, config: Any = None, runner: Any = None, make_runner: Any = None
+    ) -> None:
         self.by_request: dict[int, Any] = {}  # request id -> the drafter's state of it
 
     @classmethod
@@ -275,7 +276,7 @@ class SpecCore(EngineCore):
         self, config: EngineArgs, runner: Any, drafter: Drafter,
         scheduler: SpecScheduler | None = None,
     ) -> None:
-        super().__init__(config, runner, scheduler)
+        super().__init__(config, runner, scheduler or SpecScheduler(config))
         self.drafter = drafter
         self.scheduler.num_read = lambda seq: self.drafter.num_read(seq)
 
@@ -312,11 +313,3 @@ class SpecCore(EngineCore):
     def close(self) -> None:
         super().close()
         vars(self).pop("drafter", None)
-
-# %% ../../nbs/speculation/50_verify.ipynb #fd755155
-def make_speculating(config: EngineArgs) -> SpecCore:
-    """The engine core with any runner, and with the drafter that `config` asks for."""
-    runner = make_runner(config)
-    from atom_mini.speculation.knobs import find_drafter
-
-    return SpecCore(config, runner, find_drafter(config)(config, runner))

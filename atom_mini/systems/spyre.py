@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..checkpoint import require
-from ..refinements.parts import EngineArgs
+from ..refinements.fields import EngineFields
 from ..scheduler import BaseScheduler, ScheduledBatch
 from ..sequence import Sequence, SequenceStatus, SequenceType
 
@@ -105,9 +105,9 @@ class SpyreScheduler(BaseScheduler):
     the last step. Source: sendnn-inference, "Scheduling and Padding Logic".
     """
 
-    config: EngineArgs
+    config: EngineFields
 
-    def __init__(self, config: EngineArgs) -> None:
+    def __init__(self, config: EngineFields) -> None:
         super().__init__(config)
         assert config.chunk_size is not None
         self.size, self.chunk_size = config.kv_cache_block_size, config.chunk_size
@@ -150,8 +150,7 @@ class SpyreScheduler(BaseScheduler):
         return ChunkPlan(seq.num_tokens, self.size, self.chunk_size)
 
     def _cached(self, seq: Sequence) -> list[int]:
-        manager = self.block_manager
-        return manager.index.find(seq) if manager.enable_prefix_caching else []
+        return self.block_manager.index.find(seq)
 
     def _begin(self, seq: Sequence) -> int:
         """Admit `seq` with blocks for its first chunk. Returns the number of cached tokens
@@ -260,7 +259,7 @@ class SpyreScheduler(BaseScheduler):
 INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
 
 
-def _check_shape(config: EngineArgs) -> None:
+def _check_shape(config: EngineFields) -> None:
     size, chunk = config.kv_cache_block_size, config.chunk_size
     rows, longest = config.max_num_seqs, config.max_model_len
     budget, limit = config.max_num_batched_tokens, config.max_batch_tkv_limit
@@ -276,14 +275,15 @@ def _check_shape(config: EngineArgs) -> None:
     require(limit >= (longest or 0), f"max_batch_tkv_limit={limit} {small}")
 
 
-def check_spyre(config: EngineArgs, given: set[str]) -> None:
-    """Raise ValueError for options that Spyre's scheduler refuses. `interleave`
-    comes from the environment unless it is among the `given` options."""
-    value = os.environ.get(INTERLEAVE)
-    if value and "interleave" not in given:
-        require(value in ("0", "1"), f"{INTERLEAVE}={value!r} must be 0 or 1")
-        config.interleave = value == "1"
+def check_spyre(config: EngineFields, given: set[str]) -> bool:
+    """Whether Spyre's scheduler interleaves: the environment says so unless `interleave`
+    is among the `given` options. ValueError for options that it refuses."""
     _check_shape(config)
+    value = os.environ.get(INTERLEAVE)
+    if not value or "interleave" in given:
+        return config.interleave
+    require(value in ("0", "1"), f"{INTERLEAVE}={value!r} must be 0 or 1")
+    return value == "1"
 
 # %% ../../nbs/systems/41_spyre.ipynb #5c3dc80e
 def remaining(seq: Sequence) -> int:

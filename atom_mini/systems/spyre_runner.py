@@ -61,8 +61,8 @@ class RectangularRunner(ModelRunner):
     config: EngineArgs
     num_spare_blocks = 1  # block 0, the dummy
 
-    def _choose_ops(self) -> tuple[TorchOps, Sampler]:
-        return RectangularOps(), Sampler()
+    def __init__(self, config: EngineArgs) -> None:
+        super().__init__(config, RectangularOps(), Sampler())
 
     def _lay_out(
         self, batch: PaddedBatch

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.checkpoint import ModelRegistry, ModelSpec, read_spec
-from atom_mini.models import MLP, CausalLM
+from atom_mini.models import MLP, MODELS, CausalLM
 
 
 class HalvedMLP(MLP):
@@ -26,12 +26,12 @@ class HalvedForCausalLM(CausalLM):
 
 
 class HalvedSpec(ModelSpec):
-    def model_class(self) -> type[CausalLM]:
-        return HalvedForCausalLM
+    pass
 
 
-# From here on the engine knows the architecture by the name that config.json gives it.
+# From here on the engine knows the architecture by the name that config.json gives it, and the model by the spec's class.
 ModelRegistry.register_model("HalvedForCausalLM", lambda config, raw: read_spec(config, HalvedSpec))
+MODELS[HalvedSpec] = HalvedForCausalLM
 
 with tempfile.TemporaryDirectory() as name:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 100, "num_hidden_layers": 2}

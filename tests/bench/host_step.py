@@ -27,6 +27,7 @@ from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
+from atom_mini.refinements.build import make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import SequenceType
 from atom_mini.uploads import InputBuffer
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     llm = LLM("tiny", device="cpu", num_kvcache_blocks=1)  # for its `generate`
-    runner = ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=1))
+    runner = make_runner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=1))
     runner.sampler = lambda logits, meta: logits.argmax(-1)  # type: ignore[assignment]  # the device's work, not the host's
     kinds = {"greedy": SamplingParams(temperature=0, max_tokens=42, ignore_eos=True),
              "temperature 0.6, top-p 0.9": SamplingParams(temperature=0.6, top_p=0.9, top_k=0, min_p=0.0, seed=1,

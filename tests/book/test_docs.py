@@ -795,7 +795,7 @@ def test_the_api_begins_with_the_three_names_that_users_need(tab: Any) -> None:
     tab.goto("api.html")
     names = tab.locator("dl.py.class > dt").evaluate_all("all => all.map(dt => dt.querySelector('.descname').textContent)")
     assert names == ["LLM", "SamplingParams", "RequestOutput"]
-    assert "refinements/parts.html#LLM" in tab.locator("dl.py.class > dt").first.inner_html(), "the one that is imported"
+    assert "refinements/build.html#LLM" in tab.locator("dl.py.class > dt").first.inner_html(), "the one that is imported"
     assert tab.locator("dt", has_text="generate(").count() == 1
 
 

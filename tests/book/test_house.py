@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import book
@@ -26,7 +27,7 @@ PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
 # of every engine; a first reading can wait
 EXPLAINED_LATER = {
-    "cpu_decode", "cpu_products", "extras", "file_checks", "refused", "rope_scaling",
+    "cpu_decode", "cpu_products", "errors", "extras", "file_checks", "refused", "rope_scaling",
     "sampling_kernels", "thread_safe", "tile_configs", "uploads",
 }  # fmt: skip
 WITHOUT_EDITABLE = """
@@ -42,6 +43,39 @@ def module_path(name: str) -> Path:
 def python(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "IN_TEST"} | {"PYTHONPATH": f"{home}:{home / TOOLS}"}
     return subprocess.run([sys.executable, *arguments], cwd=home / "nbs", env=env, capture_output=True, text=True)
+
+
+def read_imports() -> dict[str, set[str]]:
+    """Module -> the modules that it imports: anywhere, in functions and for type checkers, too."""
+    paths = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "atom_mini").rglob("*.py")}
+
+    def find(name: str) -> str:
+        while name and name not in paths:
+            name = name.rpartition(".")[0]
+        return name
+
+    found: dict[str, set[str]] = {module: set() for module in paths}
+    for module, path in paths.items():
+        package = module.split(".")[:-1]
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom):
+                base = package[: len(package) + 1 - node.level] if node.level else []
+                names = [".".join([*base, *filter(None, [node.module]), name]) for name in names]
+            found[module] |= {find(name) for name in names} - {"", module}
+    return found
+
+
+def test_imports_are_no_circle_and_none_climbs() -> None:
+    """From the bottom up, a reader meets nothing that is explained later. Only what chooses looks up: nobody imports it
+    from below."""
+    imported = read_imports()
+    order = [*TopologicalSorter(imported).static_order()]  # a CycleError names the circle
+    assert len(order) > 80 and len(imported["atom_mini.refinements.build"]) > 12
+    first = {module for module in imported if module.count(".") == 1}
+    choosing = {"atom_mini.__init__", "atom_mini.__main__"}
+    climbing = {(module, name) for module in first - choosing for name in imported[module] - first}
+    assert climbing == set()
 
 
 def test_part_one_alone_generates(alone: Path) -> None:

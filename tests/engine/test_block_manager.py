@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from show import check_blocks
 
 import atom_mini.prefix_index as prefix_index_module
-from atom_mini.block_manager import NO_HASH, BlockManager
+from atom_mini.block_manager import NO_HASH, BlockManager, NoIndex
 from atom_mini.config import SamplingParams
 from atom_mini.prefix_index import PrefixIndex, compute_hash
 from atom_mini.sequence import Sequence
@@ -27,7 +27,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     written when a step runs, and a block that is found must already say, slot by slot, what the sequence wants there.
     """
 
-    index_type: Any = PrefixIndex
+    index_cls: Any = PrefixIndex
 
     @initialize(
         blocks=st.integers(1, 7), size=st.integers(1, 3), caching=st.sampled_from([True, True, False]),
@@ -37,7 +37,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         real = compute_hash
         self.patch = pytest.MonkeyPatch()  # hashes that collide as often as they like
         self.patch.setattr(prefix_index_module, "compute_hash", lambda *args: real(*args) % 2**bits)
-        self.manager = BlockManager(blocks, size, caching, 4, self.index_type)
+        self.manager = BlockManager(blocks, size, self.index_cls if caching else NoIndex, 4)
         self.size = size
         self.content: list[list[Any]] = [[None] * size for _ in range(blocks)]
         self.held: list[Sequence] = []  # between two steps, with everything computed but the newest token
@@ -161,7 +161,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 class RadixMachine(BlockManagerMachine):
     """The same caller, the same promises, the other index."""
 
-    index_type = RadixCache
+    index_cls = RadixCache
 
 
 BlockManagerMachine.TestCase.settings = RadixMachine.TestCase.settings = settings(
@@ -170,7 +170,7 @@ BlockManagerMachine.TestCase.settings = RadixMachine.TestCase.settings = setting
 )  # fmt: skip
 test_block_manager_machine = BlockManagerMachine.TestCase
 test_block_manager_machine_on_a_radix_tree = RadixMachine.TestCase
-both = pytest.mark.parametrize("index_type", [PrefixIndex, RadixCache])
+both = pytest.mark.parametrize("index_cls", [PrefixIndex, RadixCache])
 
 
 # ---- hashes: another implementation must find the same numbers ----
@@ -214,7 +214,7 @@ def test_a_sequence_is_hashed_once_in_its_life(monkeypatch: pytest.MonkeyPatch) 
     calls = []
     real = compute_hash
     monkeypatch.setattr(prefix_index_module, "compute_hash", lambda *args: calls.append(args) or real(*args))
-    manager, seq = BlockManager(8, 2), Sequence(range(9), 2)
+    manager, seq = BlockManager(8, 2, PrefixIndex), Sequence(range(9), 2)
     for _ in range(3):
         admit(manager, seq)
         manager.deallocate(seq)
@@ -240,8 +240,8 @@ def queue(manager: BlockManager) -> list[int]:
 
 
 @both
-def test_blocks_without_content_go_first_then_the_least_recently_used(index_type: Any) -> None:
-    manager = BlockManager(7, 2, index_type=index_type)
+def test_blocks_without_content_go_first_then_the_least_recently_used(index_cls: Any) -> None:
+    manager = BlockManager(7, 2, index_cls)
     one, two = admit(manager, Sequence([1, 2, 3], 2)), admit(manager, Sequence([4, 5, 6], 2))
     assert (one.block_table, two.block_table, queue(manager)) == ([0, 1], [2, 3], [4, 5, 6])
     manager.deallocate(two)
@@ -250,8 +250,8 @@ def test_blocks_without_content_go_first_then_the_least_recently_used(index_type
 
 
 @both
-def test_the_beginning_of_a_prompt_stays_longest(index_type: Any) -> None:
-    manager = BlockManager(5, 2, index_type=index_type)
+def test_the_beginning_of_a_prompt_stays_longest(index_cls: Any) -> None:
+    manager = BlockManager(5, 2, index_cls)
     seq = admit(manager, Sequence([1, 2, 3, 4, 5, 6, 7], 2))
     manager.deallocate(seq)
     assert queue(manager) == [3, 4, 2, 1, 0]
@@ -260,8 +260,8 @@ def test_the_beginning_of_a_prompt_stays_longest(index_type: Any) -> None:
 
 
 @both
-def test_a_hit_makes_a_block_the_most_recently_used(index_type: Any) -> None:
-    manager = BlockManager(6, 2, index_type=index_type)
+def test_a_hit_makes_a_block_the_most_recently_used(index_cls: Any) -> None:
+    manager = BlockManager(6, 2, index_cls)
     for token in range(3):
         manager.deallocate(admit(manager, Sequence([token, token, 9], 2)))
     blocks = [manager.index.find(Sequence([token, token, 8], 2))[0] for token in range(3)]
@@ -271,8 +271,8 @@ def test_a_hit_makes_a_block_the_most_recently_used(index_type: Any) -> None:
 
 
 @both
-def test_a_shared_block_is_free_when_its_last_owner_leaves(index_type: Any) -> None:
-    manager = BlockManager(6, 2, index_type=index_type)
+def test_a_shared_block_is_free_when_its_last_owner_leaves(index_cls: Any) -> None:
+    manager = BlockManager(6, 2, index_cls)
     one, two = admit(manager, Sequence([1, 2, 3], 2)), admit(manager, Sequence([1, 2, 4], 2))
     assert one.block_table[0] == two.block_table[0] == 0 and manager.num_free_blocks == 3
     manager.deallocate(one)
@@ -285,8 +285,8 @@ def test_a_shared_block_is_free_when_its_last_owner_leaves(index_type: Any) -> N
 
 
 @both
-def test_free_hits_are_charged_and_held_hits_are_not(index_type: Any) -> None:
-    manager = BlockManager(4, 2, index_type=index_type)
+def test_free_hits_are_charged_and_held_hits_are_not(index_cls: Any) -> None:
+    manager = BlockManager(4, 2, index_cls)
     one = admit(manager, Sequence([1, 2, 3, 4, 5], 2))  # 3 blocks of 4
     same = Sequence([1, 2, 3, 4, 6], 2)
     assert manager.can_allocate(same) == [0, 1]  # 2 held by `one`, 1 free block needed
@@ -297,7 +297,7 @@ def test_free_hits_are_charged_and_held_hits_are_not(index_type: Any) -> None:
 
 
 def test_without_caching_nothing_is_found_or_kept() -> None:
-    manager = BlockManager(8, 2, enable_prefix_caching=False)
+    manager = BlockManager(8, 2)
     for _ in range(2):
         assert admit(manager, Sequence([1, 2, 3], 2)).num_cached_tokens == 0
-    assert not manager.index.hash_to_block_id and not manager.index.pending
+    assert not manager.index.pending and {block.hash for block in manager.pool.blocks} == {NO_HASH}

@@ -14,12 +14,12 @@ from checkpoints import save_one_layer
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from gpus import Gpus, OnCpu
+from recording import graph_runner
 from test_mtp import save_module
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.graphs import GraphRunner
-from atom_mini.refinements.parts import make_runner
+from atom_mini.refinements.build import make_runner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs are made of a CPU")
 
@@ -105,7 +105,7 @@ def test_graphs_of_one_runner_share_a_stream_and_no_others_do(folder: Path, gpus
     """Those that measure memory, which are thrown away, and those of two runners on one device."""
     room, streams = ROOM | {"max_num_seqs": 2}, list[Any]()
     for at in (1, 1):
-        runner = GraphRunner(EngineArgs(str(folder), device=f"cuda:{at}", **room))
+        runner = graph_runner(EngineArgs(str(folder), device=f"cuda:{at}", **room))
         measured, kept = gpus.captures[:2], gpus.captures[2:]  # each of sizes 1 and 2
         gpus.captures.clear()
         assert len(kept) == len(runner.graphs) == 2
@@ -117,7 +117,7 @@ def test_graphs_of_one_runner_share_a_stream_and_no_others_do(folder: Path, gpus
 
 def test_a_step_warms_up_on_the_stream_that_records_it(folder: Path, gpus: Gpus) -> None:
     """A library's handle belongs to a stream: one that is made during a recording would end it. Other threads may go on."""
-    GraphRunner(EngineArgs(str(folder), device="cuda:1", **ROOM))
+    graph_runner(EngineArgs(str(folder), device="cuda:1", **ROOM))
     for stream in map(id, gpus.captures):
         whats = [what for what, _, _ in gpus.log]
         end = gpus.log.index(("capture", 1, stream))
@@ -153,13 +153,12 @@ def test_a_failed_step_leaves_the_callers_device_current(folder: Path, gpus: Gpu
 
 def test_a_dummy_step_goes_to_its_device(folder: Path, gpus: Gpus) -> None:
     """An engine in lockstep that has nothing to do steps along outside of a transaction."""
-    from atom_mini.processes.lockstep import LockstepProc
+    from atom_mini.processes.lockstep import LockstepProc, LockstepRunner
 
     config = EngineArgs(str(folder), device="cuda:1", **ROOM)
     runner = make_runner(config)
-    vars(config).update(ranks=None, routing="load")
-    loop: Any = LockstepProc(EngineCore(config, runner), None, None)
-    loop.ranks = SimpleNamespace(agree=lambda *mine: [1, 0, 0, 0, 1], num_rows=0)
+    ranks: Any = SimpleNamespace(agree=lambda *mine: [1, 0, 0, 0, 1], num_rows=0)
+    loop = LockstepProc(EngineCore(config, LockstepRunner(runner, ranks)), None, None)
     gpus.take()
     loop.idle()
     assert gpus.take() == {"event": {1}, "replay": {1}, "kernel": {1}}

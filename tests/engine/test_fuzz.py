@@ -298,8 +298,8 @@ def ignores_the_pools_limit(patch: Patch) -> None:
 
 def believes_what_a_failed_step_found(patch: Patch) -> None:
     """The blocks are taken back, and what the step noted about them is not."""
-    old = "self.index = kind(self.pool.blocks, self.block_size)"
-    new = "self.index = getattr(self, 'index', None) or kind(self.pool.blocks, self.block_size)"
+    old = "self.index = self.index_cls(self.pool.blocks, self.block_size)"
+    new = "self.index = getattr(self, 'index', None) or self.index_cls(self.pool.blocks, self.block_size)"
     mutate(patch, BlockManager, "reset", old, new)
 
 

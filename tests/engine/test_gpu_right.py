@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.model_runner import ModelRunner, made_up_batch
-from atom_mini.refinements.parts import make_runner
+from atom_mini.refinements.build import make_runner
 from atom_mini.sampler import Sampler, SamplingMetaData, uploads_to
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType

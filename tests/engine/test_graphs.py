@@ -19,6 +19,7 @@ from test_speculation import FromABook
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from recording import graph_runner
 from show import check_blocks
 
 from atom_mini import EngineArgs, triton_attention
@@ -33,9 +34,9 @@ from atom_mini.graphs import (
     no_garbage_collection,
 )
 from atom_mini.model_runner import ModelRunner, made_up_batch
+from atom_mini.refinements.build import make_runner, make_scheduler
 from atom_mini.refinements.launcher import Launcher
 from atom_mini.refinements.overlap import OverlapCore
-from atom_mini.refinements.parts import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import SpecCore, as_rows
@@ -67,7 +68,7 @@ def make_config(folder: Path, **options: Any) -> Config:
 
 def plain_runner(folder: Path, **options: Any) -> ModelRunner:
     """No kernels, no graphs."""
-    return ModelRunner(make_config(folder, attention="torch", **options))
+    return make_runner(make_config(folder, attention="torch", **options))
 
 
 def run(
@@ -75,7 +76,7 @@ def run(
     drafter: Any = None, everyone: list[Sequence] | None = None,
 ) -> Any:  # fmt: skip
     """(tokens, log probabilities) of one request per wish, and the engine they went through."""
-    rng, core = random.Random(seed), EngineCore(runner.config, runner)
+    rng, core = random.Random(seed), EngineCore(runner.config, runner, make_scheduler(runner.config))
     if drafter:
         core = SpecCore(runner.config, runner, drafter)
     if overlap:
@@ -118,7 +119,7 @@ def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
     """Greedy and random requests; more of them than may run, so that batches shrink and grow; tight pools preempt."""
     samplings: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
     config = make_config(folder, num_kvcache_blocks=9)
-    runner = GraphRunner(config, record)
+    runner = graph_runner(config, record)
     counts = count_replays(runner)
     replayed, core = run(runner, samplings, max_tokens=9)
     eager, _ = run(plain_runner(folder, num_kvcache_blocks=9), samplings, max_tokens=9)
@@ -130,7 +131,7 @@ def test_a_mixed_step_is_not_replayed(folder: Path, record: Any) -> None:
     """Decodes beside chunks go through the eager path; steps of decodes alone are replayed; the tokens are the same."""
     options = {"enable_mixed_steps": True, "max_num_batched_tokens": 5}
     samplings: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
-    runner = GraphRunner(make_config(folder, **options), record)
+    runner = graph_runner(make_config(folder, **options), record)
     counts, kinds, launch = count_replays(runner), list[str](), runner.launch
 
     def watched(batch: ScheduledBatch, *args: Any) -> Any:
@@ -150,7 +151,7 @@ def ragged_decode(runner: ModelRunner, lens: list[int]) -> ScheduledBatch:
     """One new token of each of `len(lens)` sequences, whose blocks lie scattered in the pool; greedy and random."""
     rng, size = np.random.default_rng(len(lens)), runner.config.kv_cache_block_size
     width = -(-max(lens) // size)
-    tables = rng.permutation(runner.config.num_kvcache_blocks or 0)[: len(lens) * width].reshape(len(lens), width)
+    tables = rng.permutation(runner.num_kvcache_blocks)[: len(lens) * width].reshape(len(lens), width)
     batch = made_up_batch(SequenceType.DECODE, 1, tables.astype(np.int32))
     params = [SamplingParams(temperature=i % 2, seed=i) for i in range(len(lens))]
     ids = rng.integers(0, 90, len(lens))
@@ -186,7 +187,7 @@ def poison(runner: GraphRunner) -> None:
 def test_every_rung_equals_eager_on_ragged_contexts(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part and several, whole rungs and padded ones, over a pool of NaN, with NaN in all that a replay writes."""
     monkeypatch.setattr(triton_attention, "SPLIT_KEYS", 16)
-    runner, plain = GraphRunner(make_config(folder), record), plain_runner(folder)
+    runner, plain = graph_runner(make_config(folder), record), plain_runner(folder)
     for i, lens in enumerate(([33], [17, 16], [64, 1, 31], [48, 2])):
         if i == 3:
             del runner.graphs[2]  # now a padded rung
@@ -206,7 +207,7 @@ def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
         {"repetition_penalty": 1.4},
         {"top_k": 5, "temperature": 1.0},
     ]
-    runner = GraphRunner(make_config(folder, num_kvcache_blocks=9), record)
+    runner = graph_runner(make_config(folder, num_kvcache_blocks=9), record)
     counts = count_replays(runner)
     for chosen in (samplings[:2] * 2, samplings):
         ahead, core = run(runner, chosen, max_tokens=9, overlap=True)
@@ -225,8 +226,9 @@ def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
         {"top_k": 5, "temperature": 1.0},
     ]
     eager, _ = run(plain_runner(folder, num_kvcache_blocks=30), samplings, max_tokens=9)
-    config = make_config(folder, num_kvcache_blocks=30, speculative_config={"num_speculative_tokens": 3})
-    runner = GraphRunner(config, record) if graphs else ModelRunner(config)
+    config = make_config(folder, num_kvcache_blocks=30, speculative_config={"num_speculative_tokens": 3},
+                         enforce_eager=not graphs)  # fmt: skip
+    runner = graph_runner(config, record) if graphs else make_runner(config)
     sizes: list[int] = []
     plan = runner.ops.plan
     runner.ops.plan = lambda *args: sizes.append(int(args[0].max())) or plan(*args)  # type: ignore[func-returns-value]
@@ -250,7 +252,7 @@ def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
 def test_many_drafts_of_one_sequence_are_not_replayed(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over `FEW_TOKENS` new tokens get large tiles, which no graph has: eager, with the logits of the plain path."""
     monkeypatch.setattr("atom_mini.graphs.graph_sizes", lambda most: [most])
-    runner, plain = GraphRunner(make_config(folder, max_num_seqs=FEW_TOKENS + 1), record), plain_runner(folder)
+    runner, plain = graph_runner(make_config(folder, max_num_seqs=FEW_TOKENS + 1), record), plain_runner(folder)
     counts = count_replays(runner)
     for tokens, replays in ((FEW_TOKENS, 1), (FEW_TOKENS + 1, 1)):
         prompt = made_up_batch(SequenceType.PREFILL, tokens, np.arange(5)[None])
@@ -262,7 +264,7 @@ def test_many_drafts_of_one_sequence_are_not_replayed(folder: Path, record: Any,
 
 def test_a_launch_returns_logits_whoever_runs_it(folder: Path, record: Any) -> None:
     """Not hidden states, where nobody asked for more than a token; a replay of another size leaves its rows alone."""
-    runner, plain = GraphRunner(make_config(folder), record), plain_runner(folder)
+    runner, plain = graph_runner(make_config(folder), record), plain_runner(folder)
     for count in (1, 3, 2):
         (logits, token_ids), (wanted, wanted_ids) = (r.launch(first_decodes(count)) for r in (runner, plain))
         assert logits.shape == wanted.shape == (count, runner.config.spec.vocab_size)  # type: ignore[union-attr]
@@ -272,7 +274,7 @@ def test_a_launch_returns_logits_whoever_runs_it(folder: Path, record: Any) -> N
 def test_filters_are_sampled_inside(folder: Path, record: Any) -> None:
     """A decode with filters is not sampled again after its replay, and its tokens are those of the sort."""
     samplings: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1}, {}]
-    runner = GraphRunner(make_config(folder), record)
+    runner = graph_runner(make_config(folder), record)
     sampled, counts, sample = list[SequenceType](), count_replays(runner), runner.sample
 
     def noting(batch: ScheduledBatch, *args: Any) -> Any:
@@ -287,7 +289,7 @@ def test_filters_are_sampled_inside(folder: Path, record: Any) -> None:
 
 def test_memory_is_measured_by_the_sort(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that sample need no memory, but drafts and penalties do: it must be left for them."""
-    runner, sorted_shapes = ModelRunner(make_config(folder)), list[tuple[int, ...]]()
+    runner, sorted_shapes = make_runner(make_config(folder, enforce_eager=True)), list[tuple[int, ...]]()
     monkeypatch.setattr("atom_mini.sampler.keep_mask", lambda x, *_: sorted_shapes.append(x.shape) or torch.ones_like(x) > 0)
     runner._sample_most()
     assert sorted_shapes == [(runner.config.max_decode_rows, runner.config.spec.vocab_size)]
@@ -301,7 +303,7 @@ def test_penalties_and_logprobs_are_sampled_outside(folder: Path, record: Any) -
         {"temperature": 0.8, "top_p": 0.7},
     ]
     samplings += [{"temperature": 1.0, "min_p": 0.1}, {"repetition_penalty": 1.4}, {}]
-    runner = GraphRunner(make_config(folder), record)
+    runner = graph_runner(make_config(folder), record)
     counts = count_replays(runner)
     replayed, _ = run(runner, samplings)
     eager, _ = run(plain_runner(folder), samplings)
@@ -313,7 +315,7 @@ def test_penalties_and_logprobs_are_sampled_outside(folder: Path, record: Any) -
 
 def test_one_runner_many_batches(folder: Path, record: Any) -> None:
     """The same requests with other wishes, then other requests with the same: nothing of the last batch is left."""
-    runner, plain = GraphRunner(make_config(folder), record), plain_runner(folder)
+    runner, plain = graph_runner(make_config(folder), record), plain_runner(folder)
     for seed, sampling in enumerate([{}, {"temperature": 1.0}, {"temperature": 1.0}, {}]):
         options: Any = {"max_tokens": 3, "seed": seed // 3}
         assert run(runner, [sampling] * 2, **options)[0] == run(plain, [sampling] * 2, **options)[0]
@@ -321,7 +323,7 @@ def test_one_runner_many_batches(folder: Path, record: Any) -> None:
 
 def test_padding_rows_touch_nothing(folder: Path, record: Any) -> None:
     """One sequence in a graph of three writes one slot of its own; the two rows beside it write to the spare block."""
-    runner = GraphRunner(make_config(folder), record)
+    runner = graph_runner(make_config(folder), record)
     del runner.graphs[1], runner.graphs[2]
     runner.kv_cache.fill_(7.0)
     runner.forward(first_decodes(1))
@@ -332,7 +334,7 @@ def test_padding_rows_touch_nothing(folder: Path, record: Any) -> None:
 
 def test_a_step_larger_than_the_ladder_runs_eagerly(folder: Path, record: Any) -> None:
     """Never an error: without a rung the step is not replayed."""
-    runner = GraphRunner(make_config(folder), record)
+    runner = graph_runner(make_config(folder), record)
     del runner.graphs[3]
     samplings: list[dict[str, Any]] = [{}] * 3
     assert run(runner, samplings)[0] == run(plain_runner(folder), samplings)[0]
@@ -340,7 +342,7 @@ def test_a_step_larger_than_the_ladder_runs_eagerly(folder: Path, record: Any) -
 
 def test_static_inputs_never_move(folder: Path, record: Any) -> None:
     """A recording knows addresses: an upload that does not fit is our mistake and says so."""
-    runner = GraphRunner(make_config(folder), record)
+    runner = graph_runner(make_config(folder), record)
     with pytest.raises(AssertionError):
         runner.static.upload([np.zeros(10**7)])
     longest = first_decodes(3)
@@ -391,7 +393,7 @@ def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypat
     """Five ways in which graphs go wrong, each noticed by comparing tokens."""
     samplings: list[dict[str, Any]] = [{}, {"temperature": 1.2, "top_k": 3}, {"temperature": 1.2}]
     eager, _ = run(plain_runner(folder), samplings, max_tokens=6)
-    runner = GraphRunner(make_config(folder), record)
+    runner = graph_runner(make_config(folder), record)
     upload = runner.static.upload
 
     def broken(arrays: list[np.ndarray]) -> list[torch.Tensor]:

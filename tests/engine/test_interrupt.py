@@ -16,6 +16,7 @@ import atom_mini
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import record
+from atom_mini.refinements.build import make_scheduler
 from atom_mini.refinements.overlap import OverlapCore
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence
@@ -81,9 +82,10 @@ def make_core(options: dict[str, Any]) -> EngineCore:
     small = {"num_kvcache_blocks": 6, "max_num_batched_tokens": 8, "max_num_seqs": 4}
     config = EngineArgs(kv_cache_block_size=4, **small | options)
     if config.overlap:
-        return OverlapCore(config, LaunchingSymbolicRunner(config, 12, False, bool, lambda: True))
+        launching = LaunchingSymbolicRunner(config, 12, False, bool, lambda: True)
+        return OverlapCore(config, launching, make_scheduler(config))
     kind = RectangularSymbols if config.scheduler == "spyre" else SymbolicRunner
-    return EngineCore(config, kind(config, 12, strict=False))
+    return EngineCore(config, kind(config, 12, strict=False), make_scheduler(config))
 
 
 def serve(core: EngineCore, seqs: list[Sequence]) -> None:

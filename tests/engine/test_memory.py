@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 from atom_mini import EngineArgs, model_runner
 from atom_mini.config import SamplingParams
 from atom_mini.memory import cgroup_free_bytes
-from atom_mini.model_runner import ModelRunner, made_up_batch
+from atom_mini.model_runner import made_up_batch
 from atom_mini.models import FEW_ROWS, SOME_ROWS, multiply_on_cpu
+from atom_mini.refinements.build import make_runner
 from atom_mini.sequence import SequenceType
 
 GIB = 2**30
@@ -64,9 +65,9 @@ def test_without_a_limit_there_is_none(tmp_path: Path) -> None:
 def test_a_refused_pool_names_the_memory_that_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """`num_kvcache_blocks` may take all that the host has free, not only the share that a pool takes by itself."""
     monkeypatch.setattr(model_runner, "free_host_bytes", lambda: 2**20)  # 16 blocks
-    ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=16))
+    make_runner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=16))
     with pytest.raises(ValueError, match=r"^1048576 bytes are free .* 17 block"):
-        ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=17))
+        make_runner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=17))
 
 
 # ---- the steps behind a GPU's memory plan, run on a CPU ----
@@ -85,7 +86,7 @@ def test_the_measured_steps_hold_what_any_sampling_needs(dtype: str) -> None:
     """The largest prefill is small here, so that all of it is sampling: at least the worst of all options, not much more."""
     rows = 100
     limits = {"max_num_seqs": rows, "max_num_batched_tokens": 64, "max_model_len": 64}
-    runner = ModelRunner(EngineArgs("tiny", device="cpu", dtype=dtype, num_kvcache_blocks=8, **limits))
+    runner = make_runner(EngineArgs("tiny", device="cpu", dtype=dtype, num_kvcache_blocks=8, **limits))
     batch = made_up_batch(SequenceType.DECODE, 1, np.zeros((rows, 1), np.int32))
     filters = {"top_k": 20, "top_p": 0.95, "min_p": 0.1}
     samplings = [{}, *({name: value} for name, value in filters.items()), filters, {"temperature": 0.0}]
@@ -104,7 +105,7 @@ def test_the_measured_step_holds_all_partial_results(monkeypatch: pytest.MonkeyP
     """As many rows as any step may write, which the kernel allocates, whatever the prefill itself needs."""
     pytest.importorskip("triton", reason="Triton is not installed")
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "max_model_len": 700}
-    runner = ModelRunner(EngineArgs("tiny", device="cpu", attention="triton", num_kvcache_blocks=8, **limits))
+    runner = make_runner(EngineArgs("tiny", device="cpu", attention="triton", num_kvcache_blocks=8, **limits))
     found = list[Any]()
     monkeypatch.setattr(runner, "run_model", lambda ids, positions, meta, last: found.append(meta.plan))
     runner._run_largest_steps()
@@ -113,7 +114,7 @@ def test_the_measured_step_holds_all_partial_results(monkeypatch: pytest.MonkeyP
 
 def test_a_gpus_pool_gets_what_the_measured_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that is made up: of 1,000 GiB 900 are ours, others hold 7, and the steps had a peak of 50."""
-    runner = ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8))
+    runner = make_runner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8))
     runner.device = torch.device("cuda")
     peak = [0]
     fakes: dict[str, Any] = {
@@ -133,7 +134,7 @@ def test_a_small_step_runs_on_one_thread_and_then_the_callers_count_is_back(
     error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after Ctrl-C; a large step keeps all threads, and so does a runner on a GPU."""
-    runner = ModelRunner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8, max_model_len=64))
+    runner = make_runner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8, max_model_len=64))
     monkeypatch.setattr(model_runner, "SMALL_STEP", 20 * runner.num_weights)
     seen: list[int] = []
 

@@ -20,6 +20,7 @@ from atom_mini.block_manager import NO_HASH, BlockManager
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.prefix_index import PrefixIndex
+from atom_mini.refinements.build import make_scheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.systems.radix_cache import RadixCache
@@ -38,7 +39,8 @@ class CountingRunner:
 
 
 def engine(**options: Any) -> EngineCore:
-    return EngineCore(EngineArgs(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options}), CountingRunner())
+    config = EngineArgs(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options})
+    return EngineCore(config, CountingRunner(), make_scheduler(config))
 
 
 def request(prompt: int | list[int], max_tokens: int = 1, size: int = 4, **params: Any) -> Sequence:
@@ -120,7 +122,7 @@ def test_the_same_tokens_after_a_colliding_parent_are_no_hit(monkeypatch: pytest
     real = prefix_index_module.compute_hash
     roots = {tuple(A): 1, tuple(B): 1}
     monkeypatch.setattr(prefix_index_module, "compute_hash", lambda t, *p: roots.get(tuple(t)) or real(t, *p))
-    manager = BlockManager(3, 4)
+    manager = BlockManager(3, 4, PrefixIndex)
     first = request([*A, *X, 0])
     compute(manager, first)
     parent, child, _ = first.block_table
@@ -146,7 +148,7 @@ def test_handing_out_a_freed_block_drops_its_index_entry(cache: str) -> None:
 @both
 def test_handing_out_a_twin_keeps_the_entry_of_the_other(cache: str) -> None:
     """Two blocks may hold the same content, and the index knows one: its entry must not go with the other."""
-    manager = BlockManager(3, 4, index_type={"hash": PrefixIndex, "radix": RadixCache}[cache])
+    manager = BlockManager(3, 4, {"hash": PrefixIndex, "radix": RadixCache}[cache])
     one, two = request(A), request(A)
     compute(manager, one)
     compute(manager, two)  # its only block is the last, so computed again
@@ -191,7 +193,7 @@ def test_may_append_grows_to_the_ceiling_however_many_tokens_came(size: int) -> 
         for new in range(1, 3 * size + 2):
             needed = -(-(length + new - 1) // size)  # the newest is in `length`; new - 1 come after it
             for blocks in (needed - 1, needed):
-                manager = BlockManager(blocks, size, enable_prefix_caching=False)
+                manager = BlockManager(blocks, size)
                 seq = request(length, size=size)
                 if (cached := manager.can_allocate(seq)) is None:
                     continue

@@ -14,8 +14,10 @@ from show import NewTokens, check_blocks, new_tokens
 
 import atom_mini.scheduler as scheduler_module
 from atom_mini import Config, EngineArgs
+from atom_mini.assemble import choose_scheduler
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.refinements.build import make_scheduler
 from atom_mini.scheduler import MixedScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
 from atom_mini.sequence import Sequence, SequenceStatus, SequenceType
 
@@ -24,7 +26,7 @@ PREFILL, DECODE, MIXED = SequenceType.PREFILL, SequenceType.DECODE, SequenceType
 
 def make(**options: Any) -> Scheduler:
     config = EngineArgs(**{"kv_cache_block_size": 4, "num_kvcache_blocks": 64, **options})
-    return config.get_scheduler_cls()(config)
+    return make_scheduler(config)
 
 
 def request(id: int, prompt: int | list[int], max_tokens: int = 8, size: int = 4, **params: Any) -> Sequence:
@@ -268,7 +270,7 @@ def make_mixed(**options: Any) -> Scheduler:
 
 def test_the_option_chooses_the_scheduler() -> None:
     for on, kind in ((True, MixedScheduler), (False, Scheduler)):
-        assert type(EngineCore(Config(num_kvcache_blocks=8, enable_mixed_steps=on), Answering()).scheduler) is kind
+        assert choose_scheduler(Config(enable_mixed_steps=on)) is kind
     assert not Config().enable_mixed_steps, "ATOM's prefill first is the default"
     with pytest.raises(ValueError, match="enable_mixed_steps=1 must be True or False"):
         Config(enable_mixed_steps=1)

@@ -19,7 +19,7 @@ from atom_mini.checkpoint import ModelSpec
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import MLP, CausalLM, RotaryEmbedding, SelfAttention
-from atom_mini.refinements.parts import make_core
+from atom_mini.refinements.build import make_core
 
 H100 = SimpleNamespace(multi_processor_count=132, major=9, minor=0, name="NVIDIA H100")
 KINDS = ["qwen3", "qwen2", "llama"]
@@ -72,7 +72,7 @@ def test_a_default_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(ModelRunner, "on_device", lambda self: nullcontext())
-    monkeypatch.setattr(ModelRunner, "_load", lambda self: None)
+    monkeypatch.setattr(ModelRunner, "_load", lambda self: setattr(self, "num_kvcache_blocks", 8))
     monkeypatch.setattr(GraphRunner, "_capture", lambda self, sizes: None)
     core = make_core(EngineArgs("tiny", num_kvcache_blocks=8))
     assert repr(core) == "EngineCore(Scheduler, GraphRunner(TritonOps, KernelSampler))"

@@ -325,19 +325,20 @@ LOOK = """
 import importlib, sys
 import atom_mini.families.records
 from atom_mini.checkpoint import ModelRegistry
+from atom_mini.models import model_class
 from atom_mini.refinements.parts import EngineArgs
 before = dict(ModelRegistry.readers)
 for module in sys.argv[1:]:
     importlib.import_module("atom_mini." + module)
     assert ModelRegistry.readers == before, f"importing {module} changed the registry"
     spec = EngineArgs("tiny").spec
-    print(type(spec).__name__, spec.model_class().__name__, spec.model_class().__module__)
+    print(type(spec).__name__, model_class(spec).__name__, model_class(spec).__module__)
 """
 
 
 def test_no_import_changes_what_a_model_is() -> None:
-    """After each module's import, the built-in model has Part I's spec, which names Part I's class."""
-    modules = [f"families.{name}" for name in ("mixture", "windows", "quantized", "latent", "state", "dealt")]
+    """After each module's import, the built-in model has Part I's spec and Part I's class."""
+    modules = [f"families.{name}" for name in ("mixture", "windows", "quantized", "latent", "state", "models", "dealt")]
     modules += ["processes.shards"] * bool(find_spec("msgspec"))
     done = subprocess.run([sys.executable, "-c", LOOK, *modules], capture_output=True, text=True)
     assert done.stdout.split() == ["ModelSpec", "CausalLM", "atom_mini.models"] * len(modules), done.stderr
@@ -364,20 +365,20 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
 def test_a_graphs_padding_rows_fetch_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences in the graph for four: the same tokens as without graphs, and the fourth row is padding."""
-    from recording import load_recorded_graph
+    from recording import graph_runner, load_recorded_graph
 
     from atom_mini.engine_core import EngineCore
     from atom_mini.families import grouped
-    from atom_mini.graphs import GraphRunner, first_decodes
-    from atom_mini.model_runner import ModelRunner
+    from atom_mini.graphs import first_decodes
+    from atom_mini.refinements.build import make_runner
     from atom_mini.sequence import Sequence
 
     save_family("qwen3_moe", tmp_path, head_dim=32, num_experts=8, **NARROW | {"num_hidden_layers": 1})
     options = {"num_kvcache_blocks": 8, "max_num_seqs": 4, "max_model_len": 64, "attention": "triton"}
     config = EngineArgs(str(tmp_path), device="cpu", **options)
-    runner, texts = GraphRunner(config, load_recorded_graph()), []
+    runner, texts = graph_runner(config, load_recorded_graph()), []
     assert sorted(runner.graphs) == [1, 2, 4]
-    for kind in (runner, ModelRunner(EngineArgs(str(tmp_path), device="cpu", **options))):
+    for kind in (runner, make_runner(EngineArgs(str(tmp_path), device="cpu", **options))):
         core = EngineCore(config, kind)
         seqs = [Sequence([5, 6, 7 + i], 16, SamplingParams(temperature=0, max_tokens=4), id=i) for i in range(3)]
         for seq in seqs:

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
 import test_graphs
+from recording import graph_runner
 from show import reference_attention
 from test_graphs import count_replays, record, run
 from test_kernels import DEVICE, DTYPES, FULL, LIMITS, Lens, Step, make_lens, relative_error
@@ -22,9 +23,8 @@ from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 import atom_mini.families.latent as latent
 from atom_mini import LLM, EngineArgs, SamplingParams, tile_configs
 from atom_mini.families.latent_kernel import LATENT_CONFIGS, LatentOps
-from atom_mini.graphs import GraphRunner
-from atom_mini.model_runner import ModelRunner
 from atom_mini.models import TorchOps
+from atom_mini.refinements.build import make_runner
 
 __all__ = ["record"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
@@ -125,7 +125,7 @@ def test_engine_on_the_kernel_equals_transformers(case: str, tmp_path: Path, mon
     kind, options = CASES[case]
     model = save_mixture(kind, tmp_path, **options | {"num_hidden_layers": 2})
     how: dict[str, Any] = {"device": DEVICE, "attention": "triton", "enforce_eager": True, **TIGHT}
-    assert type(ModelRunner(EngineArgs(str(tmp_path), dtype="float32", **how)).ops) is LatentOps
+    assert type(make_runner(EngineArgs(str(tmp_path), dtype="float32", **how)).ops) is LatentOps
     recorder, sequences, _ = generate(tmp_path, [make_prompts()[1][:30], [3] * 9], **how)
     assert recorder.num_chunks > 0 and recorder.num_decode_steps > 0
     assert max(recorder.errors(model, sequences).values()) <= 1e-4
@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_replays_equal_eager_steps(overlap: bool, folder: Path, record: Any) -> None:
     """Recorded decodes, batches that shrink and grow, preemption."""
     options: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}]
-    runner = GraphRunner(test_graphs.make_config(folder, num_kvcache_blocks=9), record)
+    runner = graph_runner(test_graphs.make_config(folder, num_kvcache_blocks=9), record)
     counts = count_replays(runner)
     replayed, core = run(runner, options, max_tokens=9, overlap=overlap)
     eager, _ = run(test_graphs.plain_runner(folder, num_kvcache_blocks=9), options, max_tokens=9)
@@ -176,7 +176,7 @@ def test_where_the_kernel_does_not_fit(monkeypatch: pytest.MonkeyPatch, folder: 
     with pytest.raises(ValueError, match=r"float32\) on gfx1201: set attention='torch'"):
         LatentOps(torch.device("cpu"), 16, 512, 64, torch.float32)
     config = EngineArgs(str(folder), attention="torch", device="cpu", num_kvcache_blocks=9)
-    assert not isinstance(ModelRunner(config).ops, LatentOps)
+    assert not isinstance(make_runner(config).ops, LatentOps)
 
 
 def test_every_target_of_the_paged_kernel_is_named() -> None:

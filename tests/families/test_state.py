@@ -30,7 +30,8 @@ from atom_mini.instruments.needs import describe
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.processes.lockstep import dummy_batch, with_spare_block
-from atom_mini.refinements.parts import STATE, TOGETHER, make_runner
+from atom_mini.refinements.build import make_runner
+from atom_mini.refinements.parts import STATE, TOGETHER
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 torch.set_num_threads(1)

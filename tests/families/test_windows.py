@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, recorded, save_checkpoint, save_family, spec_of
+from recording import graph_runner
 from test_parity import GREEDY, ROOMY, TIGHT, assert_parity, make_prompts
 from torch import Tensor
 
@@ -435,7 +436,7 @@ def test_replays_equal_eager_steps(tmp_path: Path) -> None:
         from recording import load_recorded_graph
 
         record = load_recorded_graph()
-    runner = graphs.GraphRunner(graphs.make_config(tmp_path, max_num_seqs=2), record)
+    runner = graph_runner(graphs.make_config(tmp_path, max_num_seqs=2), record)
     counts, options = graphs.count_replays(runner), [{}, {"temperature": 0.9}]
     replayed, _ = graphs.run(runner, options, max_tokens=5)
     eager, _ = graphs.run(graphs.plain_runner(tmp_path), options, max_tokens=5)

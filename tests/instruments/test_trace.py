@@ -23,9 +23,9 @@ from atom_mini.block_manager import NO_HASH
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import COLOURS, VERDICTS, Metrics, Trace, record
+from atom_mini.refinements.build import LLM, make_scheduler
 from atom_mini.refinements.overlap import OverlapCore
-from atom_mini.refinements.parts import LLM
-from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
+from atom_mini.scheduler import MixedScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.sequence import Sequence
 
 TIGHT = [(9, 18), (6, 22), (13, 6), (3, 12), (5, 4)]  # prompt and output tokens
@@ -48,7 +48,7 @@ class WatchedCore(EngineCore):
                 "waiting": [s.id for s in self.scheduler.waiting], "running": [s.id for s in holders],
                 "tables": {s.id: s.block_table[:] for s in holders},
                 "computed": {s.id: s.num_computed_tokens for s in holders},
-                "indexed": set(manager.index.hash_to_block_id.values()),
+                "indexed": set(getattr(manager.index, "hash_to_block_id", {}).values()),
                 "references": {b.block_id: b.ref_count for b in manager.pool.blocks if b.ref_count},
                 "pool": {"used": len(manager.pool.blocks) - len(free), "cached": cached, "free": len(free) - cached},
                 "kind": batch.type.name.lower(), "tokens": dict(zip(batch.req_ids, counts, strict=True)),
@@ -100,12 +100,12 @@ def miscounts(trace: Trace) -> bool:
     return False
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, name: str, kind: Callable[[Config, Any], Any]) -> list[Any]:
+def traced(monkeypatch: pytest.MonkeyPatch, name: str, kind: Callable[[Config, Any, Any], Any]) -> list[Any]:
     """Run later trials in a traced `kind` instead of `symbolic.name`; returns the list of their cores."""
     cores: list[Any] = []
 
-    def make(config: Config, runner: Any) -> Any:
-        cores.append(kind(config, runner))
+    def make(config: Config, runner: Any, scheduler: Any) -> Any:
+        cores.append(kind(config, runner, scheduler))
         if kind is not WatchedCore:
             cores[-1].trace = record(cores[-1])
         return cores[-1]
@@ -147,8 +147,7 @@ def test_a_run_with_overlap_is_traced_as_well(monkeypatch: pytest.MonkeyPatch) -
 def play(shapes: list[tuple[int, int]], scheduler: type[Scheduler] | None = None, **options: Any) -> Trace:
     """Run requests of (prompt, output) tokens to their ends, in blocks of 4; a trace that agrees."""
     config = EngineArgs(kv_cache_block_size=4, **{"num_kvcache_blocks": 10, "trace": True, **options})  # type: ignore[arg-type]
-    make = scheduler or config.get_scheduler_cls()
-    core = WatchedCore(config, SymbolicRunner(config, 9), make(config))
+    core = WatchedCore(config, SymbolicRunner(config, 9), scheduler(config) if scheduler else make_scheduler(config))
     for i, (prompt, output) in enumerate(shapes):
         core.add(Sequence([i + 2] * prompt, 4, SamplingParams(max_tokens=output), id=i))
     while core.step():
@@ -188,7 +187,7 @@ def test_of_a_mixed_step_each_row_has_its_own_phase() -> None:
 
 def test_of_a_mixed_step_the_metrics_count_both_kinds() -> None:
     config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=16, enable_mixed_steps=True, max_num_batched_tokens=8)
-    core, metrics = EngineCore(config, SymbolicRunner(config, 9)), Metrics()
+    core, metrics = EngineCore(config, SymbolicRunner(config, 9), MixedScheduler(config)), Metrics()
     for i, (prompt, output) in enumerate([(3, 6), (12, 2)]):
         core.add(Sequence([i + 2] * prompt, 4, SamplingParams(max_tokens=output), id=i))
     while step := core.step():

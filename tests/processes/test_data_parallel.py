@@ -44,7 +44,6 @@ from test_engine_process import (  # noqa: F401
 
 from atom_mini import LLM, Config, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.graphs import GraphRunner
 from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.engine_process import (
     Abort,
@@ -58,10 +57,17 @@ from atom_mini.processes.engine_process import (
     encode,
     pack_params,
 )
-from atom_mini.processes.lockstep import Agreement, LockstepProc, dummy_batch, make_member, with_spare_block
+from atom_mini.processes.lockstep import (
+    Agreement,
+    LockstepProc,
+    LockstepRunner,
+    dummy_batch,
+    make_member,
+    with_spare_block,
+)
 from atom_mini.processes.replicas import Replica, Replicas, chain, devices, longest_match, make_loop
 from atom_mini.processes.shards import open_group
-from atom_mini.refinements.parts import make_runner
+from atom_mini.refinements.build import make_core, make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 
@@ -203,8 +209,7 @@ class Counting:
 
 def near_config(**options: Any) -> Config:
     config = EngineArgs(**{"data_parallel_size": 2, "routing": "prefix", **SMALL, **options})
-    config.recipe = {"number": 0, "meeting": ""}
-    return config
+    return config.changed(recipe={"number": 0, "meeting": ""})
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -262,7 +267,7 @@ def test_the_chain_is_that_of_the_block_manager(routed: LLM) -> None:
 def conversations(llm: LLM, policy: str) -> float:
     """The hit rate of ten conversations of five turns each, in a random order."""
     core, rng, found, asked = replicas_of(llm), random.Random(3), 0, 0
-    core.config.routing = policy
+    core.config = core.config.changed(routing=policy)
     texts = {i: [i + 1 + 50 * (policy == "load")] * 20 for i in range(10)}
     for i in rng.sample([*texts] * 5, 50):
         texts[i] += [rng.randint(1, 90) for _ in range(9)]
@@ -423,7 +428,7 @@ def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa
 @alone
 def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> None:  # noqa: F811
     """The replicas end, and no folder is left, neither for sockets nor for the group."""
-    slow = 'import sys, time\nif "atom_mini.processes.engine_process:load_engine" in sys.orig_argv:\n    time.sleep(2)\n'
+    slow = 'import sys, time\nif "atom_mini.processes.load:load_engine" in sys.orig_argv:\n    time.sleep(2)\n'
     (tmp_path / "sitecustomize.py").write_text(slow)
     with python(FRONT.format(then=""), PAIR | {"lockstep": True}, tmp_path) as process:
         try:
@@ -544,17 +549,16 @@ class Together:
         wait_for(lambda: self.errors or all(self.loops))
 
     def make_core(self, rank: int) -> EngineCore:
-        config = near_config(lockstep=True, routing="load")
+        config = near_config(lockstep=True, routing="load").changed(spec=SimpleNamespace(vocab_size=1000))
         runner = Noting()
-        runner.ranks = vars(config)["ranks"] = Agreement(open_group(self.folder, rank, self.size, self.limit))
-        return EngineCore(config, runner)
+        runner.ranks = Agreement(open_group(self.folder, rank, self.size, self.limit))
+        return EngineCore(config, LockstepRunner(runner, runner.ranks))
 
     def live(self, rank: int) -> None:
         try:
             outbox = Outbox()
             core = self.make_core(rank)
             core.scheduler.eos_token_ids = ()
-            core.config.spec = SimpleNamespace(vocab_size=1000)
             loop: Any = LockstepProc(core, self.inboxes[rank], outbox)
             loop.sent, self.loops[rank] = outbox.sent, loop
             loop.run()
@@ -725,20 +729,19 @@ def test_the_dummy_writes_to_the_spare_block_alone() -> None:
 def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
     """An idle rank replays the graph for four rows, and no block changes."""
     pytest.importorskip("triton")
-    from recording import load_recorded_graph
+    from recording import graph_runner, load_recorded_graph
 
     shape = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=1, max_position_embeddings=320, **shape)
     size = {"num_kvcache_blocks": 8, "max_num_seqs": 4, "max_model_len": 32}
     config = EngineArgs(str(tmp_path), attention="triton", device="cpu", **size)
-    runner = GraphRunner(config, load_recorded_graph())
+    runner = graph_runner(config, load_recorded_graph())
     replays: list[int] = []
     for n, graph in runner.graphs.items():
         graph.replay = lambda n=n, replay=graph.replay: (replays.append(n), replay())
-    vars(config).update(ranks=None, routing="load")
-    loop: Any = LockstepProc(EngineCore(config, runner), None, None)
     others = [3, 0, 3, -3, 1]  # another rank decodes three
-    loop.ranks = SimpleNamespace(agree=lambda *mine: [*map(max, mine, others)], num_rows=0)
+    ranks: Any = SimpleNamespace(agree=lambda *mine: [*map(max, mine, others)], num_rows=0)
+    loop = LockstepProc(EngineCore(config, LockstepRunner(runner, ranks)), None, None)
     runner.kv_cache.fill_(7.0)
     loop.idle()
     changed = (runner.kv_cache != 7.0).sum((0, 1, 3, 4, 5)).nonzero().flatten().tolist()
@@ -809,11 +812,11 @@ def test_each_rank_has_its_own_experts(kind: str, tmp_path: Path, monkeypatch: p
     def run(rank: int) -> None:
         own.rank = str(rank)
         config = EngineArgs(str(tmp_path), data_parallel_size=3, enable_expert_parallel=True, **SMALL)
-        config.recipe = {"number": rank, "meeting": folder}
-        config.ready_timeout = 20.0
-        core = make_member(config)
-        core.config.ranks.num_rows = 6
-        results[rank] = core.runner, logits(core.runner, ids[rank])
+        config = config.changed(recipe={"number": rank, "meeting": folder}, ready_timeout=20.0)
+        core = make_member(config, make_core)
+        runner: Any = core.runner
+        runner.ranks.num_rows = 6
+        results[rank] = runner.runner, logits(runner.runner, ids[rank])
 
     threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(3)]
     for thread in threads:

@@ -110,7 +110,7 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
     import time
     import atom_mini.config
     from atom_mini.checkpoint import ModelSpec
-    from atom_mini.refinements import parts
+    from atom_mini.refinements import build
     from atom_mini.engine_core import EngineCore
     from atom_mini.scheduler import ScheduledBatchOutput
 
@@ -124,12 +124,12 @@ if "processes.engine_process" in " ".join(sys.orig_argv):  # or a script that na
 
     def make_core(config):
         {in_loading}
-        return EngineCore(config, Counting())
+        return EngineCore(config, Counting(), build.make_scheduler(config))
 
     spec = ModelSpec("fake", 958, 1, 1, 1, 1, 1, 1, 2048, 1e-6, {{"rope_type": "default"}})
     atom_mini.config.read_model = lambda *args: spec
     atom_mini.config.read_defaults = lambda *args: ((), {{}})  # without transformers it starts in a moment
-    parts.make_core = make_core
+    build.make_core = make_core
 """
 
 

@@ -18,7 +18,7 @@ from test_tensor_parallel import LONG, until_dead
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.processes.core_client import EngineDead
-from atom_mini.processes.shards import make_rank
+from atom_mini.refinements.build import bytes_beside
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_seqs": 6, "kv_cache_block_size": 4}
 EAGLE = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
@@ -163,10 +163,10 @@ def test_a_drafters_bytes_are_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atom_mini.model_runner.CPU_KVCACHE_BYTES", 48 * 2**20)
     for name, options in (("plain", {}), ("EAGLE", EAGLE)):
         config = EngineArgs("tiny", device="cpu", max_num_seqs=400, tensor_parallel_size=2, **options)
-        runners = SideBySide(config, make_rank).runners
-        sizes[name] = [runner.block_bytes for runner in runners], config.num_kvcache_blocks
+        both = SideBySide(config, bytes_beside(config))
+        sizes[name] = [runner.block_bytes for runner in both.runners], both.num_kvcache_blocks
     drafter: Any = __import__("atom_mini.speculation.eagle", fromlist=["EagleDrafter"]).EagleDrafter
     in_all, block = drafter.memory(config, torch.float32)
     (each, _), blocks = sizes["plain"]
-    assert sizes["EAGLE"] == ([each + block, each], (24 * 2**20 - in_all) // (each + block))
+    assert sizes["EAGLE"] == ([each, each], (24 * 2**20 - in_all) // (each + block))
     assert blocks == 24 * 2**20 // each and in_all > 958 * 192 * 4

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial, partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,8 @@ from atom_mini.processes.core_client import EngineDead
 from atom_mini.processes.engine_process import Ready, decode, encode
 from atom_mini.processes.ranks import Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
 from atom_mini.processes.shards import Group, cut_spec
-from atom_mini.refinements import parts
-from atom_mini.refinements.parts import make_runner
+from atom_mini.refinements import build
+from atom_mini.refinements.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 from atom_mini.speculation.verify import as_rows
@@ -327,9 +328,9 @@ def test_a_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for n in (1, 2):
             sizes.clear()
             shard = shards.Shard(n - 1, n, EngineArgs(str(folder)).spec, is_dealt)
-            spec = shard.spec() if n > 1 else shard.whole
-            model = loading.load_model(spec, folder, 64, torch.device("cpu"), torch.float32)
-            weights = sum(4 * torch.Size(shape).numel() for shape in shards.shapes_of(shards.lay_out(spec)).values())
+            load = shard.load_model if n > 1 else partial(loading.load_model, shard.whole)
+            model = load(folder, 64, torch.device("cpu"), torch.float32)
+            weights = sum(4 * torch.Size(shape).numel() for shape in shards.shapes_of(model).values())
             assert "Shared" not in type(model).__name__, "not yet: it has no group"
             found.append((sum(sizes.values()), weights))
         (all_bytes, all_weights), (own_bytes, own_weights) = found
@@ -352,9 +353,9 @@ def test_a_tensor_of_another_size_is_refused(axis: str, by: int, tmp_path: Path)
     save_file(tensors, path, {"format": "pt"})
     errors = []
     for rank in range(2):
-        spec = shards.Shard(rank, 2, EngineArgs(str(tmp_path)).spec).spec()
+        shard = shards.Shard(rank, 2, EngineArgs(str(tmp_path)).spec)
         try:
-            loading.load_model(spec, tmp_path, 64, torch.device("cpu"), torch.float32)
+            shard.load_model(tmp_path, 64, torch.device("cpu"), torch.float32)
         except ValueError as error:
             errors.append(str(error))
     assert errors and name in errors[0]
@@ -840,9 +841,9 @@ def test_recorded_decodes_contain_the_sums(tmp_path: Path, monkeypatch: pytest.M
     recorded("all_reduce")
     recorded("all_gather")
     graph = load_recorded_graph()
-    kind = type("Recording", (GraphRunner,), {"__init__": lambda self, config: GraphRunner.__init__(self, config, graph)})
-    monkeypatch.setattr(shards, "choose_runner", lambda config: kind)
-    monkeypatch.setattr(parts, "make_runner", SideBySide)  # one rank is a group, too
+    monkeypatch.setattr(GraphRunner, "__init__", partialmethod(GraphRunner.__init__, record=graph))
+    monkeypatch.setattr(shards, "choose_runner", lambda config: GraphRunner)
+    monkeypatch.setattr(build, "make_runner", SideBySide)  # one rank is a group, too
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=2)
     options = {**SMALL, "attention": "triton", "max_num_seqs": 2, "num_kvcache_blocks": 12, "max_model_len": 32}
     prompt, sampling = [[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -864,7 +865,7 @@ def test_nccl_with_one_rank_and_graphs(tmp_path: Path, monkeypatch: pytest.Monke
     sampling = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     with LLM(str(tmp_path), device="cuda", max_num_seqs=4) as llm:
         expected = [o.token_ids for o in llm.generate(LONG_PROMPTS, sampling, use_tqdm=False)]
-    monkeypatch.setattr(parts, "make_runner", SideBySide)  # one rank is a group, too
+    monkeypatch.setattr(build, "make_runner", SideBySide)  # one rank is a group, too
     with LLM(str(tmp_path), device="cuda", max_num_seqs=4) as llm:
         runner: Any = llm.engine_core.runner
         assert runner.runners[0].graphs and "nccl" in runner.model.shard.group.backend.name().lower()
@@ -880,10 +881,9 @@ def test_two_ranks_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with LLM(str(tmp_path), **options) as llm:
         expected = [o.token_ids for o in llm.generate(LONG_PROMPTS, sampling, use_tqdm=False)]
 
-    def on_the_first(config: Config, rank: int, meet: Any) -> Any:
-        config.device = "cuda:0"
-        return shards.make_rank(config, rank, lambda device: meet("cpu"))
+    def on_the_first(config: Config, rank: int, meet: Any, beside: Any) -> Any:
+        return shards.make_rank(config.changed(device="cuda:0"), rank, lambda device: meet("cpu"), beside)
 
-    in_this_process(monkeypatch, lambda c: SideBySide(c, on_the_first))
+    in_this_process(monkeypatch, partial(SideBySide, make=on_the_first))
     with LLM(str(tmp_path), tensor_parallel_size=2, **options) as llm:
         assert [o.token_ids for o in llm.generate(LONG_PROMPTS, sampling, use_tqdm=False)] == expected

@@ -7,6 +7,7 @@ import asyncio
 import copy
 import pickle
 import random
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from functools import cache
@@ -19,8 +20,9 @@ import pytest
 import show
 from pydantic import TypeAdapter
 
-from atom_mini import LLM, Config, EngineArgs, SamplingParams
-from atom_mini.refinements import parts
+import atom_mini.llm
+from atom_mini import LLM, Config, EngineArgs, SamplingParams, assemble, loading
+from atom_mini.refinements import build, parts
 from atom_mini.refinements.overlap import OverlapScheduler
 from atom_mini.refinements.turns import TurnScheduler
 from atom_mini.scheduler import Scheduler
@@ -212,9 +214,9 @@ NO_SCHEDULERS = [int, dict, "atom_mini.scheduler:Nobody", "nowhere:Scheduler", 5
 
 @pytest.mark.parametrize("wrong", NO_SCHEDULERS, ids=repr)
 def test_what_is_not_a_scheduler_is_refused(wrong: Any) -> None:
-    for kind in (Config, EngineArgs):
+    for kind, choose in ((Config, assemble.choose_scheduler), (EngineArgs, build.choose_scheduler)):
         with pytest.raises(ValueError, match="scheduler_cls"):
-            kind(scheduler_cls=wrong)
+            choose(kind(scheduler_cls=wrong))
 
 
 class TakesNothing(Scheduler):
@@ -233,9 +235,14 @@ class Idle(Scheduler):
     def schedule(self) -> None: ...
 
 
-def test_a_scheduler_that_is_called_otherwise_is_refused() -> None:
-    with pytest.raises(ValueError, match="scheduler_cls=TakesNothing must be called with the config alone"):
-        EngineArgs("tiny", device="cpu", scheduler_cls=TakesNothing)
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"speculative_config": NGRAM}, {"engine_process": True}], ids=str)
+def test_a_scheduler_that_is_called_otherwise_is_refused(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any weights are read, and before any process starts."""
+    monkeypatch.setattr(loading, "load_weights", pytest.fail)
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    for kind in (LLM, atom_mini.llm.LLM) if not options else (LLM,):
+        with pytest.raises(ValueError, match="scheduler_cls=TakesNothing must be called with the config alone"):
+            kind("tiny", device="cpu", scheduler_cls=TakesNothing, **options)
 
 
 FAILING = [(Loses, "Loses has lost the unfinished requests"), (Idle, "Idle.schedule plans no step")]

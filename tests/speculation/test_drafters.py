@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.block_manager import BlockManager
 from atom_mini.extras import Extras
-from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
+from atom_mini.refinements.build import make_runner
 from atom_mini.sampler import on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
@@ -448,7 +448,7 @@ def test_a_result_says_what_became_of_its_drafts() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
 def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
     """Guesses that stay on the device reach the inputs of a recording, and logits are logits there, too."""
-    from recording import load_recorded_graph
+    from recording import graph_runner, load_recorded_graph
 
     shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
     save_checkpoint("qwen3", tmp_path, num_hidden_layers=1, **shape)
@@ -457,9 +457,9 @@ def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
     found = []
     for graphs in (False, True):
         config = EngineArgs(str(tmp_path), device="cpu", speculative_config=wanted, **setup)
-        drafter, manager = DraftModel(config, None), BlockManager(8, 16)
+        drafter, manager = DraftModel(config, None, make_runner), BlockManager(8, 16)
         if graphs:
-            drafter.runner = GraphRunner(read_draft_config(config), load_recorded_graph())
+            drafter.runner = graph_runner(read_draft_config(config), load_recorded_graph())
         sampling = SamplingParams(temperature=0.9, seed=3)
         seqs = [Sequence([*range(30, 37 + n)], 16, sampling, id=n) for n in range(2)]
         for seq in seqs:
@@ -469,8 +469,8 @@ def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
             seq.append_token(50)
             manager.may_append(seq, 4)
         drafts, num_probs = drafter.propose(seqs, [1, 3]), len(drafter.probs[1])
-        kind: Any = GraphRunner if graphs else ModelRunner
-        target = kind(EngineArgs(str(tmp_path), device="cpu", **setup), *[load_recorded_graph()] * graphs)
+        args = EngineArgs(str(tmp_path), device="cpu", **setup)
+        target = graph_runner(args, load_recorded_graph()) if graphs else make_runner(args)
         for seq in seqs:
             seq.num_computed_tokens = 0
             target.forward(ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager))

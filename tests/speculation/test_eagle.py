@@ -21,7 +21,9 @@ from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.block_manager import BlockManager
-from atom_mini.refinements.parts import make_runner
+from atom_mini.cpu_decode import CpuOps
+from atom_mini.models import TorchOps
+from atom_mini.refinements.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.eagle import EagleDrafter, Taps, find_taps
@@ -116,14 +118,17 @@ def make_drafter(target: Path, head: Path, **options: Any) -> tuple[Any, EagleDr
     setup = {"kv_cache_block_size": 4, "num_kvcache_blocks": 40}
     config = EngineArgs(str(target), device="cpu", speculative_config=wanted, **setup, **options)
     runner = make_runner(config)
-    return runner, EagleDrafter(config, runner)
+    return runner, EagleDrafter(config, runner, make_runner)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_head_equals_the_formulas(style: str, target: Path, tmp_path: Path) -> None:
-    """Every state and logit, through the paged pool: two chunks, rows one by one, and beyond the head's own positions."""
+def test_head_equals_the_formulas(style: str, packed: bool, target: Path, tmp_path: Path) -> None:
+    """Every state and logit, through the paged pool: two chunks, rows one by one, and beyond the head's own positions.
+    The head has the operations of its target."""
     weights = save_head(tmp_path, style)
-    runner, drafter = make_drafter(target, tmp_path)
+    runner, drafter = make_drafter(target, tmp_path, packed=packed)
+    assert type(drafter.runner.ops) is type(runner.ops) is (CpuOps if packed else TorchOps)
     drafter.runner.kv_cache.fill_(torch.nan)  # what was not stored is not read
     head, g = drafter.model, torch.Generator().manual_seed(1)
     ids, hidden = torch.randint(0, 300, (50,), generator=g), torch.randn(50, 64, generator=g)
@@ -368,17 +373,16 @@ def test_kernels_in_the_interpreter_draft_the_same() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
 def test_replayed_steps_feed_the_head() -> None:
     """A replay calls no hooks: what the head reads is written by the recording. Same text, and same drafts kept."""
-    from recording import load_recorded_graph
+    from recording import graph_runner, load_recorded_graph
 
-    from atom_mini.graphs import GraphRunner
 
     found = []
     for graphs in (True, False):
         wanted = {"method": "eagle3", "num_speculative_tokens": 2}
         setup = {"num_kvcache_blocks": 24, "max_num_seqs": 1, "max_model_len": 128, "attention": "triton"}
         config = EngineArgs("tiny", device="cpu", speculative_config=wanted, **setup)
-        runner = GraphRunner(config, load_recorded_graph()) if graphs else make_runner(config)
-        core = SpecCore(config, runner, EagleDrafter(config, runner))
+        runner = graph_runner(config, load_recorded_graph()) if graphs else make_runner(config)
+        core = SpecCore(config, runner, EagleDrafter(config, runner, make_runner))
         core.add(seq := Sequence(make_prompts("stories", 1)[0], 16, SamplingParams(temperature=0, max_tokens=9)))
         while core.step():
             pass

@@ -17,6 +17,7 @@ from test_interrupt import interrupt_everywhere, serve
 import atom_mini.speculation.verify as verify
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.instruments.trace import record
+from atom_mini.refinements.build import choose_scheduler
 from atom_mini.refinements.overlap import OverlapScheduler
 from atom_mini.sequence import Sequence
 from atom_mini.speculation.knobs import SpeculativeConfig, read_speculative
@@ -361,7 +362,7 @@ def test_refused(options: dict[str, Any], words: list[str]) -> None:
 def test_zero_drafts_is_off() -> None:
     """And then nothing is refused that goes without drafts."""
     config = EngineArgs("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
-    assert config.get_scheduler_cls() is OverlapScheduler and config.speculative_config is None
+    assert choose_scheduler(config) is OverlapScheduler and config.speculative_config is None
     for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}):
         EngineArgs("tiny", **options, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
     with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 0}) as llm:

@@ -91,7 +91,7 @@ def admit(manager: BlockManager, *prompts: list[int]) -> list[Sequence]:
 
 
 def test_evicted_are_the_least_recently_used_leaves_and_what_is_locked_stays() -> None:
-    manager: Any = BlockManager(10, 2, index_type=RadixCache)
+    manager: Any = BlockManager(10, 2, RadixCache)
     (old,), (new,), (locked,) = (admit(manager, p) for p in ([1, 1, 2, 2, 0], [1, 1, 3, 3, 0], [4, 4, 5, 5, 0]))
     manager.deallocate(old)
     manager.deallocate(new)
@@ -212,8 +212,8 @@ def test_with_the_same_evictions_hash_and_tree_find_the_same(seed: int) -> None:
 
 def test_a_block_takes_the_place_of_an_orphan_that_nothing_leads_to() -> None:
     """Chapter 40's load: the parent of a cached block is handed out, and the prompt comes again."""
-    for index_type in (PrefixIndex, RadixCache):
-        manager = BlockManager(12, 2, index_type=index_type)
+    for index_cls in (PrefixIndex, RadixCache):
+        manager = BlockManager(12, 2, index_cls)
         (first,), (second,) = admit(manager, [1, 2, 9]), admit(manager, [1, 2])
         for token in (3, 4):
             second.append_token(token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import time
@@ -25,7 +24,7 @@ from atom_mini import LLM, EngineArgs
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.instruments.trace import record
-from atom_mini.model_runner import ModelRunner
+from atom_mini.refinements.build import make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.systems.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
@@ -39,8 +38,8 @@ def make_config(longest: int, limit: int, **options: Any) -> Config:
     shape = {"kv_cache_block_size": 64, "chunk_size": 128, "max_num_seqs": 4, "num_kvcache_blocks": 200} | options
     config = EngineArgs(scheduler="spyre", max_model_len=-(-longest // 64) * 64, max_batch_tkv_limit=max(limit, longest + 63),
                     **shape)
-    config.max_model_len, config.max_batch_tkv_limit = longest, limit  # some tables have what users may not ask for
-    return config
+    # some tables have what users may not ask for
+    return config.changed(max_model_len=longest, max_batch_tkv_limit=limit)
 
 
 @dataclass
@@ -79,7 +78,7 @@ def replay(
     watch: Callable[[Any], None] = lambda batch: None,
 ) -> Iterator[Row]:
     """Run `requests` (id, add_step, prompt_len, max_tokens, perhaps stop_after and prompt) and yield each step."""
-    config.eos_token_ids = (0,)
+    config = config.changed(eos_token_ids=(0,))
     runner = Runner({int(r["id"]): r.get("stop_after") or 10**9 for r in requests})
     core = EngineCore(config, runner, scheduler(config))
     spyre: Any = core.scheduler
@@ -274,7 +273,7 @@ def test_a_failed_step_does_not_change_what_others_had_computed() -> None:
     for failing in range(1, 10):
         config = EngineArgs(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=32, num_kvcache_blocks=20,
                         max_num_seqs=2)
-        core = EngineCore(config, Failing(failing))
+        core = EngineCore(config, Failing(failing), SpyreScheduler(config))
         seqs = [Sequence([*range(8), *range(100 * n, 101 * n - 8)], 4, SamplingParams(max_tokens=3), id=i)
                 for i, n in enumerate((12, 20))]
         for seq in seqs:
@@ -442,8 +441,7 @@ class RectangularSymbols(SymbolicRunner):
     """The model without numbers, fed with rectangles: block 0 is the dummy, the scheduler's block i is block i + 1."""
 
     def __init__(self, config: Config, alphabet: int, strict: bool = True, fails: Callable[[], bool] = bool) -> None:
-        pool = copy.copy(config)
-        pool.num_kvcache_blocks = (config.num_kvcache_blocks or 0) + 1
+        pool = config.changed(num_kvcache_blocks=(config.num_kvcache_blocks or 0) + 1)
         super().__init__(pool, alphabet, strict, fails)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -545,9 +543,11 @@ def test_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
 def crowd(trial: Trial, rng: random.Random) -> None:
     """Prompts with a long common beginning, all at once, in a pool that holds little more than one of them."""
     config = trial.config
-    config.num_kvcache_blocks = (config.max_model_len or 0) // config.kv_cache_block_size + rng.randint(0, 3)
-    config.max_num_seqs, config.max_batch_tkv_limit = rng.randint(2, 5), 1000
-    config.prefix_cache, config.enable_prefix_caching = "hash", True
+    blocks = (config.max_model_len or 0) // config.kv_cache_block_size + rng.randint(0, 3)
+    trial.config = config.changed(
+        num_kvcache_blocks=blocks, max_num_seqs=rng.randint(2, 5), max_batch_tkv_limit=1000,
+        prefix_cache="hash", enable_prefix_caching=True,
+    )  # fmt: skip
     stem = max((r.prompt for r in trial.requests), key=len)
     for request in trial.requests:
         request.arrival = rng.randrange(4)
@@ -671,7 +671,7 @@ def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: 
     params = SamplingParams(max_tokens=18, temperature=0, ignore_eos=True)
     shape: dict[str, Any] = {"device": device, "dtype": "float32", "kv_cache_block_size": 4, "num_kvcache_blocks": 200}
     config = EngineArgs(str(tmp_path), **shape, attention="torch")
-    wanted = logits_of(EngineCore(config, ModelRunner(config)), prompts, params)
+    wanted = logits_of(EngineCore(config, make_runner(config)), prompts, params)
     config = EngineArgs(str(tmp_path), scheduler="spyre", max_num_seqs=4, **shape, **{"chunk_size": 12} | options)
     runner = RectangularRunner(config)
     runner.kv_cache.fill_(float("nan"))

@@ -1,0 +1,19 @@
+"""The classes that draft: one table (the options of each are `knobs.METHODS`; chapters 50 to 53)."""
+
+from __future__ import annotations
+
+from ..refinements.parts import EngineArgs
+from .drafters import DraftModel, NgramDrafter
+from .eagle import EagleDrafter
+from .mtp import MtpDrafter
+from .verify import Drafter
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    "ngram": NgramDrafter, "draft_model": DraftModel, "eagle3": EagleDrafter, "mtp": MtpDrafter,
+}  # fmt: skip
+
+
+def find_drafter(config: EngineArgs) -> type[Drafter]:
+    """The class of the drafter that `config` asks for."""
+    return DRAFTERS[config.speculative_config.method]
+
