@@ -42,7 +42,7 @@ def triton_ops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Tor
 # %% ../nbs/12b_assemble.ipynb #5addca2b
 def choose_ops(config: Config) -> tuple[TorchOps, Sampler]:
     """A layer's operations and the sampler; ValueError if they cannot run here."""
-    from atom_mini.model_runner import choose_device, choose_dtype
+    from atom_mini.model_runner import choose_device, choose_dtype, numbered
     from atom_mini.models import TorchOps
     from atom_mini.sampler import Sampler
 
@@ -54,7 +54,7 @@ def choose_ops(config: Config) -> tuple[TorchOps, Sampler]:
     from atom_mini.sampling_kernels import KernelSampler
 
     dtype = choose_dtype(config, device)
-    return triton_ops(config.spec, device, dtype), KernelSampler()
+    return triton_ops(config.spec, numbered(device), dtype), KernelSampler()
 
 # %% ../nbs/12b_assemble.ipynb #7bf69287
 def check_triton(on_gpu: bool) -> None:

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import Self
 
 from .checkpoint import read_defaults, read_model, require, resolve_model
+from .file_checks import check_files
 from .refused import explained
 
 # %% auto #0
@@ -156,8 +157,6 @@ class Config:
         self._check_chunks()
 
     def _read_checkpoint(self, model: str) -> None:
-        from atom_mini.file_checks import check_files  # which imports this module
-
         folder = resolve_model(model)
         check_files(folder)
         spec = read_model(folder)
@@ -193,6 +192,7 @@ class Config:
 
     def changed(self, **values: Any) -> Self:
         """A copy with other values, which are not checked: what the engine has found out."""
+        assert all(hasattr(self, name) for name in values), f"an unknown one in {values}"
         copied = copy(self)
         copied._set(**values)
         return copied

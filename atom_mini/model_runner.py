@@ -29,7 +29,8 @@ from .sequence import SequenceType
 from .uploads import choose_upload
 
 # %% auto #0
-__all__ = ['Inputs', 'SMALL_STEP', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'choose_dtype', 'made_up_batch']
+__all__ = ['Inputs', 'SMALL_STEP', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'numbered', 'choose_dtype',
+           'made_up_batch']
 
 # %% ../nbs/08_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -248,7 +249,7 @@ class ModelRunner:
     ) -> None:  # fmt: skip
         self.config, self.ops, self.sampler = config, ops, sampler
         self.beside = beside  # bytes in all, and for each block
-        self.device = choose_device(config.device)
+        self.device = numbered(choose_device(config.device))
         self.dtype = choose_dtype(config, self.device)
         self.extras = Extras(config.eos_token_ids)
         with self.on_device():
@@ -267,10 +268,13 @@ def choose_device(name: str | None) -> torch.device:
     if str(name).startswith("cuda") and not (torch.version.cuda or torch.version.hip):
         right += f", or install a torch for GPUs (this is {torch.__version__})"
     require(name in (None, *known), f"device={name!r} is not here: {right}")
-    found = torch.device(name or known[0])
-    if found == torch.device("cuda"):  # the current GPU, by number
-        found = torch.device("cuda", torch.cuda.current_device())
-    return found
+    return torch.device(name or known[0])
+
+
+def numbered(device: torch.device) -> torch.device:
+    """`device`, and for "cuda" the current GPU by its number. Starts CUDA."""
+    is_any = device == torch.device("cuda")
+    return torch.device("cuda", torch.cuda.current_device()) if is_any else device
 
 
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:

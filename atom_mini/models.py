@@ -298,8 +298,8 @@ MODELS: dict[type[ModelSpec], type[CausalLM]] = {ModelSpec: CausalLM}
 def model_class(spec: ModelSpec) -> type[CausalLM]:
     """The class of the model of `spec`. ValueError if `MODELS` has none."""
     kind = type(spec)
-    what = f"MODELS has no model for a {kind.__name__}: set MODELS[{kind.__name__}]"
-    require(kind in MODELS, what)
+    what = f"atom_mini.models.MODELS has no model for a {kind.__name__}"
+    require(kind in MODELS, f"{what}: import the module that adds it, or add it")
     return MODELS[kind]
 
 # %% ../nbs/08_model_runner.ipynb #080f0005
@@ -326,5 +326,5 @@ def is_large_on_cpu(weight: Tensor) -> bool:
     return is_float_on_cpu and weight.numel() >= 2**16 and torch.backends.mkldnn.is_available()
 
 # %% ../nbs/12b_assemble.ipynb #5addca2a
-# for models that need others than `TritonOps`: (spec, device, dtype) -> operations
+# spec -> makes the operations (spec, device, dtype) of a model that needs its own
 TRITON_OPS: dict[type[ModelSpec], Callable[..., TorchOps]] = {}

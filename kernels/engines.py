@@ -145,7 +145,7 @@ class Model:
 
 def make_batch(runner: Any, query_lens: list[int], context: int, **sampling: Any) -> ScheduledBatch | None:
     """A step of sequences with `context` tokens each, their blocks scattered; None if the pool is too small."""
-    size, blocks, num = runner.config.kv_cache_block_size, runner.config.num_kvcache_blocks, len(query_lens)
+    size, blocks, num = runner.config.kv_cache_block_size, runner.num_kvcache_blocks, len(query_lens)
     width = -(-context // size)
     if num * width > blocks:
         return None
@@ -258,7 +258,8 @@ def model_steps(
     start = time.perf_counter()
     runner = random_runner(bench, kind, shape, **room)
     results["loading_seconds"] = time.perf_counter() - start
-    results["engine"] = {k: getattr(runner.config, k) for k in ("attention", "enforce_eager", "num_kvcache_blocks")}
+    results["engine"] = {k: getattr(runner.config, k) for k in ("attention", "enforce_eager")}
+    results["engine"]["num_kvcache_blocks"] = runner.num_kvcache_blocks
     model = Model.of(runner)
     batches, contexts = ((1, 2), (16, 48, 8192)) if bench.dry else ((1, 32, 256), (512, 1024, 8192))
     for batch in batches:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import require
 from .latent import LatentModel
 from .mixture import ExpertLinear, MixtureMLP
 from .quantized import FamilyModel
@@ -21,8 +22,8 @@ from ..loading import Readers
 from ..models import MODELS
 
 # %% auto #0
-__all__ = ['EXPERT', 'DEALT', 'MODELS', 'DealtMLP', 'own_experts', 'DealtSpec', 'DealtLatentSpec', 'DealtStateSpec', 'deal',
-           'DealtModel', 'DealtLatentModel', 'DealtStateModel']
+__all__ = ['EXPERT', 'DEALT', 'DealtMLP', 'own_experts', 'DealtSpec', 'DealtLatentSpec', 'DealtStateSpec', 'deal', 'DealtModel',
+           'DealtLatentModel', 'DealtStateModel']
 
 # %% ../../nbs/processes/72a_shards.ipynb #5a34114d
 class DealtMLP(MixtureMLP):
@@ -88,6 +89,8 @@ DEALT = {FamilySpec: DealtSpec, LatentSpec: DealtLatentSpec, StateSpec: DealtSta
 
 def deal(spec: FamilySpec, ranks: Any) -> DealtSpec:
     """`spec`, whose model has the experts of one of `ranks`."""
+    what = f"no experts of a {type(spec).__name__} can be dealt"
+    require(type(spec) in DEALT, f"{what}: set enable_expert_parallel=False")
     return DEALT[type(spec)](**vars(spec), ranks=ranks)
 
 # %% ../../nbs/processes/72a_shards.ipynb #6b21b9df
@@ -118,5 +121,7 @@ class DealtStateModel(DealtModel, StateModel):
     spec: DealtStateSpec
 
 
-MODELS |= {DealtSpec: DealtModel, DealtLatentSpec: DealtLatentModel}
-MODELS[DealtStateSpec] = DealtStateModel
+MODELS.update({
+    DealtSpec: DealtModel, DealtLatentSpec: DealtLatentModel,
+    DealtStateSpec: DealtStateModel,
+})  # fmt: skip

@@ -10,7 +10,7 @@ from .quantized import FamilyModel
 from .records import FamilySpec, LatentSpec, StateSpec
 from .state import StateModel
 
-MODELS |= {FamilySpec: FamilyModel, LatentSpec: LatentModel, StateSpec: StateModel}
+MODELS.update({FamilySpec: FamilyModel, LatentSpec: LatentModel, StateSpec: StateModel})
 
 
 def latent_ops(spec: LatentSpec, device: torch.device, dtype: torch.dtype) -> TorchOps:

@@ -26,7 +26,7 @@ from ..config import SamplingParams
 from .options import Batch, Fleet, Serve, add_fields, given
 from .trace import Metrics, Trace
 from ..llm import Chat
-from ..refinements.build import LLM
+from ..refinements.build import LLM, choose_scheduler
 from ..refinements.parts import EngineArgs
 from ..text import RequestOutput
 
@@ -177,7 +177,9 @@ def run_info(args: argparse.Namespace) -> None:
     """Show what memory a checkpoint needs and what fits, without loading it."""
     from atom_mini.instruments.needs import describe  # imports torch
 
-    print_report(describe(EngineArgs(**given(args, EngineArgs))), args.json)
+    config = EngineArgs(**given(args, EngineArgs))
+    choose_scheduler(config)  # raises ValueError for a wrong `scheduler_cls`
+    print_report(describe(config), args.json)
 
 # %% ../../nbs/instruments/31_command_line.ipynb #f23b2594
 def answer(

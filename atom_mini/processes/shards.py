@@ -254,10 +254,12 @@ def read_zeros(read: Any) -> Tensor:
     return torch.zeros_like(read())
 
 # %% ../../nbs/processes/72a_shards.ipynb #db0c792c
-class SharedTable(nn.Embedding):
-    """A rank's rows of the embedding; `forward` returns those of all ranks."""
+class SharedTable(nn.Module):
+    """A rank's rows of an embedding; `forward` returns those of all ranks."""
 
-    shard: Shard
+    def __init__(self, table: nn.Embedding, shard: Shard) -> None:
+        super().__init__()
+        self.weight, self.shard = table.weight, shard
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [T] -> [T, hidden]."""
@@ -268,22 +270,26 @@ class SharedTable(nn.Embedding):
         return self.shard.group.all_reduce(rows.masked_fill(~is_ours[:, None], 0))
 
 
-class SharedHead(CausalLM):
-    """A rank's model, whose logits are those of the whole vocabulary."""
+class SharedHead(nn.Module):
+    """A rank's part of the output matrix; `forward` returns the logits of all ranks."""
 
-    shard: Shard
+    def __init__(self, head: nn.Module, shard: Shard) -> None:
+        super().__init__()
+        self.own, self.shard = head, shard
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocabulary], without the rows of padding."""
-        parts = self.shard.group.all_gather(super().compute_logits(hidden))
+        parts = self.shard.group.all_gather(self.own(hidden))
         logits = parts.transpose(0, 1).flatten(1)
         return logits[:, : self.shard.whole.vocab_size].contiguous()
 
 
-class SharedNorm(RMSNorm):
+class SharedNorm(nn.Module):
     """A norm over the numbers of all ranks. Each rank has the same number of them."""
 
-    shard: Shard
+    def __init__(self, norm: RMSNorm, shard: Shard) -> None:
+        super().__init__()
+        self.weight, self.eps, self.shard = norm.weight, norm.eps, shard
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         mean = x.float().square().mean(-1, keepdim=True)
@@ -297,15 +303,15 @@ def join_ranks(model: Any, shard: Shard) -> None:
     def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return shard.group.all_reduce(out)
 
-    kinds: list[Any] = [(model, SharedHead), (model.model.embed_tokens, SharedTable)]
+    model.model.embed_tokens = SharedTable(model.model.embed_tokens, shard)
+    model.head = SharedHead(model.head, shard)
     for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(add)
+        attn = layer.self_attn
+        attn.register_forward_hook(add)
         layer.mlp.register_forward_hook(add)
         if getattr(shard.whole, "has_whole_norm", False):
-            norms = layer.self_attn.q_norm, layer.self_attn.k_norm
-            kinds += [(norm, SharedNorm) for norm in norms]
-    for module, kind in kinds:
-        module.__class__, module.shard = kind, shard
+            attn.q_norm = SharedNorm(attn.q_norm, shard)
+            attn.k_norm = SharedNorm(attn.k_norm, shard)
 
 # %% ../../nbs/processes/72a_shards.ipynb #51a4b13a
 class RankRunner(ModelRunner):

@@ -322,7 +322,8 @@ def fused_ops(spec: FusedSpec, device: torch.device, dtype: torch.dtype) -> Fuse
     return FusedOps(device, heads, kv_heads, spec.head_dim, dtype)
 
 
-MODELS[FusedSpec], TRITON_OPS[FusedSpec] = CausalLM, fused_ops
+MODELS.update({FusedSpec: CausalLM})
+TRITON_OPS.update({FusedSpec: fused_ops})
 
 
 def fused_spec(spec: ModelSpec) -> FusedSpec:

@@ -116,9 +116,11 @@ def build(args: dict[str, Any]) -> Any:
     settings = Fleet(**{k: v for k, v in args.items() if k in names})
     rest = {k: v for k, v in args.items() if k not in names}
     options = {"engine_process": True} | rest
+    config = EngineArgs(**options)
+    choose_scheduler(config)  # raises ValueError for a wrong `scheduler_cls`
     deployment = serve.deployment(
         serve.ingress(make_app)(Engine), name="engine",
-        ray_actor_options=resources(EngineArgs(**options), settings),
+        ray_actor_options=resources(config, settings),
         autoscaling_config=scaling(settings),
         max_ongoing_requests=settings.max_ongoing,
         max_queued_requests=settings.max_queue,
@@ -241,7 +243,9 @@ def run_batch(args: argparse.Namespace) -> None:
 
     size = Batch(**given(args, Batch)).batch_size
     options = given(args, EngineArgs)
-    work = read_work(args.source, str(EngineArgs(**options).model))
+    config = EngineArgs(**options)
+    choose_scheduler(config)  # raises ValueError for a wrong `scheduler_cls`
+    work = read_work(args.source, str(config.model))
     answered = read_answers(args.target)
     left = [line for id, line in work.items() if id not in answered]
     count = {"total": len(work), "initial": len(work) - len(left)}

@@ -20,7 +20,7 @@ from ..refinements.fields import EngineFields
 __all__ = ['METHODS', 'LARGEST_GRAPH', 'SpeculativeConfig', 'read_speculative', 'count_rows', 'check_mtp', 'check_speculative']
 
 # %% ../../nbs/speculation/50_verify.ipynb #50b00007
-METHODS: dict[str, tuple[str, ...]] = {  # method -> the options that only it has
+METHODS: dict[str, tuple[str, ...]] = {  # method -> options that not every method has
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "draft_sampling"),
     "eagle3": ("model",),

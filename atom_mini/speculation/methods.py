@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import require
 from ..refinements.parts import EngineArgs
 from .drafters import DraftModel, NgramDrafter
 from .eagle import EagleDrafter
@@ -15,5 +16,6 @@ DRAFTERS: dict[str, type[Drafter]] = {
 
 def find_drafter(config: EngineArgs) -> type[Drafter]:
     """The class of the drafter that `config` asks for."""
-    return DRAFTERS[config.speculative_config.method]
-
+    method = config.speculative_config.method
+    require(method in DRAFTERS, f"method={method!r} has no class: set DRAFTERS[{method!r}]")
+    return DRAFTERS[method]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import require
 from ..families.latent import LatentModel
 from ..families.quantized import FamilyModel
 from ..families.records import FamilySpec, LatentSpec
@@ -21,7 +22,7 @@ from ..models import MODELS, Linear, RMSNorm, TorchOps
 from .eagle import HeadDrafter, HeadRunner
 
 # %% auto #0
-__all__ = ['MODELS', 'MODULES', 'is_own', 'MtpSpec', 'MtpHead', 'LatentMtpSpec', 'LatentMtpHead', 'module_spec', 'MtpDrafter']
+__all__ = ['MODULES', 'is_own', 'MtpSpec', 'MtpHead', 'LatentMtpSpec', 'LatentMtpHead', 'module_spec', 'MtpDrafter']
 
 # %% ../../nbs/speculation/53_eagle.ipynb #afeb057e
 def is_own(name: str, layer: int) -> bool:
@@ -94,7 +95,7 @@ class LatentMtpHead(MtpHead, LatentModel):
     spec: LatentMtpSpec
 
 
-MODELS |= {MtpSpec: MtpHead, LatentMtpSpec: LatentMtpHead}
+MODELS.update({MtpSpec: MtpHead, LatentMtpSpec: LatentMtpHead})
 MODULES = {FamilySpec: MtpSpec, LatentSpec: LatentMtpSpec}
 
 
@@ -102,6 +103,8 @@ def module_spec(spec: FamilySpec) -> MtpSpec:
     """The spec of a model's module: a layer like its last one."""
     last = {name: getattr(spec, name)[-1:] for name in ("sparse", "rotates", "windows")}
     changed = {"num_hidden_layers": 1, "mtp_layers": 0, "place": spec.num_hidden_layers}
+    what = f"method='mtp' knows no module of a {type(spec).__name__}"
+    require(type(spec) in MODULES, f"{what}: set another method")
     return MODULES[type(spec)](**vars(spec) | last | changed)
 
 # %% ../../nbs/speculation/53_eagle.ipynb #0f6e42ac

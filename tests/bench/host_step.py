@@ -27,7 +27,7 @@ from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
-from atom_mini.refinements.build import make_runner
+from atom_mini.refinements.build import choose_ops, make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import SequenceType
 from atom_mini.uploads import InputBuffer
@@ -103,7 +103,7 @@ class HollowRunner(GraphRunner):
 def replayed_milliseconds(llm: LLM, num_seqs: int, length: int, params: SamplingParams) -> float:
     """Median of what a replayed step costs the host."""
     config = EngineArgs("tiny", device="cpu", attention="triton", num_kvcache_blocks=num_seqs, max_num_seqs=num_seqs)
-    runner = HollowRunner(config)
+    runner = HollowRunner(config, *choose_ops(config))
     return statistics.median(generate_milliseconds(llm, runner, num_seqs, length, params)[1:])
 
 

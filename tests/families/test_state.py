@@ -341,7 +341,8 @@ def run_with_states(patch: pytest.MonkeyPatch, trials: int, caching: bool = Fals
 
     def made(seed: int) -> symbolic.Trial:
         trial = make(seed)
-        trial.config.enable_prefix_caching &= caching
+        hits = trial.config.enable_prefix_caching and caching
+        trial.config = trial.config.changed(enable_prefix_caching=hits)
         return trial
 
     for name in ("SymbolicRunner", "LaunchingSymbolicRunner"):
@@ -532,7 +533,7 @@ def test_no_graphs_on_a_gpu(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None
     """The runner is `StateRunner`, which records no graphs, on any device."""
     with monkeypatch.context() as patch:
         patch.setattr("atom_mini.model_runner.choose_device", lambda name: torch.device("cuda"))  # as if there were one
-        patch.setattr(state, "StateRunner", lambda config: "ours")
+        patch.setattr(state, "StateRunner", lambda *args: "ours")
         assert make_runner(EngineArgs(str(saved("dense")[1]), device="cuda")) == "ours"
     small = EngineArgs("tiny", device="cpu", compiled=False, num_kvcache_blocks=8)
     assert type(make_runner(small)) is ModelRunner

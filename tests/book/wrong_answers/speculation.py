@@ -2,8 +2,8 @@
 mean_tokens = sum(0.8**i for i in range(1, 5))  # without the token that is not a draft
 # %% 50_verify 2
 class Pairs(Again):
-    def __init__(self, config, runner):
-        super().__init__()
+    def __init__(self, *given):
+        super().__init__(*given)
         self.after = {}
 
     def propose(self, seqs, most):
@@ -18,7 +18,7 @@ class Pairs(Again):
             drafts.append(draft)
         return drafts
 
-methods["pairs"] = Method(lambda: Pairs)
+methods["pairs"], DRAFTERS["pairs"] = (), Pairs
 # %% 50_verify 3
 def most_covered(k):
     return LARGEST_GRAPH // k  # without the newest token's row
