@@ -262,6 +262,8 @@ def test_info_of_shards_in_the_hub_cache(capsys: Capture, monkeypatch: Patch, tm
     report = run_json(capsys, "info", "some/model", "--device", "cpu")
     assert report["parameters"] == sum(p.numel() for p in model.parameters()) and report["model"] == "some/model"
     assert report["weight_bytes"] == 4 * report["parameters"]
+    assert main(["info", "tiny", "--scheduler-cls", "builtins:int"]) == 2
+    assert "scheduler_cls=<class 'int'> must be a subclass" in capsys.readouterr().err
     assert main(["info", "some/other"]) == 2
     assert "some/other" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import pickle
 import random
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -339,6 +339,21 @@ def test_a_config_is_compared_and_copied_with_all_options(options: dict[str, Any
     assert asdict(other) == asdict(config) | {"max_num_seqs": 2}
     assert replace(other, max_num_seqs=config.max_num_seqs) == config
     assert config != "a config"
+
+
+def test_a_config_is_frozen_and_what_is_found_out_goes_into_a_copy() -> None:
+    """The engine's config knows its blocks; the user's own stays as it was checked, and may make a second engine."""
+    config = EngineArgs("tiny", device="cpu", max_model_len=32, max_num_seqs=2)
+    for kind in (config, Config("tiny", device="cpu")):
+        with pytest.raises(FrozenInstanceError):
+            kind.num_kvcache_blocks = 4  # type: ignore[misc]
+    core = build.make_core(config)
+    assert config.num_kvcache_blocks is None and core.config.num_kvcache_blocks == 4
+    assert core.config is core.scheduler.config and core.config == replace(config, num_kvcache_blocks=4)
+    with pytest.raises(AssertionError, match="num_kvcache_block"):
+        config.changed(num_kvcache_block=4)
+    with LLM("tiny", device="cpu", max_num_seqs=2, max_model_len=32) as llm:
+        assert llm.config is llm.engine_core.config and llm.config.num_kvcache_blocks == 4
 
 
 def test_a_copied_config_still_refuses() -> None:
