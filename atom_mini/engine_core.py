@@ -38,13 +38,20 @@ class StepOutput(NamedTuple):
 # %% ../nbs/09a_engine_core.ipynb #e1e7e9ec
 class EngineCore:
     """add -> schedule -> run -> postprocess, one step at a time: ATOM's `EngineCore`,
-    in the caller's process."""
+    in the caller's process.
+
+    `scheduler` None is a `Scheduler`; ValueError if the options ask for another one.
+    """
 
     def __init__(
         self, config: Config, runner: Runner, scheduler: BaseScheduler | None = None
     ) -> None:
         self.config = config
         self.runner = runner
+        names = (*config.scheduler_options, "scheduler_cls")
+        asked = [n for n in names if getattr(config, n) != getattr(type(config), n)]
+        wrong = f"{' and '.join(asked)} asks for another scheduler than Scheduler"
+        require(scheduler is not None or not asked, f"{wrong}: pass it to the core")
         self.scheduler = scheduler or Scheduler(config)
         self.is_torn = False  # a transaction has begun and not ended
         self.is_closed = False

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 import atom_mini.llm
 from atom_mini import LLM, Config, EngineArgs, SamplingParams, assemble, loading
+from atom_mini.engine_core import EngineCore
 from atom_mini.refinements import build, parts
 from atom_mini.refinements.overlap import OverlapScheduler
 from atom_mini.refinements.turns import TurnScheduler
@@ -354,6 +355,18 @@ def test_a_config_is_frozen_and_what_is_found_out_goes_into_a_copy() -> None:
         config.changed(num_kvcache_block=4)
     with LLM("tiny", device="cpu", max_num_seqs=2, max_model_len=32) as llm:
         assert llm.config is llm.engine_core.config and llm.config.num_kvcache_blocks == 4
+
+
+def test_a_core_made_by_hand_drops_no_option() -> None:
+    """Without a scheduler it takes the plain one, and says so if the options ask for another."""
+    room: dict[str, Any] = {"num_kvcache_blocks": 8}
+    for options in ({"enable_mixed_steps": True}, {"interleave_decode": True}, {"scheduler_cls": NewestFirst}):
+        config = EngineArgs(**room, **options)
+        with pytest.raises(ValueError, match=f"{next(iter(options))} asks for another scheduler than Scheduler"):
+            EngineCore(config, show.CountingRunner())
+        own = build.make_scheduler(config)
+        assert EngineCore(config, show.CountingRunner(), own).scheduler is own
+    assert type(EngineCore(EngineArgs(**room), show.CountingRunner()).scheduler) is Scheduler
 
 
 def test_a_copied_config_still_refuses() -> None:
