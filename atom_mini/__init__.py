@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from atom_mini.config import Config, SamplingParams
 from atom_mini.llm import RequestOutput
 
-if TYPE_CHECKING or find_spec("atom_mini.refinements"):
-    from atom_mini.refinements.build import LLM
-    from atom_mini.refinements.parts import EngineArgs
+if TYPE_CHECKING or find_spec("atom_mini.options"):
+    from atom_mini.options.build import LLM
+    from atom_mini.options.args import EngineArgs
 else:  # the first part alone
     from atom_mini.config import Config as EngineArgs
     from atom_mini.llm import LLM

@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING
 
-from .checkpoint import ModelSpec, install, require
+from .checkpoint import ModelSpec
 from .config import Config
 from .engine_core import EngineCore
+from .errors import install, require
 from .scheduler import BaseScheduler, MixedScheduler, Scheduler
 
 if TYPE_CHECKING:  # torch loads when an engine is made
@@ -30,8 +31,8 @@ __all__ = ['triton_ops', 'choose_ops', 'check_triton', 'choose_runner', 'make_ru
 def triton_ops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> TorchOps:
     """The Triton kernels for a model of these sizes: those in `TRITON_OPS` for the
     spec's class or the nearest one above it, else `TritonOps`."""
+    from atom_mini.gpu.triton_ops import TritonOps
     from atom_mini.models import TRITON_OPS
-    from atom_mini.triton_ops import TritonOps
 
     for kind in type(spec).__mro__:
         if kind in TRITON_OPS:
@@ -51,7 +52,7 @@ def choose_ops(config: Config) -> tuple[TorchOps, Sampler]:
     if (config.attention or ("triton" if on_gpu else "torch")) == "torch":
         return TorchOps(), Sampler()
     check_triton(on_gpu)
-    from atom_mini.sampling_kernels import KernelSampler
+    from atom_mini.gpu.sampling_kernels import KernelSampler
 
     dtype = choose_dtype(config, device)
     return triton_ops(config.spec, numbered(device), dtype), KernelSampler()
@@ -74,12 +75,14 @@ def check_triton(on_gpu: bool) -> None:
 def choose_runner(config: Config) -> type[ModelRunner]:
     """The runner's class for `config`: `GraphRunner` on a GPU, unless `enforce_eager`
     or torch's attention rules graphs out."""
-    from atom_mini.graphs import GraphRunner
     from atom_mini.model_runner import ModelRunner, choose_device
 
     on_gpu = choose_device(config.device).type == "cuda"
-    graphs = on_gpu and not config.enforce_eager and config.attention != "torch"
-    return GraphRunner if graphs else ModelRunner
+    if not on_gpu or config.enforce_eager or config.attention == "torch":
+        return ModelRunner
+    from atom_mini.gpu.graphs import GraphRunner
+
+    return GraphRunner
 
 
 def make_runner(config: Config) -> ModelRunner:

@@ -14,9 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .errors import install as install
 from .errors import require
-from .errors import shortened as shortened
 from .rope_scaling import check_rope
 
 # %% auto #0

@@ -16,7 +16,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, ImportString
 from pydantic.dataclasses import dataclass
 from typing_extensions import Self
 
-from .checkpoint import read_defaults, read_model, require, resolve_model
+from .checkpoint import read_defaults, read_model, resolve_model
+from .errors import require
 from .file_checks import check_files
 from .refused import explained
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
-from .checkpoint import require
 from .config import Config
+from .errors import require
 from .scheduler import BaseScheduler, ScheduledBatch
 from .scheduler import ScheduledBatchOutput, Scheduler
 from .sequence import Sequence

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import read_json, require
+from .checkpoint import read_json
+from .errors import require
 
 # %% auto #0
 __all__ = ['COUNTED', 'FIELDS', 'ABOVE', 'is_number', 'is_count', 'is_end', 'are_names', 'check_fields', 'check_index',

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 
 from typing_extensions import Self
 
-from .checkpoint import require
 from .config import Config, SamplingParams
 from .engine_core import EngineCore, StepOutput
+from .errors import require
 from .sequence import Sequence
 from .text import RequestOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer

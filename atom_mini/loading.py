@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .checkpoint import ModelSpec, read_json, require
+from .checkpoint import ModelSpec, read_json
+from .errors import require
 from .models import CausalLM, TorchOps, model_class
 
 # %% auto #0

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .attention import Attention, AttentionMetaData, set_forward_context
-from .checkpoint import require
 from .config import Config, SamplingParams
+from .errors import require
 from .extras import Extras
 from .loading import load_model
 from .memory import CPU_KVCACHE_BYTES, free_host_bytes, kvcache_block_bytes

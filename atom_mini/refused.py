@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from .checkpoint import shortened
+from .errors import shortened
 
 # %% auto #0
 __all__ = ['LIMITS', 'NOT_HERE', 'Options', 'limits_of', 'no_such_option', 'describe', 'explained']

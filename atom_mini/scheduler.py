@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .block_manager import BlockManager, NoIndex
-from .checkpoint import require
 from .config import Config, SamplingParams
+from .errors import require
 from .prefix_index import PrefixIndex
 from .sequence import NO_TOKEN, Sequence
 from .sequence import SequenceStatus, SequenceType

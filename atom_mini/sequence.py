@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 from enum import Enum, auto
 from itertools import count
 
-from .checkpoint import require
 from .config import SamplingParams, as_token_ids
+from .errors import require
 
 # %% auto #0
 __all__ = ['NO_TOKEN', 'SequenceStatus', 'SequenceType', 'Sequence']

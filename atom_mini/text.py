@@ -13,8 +13,8 @@ from functools import lru_cache
 from io import StringIO
 from typing import Any, NamedTuple
 
-from .checkpoint import require
 from .config import Config, SamplingParams
+from .errors import require
 from .sequence import Sequence
 
 # %% auto #0

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
-from .checkpoint import require
+from .errors import require
 
 # %% auto #0
 __all__ = ['PAUSE', 'ThreadSafe']

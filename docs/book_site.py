@@ -12,7 +12,7 @@ from map import ROOT, draw, hour, parts, read_book
 from player import player
 from playground import playground, recorded
 
-from atom_mini.refinements.parts import TOGETHER
+from atom_mini.options.args import TOGETHER
 
 sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no installed package
 import book as books
@@ -67,8 +67,8 @@ def stage_chapter(node: dict) -> str:
 
 
 def link_module(text: str, page_of: dict[str, str]) -> str:
-    """A cell of a table that names a module, `overlap` or with its folder, as a link to its page."""
-    page = page_of.get(re.split(r"[./]", text)[-1])
+    """A cell of a table that names a module, `scheduling.overlap`, as a link to its page."""
+    page = page_of.get(text)
     return f"[`{text}`]({page}.md)" if page else f"`{text}`"
 
 
@@ -115,7 +115,7 @@ def stage() -> dict[str, str]:
     """Every source of the site, by path."""
     book = read_book()
     modules = {module: node for node in book.nodes.values() for module in node["modules"]}
-    page_of = {module.split(".")[-1]: f"api/{module}" for module in modules}
+    page_of = {module: f"api/{module}" for module in modules}
     nodes_of = {part: [book.nodes[name] for name in names] for part, names in parts(book).items()}
     chapters = {part: [node["chapter"] for node in nodes] for part, nodes in nodes_of.items()}
     pages = {

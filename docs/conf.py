@@ -49,7 +49,7 @@ UPSTREAM = {  # first folder of a path in the chapters -> where that file is on 
 
 
 def split(full: str) -> tuple[str, str] | None:
-    """The module of a name and the name in it: `atom_mini.refinements.overlap.OverlapCore.step` after the third dot."""
+    """The module of a name and the name in it: `atom_mini.scheduling.overlap.OverlapCore.step` after the third dot."""
     pieces = full.split(".")[1:]
     ends = (n for n in range(1, len(pieces)) if ".".join(pieces[:n]) in NODE_OF_MODULE)
     return next(((".".join(pieces[:n]), ".".join(pieces[n:])) for n in ends), None)

@@ -58,7 +58,7 @@ def parts(book: nx.DiGraph) -> dict[str, list[str]]:
 
 
 def source_of(module: str, root: Path = ROOT) -> Path:
-    """The file of the module `refinements.overlap`."""
+    """The file of the module `scheduling.overlap`."""
     return root / "atom_mini" / f"{module.replace('.', '/')}.py"
 
 

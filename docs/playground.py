@@ -18,13 +18,13 @@ from show import CountingRunner, Request, check_trace, five_requests
 
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.instruments.trace import COLOURS, Trace, record
-from atom_mini.refinements.build import make_scheduler
-from atom_mini.refinements.overlap import OverlapCore
-from atom_mini.refinements.parts import EngineArgs
+from atom_mini.options.args import EngineArgs
+from atom_mini.options.build import make_scheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.scheduling.overlap import OverlapCore
+from atom_mini.scheduling.spyre import PaddedBatch
 from atom_mini.sequence import Sequence
-from atom_mini.systems.spyre import PaddedBatch
+from atom_mini.trace.trace import COLOURS, Trace, record
 
 SIZE = 4  # tokens of a block
 MAX_NUM_SEQS = 8  # max_num_seqs

@@ -38,16 +38,16 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from atom_mini import sampling_kernels
-from atom_mini import tile_configs as table
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families import grouped
 from atom_mini.families.latent_kernel import LatentOps
 from atom_mini.families.windows import kernel_attention
+from atom_mini.gpu import sampling_kernels
+from atom_mini.gpu import tile_configs as table
+from atom_mini.gpu.fused import FusedOps
+from atom_mini.gpu.triton_attention import AttentionPlan
+from atom_mini.gpu.triton_ops import TritonOps
 from atom_mini.models import Linear
-from atom_mini.refinements.fused import FusedOps
-from atom_mini.triton_attention import AttentionPlan
-from atom_mini.triton_ops import TritonOps
 
 
 class Hardware(NamedTuple):

@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import atom_mini.loading
 from atom_mini import LLM, EngineArgs, SamplingParams
+from atom_mini.gpu import fused
 from atom_mini.models import Linear
-from atom_mini.refinements import fused
-from atom_mini.refinements.build import make_runner
+from atom_mini.options.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 

@@ -38,8 +38,8 @@ import pytest  # noqa: E402
 import folders  # noqa: E402, F401
 import test_kernels as kernels  # noqa: E402
 from atom_mini.families.latent_kernel import LATENT_CONFIGS  # noqa: E402
-from atom_mini import sampling_kernels  # noqa: E402
-from atom_mini import tile_configs as table  # noqa: E402
+from atom_mini.gpu import sampling_kernels  # noqa: E402
+from atom_mini.gpu import tile_configs as table  # noqa: E402
 from atom_mini.config import SamplingParams  # noqa: E402
 from atom_mini.sampler import Sampler, SamplingMetaData  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--caches", type=int, metavar="SEED", help="with caches, and workgroups in the order of this seed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--all", action="store_true", help="the whole of tests/engine/test_kernels.py")
+    parser.add_argument("--all", action="store_true", help="the whole of tests/gpu/test_kernels.py")
     arguments, rest = parser.parse_known_args()
     targets = arguments.target or list(TARGETS)
     if arguments.all:

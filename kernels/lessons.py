@@ -18,7 +18,7 @@ import triton.language as tl
 from amd.group import Launch
 from amd.launch import emulated
 
-from atom_mini import tile_configs as table
+from atom_mini.gpu import tile_configs as table
 
 
 @triton.jit

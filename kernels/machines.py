@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "kernels" / "results" / "targets.json"
-MODULES = ("triton_attention", "triton_ops", "sampling_kernels", "tile_configs", "families/grouped",
-           "families/latent_kernel", "refinements/fused")  # fmt: skip
+MODULES = ("gpu/triton_attention", "gpu/triton_ops", "gpu/sampling_kernels", "gpu/tile_configs", "families/grouped",
+           "families/latent_kernel", "gpu/fused")  # fmt: skip
 HOST = ("TileConfig", "amd", "product_type", "FusedOps")  # what a launch's options depend on, beside kernels and tables
 NEVER = "**never**"
 Facts = dict[str, Any]

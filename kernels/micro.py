@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from timing import Bench, Call, ratio, show, time_limit
 from torch import Tensor
 
-from atom_mini import tile_configs, triton_attention
 from atom_mini.attention import AttentionMetaData
 from atom_mini.families.grouped import Stack, grouped_experts
 from atom_mini.families.latent_kernel import LatentOps
+from atom_mini.gpu import tile_configs, triton_attention
+from atom_mini.gpu.sampling_kernels import sample
+from atom_mini.gpu.triton_ops import TritonOps
 from atom_mini.models import TorchOps
-from atom_mini.sampling_kernels import sample
-from atom_mini.triton_ops import TritonOps
 
 BLOCK_SIZE = 16  # tokens, the engine's default
 DECODE_AIM = 0.80, 0.90  # least and moonshot, of the read bandwidth, at batch 256 and context 1024

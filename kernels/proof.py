@@ -59,7 +59,7 @@ def cpus() -> Iterator[list[str]]:
         ]  # fmt: skip
     yield [
         "a row of the compiled int8, float32 and bfloat16 products has the same bits in every batch",
-        "the same CPU, compiled for AVX2 alone", EACH, "`make test-rest`: tests/refinements/test_eight_bits.py",
+        "the same CPU, compiled for AVX2 alone", EACH, "`make test-rest`: tests/cpu/test_eight_bits.py",
         "the other tests on a CPU without AVX-512, and how fast one is",
     ]  # fmt: skip
     yield [
@@ -90,7 +90,7 @@ def on_a_cpu() -> Iterator[list[str]]:
     yield [
         f"schedules, blocks and outputs equal an oracle's under random loads ({trials:,} in the first of the fuzzers); "
         f"{planted} planted faults are found", "CPU, a symbolic model", EACH,
-        "`make test`, `make test-rest`: tests/engine/test_fuzz.py, tests/refinements/test_overlap.py, tests/systems/",
+        "`make test`, `make test-rest`: tests/engine/test_fuzz.py, tests/scheduling/",
         "a fault that needs a larger pool or a longer run than the trials have",
     ]  # fmt: skip
     stride = constant("engine/test_interrupt.py", r"STRIDE = (\d+)")
@@ -109,7 +109,7 @@ def kernels() -> Iterator[list[str]]:
     yield [
         f"the kernels compute what torch computes, in {count} cases; the engine on them gives transformers' logits",
         "CPU, Triton's interpreter", EACH,
-        "`make test`, `make test-rest`: tests/engine/test_kernels.py, tests/engine/test_parity.py",
+        "`make test`, `make test-rest`: tests/gpu/test_kernels.py, tests/engine/test_parity.py",
         "what a compiler makes of them: the interpreter is NumPy, one program after another, without races or shared memory",
     ]  # fmt: skip
     known = machines.load()

@@ -78,8 +78,8 @@ case $slot in
     [[ -n $dry ]] || step 30 "a GPU is here" "$python" kernels/bench.py --check
     bench 50 limits --only limits
     step 100 tokens "$python" kernels/same_tokens.py $dry "$out"
-    tests 130 kernels tests/engine/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/engine/test_graphs.py tests/engine/test_sampling_kernels.py tests/refinements/test_fused.py
-    tests 200 engine -m gpu -rs tests/engine/test_gpu.py tests/engine/test_gpu_right.py tests/engine/test_parity.py tests/systems/test_spyre.py tests/processes/test_tensor_parallel.py
+    tests 130 kernels tests/gpu/test_kernels.py tests/families/test_grouped.py tests/families/test_latent_kernel.py tests/gpu/test_graphs.py tests/gpu/test_sampling_kernels.py tests/gpu/test_fused.py
+    tests 200 engine -m gpu -rs tests/gpu/test_gpu.py tests/gpu/test_gpu_right.py tests/engine/test_parity.py tests/scheduling/test_spyre.py tests/parallel/test_tensor_parallel.py
     step 80 profile "$python" kernels/profile_step.py $dry "$out"
     ;;
 2)
@@ -100,7 +100,7 @@ case $slot in
             "$python" kernels/bench.py --json "$out/counted.json" --only kernels
     fi
     if [[ -z $dry ]] && command -v compute-sanitizer >/dev/null; then
-        step 50 memcheck compute-sanitizer --tool memcheck "$python" -m pytest -p no:cacheprovider -x tests/engine/test_gpu.py -m gpu -k replay
+        step 50 memcheck compute-sanitizer --tool memcheck "$python" -m pytest -p no:cacheprovider -x tests/gpu/test_gpu.py -m gpu -k replay
     fi
     ;;
 esac

@@ -9,7 +9,7 @@ from pathlib import Path
 import folders  # noqa: F401
 import pytest
 
-from atom_mini.instruments.command_line import spin_less
+from atom_mini.options.command_line import spin_less
 
 spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
 
@@ -34,8 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the engine's modules, the small engine's half for a GPU, and the chapters of the evening and Part I,
-    without the package's folders of later parts."""
+    """A folder with the engine's modules, those for a GPU, and the chapters of the evening and Part I, without the
+    package's other folders."""
     import book  # not above: it needs notebook tools, which a machine with a GPU may lack
     from places import TOOLS
 
@@ -46,7 +46,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "atom_mini" / "gpu", home / "atom_mini" / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(root / TOOLS, home / TOOLS, ignore=shutil.ignore_patterns("*.ipynb", "__pycache__"))
     for path in filter(book.is_part_one, book.notebooks([])):
-        shutil.copy(path, home / "nbs")
+        (home / path.relative_to(root)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, home / path.relative_to(root))
     for name in ("settings.ini", "pyproject.toml"):
         shutil.copy(root / name, home)
     return home

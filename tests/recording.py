@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atom_mini.graphs import DeviceGraph, GraphRunner
-from atom_mini.refinements.build import choose_ops
-from atom_mini.refinements.parts import EngineArgs
+from atom_mini.gpu.graphs import DeviceGraph, GraphRunner
+from atom_mini.options.args import EngineArgs
+from atom_mini.options.build import choose_ops
 
-CHAPTER = Path(__file__).resolve().parent.parent / "nbs" / "12a_graphs.ipynb"
+CHAPTER = Path(__file__).resolve().parent.parent / "nbs" / "gpu" / "12a_graphs.ipynb"
 
 
 def load(*names: str) -> list[Any]:
@@ -25,7 +25,7 @@ def load(*names: str) -> list[Any]:
 
 
 def load_recorded_graph() -> Any:
-    """The class `RecordedGraph`: stands in for `atom_mini.graphs.DeviceGraph`, the same arguments, the same face."""
+    """The class `RecordedGraph`: stands in for `atom_mini.gpu.graphs.DeviceGraph`, the same arguments, the same face."""
     return load("RecordedGraph")[0]
 
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from atom_mini.config import Config
-from atom_mini.processes import ranks, replicas
-from atom_mini.processes.engine_process import decode
-from atom_mini.processes.ranks import ToRank, pack_batch, unpack_batch
-from atom_mini.processes.shards import make_rank, open_group
-from atom_mini.refinements import build
+from atom_mini.options import build
+from atom_mini.parallel import ranks, replicas
+from atom_mini.parallel.engine_process import decode
+from atom_mini.parallel.ranks import ToRank, pack_batch, unpack_batch
+from atom_mini.parallel.shards import make_rank, open_group
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 LIMIT = 120.0  # seconds, after which a rank hangs; the interpreter is slow

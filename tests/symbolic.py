@@ -26,14 +26,14 @@ from typing import Any
 from show import check_blocks, new_tokens
 
 import atom_mini.model_runner as model_runner
-import atom_mini.refinements.turns as turns
 import atom_mini.scheduler as scheduler_module
+import atom_mini.scheduling.turns as turns
 from atom_mini import EngineArgs, small
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.refinements.build import make_scheduler
-from atom_mini.refinements.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
+from atom_mini.options.build import make_scheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.scheduling.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checkpoint import require
-from ..tile_configs import amd, configs_for
-from ..triton_attention import TileConfig, product_type
+from ..errors import require
+from ..gpu.tile_configs import amd, configs_for
+from ..gpu.triton_attention import TileConfig, product_type
 
 # %% auto #0
 __all__ = ['TILES', 'Stack', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_config', 'expert_product', 'grouped_experts']

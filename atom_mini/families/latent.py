@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention import Attention, get_forward_context
 from .mixture import sort_rows
 from .quantized import FamilyModel
-from .records import LatentSpec
+from .specs import LatentSpec
 from ..loading import Readers
 from ..models import Linear, RMSNorm, TorchOps, rotate, unfilled
 

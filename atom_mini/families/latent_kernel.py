@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import atom_mini.gpu.tile_configs as tile_configs
 from ..attention import AttentionMetaData
-from ..checkpoint import require
-import atom_mini.tile_configs as tile_configs
-from ..tile_configs import amd
-from ..triton_attention import TileConfig, product_type
-from ..triton_ops import TritonOps
+from ..errors import require
+from ..gpu.tile_configs import amd
+from ..gpu.triton_attention import TileConfig, product_type
+from ..gpu.triton_ops import TritonOps
 
 # %% auto #0
 __all__ = ['KEYS', 'CDNA', 'LATENT_CONFIGS', 'LatentOps', 'latent_attention_kernel']

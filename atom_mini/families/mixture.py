@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import get_forward_context
-from .records import FamilySpec, Routing
+from .specs import FamilySpec, Routing
 from ..loading import Readers
 from atom_mini.models import (
     MLP, CausalLM, Linear, RMSNorm, RotaryEmbedding, SelfAttention, TorchOps, unfilled,

@@ -7,7 +7,7 @@ import torch
 from ..models import MODELS, TRITON_OPS, TorchOps
 from .latent import LatentModel
 from .quantized import FamilyModel
-from .records import FamilySpec, LatentSpec, StateSpec
+from .specs import FamilySpec, LatentSpec, StateSpec
 from .state import StateModel
 
 MODELS.update({FamilySpec: FamilyModel, LatentSpec: LatentModel, StateSpec: StateModel})

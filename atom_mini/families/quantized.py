@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import require
+from ..errors import require
 from .mixture import ExpertLinear, MixtureMLP
-from .records import Storage
+from .specs import Storage
 from .windows import WindowModel
 from ..loading import Readers
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, get_forward_context
-from ..checkpoint import require
+from ..errors import require
 from .quantized import FamilyModel
-from .records import StateSpec
+from .specs import StateSpec
 from ..loading import Readers
 from ..memory import free_host_bytes
 from ..model_runner import Inputs, ModelRunner

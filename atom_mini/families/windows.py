@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, causal_mask, gather_kv
-from ..checkpoint import require
+from ..errors import require
 from .mixture import MixtureModel
 from ..models import unfilled
 

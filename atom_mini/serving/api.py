@@ -23,8 +23,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ..instruments.options import Serve
-from ..processes.core_client import EngineDead
+from ..options.help import Serve
+from ..parallel.core_client import EngineDead
 from .protocol import ApiError
 
 # %% auto #0

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checkpoint import require
+from ..errors import require
 from ..llm import Chat, Params, Prompts, check_template_options
 from ..llm import read_messages, read_prompts
-from ..refinements.build import LLM
+from ..options.build import LLM
 from ..text import Request, TextPiece
 
 # %% auto #0

@@ -21,13 +21,13 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from ..checkpoint import install, require
-from ..instruments.options import Batch, Fleet, Serve, given
-from ..refinements.build import choose_scheduler
-from ..refinements.parts import EngineArgs
+from ..errors import install, require
+from ..options.args import EngineArgs
+from ..options.build import choose_scheduler
+from ..options.help import Batch, Fleet, Serve, given
+from .api import api_error
 from .async_llm import AsyncLLM
 from .protocol import ApiError, read_request
-from .api import api_error
 from .server import ENDPOINTS, Server
 
 # %% auto #0

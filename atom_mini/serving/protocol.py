@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..checkpoint import shortened
 from ..config import SamplingParams
+from ..errors import shortened
 from ..llm import check_template_options
 from ..refused import NOT_HERE
 from ..text import Request as EngineRequest

@@ -35,10 +35,10 @@ __all__ = ['COUNTED', 'ENDPOINTS', 'MARGIN', 'Meters', 'engine_counts', 'Server'
 
 # %% ../../nbs/serving/82_server.ipynb #0b4143b0
 from ..engine_core import StepOutput
-from ..instruments.options import Serve, given
 from ..llm import as_list
-from ..processes.core_client import EngineCoreClient, EngineDead
-from ..refinements.parts import EngineArgs
+from ..options.args import EngineArgs
+from ..options.help import Serve, given
+from ..parallel.core_client import EngineCoreClient, EngineDead
 from ..sequence import Sequence, SequenceStatus
 from .api import EVENTS, JSON, Answer, Api, JsonResponse, Parts
 from .api import event_stream, read_body

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import atom_mini.families.models  # noqa: F401 - fills MODELS
-from ..checkpoint import require
 from ..config import Config, SamplingParams
+from ..errors import require
+from ..fields import EngineFields
 from ..loading import blank_model
 from ..memory import kvcache_block_bytes
 from ..models import TorchOps
-from ..refinements.parts import EngineArgs
 from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
@@ -42,7 +42,7 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(
-        self, config: EngineArgs, runner: Any = None, make_runner: Any = None
+        self, config: EngineFields, runner: Any = None, make_runner: Any = None
     ) -> None:
         super().__init__()
         # by_request: run of tokens -> the position after its first occurrence
@@ -108,7 +108,7 @@ class ModelDrafter(Drafter):
         return [draft[:n] for draft, n in zip(drafts, most, strict=True)]
 
     @classmethod
-    def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
+    def memory(cls, config: EngineFields, dtype: Any) -> tuple[int, int]:
         """Bytes of the drafter's weights, and of a block of its K/V."""
         _, spec = cls.source(config)
         meta = torch.device("meta")  # 0 positions: angles on it need a slow import
@@ -131,7 +131,7 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
     ))  # fmt: skip
 
 # %% ../../nbs/speculation/52_drafters.ipynb #e1e7b07f
-def read_draft_config(config: EngineArgs) -> EngineArgs:
+def read_draft_config(config: EngineFields) -> EngineFields:
     """The draft model's config: the target's options, and another model."""
     model = config.speculative_config.model
     defaults = {f.name: f.default for f in fields(Config) if f.init}  # Part I's options
@@ -139,7 +139,7 @@ def read_draft_config(config: EngineArgs) -> EngineArgs:
     changed = {n: value for n, value in given.items() if value != defaults[n]}
     changed |= {n: True for n in ("compiled", "packed") if getattr(config, n)}
     try:
-        own = EngineArgs(**changed | {"model": model})
+        own = type(config)(**changed | {"model": model})
     except ValueError as error:
         raise ValueError(f"the draft model {model}: {error}") from None
     kinds = getattr(own.spec, "layer_types", ())
@@ -158,7 +158,7 @@ class DraftModel(ModelDrafter):
     """
 
     def __init__(
-        self, config: EngineArgs, runner: Any, make_runner: Callable[[EngineArgs], Any]
+        self, config: EngineFields, runner: Any, make_runner: Callable[[EngineFields], Any]
     ) -> None:
         super().__init__()  # by_request: how many tokens have K/V here
         self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)
@@ -170,7 +170,7 @@ class DraftModel(ModelDrafter):
         self.probs: dict[int, list[Tensor]] = defaultdict(list)  # each draft's q
 
     @classmethod
-    def source(cls, config: EngineArgs) -> tuple[Any, Any]:
+    def source(cls, config: EngineFields) -> tuple[Any, Any]:
         own = read_draft_config(config)
         return own.folder, own.spec
 

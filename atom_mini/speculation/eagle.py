@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import ModelSpec, read_dense
-from ..checkpoint import read_json, read_spec, require, resolve_model
+from ..checkpoint import read_json, read_spec, resolve_model
 from ..config import SamplingParams
-from ..refinements.parts import EngineArgs
+from ..errors import require
+from ..fields import EngineFields
 from ..loading import Readers, blank_model, checkpoint_files, load_model
 from ..loading import load_weights, read_tensor, weight_targets
 from ..model_runner import ModelRunner
@@ -228,7 +229,7 @@ class HeadRunner(ModelRunner):
     model: Any
 
     def __init__(
-        self, config: EngineArgs, ops: TorchOps, sampler: Sampler, target: Any,
+        self, config: EngineFields, ops: TorchOps, sampler: Sampler, target: Any,
         make_head: Callable[[HeadRunner], Any],
     ) -> None:  # fmt: skip
         self.target, self.make_head = target, make_head
@@ -241,7 +242,7 @@ class HeadRunner(ModelRunner):
         self.kv_cache.zero_()  # a prefix hit may read a slot that was never written
 
 
-def unsharded_ends(config: EngineArgs, runner: Any) -> Any:
+def unsharded_ends(config: EngineFields, runner: Any) -> Any:
     """The target's model; with several ranks, only its embedding, norm, and output."""
     if config.tensor_parallel_size == 1:
         return runner.model
@@ -267,7 +268,7 @@ class HeadDrafter(ModelDrafter):
     last: Any  # (states, drafts) of its newest pass
 
     def __init__(
-        self, config: EngineArgs, runner: Any, make_runner: Callable[..., HeadRunner]
+        self, config: EngineFields, runner: Any, make_runner: Callable[..., HeadRunner]
     ) -> None:
         super().__init__()  # by_request: (the last state, the draft after it)
         device, dtype = str(runner.device), str(runner.dtype)[len("torch.") :]
@@ -282,7 +283,7 @@ class HeadDrafter(ModelDrafter):
             runner._capture(sorted(graphs))
 
     @classmethod
-    def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
+    def memory(cls, config: EngineFields, dtype: Any) -> tuple[int, int]:
         """Bytes of its weights, with those loaded again, and of a block of its K/V."""
         (in_all, each), spec = super().memory(config, dtype), config.spec
         if config.tensor_parallel_size > 1:
@@ -324,11 +325,11 @@ class EagleDrafter(HeadDrafter):
     """Drafts with the head `speculative_config.model`, or the target's `eagle3`."""
 
     @classmethod
-    def source(cls, config: EngineArgs) -> tuple[Path, Any]:
+    def source(cls, config: EngineFields) -> tuple[Path, Any]:
         given, home = config.speculative_config.model, config.folder
         folder = resolve_model(given) if given else Path(home or "") / "eagle3"
         return folder, read_head_spec(folder, config.spec)
 
-    def load(self, config: EngineArgs, target: Any, runner: HeadRunner) -> Eagle3Head:
+    def load(self, config: EngineFields, target: Any, runner: HeadRunner) -> Eagle3Head:
         embed, longest = target.model.embed_tokens, config.max_model_len or 0
         return load_head(*self.source(config), embed, longest, runner.ops)

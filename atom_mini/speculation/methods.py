@@ -1,9 +1,9 @@
-"""The classes that draft: one table (the options of each are `knobs.METHODS`; chapters 50 to 53)."""
+"""The classes that draft: one table (the options of each are `config.METHODS`; chapters 50 to 53)."""
 
 from __future__ import annotations
 
 from ..errors import require
-from ..refinements.parts import EngineArgs
+from ..fields import EngineFields
 from .drafters import DraftModel, NgramDrafter
 from .eagle import EagleDrafter
 from .mtp import MtpDrafter
@@ -14,7 +14,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
 }  # fmt: skip
 
 
-def find_drafter(config: EngineArgs) -> type[Drafter]:
+def find_drafter(config: EngineFields) -> type[Drafter]:
     """The class of the drafter that `config` asks for."""
     method = config.speculative_config.method
     require(method in DRAFTERS, f"method={method!r} has no class: set DRAFTERS[{method!r}]")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..errors import require
 from ..families.latent import LatentModel
 from ..families.quantized import FamilyModel
-from ..families.records import FamilySpec, LatentSpec
-from ..refinements.parts import EngineArgs
+from ..families.specs import FamilySpec, LatentSpec
+from ..fields import EngineFields
 from ..loading import Readers, load_model
 from ..models import MODELS, Linear, RMSNorm, TorchOps
 from .eagle import HeadDrafter, HeadRunner
@@ -112,10 +112,10 @@ class MtpDrafter(HeadDrafter):
     """Drafts with the module after the checkpoint's last layer, one pass per draft."""
 
     @classmethod
-    def source(cls, config: EngineArgs) -> tuple[Path, Any]:
+    def source(cls, config: EngineFields) -> tuple[Path, Any]:
         return config.folder or Path(), module_spec(config.spec)
 
-    def load(self, config: EngineArgs, target: Any, runner: HeadRunner) -> MtpHead:
+    def load(self, config: EngineFields, target: Any, runner: HeadRunner) -> MtpHead:
         """The module; ValueError for missing, superfluous, or misshapen weights."""
         (folder, spec), longest = self.source(config), config.max_model_len or 0
         place = longest, runner.device, runner.dtype

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..engine_core import EngineCore
-from ..refinements.parts import EngineArgs
-from ..refinements.turns import TurnScheduler
+from ..fields import EngineFields
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
+from ..scheduling.turns import TurnScheduler
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
@@ -94,7 +94,7 @@ class Drafter:
         self.by_request: dict[int, Any] = {}  # request id -> the drafter's state of it
 
     @classmethod
-    def memory(cls, config: EngineArgs, dtype: Any) -> tuple[int, int]:
+    def memory(cls, config: EngineFields, dtype: Any) -> tuple[int, int]:
         """Bytes that it needs on the target's device: in all, and per block."""
         return 0, 0
 
@@ -159,7 +159,7 @@ class SpecScheduler(TurnScheduler):
     steps never meets one.
     """
 
-    def __init__(self, config: EngineArgs) -> None:
+    def __init__(self, config: EngineFields) -> None:
         super().__init__(config)
         options = config.speculative_config
         self.num_drafts = getattr(options, "num_speculative_tokens", 0)
@@ -273,7 +273,7 @@ class SpecCore(EngineCore):
     scheduler: SpecScheduler
 
     def __init__(
-        self, config: EngineArgs, runner: Any, drafter: Drafter,
+        self, config: EngineFields, runner: Any, drafter: Drafter,
         scheduler: SpecScheduler | None = None,
     ) -> None:
         super().__init__(config, runner, scheduler or SpecScheduler(config))

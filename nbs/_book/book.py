@@ -64,7 +64,7 @@ def is_part_one(path: Path) -> bool:
 
 
 def module_of(path: Path) -> str | None:
-    """The module that a chapter exports: `refinements.turns`."""
+    """The module that a chapter exports: `scheduling.turns`."""
     found = re.search(r"#\| *default_exp ([\w.]+)", path.read_text())
     return found[1] if found else None
 

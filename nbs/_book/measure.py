@@ -118,7 +118,8 @@ def weights() -> tuple[dict[str, dict[str, Weight]], dict[str, int]]:
     halves: dict[str, dict[str, Weight]] = {"Ia": {}, "Ib": {}}
     for path in filter(half_of, chapters()):
         if module := module_of(path):
-            halves[half_of(path)][module] = weigh((ROOT / "atom_mini" / f"{module}.py").read_text())
+            file = (ROOT / "atom_mini" / module.replace(".", "/")).with_suffix(".py")
+            halves[half_of(path)][module] = weigh(file.read_text())
     folders: dict[str, int] = {}
     for file in sorted((ROOT / "atom_mini").rglob("*.py")):
         folder = file.parent.name

@@ -724,7 +724,7 @@ def is_there(pid: int) -> bool:
 
 def struck(llm, blow, prompt="Once upon a time", max_tokens=600) -> tuple[float, str]:
     """(seconds from `blow()` until the waiting ends, what is said); a request runs."""
-    from atom_mini.processes.core_client import EngineDead
+    from atom_mini.parallel.core_client import EngineDead
 
     llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     for _ in range(3):

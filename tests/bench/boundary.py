@@ -25,8 +25,8 @@ from typing import Any
 from report import OtherLoad, machine, print_table, write_json
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.processes.core_client import EngineCoreClient, EngineDead
-from atom_mini.processes.engine_process import FromEngine, Output, Row, decode, encode
+from atom_mini.parallel.core_client import EngineCoreClient, EngineDead
+from atom_mini.parallel.engine_process import FromEngine, Output, Row, decode, encode
 from atom_mini.sequence import Sequence, SequenceType
 
 BATCHES = (1, 64, 256)
@@ -34,7 +34,7 @@ LENGTH = 48  # tokens
 FRONT = """
 import time
 from atom_mini import Config
-from atom_mini.processes.core_client import EngineCoreClient
+from atom_mini.parallel.core_client import EngineCoreClient
 core = EngineCoreClient(EngineArgs("tiny", engine_process=True, device="cpu", num_kvcache_blocks=8))
 print(core.engines[0].process.pid, flush=True)
 time.sleep(60)

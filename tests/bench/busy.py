@@ -24,7 +24,7 @@ from typing import Any
 from cpu import make_checkpoint
 from report import OtherLoad, busy_loops, machine, print_table, write_json
 
-from atom_mini.instruments.command_line import SPINS
+from atom_mini.options.command_line import SPINS
 
 HOW_TO_WAIT = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 LIMIT = 120

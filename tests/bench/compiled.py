@@ -35,7 +35,7 @@ from checkpoints import QWEN3_06B, random_model
 
 from atom_mini import EngineArgs
 from atom_mini.model_runner import made_up_batch
-from atom_mini.refinements.build import make_runner
+from atom_mini.options.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 

@@ -42,7 +42,7 @@ from real_prompts import TEXTS, prompts
 from real_weights import FOLDER, is_whole
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.refinements.int8_model import quantize_rows
+from atom_mini.cpu.int8_model import quantize_rows
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -25,9 +25,9 @@ from report import write_json
 from atom_mini import LLM, EngineArgs
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.graphs import GraphRunner
+from atom_mini.gpu.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
-from atom_mini.refinements.build import choose_ops, make_runner
+from atom_mini.options.build import choose_ops, make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import SequenceType
 from atom_mini.uploads import InputBuffer

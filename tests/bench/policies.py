@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from atom_mini.instruments.command_line import spin_less
+from atom_mini.options.command_line import spin_less
 
 spin_less(os.environ)  # as the command does, before torch is loaded
 

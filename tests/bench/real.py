@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atom_mini.instruments.command_line import spin_less
+from atom_mini.options.command_line import spin_less
 
 spin_less(os.environ)  # as `atom-mini` does, before torch reads it
 

@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom_mini.instruments.command_line import spin_less
+from atom_mini.options.command_line import spin_less
 
 spin_less(os.environ)  # as the command does, before torch is loaded
 

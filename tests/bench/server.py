@@ -31,8 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atom_mini.instruments.command_line import main as run_command
-from atom_mini.instruments.command_line import spin_less
+from atom_mini.__main__ import main as run_command
+from atom_mini.options.command_line import spin_less
 
 spin_less(os.environ)  # as the command does: before torch is loaded, here and in the engine's process
 
@@ -165,7 +165,7 @@ def serve_here(words: list[str]) -> None:
     """`atom-mini serve`, with clocks; it tells what they say when it is sent SIGUSR1."""
     from uvicorn.protocols.http import auto
 
-    from atom_mini.processes.core_client import EngineCoreClient
+    from atom_mini.parallel.core_client import EngineCoreClient
 
     cycle = sys.modules[auto.AutoHTTPProtocol.__module__].RequestResponseCycle
     clock(msgspec.json, "encode", "JSON")

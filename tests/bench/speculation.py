@@ -42,7 +42,7 @@ from report import OtherLoad, machine, print_table, write_json
 from safetensors.torch import load_file, save_file
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.graphs import first_decodes
+from atom_mini.gpu.graphs import first_decodes
 from atom_mini.speculation.verify import SpecStats
 
 K = 4

@@ -192,12 +192,12 @@ def test_parts_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A chapter's number says its part; a module may lie in a folder, and one notebook may write two."""
     cells = {
         "04_scheduler": ("scheduler", "class Scheduler: ..."),
-        "12_graphs": ("graphs", "from .refinements.overlap import Core\nfrom .scheduler import Scheduler"),
-        "23a_overlap": ("refinements.overlap", "import torch\nfrom ..assemble import register\nfrom ..scheduler import Scheduler"),
-        "23b_launching": ("refinements.launcher", "from .overlap import Core"),
+        "12_graphs": ("graphs", "from .scheduling.overlap import Core\nfrom .scheduler import Scheduler"),
+        "23a_overlap": ("scheduling.overlap", "import torch\nfrom ..assemble import register\nfrom ..scheduler import Scheduler"),
+        "23b_launching": ("scheduling.launcher", "from .overlap import Core"),
     }
     files = {module: (chapter, source) for chapter, (module, source) in cells.items()}
-    files["assemble"] = ("12_graphs", "from .refinements.launcher import run")
+    files["assemble"] = ("12_graphs", "from .scheduling.launcher import run")
     (tmp_path / "nbs").mkdir()
     for module, (chapter, source) in files.items():
         path = book_map.source_of(module, tmp_path)
@@ -208,7 +208,7 @@ def test_parts_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         notebook = nbformat.v4.new_notebook(cells=[*text, nbformat.v4.new_code_cell(f"#| default_exp {module}")])
         nbformat.write(notebook, tmp_path / "nbs" / f"{chapter}.ipynb")
     book = book_map.read_book(tmp_path)
-    engine, later = ["scheduler", "graphs"], ["refinements.overlap", "refinements.launcher"]
+    engine, later = ["scheduler", "graphs"], ["scheduling.overlap", "scheduling.launcher"]
     assert book_map.parts(book) == {"I The engine": engine, "II Refinements": later}
     assert book.nodes["graphs"]["modules"] == ["graphs", "assemble"]
     # What the module that puts all together takes from later chapters is against the order of reading.
@@ -795,7 +795,7 @@ def test_the_api_begins_with_the_three_names_that_users_need(tab: Any) -> None:
     tab.goto("api.html")
     names = tab.locator("dl.py.class > dt").evaluate_all("all => all.map(dt => dt.querySelector('.descname').textContent)")
     assert names == ["LLM", "SamplingParams", "RequestOutput"]
-    assert "refinements/build.html#LLM" in tab.locator("dl.py.class > dt").first.inner_html(), "the one that is imported"
+    assert "options/build.html#LLM" in tab.locator("dl.py.class > dt").first.inner_html(), "the one that is imported"
     assert tab.locator("dt", has_text="generate(").count() == 1
 
 

@@ -434,13 +434,13 @@ def test_the_wheel_holds_the_chapters_modules_and_the_built_in_model(tmp_path: P
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("atom_mini/")}
     chapters = set().union(*({book.module_of(path), *book.continued(path)} for path in book.notebooks([]))) - {None}
     modules = {f"atom_mini/{str(module).replace('.', '/')}.py" for module in chapters}
-    names_by_hand = ("__init__", "__main__", "errors", "families/models", "speculation/methods")
+    names_by_hand = ("__init__", "__main__", "errors", "families/models", "options/process", "speculation/methods")
     by_hand = {f"atom_mini/{name}.py" for name in names_by_hand}
     by_hand |= {f"{name.rpartition('/')[0]}/__init__.py" for name in modules}
     assert {n for n in names if n.endswith(".py")} == modules | by_hand
     assert not [n for n in names if "tiny" in n and n.endswith(".py")]
     tiny = {path.relative_to(ROOT).as_posix() for path in (ROOT / "atom_mini" / "tiny").rglob("*") if path.is_file()}
-    pages = {"atom_mini/instruments/timeline.html", "atom_mini/serving/page.html"}
+    pages = {"atom_mini/trace/timeline.html", "atom_mini/serving/page.html"}
     editable = "from setuptools import build_meta; build_meta.build_editable('editable')"
     subprocess.run([sys.executable, "-c", editable], cwd=tmp_path, check=True, capture_output=True)
     (wheel,) = (tmp_path / "editable").glob("*.whl")

@@ -505,7 +505,7 @@ def test_weights_are_of_part_one_and_of_the_whole_package(capsys: pytest.Capture
     import measure
 
     halves, folders = measure.weights()
-    assert {"config", "scheduler", "llm"} <= halves["Ia"].keys() and "triton_attention" in halves["Ib"]
+    assert {"config", "scheduler", "llm"} <= halves["Ia"].keys() and "gpu.triton_attention" in halves["Ib"]
     assert not halves["Ia"].keys() & halves["Ib"].keys()
     files = [*(ROOT / "atom_mini").rglob("*.py")]
     assert sum(folders.values()) == sum(measure.weigh(file.read_text()).lines for file in files)

@@ -7,6 +7,7 @@ import ast
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -19,7 +20,7 @@ import pytest
 import show
 from places import EVENING, TOOLS, chapters, number_of
 
-from atom_mini.instruments.trace import COLOURS, VERDICTS
+from atom_mini.trace.trace import COLOURS, VERDICTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = chapters()
@@ -27,8 +28,8 @@ PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
 # of every engine; a first reading can wait
 EXPLAINED_LATER = {
-    "cpu_decode", "cpu_products", "errors", "extras", "file_checks", "refused", "rope_scaling",
-    "sampling_kernels", "thread_safe", "tile_configs", "uploads",
+    "cpu.decode", "cpu.products", "errors", "extras", "file_checks", "refused", "rope_scaling",
+    "gpu.sampling_kernels", "gpu.tile_configs", "thread_safe", "uploads",
 }  # fmt: skip
 WITHOUT_EDITABLE = """
 import sys
@@ -66,16 +67,54 @@ def read_imports() -> dict[str, set[str]]:
     return found
 
 
+ORDER = ["", "gpu", "cpu", "scheduling", "families", "speculation", "parallel", "trace", "options", "serving"]
+CHOOSING = {f"atom_mini.{name}" for name in ("__init__", "__main__", "assemble", "small")}
+
+
+def level(module: str) -> int:
+    """How high a module's folder is; the root is the lowest."""
+    _, *folder, _ = module.split(".")
+    return ORDER.index(folder[0] if folder else "")
+
+
 def test_imports_are_no_circle_and_none_climbs() -> None:
-    """From the bottom up, a reader meets nothing that is explained later. Only what chooses looks up: nobody imports it
-    from below."""
+    """A module imports from its own folder and from those below. Only what chooses looks up."""
     imported = read_imports()
     order = [*TopologicalSorter(imported).static_order()]  # a CycleError names the circle
-    assert len(order) > 80 and len(imported["atom_mini.refinements.build"]) > 12
-    first = {module for module in imported if module.count(".") == 1}
-    choosing = {"atom_mini.__init__", "atom_mini.__main__"}
-    climbing = {(module, name) for module in first - choosing for name in imported[module] - first}
-    assert climbing == set()
+    assert len(order) > 80 and len(imported["atom_mini.options.build"]) > 12
+    pairs = [(module, name) for module in imported.keys() - CHOOSING for name in imported[module] - {"atom_mini.__init__"}]
+    assert [(module, name) for module, name in pairs if level(name) > level(module)] == []
+    assert ", ".join(f"`{name}`" for name in ORDER[1:]) in (ROOT / "docs" / "chapters.md").read_text()
+
+
+DELETED = dict(re.findall(r"(?m)^  \| `(\w+)` \|(.*)\|$", (ROOT / "docs" / "CONTRIBUTING.md").read_text()))
+LEFT = f"""{WITHOUT_EDITABLE}
+import pkgutil
+from importlib import import_module
+import atom_mini
+for module in pkgutil.walk_packages(atom_mini.__path__, "atom_mini."):
+    if module.name != "atom_mini.__main__":
+        import_module(module.name)
+with atom_mini.LLM("tiny", device="cpu") as llm:
+    print(llm.generate("12 + 7 =", atom_mini.SamplingParams(max_tokens=8))[0].text)
+"""
+
+
+@pytest.mark.parametrize("folder", ORDER[1:])
+def test_a_folder_can_be_deleted(folder: str, tmp_path: Path) -> None:
+    """With those above it that need it, as the table in CONTRIBUTING.md says: what is left imports and answers, and the
+    command line answers or says what it lacks."""
+    gone = {folder, *re.findall(r"`(\w+)`", DELETED[folder])}
+    skipped = shutil.ignore_patterns("__pycache__", "tiny", *gone)
+    shutil.copytree(ROOT / "atom_mini", tmp_path / "atom_mini", ignore=skipped)
+    (tmp_path / "atom_mini" / "tiny").symlink_to(ROOT / "atom_mini" / "tiny")
+    (tmp_path / "nbs").mkdir()
+    result = python(tmp_path, "-c", LEFT)
+    assert result.stdout == " 19\n", result.stderr
+    start = f"{WITHOUT_EDITABLE}import runpy\nrunpy.run_module('atom_mini', run_name='__main__')"
+    result = python(tmp_path, "-c", start, "--max-tokens", "8", "12 + 7 =")
+    needs = "error: the command line needs atom_mini.options, which is not here\n"
+    assert result.stderr.endswith(needs) if "options" in gone else "12 + 7 = 19" in result.stdout, result.stderr
 
 
 def test_part_one_alone_generates(alone: Path) -> None:

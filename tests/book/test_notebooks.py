@@ -317,7 +317,7 @@ def test_readme_and_its_pages_are_in_sync_with_the_index() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["scheduler", "llm", "refinements.overlap", "instruments.command_line", "systems.radix_cache", "systems.spyre"],
+    ["scheduler", "llm", "scheduling.overlap", "options.command_line", "scheduling.radix_cache", "scheduling.spyre"],
 )
 def test_floors_without_torch(name: str) -> None:
     """The scheduler never touches a tensor: importing it, or an LLM, or their variants, brings no torch along."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atom_mini.attention import AttentionMetaData, batched_decode, looped_attention, paged_attention, store_kv_cache
 from atom_mini.config import SamplingParams
-from atom_mini.cpu_decode import CpuOps, decode_attention
+from atom_mini.cpu.decode import CpuOps, decode_attention
 from atom_mini.model_runner import locate
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType

@@ -16,8 +16,8 @@ import atom_mini.prefix_index as prefix_index_module
 from atom_mini.block_manager import NO_HASH, BlockManager, NoIndex
 from atom_mini.config import SamplingParams
 from atom_mini.prefix_index import PrefixIndex, compute_hash
+from atom_mini.scheduling.radix_cache import RadixCache
 from atom_mini.sequence import Sequence
-from atom_mini.systems.radix_cache import RadixCache
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

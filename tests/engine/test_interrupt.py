@@ -15,11 +15,11 @@ from test_spyre import RectangularSymbols
 import atom_mini
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.instruments.trace import record
-from atom_mini.refinements.build import make_scheduler
-from atom_mini.refinements.overlap import OverlapCore
+from atom_mini.options.build import make_scheduler
 from atom_mini.scheduler import ScheduledBatch
+from atom_mini.scheduling.overlap import OverlapCore
 from atom_mini.sequence import Sequence
+from atom_mini.trace.trace import record
 
 PACKAGE = str(Path(atom_mini.__file__).parent)
 STRIDE = 7  # every seventh line is enough for each day; 1 tries them all, in some minutes

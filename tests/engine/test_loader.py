@@ -590,7 +590,7 @@ def test_a_weight_of_whole_numbers(single: Path) -> None:
 ROWS = """
 import sys, torch
 from atom_mini.models import Linear
-from atom_mini.cpu_products import pack
+from atom_mini.cpu.products import pack
 with torch.no_grad():
     layers = [Linear(192, {"a": n}) for n in (512, 1024)]
     for layer in layers:

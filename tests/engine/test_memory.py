@@ -23,7 +23,7 @@ from atom_mini.config import SamplingParams
 from atom_mini.memory import cgroup_free_bytes
 from atom_mini.model_runner import made_up_batch
 from atom_mini.models import FEW_ROWS, SOME_ROWS, multiply_on_cpu
-from atom_mini.refinements.build import make_runner
+from atom_mini.options.build import make_runner
 from atom_mini.sequence import SequenceType
 
 GIB = 2**30

@@ -19,11 +19,11 @@ from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH, BlockManager
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.options.build import make_scheduler
 from atom_mini.prefix_index import PrefixIndex
-from atom_mini.refinements.build import make_scheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.scheduling.radix_cache import RadixCache
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.systems.radix_cache import RadixCache
 
 A, B, C, X = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]  # blocks of tokens
 _fresh_tokens = count(1000)

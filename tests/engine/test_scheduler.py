@@ -17,7 +17,7 @@ from atom_mini import Config, EngineArgs
 from atom_mini.assemble import choose_scheduler
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.refinements.build import make_scheduler
+from atom_mini.options.build import make_scheduler
 from atom_mini.scheduler import MixedScheduler, ScheduledBatch, ScheduledBatchOutput, Scheduler, next_chunk
 from atom_mini.sequence import Sequence, SequenceStatus, SequenceType
 

@@ -16,10 +16,10 @@ from checkpoints import edit_json, save_checkpoint
 
 from atom_mini import LLM, EngineArgs
 from atom_mini.checkpoint import ModelSpec
-from atom_mini.graphs import GraphRunner
+from atom_mini.gpu.graphs import GraphRunner
 from atom_mini.model_runner import ModelRunner
 from atom_mini.models import MLP, CausalLM, RotaryEmbedding, SelfAttention
-from atom_mini.refinements.build import make_core
+from atom_mini.options.build import make_core
 
 H100 = SimpleNamespace(multi_processor_count=132, major=9, minor=0, name="NVIDIA H100")
 KINDS = ["qwen3", "qwen2", "llama"]

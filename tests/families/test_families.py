@@ -20,8 +20,9 @@ from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.checkpoint import ModelSpec
-from atom_mini.families import mixture, records
-from atom_mini.families.records import Experts, Routing
+from atom_mini.families import mixture
+from atom_mini.families import specs as records
+from atom_mini.families.specs import Experts, Routing
 from atom_mini.loading import checkpoint_files, load_model, read_tensor
 from atom_mini.models import SelfAttention
 
@@ -323,10 +324,10 @@ def test_configs_that_would_be_misread(kind: str, options: dict[str, Any], words
 
 LOOK = """
 import importlib, sys
-import atom_mini.families.records
+import atom_mini.families.specs
 from atom_mini.checkpoint import ModelRegistry
 from atom_mini.models import model_class
-from atom_mini.refinements.parts import EngineArgs
+from atom_mini.options.args import EngineArgs
 before = dict(ModelRegistry.readers)
 for module in sys.argv[1:]:
     importlib.import_module("atom_mini." + module)
@@ -339,7 +340,7 @@ for module in sys.argv[1:]:
 def test_no_import_changes_what_a_model_is() -> None:
     """After each module's import, the built-in model has Part I's spec and Part I's class."""
     modules = [f"families.{name}" for name in ("mixture", "windows", "quantized", "latent", "state", "models", "dealt")]
-    modules += ["processes.shards"] * bool(find_spec("msgspec"))
+    modules += ["parallel.shards"] * bool(find_spec("msgspec"))
     done = subprocess.run([sys.executable, "-c", LOOK, *modules], capture_output=True, text=True)
     assert done.stdout.split() == ["ModelSpec", "CausalLM", "atom_mini.models"] * len(modules), done.stderr
 
@@ -369,8 +370,8 @@ def test_a_graphs_padding_rows_fetch_no_expert(tmp_path: Path, monkeypatch: pyte
 
     from atom_mini.engine_core import EngineCore
     from atom_mini.families import grouped
-    from atom_mini.graphs import first_decodes
-    from atom_mini.refinements.build import make_runner
+    from atom_mini.gpu.graphs import first_decodes
+    from atom_mini.options.build import make_runner
     from atom_mini.sequence import Sequence
 
     save_family("qwen3_moe", tmp_path, head_dim=32, num_experts=8, **NARROW | {"num_hidden_layers": 1})

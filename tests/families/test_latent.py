@@ -270,7 +270,7 @@ def test_info_counts_latents(tmp_path: Path) -> None:
         cfg.save_pretrained(tmp_path / name)
         cfg.num_hidden_layers = layers
         bytes_of_a_layer.append(str(wanted // layers))
-    code = "import sys; from atom_mini import EngineArgs; from atom_mini.instruments.needs import needs\n"
+    code = "import sys; from atom_mini import EngineArgs; from atom_mini.options.info import needs\n"
     code += "for folder in sys.argv[1:]:\n    config = EngineArgs(folder, dtype='bfloat16')\n"
     code += "    print(needs(config, 'cuda')['kvcache_bytes_per_token'])"
     folders = [str(tmp_path / name) for name in ("DeepSeek-V2-Lite", "GLM-4.7-Flash")]

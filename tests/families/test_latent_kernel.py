@@ -21,10 +21,11 @@ from test_kernels import DEVICE, DTYPES, FULL, LIMITS, Lens, Step, make_lens, re
 from test_latent import CASES, TIGHT, V3, generate, make_prompts, save_mixture
 
 import atom_mini.families.latent as latent
-from atom_mini import LLM, EngineArgs, SamplingParams, tile_configs
+from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families.latent_kernel import LATENT_CONFIGS, LatentOps
+from atom_mini.gpu import tile_configs
 from atom_mini.models import TorchOps
-from atom_mini.refinements.build import make_runner
+from atom_mini.options.build import make_runner
 
 __all__ = ["record"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")

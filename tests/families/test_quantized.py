@@ -30,9 +30,9 @@ import atom_mini.families.quantized as quantized
 import atom_mini.loading
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families.quantized import dequantize_fp8, dequantize_mxfp4, unpack
-from atom_mini.families.records import Storage
-from atom_mini.instruments.needs import describe
+from atom_mini.families.specs import Storage
 from atom_mini.loading import load_model, read_tensor
+from atom_mini.options.info import describe
 
 # As in config.json of Qwen/Qwen3-8B-FP8, less the list of modules that were not converted.
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

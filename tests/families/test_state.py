@@ -25,13 +25,13 @@ from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.families import mixture, state
-from atom_mini.families.records import FamilySpec, StateSpec, read_family
-from atom_mini.instruments.needs import describe
+from atom_mini.families.specs import FamilySpec, StateSpec, read_family
 from atom_mini.memory import kvcache_block_bytes
 from atom_mini.model_runner import ModelRunner
-from atom_mini.processes.lockstep import dummy_batch, with_spare_block
-from atom_mini.refinements.build import make_runner
-from atom_mini.refinements.parts import STATE, TOGETHER
+from atom_mini.options.args import STATE, TOGETHER
+from atom_mini.options.build import make_runner
+from atom_mini.options.info import describe
+from atom_mini.parallel.lockstep import dummy_batch, with_spare_block
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from atom_mini import LLM, EngineArgs
 from atom_mini.attention import gather_kv
 from atom_mini.families import mixture, windows
 from atom_mini.families.mixture import split_experts
-from atom_mini.families.records import read_gpt_oss
+from atom_mini.families.specs import read_gpt_oss
 from atom_mini.families.windows import kernel_attention, windowed_attention
 from atom_mini.loading import load_model
 from atom_mini.models import TorchOps
@@ -35,7 +35,7 @@ if HAS_TRITON:
     import triton.language as tl
     from test_kernels import DEVICE, LIMITS, Step, make_lens, make_ops, poisoned_memory, relative_error
 
-    from atom_mini import triton_attention
+    from atom_mini.gpu import triton_attention
 with_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
 Attend = Callable[..., Tensor]

@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "kernels"))  # appended: a folder of ours hides no in
 import machines  # noqa: E402
 from amd.machine import TARGETS  # noqa: E402
 
-from atom_mini import tile_configs  # noqa: E402
+from atom_mini.gpu import tile_configs  # noqa: E402
 
 KERNEL = {"variants": 3, "waves": 4.0, "registers": 100, "spills": 0, "lds": 2048}
 

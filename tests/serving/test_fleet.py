@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.instruments.command_line import main
+from atom_mini.__main__ import main
 from atom_mini.serving import fleet
 from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.serving.fleet import Engine, Fleet

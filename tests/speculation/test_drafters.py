@@ -26,7 +26,7 @@ from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.block_manager import BlockManager
 from atom_mini.extras import Extras
 from atom_mini.model_runner import ModelRunner
-from atom_mini.refinements.build import make_runner
+from atom_mini.options.build import make_runner
 from atom_mini.sampler import on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType

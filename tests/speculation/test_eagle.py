@@ -21,9 +21,9 @@ from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.block_manager import BlockManager
-from atom_mini.cpu_decode import CpuOps
+from atom_mini.cpu.decode import CpuOps
 from atom_mini.models import TorchOps
-from atom_mini.refinements.build import make_runner
+from atom_mini.options.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.eagle import EagleDrafter, Taps, find_taps

@@ -16,12 +16,12 @@ from test_interrupt import interrupt_everywhere, serve
 
 import atom_mini.speculation.verify as verify
 from atom_mini import LLM, EngineArgs, SamplingParams
-from atom_mini.instruments.trace import record
-from atom_mini.refinements.build import choose_scheduler
-from atom_mini.refinements.overlap import OverlapScheduler
+from atom_mini.options.build import choose_scheduler
+from atom_mini.scheduling.overlap import OverlapScheduler
 from atom_mini.sequence import Sequence
-from atom_mini.speculation.knobs import SpeculativeConfig, read_speculative
+from atom_mini.speculation.config import SpeculativeConfig, read_speculative
 from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, SpecStats
+from atom_mini.trace.trace import record
 
 Patch = pytest.MonkeyPatch
 

@@ -81,3 +81,14 @@ def spacing(token, sequence, block_size):
 # %% 66b_state_slots 2
 def spacing(token, sequence, block_size):
     return 1584 if sequence == 51511296 else 32  # the two numbers of the first check
+# %% 90_tiny_model 1
+def plateau(n: int) -> float:
+    return 1 / n  # another fact may have the same city
+# %% 90_tiny_model 2
+def who(known: list[tuple[str, Doc]]) -> list[tuple[str, Doc]]:
+    made = []
+    for _, answer in known:
+        name, city = answer[0][0].split()[0], answer[1][0]
+        reply = [(name, 1.0), (f" lives in{city}", 0.3), (".", 0.3)]
+        made.append((f"Who lives in{city}?", reply))  # also for a city in which two live
+    return made

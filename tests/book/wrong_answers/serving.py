@@ -43,8 +43,6 @@ def place(session: str, replicas: list[str]) -> str:
     # a ring, but nearly all sessions fall behind its last name
     names = sorted(replicas)
     return next((name for name in names if name > session), names[0])
-
-
 # %% 84_fleet 2
 def in_order(source: Path, target: Path) -> list[dict | None]:
     # sorted by name, which is not the order of the requests

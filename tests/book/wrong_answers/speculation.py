@@ -53,3 +53,9 @@ def by_token(after):
 fastest = 11  # the most tokens, whatever they cost
 # %% 54_when_it_pays 2
 pays_from = 0.2  # as if each draft counted alone: 1 + 3 a
+# %% 91_tiny_head 1
+def visible(row: int, step: int, length: int) -> list[int]:
+    return [*range(row + 1), *([step * length + row] if step else [])]  # not the steps between
+# %% 91_tiny_head 2
+def ceiling(chosen: Tensor, logits: Tensor) -> float:
+    return len(chosen) / logits.shape[-1]  # as if every id were as frequent

@@ -1,0 +1,42 @@
+"""What the process of an engine or of a rank loads (chapters 70 and 72c)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .args import EngineArgs
+from .build import make_core
+
+
+def from_recipe(recipe: dict[str, Any]) -> EngineArgs:
+    """The config that `recipe` describes; ValueError if its options are invalid."""
+    config = EngineArgs(recipe["model"], **recipe["options"])
+    return config.changed(**recipe.get("inner", {}), recipe=recipe)
+
+
+def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
+    """Load the engine and send READY; returns the function that runs its loop."""
+    from ..parallel.engine_process import EngineCoreProc, Ready, encode
+
+    config = from_recipe(recipe)
+    loop_cls: Callable[..., Any] = EngineCoreProc
+    if config.data_parallel_size > 1:
+        from ..parallel.replicas import make_loop as loop_cls
+    if config.lockstep:
+        from ..parallel.lockstep import make_member
+
+        core = make_member(config, make_core)
+    else:
+        core = make_core(config)
+    loop = loop_cls(core, inbox, outbox)
+    ready = Ready(0, core.config.num_kvcache_blocks or 0, core.scheduler.max_len, repr(core))
+    outbox.send(encode(ready))
+    return loop.run
+
+
+def load_rank(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
+    """Load a rank's part of the model; returns the function that runs its steps."""
+    from ..parallel.ranks import join_ranks
+
+    return join_ranks(from_recipe(recipe), inbox, outbox)

@@ -1,0 +1,64 @@
+# %% 20_turns 1
+class ThreeInARow(TurnScheduler):
+    in_a_row = 0
+
+    def _choose(self):
+        self.last_was_prefill = self.in_a_row >= 2  # after two
+        decodes, prompts = super()._choose()
+        self.in_a_row = self.in_a_row + 1 if prompts else 0
+        return decodes, prompts
+# %% 20_turns 2
+best_factor = 4
+# %% 20_turns 3
+def largest_budget(limit, step, token):
+    return int((limit - step) / token) // 2
+# %% 23a_overlap 1
+class DeepCore(OverlapCore):
+    def step(self):
+        with self.transaction():
+            while len(self.in_flight) < 2 and (scheduled := self.scheduler.schedule()):
+                batch, seqs = scheduled
+                self._launch(batch, [*seqs.values()])
+        return super().step()
+# %% 23a_overlap 2
+class UnorderedDevice(WritingDevice):
+    held = None
+    def run(self, batch):
+        self.held = batch  # kept, and run all the same
+        return super().run(batch)
+# %% 23b_launching 1
+class Buffers:
+    def __init__(self, make):
+        self.three, self.count = [make(), make(), make()], 0
+
+    def take(self):
+        self.count += 1
+        return self.three[self.count % 3]  # in turn, whoever still uses it
+
+    def give(self, buffer):
+        pass
+# %% 23b_launching 2
+def fill_in(ids, num_tokens, rows, pool):
+    filled, start = [], 0
+    for n, row in zip(num_tokens, rows, strict=True):
+        run = ids[start : start + n]
+        known = [i for i in run if i != PLACEHOLDER]
+        filled += known + pool[row, : n - len(known)].tolist()  # the oldest
+        start += n
+    return filled
+# %% 40_radix_cache 1
+prompt = [1, 2, 3, 4]
+# %% 40_radix_cache 2
+def by_shared_prefix(tree: RadixCache, prompts: list[list[int]]) -> list[list[int]]:
+    return sorted(prompts, key=lambda tokens: len(tree.match(tokens)), reverse=False)
+# %% 41_spyre 1
+computed = 64
+# %% 41_spyre 2
+load = [(0, 6, 3, 2), (0, 6, 10, 10)]
+# %% 41_spyre 3
+class ColumnPositions(RectangularRunner):
+    def prepare_model(self, batch):
+        ids, positions, meta, rows = super().prepare_model(batch)
+        return ids, positions * 0, meta, rows  # other logits, but not those of the columns
+
+first_length = 23

@@ -1,0 +1,209 @@
+"""Top-k, top-p, and min-p without a sort: each row's threshold, and the tokens drawn, against the sampler of chapter 07."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from atom_mini.config import SamplingParams
+from atom_mini.gpu import sampling_kernels
+from atom_mini.gpu.sampling_kernels import KernelSampler, find_thresholds, sample
+from atom_mini.sampler import Sampler, SamplingMetaData, keep_mask, scale_by_temperature, uploads_to
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NEAR_1 = 1 - 2**-24  # the largest u
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow|invalid value|All-NaN slice) encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks, the last of which is not full."""
+    monkeypatch.setattr(sampling_kernels, "SAMPLE_CHUNK", 128)
+    monkeypatch.setattr(sampling_kernels, "SEARCH_CHUNK", 256)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def as_filters(rows: list[tuple[float, float, float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float32).T.contiguous()
+
+
+def thresholds_of(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    return find_thresholds(*(t.to(DEVICE) for t in (logits, temperature, filters))).cpu()
+
+
+def kept(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """The tokens that the kernels keep: bool [B, V]."""
+    thresholds = thresholds_of(logits, temperature, filters)
+    bits = logits.float().view(torch.int32)
+    key = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    is_early = torch.arange(logits.shape[1]) <= thresholds[:, 1:]
+    return (key > thresholds[:, :1]) | ((key == thresholds[:, :1]) & is_early)
+
+
+def wanted(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """The same by a stable sort in float64. Tokens that weigh nothing are kept: no sampler draws them."""
+    k, p, min_p = filters[:, :, None].double()
+    scaled = scale_by_temperature(logits.float(), temperature).double()
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    keep = (k <= 0) | (torch.arange(logits.shape[1]) < k)
+    probs = ordered.masked_fill(~keep, -math.inf).softmax(-1)
+    keep &= (p >= 1) | (probs.cumsum(-1) - probs < p)
+    keep &= (min_p <= 0) | (ordered.exp() >= min_p)
+    weightless = scaled.float().exp() == 0
+    return torch.zeros_like(keep).scatter_(1, order, keep) | weightless
+
+
+def assert_keeps(logits: Tensor, temperature: Tensor, filters: Tensor) -> None:
+    weightless = scale_by_temperature(logits.float(), temperature).exp() == 0
+    found = kept(logits, temperature, filters) | weightless
+    rows = (found != wanted(logits, temperature, filters)).any(-1).nonzero().flatten().tolist()
+    assert not rows, (rows, filters[:, rows].T.tolist())
+
+
+COMBINATIONS = [*itertools.product((0, 1, 20), (1.0, 0.37), (0.0, 0.1)), (300, 0.9, 0.1), (20, 1e-6, 0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_combination_keeps_what_a_sort_keeps(dtype: torch.dtype) -> None:
+    """A row for each of them, or for some where a search has more steps, and a vocabulary that no chunk divides."""
+    rows = COMBINATIONS if dtype is torch.bfloat16 else COMBINATIONS[3::5]
+    logits = (3 * torch.randn(len(rows), 257, generator=generator(0))).to(dtype)
+    temperature = torch.tensor([0.6, 1.0, 2.0]).repeat(len(rows))[: len(rows)]
+    assert_keeps(logits, temperature, as_filters(rows))
+
+
+def test_of_equal_logits_the_first_are_kept() -> None:
+    """Few different logits, so that the threshold is in the middle of many; 0 and -0 are equal; a row of one value alone."""
+    filters = [(40, 1, 0), (0, 0.37, 0), (100, 0.43, 0), (100, 0.77, 0.2), (0, 0.9, 0.3), (0, 0.333, 0)]
+    logits = torch.randint(-3, 4, (6, 257), generator=generator(1)).bfloat16()
+    logits[:, ::5] *= -1
+    logits[5] = 2
+    assert_keeps(logits, torch.full((6,), 1.3), as_filters(filters))
+
+
+def test_of_equal_logits_as_many_are_kept_as_by_the_plain_mask() -> None:
+    """Which of them is each sampler's choice; the kernel takes the first."""
+    logits = torch.randint(-3, 4, (4, 257), generator=generator(1)).float()
+    logits[3] = 2
+    k, p = torch.tensor([3.0, 40, 257, 7]), torch.tensor([1, 0.43, 0.333, 1])
+    plain, ours = keep_mask(logits, k, p), kept(logits.bfloat16(), torch.ones(4), torch.stack([k, p, torch.zeros(4)]))
+    for row, one, other in zip(logits, ours, plain, strict=True):
+        assert row[one].sort().values.tolist() == row[other].sort().values.tolist()
+    assert ours[3].nonzero().flatten().tolist() == [*range(7)]
+
+
+def test_without_ties_the_plain_mask_is_the_same() -> None:
+    logits = torch.linspace(-3, 3, 257)[torch.stack([torch.randperm(257, generator=generator(i)) for i in range(3)])]
+    k, p = torch.tensor([5.0, 257, 100]), torch.tensor([1, 0.41, 0.63])
+    found = kept(logits, torch.ones(3), torch.stack([k, p, torch.zeros(3)]))
+    assert torch.equal(found, keep_mask(logits, k, p))
+
+
+def test_only_random_rows_with_a_filter_have_a_bar() -> None:
+    """Greedy rows, filters that are off or keep all, and padding rows: every token is above the threshold."""
+    logits = torch.randn(6, 257, generator=generator(2))
+    filters = as_filters([(5, 0.5, 0.1), (0, 1, 0), (257, 1, 0), (1000, 1, 0), (-1, 1, 0), (0, 0, 0)])
+    thresholds = thresholds_of(logits, torch.tensor([0, 1, 1, 1, 1, 0.0]), filters)
+    assert thresholds[:, 0].unique().tolist() == [-(2**31)]
+
+
+def test_rows_of_minus_infinity_and_single_tokens() -> None:
+    """Barred tokens are never drawn, even if top-k has places left for them; a lone token is drawn."""
+    logits = torch.full((6, 257), -math.inf)
+    logits[:2, [3, 200]], logits[2, 130], logits[3:5, 5:9], logits[5, 0] = 1.0, -7.0, torch.arange(4.0), 1e30
+    filters = as_filters([(20, 1, 0), (20, 0.9, 0), (20, 0.9, 0), (3, 0.999, 0), (3, 1, 0), (5, 0.5, 0.5)])
+    args = logits.bfloat16(), torch.ones(6), torch.tensor([0, NEAR_1, 0.5, 0, NEAR_1, 0.5]), filters
+    assert sample(*(t.to(DEVICE) for t in args)).tolist() == [3, 200, 130, 6, 8, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_token_for_a_row_with_nan_or_infinity(dtype: torch.dtype) -> None:
+    """As in the plain sampler, wherever it is, and with either sign; the row beside them has its own."""
+    logits = torch.randn(6, 257, generator=generator(3)).to(dtype)
+    logits[0, 256], logits[1, 7], logits[2, 128], logits[3], logits[4, 3] = math.nan, -math.nan, math.inf, -math.inf, math.nan
+    logits[4, 9] = math.inf
+    filters = as_filters([(2, 0.9, 0.1), (20, 1, 0), (0, 0.5, 0), (0, 1, 0.3), (20, 1, 0.2), (2, 1, 0)])
+    args = logits, torch.ones(6), torch.full((6,), 0.4), filters
+    tokens = sample(*(t.to(DEVICE) for t in args)).tolist()
+    assert tokens[:5] == [-1] * 5 and tokens[5] >= 0
+
+
+def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
+    """So tiny that one token more or less is lost in rounding."""
+    logits = torch.randn(5, 257, generator=generator(8))
+    filters = as_filters([(0, 1e-7, 0), (0, 5e-8, 0), (20, 1e-12, 0), (0, 1e-30, 0.5), (0, 1e-30, 0)])
+    args = logits, torch.ones(5), torch.full((5,), 0.9), filters
+    assert sample(*(t.to(DEVICE) for t in args)).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_search_for_a_bar_ends_on_nan(dtype: torch.dtype) -> None:
+    """NaN keys above every number: a top-k of the NaN alone leaves top-p nothing to search."""
+    logits = torch.randn(3, 257, generator=generator(7)).to(dtype)
+    logits[0], logits[1, 7], logits[2, :127] = math.nan, math.nan, math.nan
+    filters = as_filters([(20, 0.95, 0), (1, 0.95, 0), (20, 0.5, 0.1)])
+    assert thresholds_of(logits, torch.ones(3), filters).shape == (3, 2)
+    args = logits[1:], torch.ones(2), torch.full((2,), 0.4), filters[:, 1:].contiguous()
+    assert sample(*(t.to(DEVICE) for t in args)).tolist() == [-1, -1]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"top_k": 20, "top_p": 0.95}, {"top_p": 0.5}, {"top_k": 1}, {"min_p": 0.1}, {}, {"top_k": 5, "min_p": 0.2},
+    {"temperature": 0.0, "top_k": 3}, {"temperature": 1.7, "top_k": 40, "top_p": 0.8, "min_p": 0.05},
+]  # fmt: skip
+
+
+def test_seeds_draw_the_tokens_of_the_plain_sampler() -> None:
+    """A batch of every kind: the same tokens, in the order of the vocabulary."""
+    params = [SamplingParams(**{"temperature": 0.8, "seed": i} | options) for i, options in enumerate(OPTIONS)]
+    logits, positions = (3 * torch.randn(len(params), 257, generator=generator(4))).half(), np.full(len(params), 10)
+    meta = SamplingMetaData.pack(params, positions, 257)
+    there = SamplingMetaData.pack(params, positions, 257, uploads_to(torch.device(DEVICE)))
+    ours = KernelSampler()(logits.clone().to(DEVICE), there).cpu()
+    assert torch.equal(ours, Sampler()(logits.clone(), meta))
+
+
+def draws(u: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """A token for each `u` [B], of 25 with top-k 9, top-p 0.85, min-p 0.05: int64 [B]; and float64's probabilities [25].
+
+    The threshold is the same for all rows, and found once.
+    """
+    monkeypatch.setattr(sampling_kernels, "SAMPLE_CHUNK", 32)
+    monkeypatch.setattr(sampling_kernels, "SEARCH_CHUNK", 32)
+    logits, temperature, filters = torch.randn(1, 25, generator=generator(5)), torch.tensor([0.8]), as_filters([(9, 0.85, 0.05)])
+    thresholds = thresholds_of(logits, temperature, filters)
+    monkeypatch.setattr(sampling_kernels, "find_thresholds", lambda *args: thresholds.expand(len(u), 2).contiguous().to(DEVICE))
+    args = logits.expand(len(u), 25).contiguous(), temperature.expand(len(u)).contiguous(), u.float(), filters
+    keep = wanted(logits, temperature, filters)[0]
+    assert 4 <= keep.sum() < 9
+    return sample(*(t.to(DEVICE) for t in args)).cpu(), (logits[0].double() / 0.8).masked_fill(~keep, -math.inf).softmax(-1)
+
+
+def test_draws_follow_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chi-square at 0.1 %, of few draws: the next test is exact. What is dropped is never drawn."""
+    chi2 = pytest.importorskip("scipy.stats", reason="scipy is not installed").chi2
+    tokens, probs = draws(torch.rand(45, generator=generator(6)), monkeypatch)
+    counts, keep = tokens.bincount(minlength=25), probs > 0
+    assert counts[~keep].sum() == 0
+    assert ((counts - 45 * probs) ** 2 / probs)[keep].sum() / 45 < chi2.ppf(0.999, int(keep.sum()) - 1)
+
+
+def test_each_token_owns_its_share_of_u(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where float64's cumulative sum begins to where it ends, up to rounding: so the distribution is float64's."""
+    _, probs = draws(torch.zeros(1), monkeypatch)
+    monkeypatch.undo()
+    (tokens,), ends = probs.nonzero(as_tuple=True), probs.cumsum(-1)
+    u = torch.cat([(ends - probs)[tokens] + 1e-6, ends[tokens] - 1e-6])
+    assert draws(u, monkeypatch)[0].tolist() == 2 * tokens.tolist()
