@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def run(llm: LLM, asked: list[tuple[list[int], SamplingParams]], rng: random.Ran
     return found
 
 
+def nudge(params: SamplingParams) -> SamplingParams:
+    """The same but for a ten-thousandth of the temperature: answers that this changes hang on the last bits of a sum, which are
+    others in another batch or on another CPU."""
+    return replace(params, temperature=params.temperature * 1.0001)
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixture")
@@ -94,6 +101,9 @@ def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
     asked = requests(120 if model == "tiny" else 80, 290)
     with LLM(model, **small | {"num_kvcache_blocks": 400}) as plain:
         expected = run(plain, asked, None)
+        nudged = run(plain, [(prompt, nudge(params)) for prompt, params in asked], None)
+    firm = {place for place in expected if expected[place] == nudged[place]}
+    assert len(firm) > 0.9 * len(asked)
     with LLM(model, **small, **options) as llm:
         found = run(llm, asked, random.Random(name))
         core: Any = llm.engine_core
@@ -102,8 +112,8 @@ def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
     assert numbers["free_blocks"] == 24 * options.get("data_parallel_size", 1)
     taken_back = [place for place, (_, _, why) in found.items() if why == "abort"]
     assert len(taken_back) > 10
-    for place, (tokens, count, why) in found.items():
-        whole, length, reason = expected[place]
+    for place in firm:
+        (tokens, count, why), (whole, length, reason) = found[place], expected[place]
         if why == "abort":
             assert tokens == whole[: len(tokens)], (place, tokens, whole)
         else:
