@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .errors import require
-from .rope_scaling import check_rope
+from .rope import check_rope
 
 # %% auto #0
 __all__ = ['WANTED', 'SECOND_COPIES', 'COPIED', 'Reader', 'SAMPLING', 'read_json', 'did_you_mean', 'why_not_fetched',

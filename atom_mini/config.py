@@ -17,9 +17,8 @@ from pydantic.dataclasses import dataclass
 from typing_extensions import Self
 
 from .checkpoint import read_defaults, read_model, resolve_model
-from .errors import require
+from .errors import explained, require
 from .file_checks import check_files
-from .refused import explained
 
 # %% auto #0
 __all__ = ['Count', 'STRICT', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds', 'as_token_ids',

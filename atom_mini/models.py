@@ -5,7 +5,10 @@
 # %% ../nbs/06a_models.ipynb #5de9a152
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +21,11 @@ from atom_mini.attention import (
 )  # fmt: skip
 from .checkpoint import ModelSpec
 from .errors import require
-from .rope_scaling import scale_frequencies
+from .rope import scale_frequencies
 
 # %% auto #0
 __all__ = ['MODELS', 'rotary_frequencies', 'RotaryEmbedding', 'rotate', 'unfilled', 'Linear', 'TorchOps', 'norm_heads', 'RMSNorm',
-           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM', 'model_class', 'FEW_ROWS', 'SOME_ROWS',
+           'SelfAttention', 'MLP', 'DecoderLayer', 'Decoder', 'CausalLM', 'model_class', 'FEW_ROWS', 'SOME_ROWS', 'is_intel',
            'multiply_on_cpu', 'is_large_on_cpu', 'TRITON_OPS']
 
 # %% ../nbs/06a_models.ipynb #26db5f50
@@ -302,15 +305,23 @@ def model_class(spec: ModelSpec) -> type[CausalLM]:
     require(kind in MODELS, f"{what}: import the module that adds it, or add it")
     return MODELS[kind]
 
+# %% ../nbs/08_model_runner.ipynb #080f1001
+@cache
+def is_intel() -> bool:
+    """Whether the CPU is Intel's, as far as the system says."""
+    cpus = Path("/proc/cpuinfo")
+    named = cpus.read_text() if cpus.exists() else platform.processor()
+    return "GenuineIntel" in named
+
 # %% ../nbs/08_model_runner.ipynb #080f0005
-FEW_ROWS = 4  # up to here, the sides are exchanged
+FEW_ROWS = 4  # up to here, MKL has its own code on Intel's CPUs; on others, the sides are exchanged
 SOME_ROWS = 64  # up to here, oneDNN multiplies
 
 
 def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, in] @ weight [out, in].T + bias -> [T, out], all float32."""
     count = len(x)
-    if count > SOME_ROWS:
+    if count > SOME_ROWS or (count <= FEW_ROWS and is_intel()):
         return F.linear(x, weight, bias)
     if count > FEW_ROWS:
         x = F.pad(x, (0, 0, 0, -count % 8))

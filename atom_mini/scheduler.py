@@ -14,7 +14,7 @@ import numpy as np
 from .block_manager import BlockManager, NoIndex
 from .config import Config, SamplingParams
 from .errors import require
-from .prefix_index import PrefixIndex
+from .prefix_cache import PrefixIndex
 from .sequence import NO_TOKEN, Sequence
 from .sequence import SequenceStatus, SequenceType
 

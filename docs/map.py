@@ -73,6 +73,15 @@ def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
                 yield from ((origin.removeprefix("atom_mini").lstrip("."), taken.name) for taken in node.names)
 
 
+def chapter_of(source: str, root: Path = ROOT) -> str:
+    """The chapter that exports a module, or that a plain one names in its docstring: `(chapter 82)`; or nothing."""
+    if origin := re.search(r"File to edit: [./]*nbs/(?:\w+/)?(\w+)\.ipynb", source):
+        return origin[1]
+    named = re.search(r"\bchapters? (\d\w*)", ast.get_docstring(ast.parse(source)) or "")
+    found = [path.stem for path in chapters(root) if named and path.stem.startswith(f"{named[1]}_")]
+    return found[0] if found else ""
+
+
 def read_book(root: Path = ROOT) -> nx.DiGraph:
     """The chapters in reading order, under the name of the module if they export one, else under their own.
 
@@ -80,9 +89,9 @@ def read_book(root: Path = ROOT) -> nx.DiGraph:
     """
     book, written_in, nodes = nx.DiGraph(), defaultdict(list), {}
     for path in sorted((root / "atom_mini").rglob("*.py")):
-        if origin := re.search(r"File to edit: [./]*nbs/(?:\w+/)?(\w+)\.ipynb", path.read_text()):
-            module = path.relative_to(root / "atom_mini").with_suffix("")
-            written_in[origin[1]].append(".".join(module.parts))
+        module = ".".join(path.relative_to(root / "atom_mini").with_suffix("").parts)
+        if chapter := chapter_of(path.read_text(), root):
+            written_in[chapter].append(module)
     for path in chapters(root):
         notebook, main = nbformat.read(path, as_version=4), re.search(r"#\| default_exp ([\w.]+)", path.read_text())
         title = notebook.cells[0].source.splitlines()[0].replace("#", path.stem.split("_")[0], 1)  # `04 Scheduler`

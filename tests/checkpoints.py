@@ -109,7 +109,7 @@ def save_checkpoint(kind: str, folder: Path, max_shard_size: str = "50GB", seed:
 def spec_of(cfg: Any) -> Any:
     """What the engine reads in a transformers config, of any family, whatever scales its rotation."""
     from atom_mini.families.specs import read_family
-    from atom_mini.rope_scaling import check_rope
+    from atom_mini.rope import check_rope
 
     spec = read_family(cfg)
     check_rope(spec.rope)

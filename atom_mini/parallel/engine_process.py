@@ -5,17 +5,9 @@
 # %% ../../nbs/parallel/70_engine_process.ipynb #5fa82e6f
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
-import sys
-import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from importlib import import_module
 from typing import Annotated, Any
 
 import msgspec
@@ -27,10 +19,9 @@ from ..errors import require
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['Id', 'Size', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'LOAD', 'Record', 'Message', 'Add', 'Abort',
-           'Utility', 'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead', 'sized',
-           'encode', 'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc', 'serve',
-           'end_with_front', 'main']
+__all__ = ['Id', 'Size', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'Record', 'Message', 'Add', 'Abort', 'Utility',
+           'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead', 'sized', 'encode',
+           'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc']
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -302,45 +293,3 @@ class EngineCoreProc:
             elif step := self.core.step():
                 self.steps += 1
                 self._report(step)
-
-# %% ../../nbs/parallel/70_engine_process.ipynb #e434f929
-LOAD = "atom_mini.options.process:load_engine"  # loaded by its process
-
-
-def serve(recipe: dict[str, Any], inbox: Any, outbox: Any) -> int:
-    """Load and run; returns the exit code, 0 after SHUTDOWN."""
-    is_loaded = False
-    try:
-        module, name = recipe.get("load", LOAD).split(":")
-        run = getattr(import_module(module), name)(recipe, inbox, outbox)
-        is_loaded = True
-        run()
-        return 0
-    except BaseException as error:
-        is_refusal = not is_loaded and isinstance(error, ValueError)
-        if not is_refusal:
-            traceback.print_exc()
-        text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        outbox.send(encode(Dead(0, text, is_refusal)))
-        return 1
-
-# %% ../../nbs/parallel/70_engine_process.ipynb #bc3897fc
-def end_with_front(folder: str) -> None:
-    """Wait for the end of standard input, remove `folder`, and kill the process group
-    that this process leads."""
-    sys.stdin.read()
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
-
-
-def main() -> None:
-    """Run the process that the last argument, a recipe in JSON, describes."""
-    recipe, context = json.loads(sys.argv[-1]), zmq.Context()
-    meeting = recipe["meeting"]
-    threading.Thread(target=end_with_front, args=[meeting], daemon=True).start()
-    path = f"{meeting}/{recipe['name']}"
-    inbox, outbox = open_sockets(context, path, is_engine=True)
-    code = serve(recipe, inbox, outbox)
-    context.destroy(linger=1000)
-    sys.stdout.flush()
-    os._exit(code)  # other threads may hang

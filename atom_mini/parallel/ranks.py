@@ -24,10 +24,10 @@ from ..config import SamplingParams
 from ..errors import require
 from ..fields import EngineFields
 from ..model_runner import FillIn, choose_device
-from .core_client import TICK, CoreManager
 from atom_mini.parallel.engine_process import (
     Message, Ready, Shutdown, Size, decode, encode, pack_params,
 )  # fmt: skip
+from .manager import TICK, CoreManager
 from .shards import Group, make_rank, open_group
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..scheduling.launcher import Launcher

@@ -14,13 +14,12 @@ from ..block_manager import NO_HASH, Block, BlockManager
 from ..engine_core import EngineCore, StepOutput
 from ..errors import require
 from ..fields import EngineFields
-from atom_mini.parallel.core_client import (
-    CoreManager, EngineCoreClient, EngineDead, close_all,
-)  # fmt: skip
+from .core_client import EngineCoreClient
 from atom_mini.parallel.engine_process import (
     EngineCoreProc, Output, Wave, no_report,
 )  # fmt: skip
-from ..prefix_index import PrefixIndex
+from .manager import CoreManager, EngineDead, close_all
+from ..prefix_cache import PrefixIndex
 from ..sequence import Sequence
 
 # %% auto #0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..block_manager import NO_HASH, Block
-from ..prefix_index import ROOT, PrefixIndex, tokens_of
+from ..prefix_cache import ROOT, PrefixIndex, tokens_of
 from ..sequence import Sequence
 
 # %% auto #0

@@ -25,7 +25,7 @@ from ..loading import load_weights, read_tensor, weight_targets
 from ..model_runner import ModelRunner
 from ..models import MLP, MODELS, CausalLM, DecoderLayer, Linear, RMSNorm
 from ..models import RotaryEmbedding, SelfAttention, TorchOps
-from ..rope_scaling import check_rope
+from ..rope import check_rope
 from ..sampler import Sampler
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType

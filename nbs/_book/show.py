@@ -18,7 +18,7 @@ from places import ROOT as PROJECT
 
 from atom_mini.block_manager import NO_HASH
 from atom_mini.config import SamplingParams
-from atom_mini.prefix_index import ROOT, tokens_of
+from atom_mini.prefix_cache import ROOT, tokens_of
 from atom_mini.scheduler import ScheduledBatchOutput
 from atom_mini.sequence import Sequence
 
@@ -724,7 +724,7 @@ def is_there(pid: int) -> bool:
 
 def struck(llm, blow, prompt="Once upon a time", max_tokens=600) -> tuple[float, str]:
     """(seconds from `blow()` until the waiting ends, what is said); a request runs."""
-    from atom_mini.parallel.core_client import EngineDead
+    from atom_mini.parallel.manager import EngineDead
 
     llm.add_request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     for _ in range(3):

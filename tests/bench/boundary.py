@@ -25,8 +25,9 @@ from typing import Any
 from report import OtherLoad, machine, print_table, write_json
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.parallel.core_client import EngineCoreClient, EngineDead
+from atom_mini.parallel.core_client import EngineCoreClient
 from atom_mini.parallel.engine_process import FromEngine, Output, Row, decode, encode
+from atom_mini.parallel.manager import EngineDead
 from atom_mini.sequence import Sequence, SequenceType
 
 BATCHES = (1, 64, 256)

@@ -534,7 +534,7 @@ def test_copy_button_math_figures_and_solutions(tab: Any) -> None:
     assert tab.evaluate("navigator.clipboard.readText()").strip() == cell.locator("pre").inner_text().strip()
     tab.wait_for_selector("mjx-container svg")
     assert not tab.locator("mjx-merror, [data-mml-node=merror]").count()
-    stored = (out for cell in BOOK.nodes["triton_attention"]["notebook"].cells for out in cell.get("outputs", []))
+    stored = (out for cell in BOOK.nodes["gpu.triton_attention"]["notebook"].cells for out in cell.get("outputs", []))
     figures = sum("image/png" in out.get("data", {}) for out in stored)
     assert tab.locator("div.cell_output img").count() == figures > 1
     folded = tab.locator("details", has_text="Solution").first

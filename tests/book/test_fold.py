@@ -509,6 +509,7 @@ def test_weights_are_of_part_one_and_of_the_whole_package(capsys: pytest.Capture
     assert not halves["Ia"].keys() & halves["Ib"].keys()
     files = [*(ROOT / "atom_mini").rglob("*.py")]
     assert sum(folders.values()) == sum(measure.weigh(file.read_text()).lines for file in files)
+    assert 50 < measure.functions_per_token() < 150
     measure.print_weights()
     measure.print_minutes()
     said = capsys.readouterr().out

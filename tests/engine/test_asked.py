@@ -14,7 +14,7 @@ from checkpoints import reference_logits
 
 from atom_mini import LLM, Config, SamplingParams
 from atom_mini.checkpoint import resolve_model
-from atom_mini.refused import NOT_HERE
+from atom_mini.errors import NOT_HERE
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 VARIANTS: dict[str, dict[str, Any]] = {

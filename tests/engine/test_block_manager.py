@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from show import check_blocks
 
-import atom_mini.prefix_index as prefix_index_module
+import atom_mini.prefix_cache as prefix_index_module
 from atom_mini.block_manager import NO_HASH, BlockManager, NoIndex
 from atom_mini.config import SamplingParams
-from atom_mini.prefix_index import PrefixIndex, compute_hash
+from atom_mini.prefix_cache import PrefixIndex, compute_hash
 from atom_mini.scheduling.radix_cache import RadixCache
 from atom_mini.sequence import Sequence
 

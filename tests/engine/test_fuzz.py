@@ -53,9 +53,9 @@ import pytest
 from symbolic import run_many, run_trial
 
 import atom_mini.model_runner as model_runner
-import atom_mini.prefix_index as prefix_index
+import atom_mini.prefix_cache as prefix_index
 from atom_mini.block_manager import BlockManager, BlockPool
-from atom_mini.prefix_index import PrefixIndex
+from atom_mini.prefix_cache import PrefixIndex
 from atom_mini.scheduler import BaseScheduler, MixedScheduler, ScheduledBatch, Scheduler
 from atom_mini.sequence import Sequence
 

@@ -22,7 +22,7 @@ from atom_mini import EngineArgs, model_runner
 from atom_mini.config import SamplingParams
 from atom_mini.memory import cgroup_free_bytes
 from atom_mini.model_runner import made_up_batch
-from atom_mini.models import FEW_ROWS, SOME_ROWS, multiply_on_cpu
+from atom_mini.models import FEW_ROWS, SOME_ROWS, is_intel, multiply_on_cpu
 from atom_mini.options.build import make_runner
 from atom_mini.sequence import SequenceType
 
@@ -162,16 +162,30 @@ def test_a_small_step_runs_on_one_thread_and_then_the_callers_count_is_back(
     assert seen == [1, 2, 2]
 
 
+@pytest.mark.parametrize("is_intel", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1, 8, 9, SOME_ROWS - 1, SOME_ROWS, SOME_ROWS + 1, 200])
-def test_products_on_a_cpu(count: int, has_bias: bool) -> None:
+def test_products_on_a_cpu(count: int, has_bias: bool, is_intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to the product in float64, for rows that are not contiguous, too; and contiguous, as a collective needs it."""
+    monkeypatch.setattr("atom_mini.models.is_intel", lambda: is_intel)
     x, weight = torch.randn(count, 96)[:, ::2], torch.randn(40, 48)
     bias = torch.randn(40) if has_bias else None
     wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     out = multiply_on_cpu(x, weight, bias)
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), wanted, atol=1e-4, rtol=0)
+
+
+def test_a_cpu_has_one_maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As /proc/cpuinfo says; elsewhere, as Python's platform does."""
+    named = tmp_path / "cpuinfo"
+    monkeypatch.setattr("atom_mini.models.Path", lambda place: named)
+    monkeypatch.setattr("platform.processor", lambda: "Intel64 Family 6 Model 85, GenuineIntel")
+    assert is_intel.__wrapped__()
+    named.write_text("vendor_id\t: AuthenticAMD\n")
+    assert not is_intel.__wrapped__()
+    named.write_text("vendor_id\t: GenuineIntel\n")
+    assert is_intel.__wrapped__()
 
 
 def test_onednn_sees_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from show import check_blocks
 
-import atom_mini.prefix_index as prefix_index_module
+import atom_mini.prefix_cache as prefix_index_module
 from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH, BlockManager
 from atom_mini.config import SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.options.build import make_scheduler
-from atom_mini.prefix_index import PrefixIndex
+from atom_mini.prefix_cache import PrefixIndex
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.scheduling.radix_cache import RadixCache
 from atom_mini.sequence import Sequence, SequenceType

@@ -45,7 +45,6 @@ from test_engine_process import (  # noqa: F401
 from atom_mini import LLM, Config, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.options.build import make_core, make_runner
-from atom_mini.parallel.core_client import EngineDead
 from atom_mini.parallel.engine_process import (
     Abort,
     Add,
@@ -66,6 +65,7 @@ from atom_mini.parallel.lockstep import (
     make_member,
     with_spare_block,
 )
+from atom_mini.parallel.manager import EngineDead
 from atom_mini.parallel.replicas import Replica, Replicas, chain, devices, longest_match, make_loop
 from atom_mini.parallel.shards import open_group
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -405,7 +405,7 @@ def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
         fake(kind=LLM, data_parallel_size=2, in_loading="raise ValueError('too small')")
 
 
-FRONT = """  # its engines are parallel.engine_process
+FRONT = """  # its engines are parallel.start
 import json, signal, sys
 from atom_mini import EngineArgs
 from atom_mini.parallel.replicas import make_front

@@ -29,9 +29,10 @@ from test_interrupt import Tripwire
 import atom_mini
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
-from atom_mini.parallel import checks, core_client
-from atom_mini.parallel.core_client import EngineCoreClient, EngineDead
+from atom_mini.parallel import checks, manager
+from atom_mini.parallel.core_client import EngineCoreClient
 from atom_mini.parallel.engine_process import Abort, Add, Refused, Utility, encode
+from atom_mini.parallel.manager import EngineDead
 from atom_mini.scheduler import Scheduler
 from atom_mini.sequence import Sequence
 
@@ -106,7 +107,7 @@ def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # 
 
 FAKE = """
 import os, sys
-if "parallel.engine_process" in " ".join(sys.orig_argv):  # or a script that names it
+if "parallel.start" in " ".join(sys.orig_argv):  # or a script that names it
     import time
     import atom_mini.config
     from atom_mini.checkpoint import ModelSpec
@@ -478,11 +479,11 @@ def test_it_does_not_run_ahead(fake: Callable[..., EngineCoreClient]) -> None:
     core = fake(num_kvcache_blocks=1200)
     seq = request(core, max_tokens=2000)
     time.sleep(3)  # for 2,000 steps
-    assert core_client.AHEAD < core.metrics()["steps"] < 1000, "the street was full; a question is answered all the same"
+    assert manager.AHEAD < core.metrics()["steps"] < 1000, "the street was full; a question is answered all the same"
     finish(core, seq)
     assert seq.completion_token_ids == [103 + i for i in range(2000)]
     late = request(core, max_tokens=2000)
-    wait_for(lambda: len(core.engines[0].messages) >= core_client.AHEAD)
+    wait_for(lambda: len(core.engines[0].messages) >= manager.AHEAD)
     os.kill(core.engines[0].process.pid, signal.SIGKILL)
     wait_for(lambda: core.engines[0].dead)
     with pytest.raises(EngineDead, match="SIGKILL"):
@@ -674,7 +675,7 @@ def test_a_bad_checkpoint_is_refused_as_ever(tidy: Path, tmp_path: Path) -> None
     assert errors[0] == errors[1]
 
 
-FRONT = """  # its engine is parallel.engine_process
+FRONT = """  # its engine is parallel.start
 import json, os, signal, sys, threading
 from atom_mini import EngineArgs, SamplingParams
 from atom_mini.parallel.core_client import EngineCoreClient
@@ -763,7 +764,7 @@ def test_a_fork_has_no_engine(fake: Callable[..., EngineCoreClient]) -> None:
     """Every call in a fork raises an error, and the engine goes on for its owner."""
     then = """
 from atom_mini.parallel.engine_process import EngineCoreProc
-from atom_mini.parallel.core_client import EngineDead
+from atom_mini.parallel.manager import EngineDead
 if os.fork() == 0:
     signal.alarm(5)
     for call in (core.step, core.metrics, core.engines[0].check_alive, lambda: core.add(Sequence([5], 4))):
@@ -795,7 +796,7 @@ def test_a_long_place_for_temporary_files(fake: Callable[..., Any], tidy: Path, 
 def test_nothing_is_imported_from_the_current_folder(fake: Callable[..., EngineCoreClient], tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "zmq.py").write_text("raise RuntimeError('not this one')")
-    script = tmp_path / "parallel.engine_process.py"  # a name that `FAKE` knows
+    script = tmp_path / "parallel.start.py"  # a name that `FAKE` knows
     script.write_text(FRONT.format(then="core.close()"))
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     command = [sys.executable, str(script), json.dumps(SMALL)]
@@ -803,13 +804,13 @@ def test_nothing_is_imported_from_the_current_folder(fake: Callable[..., EngineC
 
 
 def test_how_an_end_is_described() -> None:
-    ends = [core_client.describe_end(code) for code in (-9, -35, 3)]
+    ends = [manager.describe_end(code) for code in (-9, -35, 3)]
     assert ends == ["killed by SIGKILL", "killed by signal 35", "exit code 3"]
 
 
 def test_only_strings_of_sys_path_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [Path("/x"), "/y", "/z"])
-    assert core_client.environment()["PYTHONPATH"] == os.pathsep.join(["/y", "/z"])
+    assert manager.environment()["PYTHONPATH"] == os.pathsep.join(["/y", "/z"])
 
 
 # The options

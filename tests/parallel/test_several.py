@@ -19,7 +19,7 @@ from test_tensor_parallel import LONG, until_dead
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.options.build import bytes_beside
-from atom_mini.parallel.core_client import EngineDead
+from atom_mini.parallel.manager import EngineDead
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_seqs": 6, "kv_cache_block_size": 4}
 EAGLE = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}

@@ -65,9 +65,9 @@ from atom_mini.gpu.graphs import GraphRunner, first_decodes
 from atom_mini.model_runner import ModelRunner
 from atom_mini.options import build
 from atom_mini.options.build import make_runner
-from atom_mini.parallel.core_client import EngineDead
 from atom_mini.parallel.engine_process import Ready, decode, encode
 from atom_mini.parallel.experts import DealtMLP
+from atom_mini.parallel.manager import EngineDead
 from atom_mini.parallel.ranks import Leader, RankManager, Step, ToRank, pack_batch, unpack_batch
 from atom_mini.parallel.shards import Group, cut_spec
 from atom_mini.scheduler import ScheduledBatch

@@ -13,7 +13,7 @@ from test_fuzz import mutate
 
 from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH, Block, BlockManager
-from atom_mini.prefix_index import PrefixIndex
+from atom_mini.prefix_cache import PrefixIndex
 from atom_mini.scheduling.radix_cache import RadixCache
 from atom_mini.sequence import Sequence
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.parallel.core_client import EngineDead
+from atom_mini.parallel.manager import EngineDead
 from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.text import TextPiece
 

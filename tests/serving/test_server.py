@@ -26,7 +26,7 @@ import httpx
 import pytest
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.refused import NOT_HERE
+from atom_mini.errors import NOT_HERE
 from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.serving.protocol import NEUTRAL
 from atom_mini.serving.server import GracefulServer, Serve, Server

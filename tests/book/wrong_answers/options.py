@@ -5,8 +5,8 @@ def implied(options):
     usual, known = vars(EngineArgs("tiny")), vars(EngineArgs("tiny", **options))
     return {n for n in known if n != "hf_config" and known[n] != usual[n]}
 # %% 31_command_line 1
-def start(system: str | None) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system or ""}]
+def most_sequences(free: int, per_token: int, length: int, size: int) -> int:
+    return free // (length * per_token)  # parts of blocks
 # %% 31_command_line 2
 def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
     times = [rng.expovariate(1 / rate)]  # seconds for each, not each second
