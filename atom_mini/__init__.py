@@ -1,4 +1,4 @@
-"""atom_mini: an LLM serving engine that reads like a book. The notebooks in `nbs/` are its source."""
+"""atom_mini: an LLM serving engine that reads like a book. Most of it is exported from the notebooks in `nbs/`."""
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ import sys
 
 import nbformat
 import networkx as nx
-from map import ROOT, draw, hour, parts, read_book, source_of
+from map import ROOT, chapter_of, draw, hour, parts, read_book, source_of
 from player import player
 from playground import playground, recorded
 
@@ -28,7 +28,14 @@ def flat(text: str) -> str:
     """Markdown with its links to chapters and to pages of docs/ as on the site, where all lie in one folder."""
     text = re.sub(r"\]\((?:\.\./)*docs/", "](", text)
     text = re.sub(r"!\[([^\]]*)\]\((_static/\S+)\)", r'```{raw} html\n<img src="\2" alt="\1">\n```', text)
+    text = re.sub(r"\]\((?:\.\./)*atom_mini/([\w/]+)\.py\)", _page_of_module, text)
     return re.sub(r"\]\((?:\.\./)*(?:\w+/)*(\w+\.ipynb)", r"](\1", text)
+
+
+def _page_of_module(link: re.Match[str]) -> str:
+    """A link to the page of a module, if a chapter has it."""
+    module = link[1].replace("/", ".")
+    return f"](api/{module}.md)" if chapter_of(source_of(module).read_text()) else link[0]
 
 
 def stage_chapter(node: dict) -> str:
@@ -132,7 +139,7 @@ def stage() -> dict[str, str]:
     files |= {"chapters.txt": contents(chapters, ":hidden:"), "modules.txt": contents(pages, ":maxdepth: 2")}
     for page in (ROOT / "docs").glob("*.md"):
         files[page.name] = f"---\ntocdepth: 3\n---\n\n{flat(page.read_text())}"
-    modules_cell = r"(?<=[|,] )`([\w./]+)`(?= \||, `)"
+    modules_cell = r"(?<=[|,:] )`([\w./]+)`(?= \||, `|; )"
     files["chapters.md"] = re.sub(modules_cell, lambda cell: link_module(cell[1], page_of), files["chapters.md"])
     files |= {f"examples/{path.name}": path.read_text() for path in (ROOT / "docs" / "examples").glob("*.py")}
     for node in book.nodes.values():

@@ -63,7 +63,7 @@ def environment(share: int = 1) -> dict[str, str]:
 
 class CoreManager(Thread):
     """Starts process number `number`, reads its messages, and notices its death (ATOM's
-    word). `recipe`: see `from_recipe`; `bell`: gets an item for each new result."""
+    word). `recipe`: see `checks.as_recipe`; `bell`: gets an item for each new result."""
 
     kind = "engine"  # what messages and logs call it
     entry = LOAD  # what its process loads

@@ -350,6 +350,8 @@ def test_compiled_tokens_are_those_of_torch(way: str, seed: int) -> None:
 def test_the_number_of_threads_changes_no_bit(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any logits, in prompts and decodes, and in a second run."""
     monkeypatch.setattr("atom_mini.model_runner.SMALL_STEP", 0)  # even small steps use all threads
+    # the head is in float32, and MKL's own products of few rows depend on the number of threads
+    monkeypatch.setattr("atom_mini.models.is_intel", lambda: False)
     asked = [[(i * i + n) % 200 for i in range(n)] for n in (1, 40, 150, 3)]
     before, found = torch.get_num_threads(), []
     try:

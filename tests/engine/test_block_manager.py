@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from show import check_blocks
 
-import atom_mini.prefix_cache as prefix_index_module
+import atom_mini.prefix_cache as prefix_cache_module
 from atom_mini.block_manager import NO_HASH, BlockManager, NoIndex
 from atom_mini.config import SamplingParams
 from atom_mini.prefix_cache import PrefixIndex, compute_hash
@@ -36,7 +36,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, blocks: int, size: int, caching: bool, bits: int) -> None:
         real = compute_hash
         self.patch = pytest.MonkeyPatch()  # hashes that collide as often as they like
-        self.patch.setattr(prefix_index_module, "compute_hash", lambda *args: real(*args) % 2**bits)
+        self.patch.setattr(prefix_cache_module, "compute_hash", lambda *args: real(*args) % 2**bits)
         self.manager = BlockManager(blocks, size, self.index_cls if caching else NoIndex, 4)
         self.size = size
         self.content: list[list[Any]] = [[None] * size for _ in range(blocks)]
@@ -213,7 +213,7 @@ def test_a_chain_depends_on_every_token_before() -> None:
 def test_a_sequence_is_hashed_once_in_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = compute_hash
-    monkeypatch.setattr(prefix_index_module, "compute_hash", lambda *args: calls.append(args) or real(*args))
+    monkeypatch.setattr(prefix_cache_module, "compute_hash", lambda *args: calls.append(args) or real(*args))
     manager, seq = BlockManager(8, 2, PrefixIndex), Sequence(range(9), 2)
     for _ in range(3):
         admit(manager, seq)

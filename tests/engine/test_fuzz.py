@@ -53,7 +53,7 @@ import pytest
 from symbolic import run_many, run_trial
 
 import atom_mini.model_runner as model_runner
-import atom_mini.prefix_cache as prefix_index
+import atom_mini.prefix_cache as prefix_cache
 from atom_mini.block_manager import BlockManager, BlockPool
 from atom_mini.prefix_cache import PrefixIndex
 from atom_mini.scheduler import BaseScheduler, MixedScheduler, ScheduledBatch, Scheduler
@@ -113,8 +113,8 @@ def mutate(patch: Patch, owner: Any, name: str, old: str, new: str) -> None:
 
 
 def cut_hashes(patch: Patch, bits: int) -> None:
-    whole = prefix_index.compute_hash
-    patch.setattr(prefix_index, "compute_hash", lambda *args: whole(*args) % 2**bits)
+    whole = prefix_cache.compute_hash
+    patch.setattr(prefix_cache, "compute_hash", lambda *args: whole(*args) % 2**bits)
 
 
 def publishes_at_allocation(patch: Patch) -> None:

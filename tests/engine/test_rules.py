@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from show import check_blocks
 
-import atom_mini.prefix_cache as prefix_index_module
+import atom_mini.prefix_cache as prefix_cache_module
 from atom_mini import EngineArgs
 from atom_mini.block_manager import NO_HASH, BlockManager
 from atom_mini.config import SamplingParams
@@ -119,9 +119,9 @@ def test_a_block_is_not_published_before_its_last_token_was_forwarded(cache: str
 
 def test_the_same_tokens_after_a_colliding_parent_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """nano-vLLM and ATOM compare the block's own tokens: B takes the place of A, X after A is served as X after B."""
-    real = prefix_index_module.compute_hash
+    real = prefix_cache_module.compute_hash
     roots = {tuple(A): 1, tuple(B): 1}
-    monkeypatch.setattr(prefix_index_module, "compute_hash", lambda t, *p: roots.get(tuple(t)) or real(t, *p))
+    monkeypatch.setattr(prefix_cache_module, "compute_hash", lambda t, *p: roots.get(tuple(t)) or real(t, *p))
     manager = BlockManager(3, 4, PrefixIndex)
     first = request([*A, *X, 0])
     compute(manager, first)
@@ -314,14 +314,14 @@ def test_max_tokens_is_never_overshot(asked: int) -> None:
 def test_a_waiting_prompt_is_not_hashed_again_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """nano-vLLM: 2.4 ms a step with 32,000 tokens at the head of the queue."""
     hashed: list[int] = []
-    compute_hash = prefix_index_module.compute_hash
+    compute_hash = prefix_cache_module.compute_hash
     core = engine(num_kvcache_blocks=32)
     add(core, request(60, max_tokens=16))
     run(core, 1)
     head = request(80)
     add(core, head)
     counted = lambda *args: hashed.append(1) or compute_hash(*args)  # noqa: E731
-    monkeypatch.setattr(prefix_index_module, "compute_hash", counted)
+    monkeypatch.setattr(prefix_cache_module, "compute_hash", counted)
     run(core, 12)
     assert not head.block_table and len(hashed) <= 1 + 12 // 4  # and those of the blocks that are generated
 
