@@ -314,7 +314,7 @@ def is_intel() -> bool:
     return "GenuineIntel" in named
 
 # %% ../nbs/08_model_runner.ipynb #080f0005
-FEW_ROWS = 4  # up to here, MKL has its own code on Intel's CPUs; on others, the sides are exchanged
+FEW_ROWS = 4  # up to here: `F.linear` on Intel's CPUs, exchanged sides on others
 SOME_ROWS = 64  # up to here, oneDNN multiplies
 
 

@@ -92,6 +92,14 @@ def test_imports_are_no_circle_and_none_climbs() -> None:
     assert ", ".join(f"`{name}`" for name in ORDER[1:]) in (ROOT / "docs" / "chapters.md").read_text()
 
 
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_a_plain_module_names_its_chapter(name: str) -> None:
+    """No module is there by accident: a file that no chapter exports says in its docstring where to read about it."""
+    if name.rpartition(".")[2] not in ("__init__", "__main__"):
+        named = re.search(r"\bchapters? (\d\w*)", ast.get_docstring(ast.parse(module_path(name).read_text())) or "")
+        assert named and named[1] in map(number_of, CHAPTERS)
+
+
 DELETED = dict(re.findall(r"(?m)^  \| `(\w+)` \|(.*)\|$", (ROOT / "docs" / "CONTRIBUTING.md").read_text()))
 LEFT = f"""{WITHOUT_EDITABLE}
 import pkgutil

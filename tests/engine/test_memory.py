@@ -176,6 +176,23 @@ def test_products_on_a_cpu(count: int, has_bias: bool, is_intel: bool, monkeypat
     torch.testing.assert_close(out.double(), wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("count", range(FEW_ROWS + 2))
+def test_few_rows_are_a_plain_product_on_intels_cpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, and from five rows on, they are not."""
+    seen, linear = list[bool](), F.linear
+
+    def note(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(not x.is_mkldnn)
+        return linear(x, *others)
+
+    monkeypatch.setattr(F, "linear", note)
+    for intel in (True, False):
+        monkeypatch.setattr("atom_mini.models.is_intel", lambda intel=intel: intel)
+        seen.clear()
+        multiply_on_cpu(torch.randn(count, 48), torch.randn(40, 48))
+        assert (True in seen) == (intel and count <= FEW_ROWS)
+
+
 def test_a_cpu_has_one_maker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As /proc/cpuinfo says; elsewhere, as Python's platform does."""
     named = tmp_path / "cpuinfo"
