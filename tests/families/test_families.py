@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from checkpoints import edit_json, measure_loading, recorded, save_family, spec_
 from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, ROOMY, assert_parity, make_prompts
 
-from atom_mini import LLM, EngineArgs, SamplingParams
+from atom_mini import LLM, EngineArgs, SamplingParams, families
 from atom_mini.checkpoint import ModelSpec
 from atom_mini.families import mixture
 from atom_mini.families import specs as records
@@ -339,7 +340,7 @@ for module in sys.argv[1:]:
 
 def test_no_import_changes_what_a_model_is() -> None:
     """After each module's import, the built-in model has Part I's spec and Part I's class."""
-    modules = [f"families.{name}" for name in ("mixture", "windows", "quantized", "latent", "state", "models", "dealt")]
+    modules = [f"families.{module.name}" for module in iter_modules(families.__path__)] + ["parallel.experts"]
     modules += ["parallel.shards"] * bool(find_spec("msgspec"))
     done = subprocess.run([sys.executable, "-c", LOOK, *modules], capture_output=True, text=True)
     assert done.stdout.split() == ["ModelSpec", "CausalLM", "atom_mini.models"] * len(modules), done.stderr
