@@ -117,18 +117,18 @@ SPREAD := --dist loadfile --no-loadscope-reorder
 test: $(VENV)/dev
 	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
-	$(PY) -m pytest --quick -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
-	$(PY) -m pytest --quick -m "alone and not slow and not real"
+	$(PY) -m pytest --quick -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
+	$(PY) -m pytest --quick -m "alone and not large and not ray and not real"
 	@$(PY) tests/quick.py
 
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
-	$(PY) -m pytest --rest -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
-	$(PY) -m pytest --rest -m "alone and not slow and not real"
+	$(PY) -m pytest --rest -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
+	$(PY) -m pytest --rest -m "alone and not large and not ray and not real"
 
 test-all: test test-rest
-	$(PY) -m pytest --left -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
-	$(PY) -m pytest --left -m "alone and not slow and not real"
+	$(PY) -m pytest --left -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
+	$(PY) -m pytest --left -m "alone and not large and not ray and not real"
 
 # The engine on the real weights of `make real`, beside transformers, in every configuration.
 test-real: $(VENV)/dev
@@ -136,13 +136,13 @@ test-real: $(VENV)/dev
 
 # On Ray: it is an extra of 0.5 GB, which no other target installs.
 test-ray: $(VENV)/ray
-	$(PY) -m pytest -m slow tests/serving/test_fleet.py
+	$(PY) -m pytest -m ray tests/serving/test_fleet.py
 
 # How long each test takes, for tests/quick.py; on a quiet machine.
 test-seconds: $(VENV)/dev
 	rm -f tests/seconds.json
-	$(PY) -m pytest --record -n $(JOBS) $(SPREAD) -m "not slow and not alone and not real"
-	$(PY) -m pytest --record -m "alone and not slow and not real"
+	$(PY) -m pytest --record -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
+	$(PY) -m pytest --record -m "alone and not large and not ray and not real"
 
 # OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python, gguf and safetensors.
 # Then they are peers.

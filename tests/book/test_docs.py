@@ -362,6 +362,7 @@ def pages() -> dict[Path, Page]:
     return {p: Page(p) for p in sorted(SITE.rglob("*.html"))}
 
 
+@pytest.mark.slow
 def test_links_resolve_and_images_have_texts(pages: dict[Path, Page]) -> None:
     """Every internal link ends at a page and an id that exist; none lies in another; what a page loads is a file of the
     site."""
@@ -484,6 +485,7 @@ BROKEN_WORDS = r"""() => [...document.querySelectorAll("table.docutils :is(td, t
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.slow
 def test_every_page_loads_and_fits_a_phone(tab: Any, pages: dict[Path, Page], part: int) -> None:
     """No error, nothing foreign (see `tab`), images drawn; at 1280 and 390 px no horizontal scroll, no word broken."""
     wide, broken = [], []
@@ -748,6 +750,7 @@ def test_the_scorecards_figure_is_not_cut(browser: Any) -> None:
     page.close()
 
 
+@pytest.mark.slow
 def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
     """All its chapters, in one file."""
     book_pdf = importlib.import_module("book_pdf")

@@ -306,6 +306,7 @@ def test_a_model_is_as_large_as_its_config_says(scorecard: Any, tmp_path: Path) 
     assert words.decode([3, 1]) == "w3w1"
 
 
+@pytest.mark.slow
 def test_readme_says_how_long_the_package_is() -> None:
     """In the table beside the others, as it was when the page was made: within a fiftieth. If not: run index.ipynb."""
     measure = importlib.import_module("measure")

@@ -130,6 +130,7 @@ def test_a_folder_can_be_deleted(folder: str, tmp_path: Path) -> None:
     assert result.stderr.endswith(needs) if "options" in gone else "12 + 7 = 19" in result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_part_one_alone_generates(alone: Path) -> None:
     """The built-in model's words are those of the whole house; what is not there is refused like a misspelt name."""
     code = f"""{WITHOUT_EDITABLE}

@@ -257,6 +257,7 @@ def copy_tree(home: Path) -> None:
         shutil.copy(ROOT / name, home)
 
 
+@pytest.mark.slow
 def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
     """Export a copy of the tree, methods folded into their classes, and compare every module."""
     copy_tree(tmp_path)
@@ -292,6 +293,7 @@ def test_one_chapter_is_exported_with_those_that_share_its_module(tmp_path: Path
         ("nbdev_test --path nbs/01a_checkpoint.ipynb", ""),
     ],
 )
+@pytest.mark.slow
 def test_nbdevs_own_commands_change_nothing(command: str, says: str, tmp_path: Path) -> None:
     """The export cannot fold, so it stops before it writes; what is clean stays clean; exercises are not run."""
     copy_tree(tmp_path)

@@ -31,6 +31,7 @@ def test_a_chapter_is_loaded_once_and_has_what_its_script_cells_define(monkeypat
 
 
 @pytest.mark.parametrize("chapter", ["90_tiny_model", "91_tiny_head"])
+@pytest.mark.slow
 def test_the_appendix_is_a_script_and_not_in_the_package(chapter: str) -> None:
     help_ = [sys.executable, "nbs/_book/script.py", chapter, "--help"]
     result = subprocess.run(help_, cwd=ROOT, capture_output=True, text=True)

@@ -299,6 +299,7 @@ for kind in (None, "int8"):
 
 @pytest.mark.skipif("x86" not in os.uname().machine and "amd64" not in os.uname().machine, reason="those of x86")
 @pytest.mark.parametrize("lanes", WIDTHS)
+@pytest.mark.slow
 def test_every_width_of_vectors(lanes: int, tmp_path: Path) -> None:
     """This machine runs what is compiled for lesser ones."""
     kind, shape = CASES["llama, biases"]
@@ -393,6 +394,7 @@ except ValueError as error:
     assert 'pip install -e ".[cpu]"' in printed and "compiled=True" in printed
 
 
+@pytest.mark.slow
 def test_compiled_code_is_kept(tmp_path: Path) -> None:
     """The next start finds it, in NUMBA_CACHE_DIR or next to the module."""
     code = """

@@ -433,6 +433,7 @@ def test_a_shape_that_is_not_compiled(tmp_path: Path) -> None:
         EngineArgs(str(tmp_path), device="cpu", quantization="int8", compiled=True)
 
 
+@pytest.mark.slow
 def test_without_numba() -> None:
     from test_compiled import python
 

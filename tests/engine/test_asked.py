@@ -109,6 +109,7 @@ def test_drawn_tokens_are_the_plain_engines(llm: LLM, plain: LLM) -> None:
     assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
 
 
+@pytest.mark.slow
 def test_least_lengths_hold_for_stop_strings(llm: LLM) -> None:
     """As in vLLM: a stop string counts once a token after the first `min_tokens` completes it."""
     tokens, decode = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].token_ids, llm.tokenizer.decode

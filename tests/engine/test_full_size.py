@@ -13,7 +13,7 @@ from checkpoints import FULL_SIZE, measure_loading, recorded, reference_logits, 
 
 from atom_mini import LLM, SamplingParams
 
-pytestmark = pytest.mark.slow  # minutes, 3 GB of disk and 10 GB of memory
+pytestmark = pytest.mark.large  # minutes, 3 GB of disk and 10 GB of memory
 
 
 @pytest.fixture(scope="module", params=FULL_SIZE)

@@ -75,17 +75,20 @@ def test_outputs_equal_the_oracle_whatever_happens_on_the_way() -> None:
     assert not {name: stats[name] for name in least if stats[name] < least[name]}
 
 
+@pytest.mark.slow
 def test_a_hash_of_two_bits_is_enough_because_the_comparison_decides(monkeypatch: Patch) -> None:
     """The same cut that breaks a cache which trusts (hash, own tokens): see the planted bugs."""
     cut_hashes(monkeypatch, 2)
     assert run_many(range(300))["prefix_hits"] > 100
 
 
+@pytest.mark.slow
 def test_a_radix_tree_gives_the_same_outputs_and_the_same_hits() -> None:
     """Whatever is counted: steps, hits, preemptions. (An orphan, chapter 40, may change these: 5 of 17,000 trials.)"""
     assert run_many(range(1000), cache="radix") == run_many(range(1000))
 
 
+@pytest.mark.slow
 def test_mixed_steps_give_the_oracles_outputs() -> None:
     """Decodes and chunks in one step, in the same trials and in those where most preempt; with either prefix cache."""
     stats = run_many(range(1200), mixed=True) + run_many(range(10_000, 10_200), mixed=True, cache="radix")

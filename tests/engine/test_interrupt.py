@@ -156,6 +156,7 @@ def interrupt(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.slow
 def test_the_whole_llm_interrupted(overlap: bool) -> None:
     """Text, tensors and all: some lines of a call, and the next call is right."""
     prompts = ["Once upon a time", "12 + 7 =", "Once upon a day"]

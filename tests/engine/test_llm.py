@@ -427,6 +427,7 @@ def test_chat_adds_no_second_first_token(tmp_path: Path) -> None:
 # where it stops
 
 
+@pytest.mark.slow
 def test_every_cut_of_a_text_as_stop_string(llm: LLM) -> None:
     """Wherever the stop string begins and ends, within a token or across many, it stops there and none of it shows."""
     for sampling in (GREEDY, WILD):

@@ -608,6 +608,7 @@ with torch.no_grad():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc to read a process's memory from")
+@pytest.mark.slow
 def test_memory_does_not_grow_with_every_number_of_rows() -> None:
     """oneDNN keeps code for each; 1,500 of them took 1.9 GB."""
     done = subprocess.run([sys.executable, "-c", ROWS], capture_output=True, text=True, check=True)

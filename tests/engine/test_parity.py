@@ -119,6 +119,7 @@ INTERPRETED = ["qwen3, head_dim 24 of 64/4", "llama, 3 heads for each K/V head"]
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs the kernels on the GPU")
 @pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.slow
 def test_kernels_in_the_interpreter_equal_transformers(case: str, tmp_path: Path) -> None:
     """The engine on its Triton kernels, through chunks and decodes; fewer tokens, since the interpreter is slow."""
     kind, options = CASES[case]

@@ -272,6 +272,7 @@ def test_every_weight_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     """Loading takes an expert or two in addition to the weights: another copy of a layer would take 25 MB, one of all 300."""
     shape = {"vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8}
@@ -338,6 +339,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_no_import_changes_what_a_model_is() -> None:
     """After each module's import, the built-in model has Part I's spec and Part I's class."""
     modules = [f"families.{module.name}" for module in iter_modules(families.__path__)] + ["parallel.experts"]
@@ -365,6 +367,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.slow
 def test_a_graphs_padding_rows_fetch_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sequences in the graph for four: the same tokens as without graphs, and the fourth row is padding."""
     from recording import graph_runner, load_recorded_graph

@@ -383,6 +383,7 @@ def test_full_size_in_a_graph(packed: bool) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for CPUs; with a GPU the kernels are the default")
+@pytest.mark.slow
 def test_an_engine_computes_with_it(tmp_path: Path) -> None:
     """A small Qwen3-MoE, all kernels in the interpreter: transformers' logits, in a prefill and in decodes."""
     shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}

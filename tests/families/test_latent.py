@@ -260,6 +260,7 @@ def test_rows_are_sorted_once() -> None:
     assert found["a.q_b_proj.weight"]()[48 + 30 : 48 + 36, 0].tolist() == [78, 79, 80, 82, 84, 86]
 
 
+@pytest.mark.slow
 def test_info_counts_latents(tmp_path: Path) -> None:
     """`atom-mini info` without an engine, in a process of its own: the bytes of latents, not of keys and values."""
     bytes_of_a_layer = []

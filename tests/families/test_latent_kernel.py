@@ -142,6 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.slow
 def test_replays_equal_eager_steps(overlap: bool, folder: Path, record: Any) -> None:
     """Recorded decodes, batches that shrink and grow, preemption."""
     options: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}]

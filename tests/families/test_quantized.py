@@ -315,6 +315,7 @@ def test_reading_changes_no_config(tmp_path: Path) -> None:
     assert vars(cfg) == before and cfg.quantization_config == FP8
 
 
+@pytest.mark.slow
 def test_peak_memory(tmp_path: Path) -> None:
     """Loading takes a tensor or two in addition to the weights. Reading the whole file first would take 66 MB."""
     shape = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 512}
@@ -452,6 +453,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.slow
 def test_gpt_oss_stays_packed(tmp_path: Path) -> None:
     """With a kernel that reads MXFP4 the experts stay packed; the logits are those of unpacked ones."""
     found, rooms = [], {"device": "cpu", "attention": "triton", "dtype": "bfloat16", "num_kvcache_blocks": 8}

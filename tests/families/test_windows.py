@@ -293,6 +293,7 @@ def test_chunks_of_seven_and_thirty_two_at_once(tmp_path: Path) -> None:
 
 @with_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
+@pytest.mark.slow
 def test_kernels_in_the_interpreter_equal_transformers(tmp_path: Path) -> None:
     model = save("gpt-oss", tmp_path, num_hidden_layers=2)
     few, prompts = replace(GREEDY, max_tokens=3), [make_prompts()[n] for n in (1, 4)]
@@ -425,6 +426,7 @@ def test_a_dense_model_takes_the_plain_path(tmp_path: Path) -> None:
 
 
 @with_triton
+@pytest.mark.slow
 def test_replays_equal_eager_steps(tmp_path: Path) -> None:
     """Recorded decodes of layers with and without a window."""
     import test_graphs as graphs

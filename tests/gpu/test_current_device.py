@@ -61,6 +61,7 @@ def in_thread(run: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"trace": True}, {"overlap": True},
                                      {"overlap": True, "enforce_eager": True}], ids=str)  # fmt: skip
+@pytest.mark.slow
 def test_all_of_an_engine_goes_to_its_device(options: dict[str, Any], folder: Path, gpus: Gpus) -> None:
     """While it loads, measures and records, and in each step, whoever runs it."""
     with LLM(str(folder), device="cuda:1", **ROOM | options) as llm:  # type: ignore[arg-type]
@@ -76,7 +77,8 @@ def test_all_of_an_engine_goes_to_its_device(options: dict[str, Any], folder: Pa
     assert gpus.current == 0
 
 
-@pytest.mark.parametrize("method", ["draft_model", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["draft_model", pytest.param("mtp", marks=pytest.mark.large)])
+@pytest.mark.slow
 def test_drafters_go_to_their_targets_device(method: str, folder: Path, tmp_path: Path, gpus: Gpus) -> None:
     """A draft model's own passes and graphs, a head's, and the graphs that are recorded again for a head."""
     wanted: dict[str, Any] = {"method": method, "num_speculative_tokens": 1}
@@ -91,6 +93,7 @@ def test_drafters_go_to_their_targets_device(method: str, folder: Path, tmp_path
     assert [at for at in found.values() if at != {1}] == []
 
 
+@pytest.mark.slow
 def test_two_engines_of_one_process_keep_to_their_devices(folder: Path, gpus: Gpus) -> None:
     """They take turns, in one thread."""
     room: dict[str, Any] = ROOM | {"enforce_eager": True}
@@ -101,6 +104,7 @@ def test_two_engines_of_one_process_keep_to_their_devices(folder: Path, gpus: Gp
             assert gpus.take() == {what: {at % 2} for what in ("kernel", "event")}
 
 
+@pytest.mark.slow
 def test_graphs_of_one_runner_share_a_stream_and_no_others_do(folder: Path, gpus: Gpus) -> None:
     """Those that measure memory, which are thrown away, and those of two runners on one device."""
     room, streams = ROOM | {"max_num_seqs": 2}, list[Any]()
@@ -151,6 +155,7 @@ def test_a_failed_step_leaves_the_callers_device_current(folder: Path, gpus: Gpu
         assert gpus.current == 0
 
 
+@pytest.mark.slow
 def test_a_dummy_step_goes_to_its_device(folder: Path, gpus: Gpus) -> None:
     """An engine in lockstep that has nothing to do steps along outside of a transaction."""
     from atom_mini.parallel.lockstep import LockstepProc, LockstepRunner

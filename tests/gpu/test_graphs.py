@@ -116,6 +116,7 @@ def test_ladder_ends_at_the_limit(limit: int) -> None:
     assert all(min(n for n in sizes if n >= count) - count < max(16, count) for count in range(1, limit + 1))
 
 
+@pytest.mark.slow
 def test_replays_equal_eager_steps(folder: Path, record: Any) -> None:
     """Greedy and random requests; more of them than may run, so that batches shrink and grow; tight pools preempt."""
     samplings: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 1.3}, {}, {"temperature": 0.4}]
@@ -200,6 +201,7 @@ def test_every_rung_equals_eager_on_ragged_contexts(folder: Path, record: Any, m
         assert torch.allclose(logits, wanted, atol=1e-4) and tokens.tolist() == wanted_tokens.tolist(), lens
 
 
+@pytest.mark.slow
 def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
     """The inputs of a replay come from the token pool; penalties are sampled outside of it."""
     samplings: list[dict[str, Any]] = [
@@ -218,6 +220,7 @@ def test_replays_a_step_ahead(folder: Path, record: Any) -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.slow
 def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
     """Verify steps, replayed and not: several queries of a sequence in one tile, and the tokens of the plain path."""
     samplings: list[dict[str, Any]] = [
@@ -250,6 +253,7 @@ def test_drafts_on_the_kernels(graphs: bool, folder: Path, record: Any) -> None:
     assert not graphs or max(runner.graphs) == 12  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_many_drafts_of_one_sequence_are_not_replayed(folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over `FEW_TOKENS` new tokens get large tiles, which no graph has: eager, with the logits of the plain path."""
     monkeypatch.setattr("atom_mini.gpu.graphs.graph_sizes", lambda most: [most])
@@ -272,6 +276,7 @@ def test_a_launch_returns_logits_whoever_runs_it(folder: Path, record: Any) -> N
         assert torch.allclose(logits, wanted, atol=1e-4) and token_ids.tolist() == wanted_ids.tolist()
 
 
+@pytest.mark.slow
 def test_filters_are_sampled_inside(folder: Path, record: Any) -> None:
     """A decode with filters is not sampled again after its replay, and its tokens are those of the sort."""
     samplings: list[dict[str, Any]] = [{"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"temperature": 1.5, "min_p": 0.1}, {}]
@@ -296,6 +301,7 @@ def test_memory_is_measured_by_the_sort(folder: Path, monkeypatch: pytest.Monkey
     assert sorted_shapes == [(runner.config.max_decode_rows, runner.config.spec.vocab_size)]
 
 
+@pytest.mark.slow
 def test_penalties_and_logprobs_are_sampled_outside(folder: Path, record: Any) -> None:
     """And so are the filters beside them: each request gets what it gets from the plain runner."""
     samplings: list[dict[str, Any]] = [
@@ -314,6 +320,7 @@ def test_penalties_and_logprobs_are_sampled_outside(folder: Path, record: Any) -
             assert a == pytest.approx(b, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_one_runner_many_batches(folder: Path, record: Any) -> None:
     """The same requests with other wishes, then other requests with the same: nothing of the last batch is left."""
     runner, plain = graph_runner(make_config(folder), record), plain_runner(folder)
@@ -390,6 +397,7 @@ def test_kernels_that_cannot_run_say_why(folder: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("breakage", ["stale table", "wrong spare slot", "stale sampling", "stale filters", "frozen plan"])
+@pytest.mark.slow
 def test_comparison_can_fail(breakage: str, folder: Path, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five ways in which graphs go wrong, each noticed by comparing tokens."""
     samplings: list[dict[str, Any]] = [{}, {"temperature": 1.2, "top_k": 3}, {"temperature": 1.2}]

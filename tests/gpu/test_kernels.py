@@ -167,6 +167,7 @@ def test_more_keys_than_splits(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
      [(1, 600), (17, 530), (70, 600), (16, 290), (1, 40)]],
     ids=["decode", "prefill", "mixed"],
 )
+@pytest.mark.slow
 def test_alone_or_among_others_bitwise(lens: Lens, dtype: torch.dtype) -> None:
     """A sequence's rows do not change by a bit with its company, its place, or the number of programs that share it."""
     step, ops = Step(lens, 16, 1, 3, 64, dtype), make_ops(1, 3, 64, dtype)
@@ -609,6 +610,7 @@ def test_sample_ties(dtype: torch.dtype) -> None:
     assert tokens.tolist() == logits.float().numpy().argmax(-1).tolist() == [7, 2047, 2048, 4096, 0, 0]
 
 
+@pytest.mark.slow
 def test_sample_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frequencies over 25 tokens in 2 chunks are softmax's: chi-square with 24 degrees of freedom, p = 0.1 %."""
     monkeypatch.setattr(sampling_kernels, "SAMPLE_CHUNK", 16)

@@ -561,6 +561,7 @@ def planted(kind: str, targets: tuple[str, ...], most: int) -> None:
     ("barriers", ("gfx942", "gfx950"), 99), ("waits", ("gfx942",), 16), ("vector instructions", ("gfx942",), 16),
     ("barriers", ("gfx1201",), 8), ("waits", ("gfx1201",), 8),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_planted_errors(kind: str, targets: tuple[str, ...], most: int) -> None:
     """Every barrier, some waits and vector instructions: enough are noticed if they are missing.
 
@@ -570,7 +571,7 @@ def test_planted_errors(kind: str, targets: tuple[str, ...], most: int) -> None:
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.large
 @pytest.mark.parametrize("kind", SHARES)
 def test_all_planted_errors(kind: str) -> None:
     """Lastly 145 of 148 barriers (98 %), 716 of 748 waits (96 %) and 582 of 800 vector instructions (73 %).

@@ -29,7 +29,7 @@ spec.loader.exec_module(tool)
 """
 TARGETS = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm_90"]
 # Whose configurations are those of a relative above, or nearly: `make kernels` compiles them all.
-RELATIVES = [pytest.param(name, marks=pytest.mark.slow) for name in ("gfx1102", "gfx1151", "gfx1200", "sm_100", "sm_120")]
+RELATIVES = [pytest.param(name, marks=pytest.mark.large) for name in ("gfx1102", "gfx1151", "gfx1200", "sm_100", "sm_120")]
 
 
 def run(code: str) -> dict[str, list[str]]:
@@ -53,6 +53,7 @@ for row in tool.compile_case({target!r}, {case!r}, launch):
 
 
 @pytest.mark.parametrize("target", [*TARGETS, *RELATIVES])
+@pytest.mark.slow
 def test_no_faults(target: str) -> None:
     result = run(f"rows, wrong = tool.check({target!r}, quick=True)\nresult = {{'rows': len(rows), 'wrong': wrong}}")
     assert not result["wrong"]
@@ -64,12 +65,14 @@ def with_launch(target: str, launch: str, phase: str = "prefill", shape: str = "
     return f"{change}; tool.attend(tool.{shape}, {phase!r}, 'bf16', 16, '4 GiB')"
 
 
+@pytest.mark.slow
 def test_spills_are_found() -> None:
     launch = with_launch("gfx942", "rows=128, key_bytes=2**14, warps=4, stages=1, programs=2, extra=tool.table.amd(2)")
     faults = faults_of("gfx942", launch, "prefill")["paged_attention_kernel"]
     assert any("spills" in fault for fault in faults)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_launched_early_waits_before_it_reads() -> None:
     """On Hopper; the same kernels without the wait are at fault."""
     right = faults_of("sm_90", "tool.run_fused(tool.QWEN, 16, extra=tool.EARLY)", "fused, launched early")
@@ -78,6 +81,7 @@ def test_a_kernel_that_is_launched_early_waits_before_it_reads() -> None:
     assert all("loads before the wait" in faults[0] for faults in wrong.values())
 
 
+@pytest.mark.slow
 def test_a_refusal_is_a_fault_where_none_is_expected() -> None:
     """RDNA 3 refuses latent attention. If CDNA did, its row of the table might be lost."""
     launch = "tool.attend_latents(16, 'decode', 'bf16', 16, '4 GiB')"
@@ -88,6 +92,7 @@ def test_a_refusal_is_a_fault_where_none_is_expected() -> None:
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx1201"])
+@pytest.mark.slow
 def test_readme_says_what_float32_heads_of_256_spill(target: str) -> None:
     """No other kernel of these targets spills more, so the row of the table has their number."""
     spilled = run(f"""
@@ -103,6 +108,7 @@ result = max(tool.amd_facts(kernel.asm["amdgcn"])["spills"] for _, kernel in lau
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx1102", "gfx1201"])
+@pytest.mark.slow
 def test_waves_are_as_many_as_the_compiler_says(target: str) -> None:
     """By registers: those given, which may be more than are used, where a launch asks for fewer waves."""
     result = run(f"""
@@ -123,6 +129,7 @@ for n, (name, kernel) in enumerate(launches):
     assert len(result) >= 6 and all(ours == theirs for ours, theirs in result.values()), result
 
 
+@pytest.mark.slow
 def test_too_much_lds_is_found() -> None:
     launch = with_launch("sm_120", "rows=16, key_bytes=2**15, warps=4, stages=3, programs=1", "decode")
     faults = faults_of("sm_120", launch, "decode")["paged_attention_kernel"]
@@ -130,6 +137,7 @@ def test_too_much_lds_is_found() -> None:
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx1100", "sm_90"])
+@pytest.mark.slow
 def test_narrow_loads_are_found(target: str) -> None:
     """A tensor that does not begin at a multiple of 16 bytes cannot be loaded 16 bytes at a time."""
     launch = "tool.run_small(tool.LLAMA, 64, misaligned=True); "

@@ -80,6 +80,7 @@ def no_errors(figures: Any) -> bool:
     return "error" not in figures and all(map(no_errors, figures.values()))
 
 
+@pytest.mark.slow
 def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     for name, text in FAKE_NANO.items():
         file = tmp_path / "checkout" / "nanovllm" / name
@@ -127,6 +128,7 @@ def test_dry_run_runs_every_part(tmp_path: Path) -> None:
     assert len(figures["aims"]) == 12 and all(aim["reached"] is None for aim in figures["aims"].values())
 
 
+@pytest.mark.slow
 def test_sweep_tries_other_launches_and_restores_them(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run_bench("--dry-run", "--sweep", "--json", str(out))
@@ -136,6 +138,7 @@ def test_sweep_tries_other_launches_and_restores_them(tmp_path: Path) -> None:
     assert any("'split': 16" in options for _, options in sweep["toy decode 1 x 40"])
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_and_the_others_still_run(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run_bench("--dry-run", "--only", "common", "nano_vllm", "--nano-vllm", str(tmp_path), "--json", str(out))

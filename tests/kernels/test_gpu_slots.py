@@ -67,6 +67,7 @@ def run_slot(env: dict[str, str], *arguments: str) -> subprocess.CompletedProces
 
 @pytest.mark.share(0, 900)
 @pytest.mark.parametrize("slot", FILES)
+@pytest.mark.slow
 def test_a_slot_runs_every_step_and_keeps_to_its_folder(slot: str, tmp_path: Path, bare: dict[str, str]) -> None:
     """Toy shapes in the interpreter; tests are collected, which imports all that they need."""
     before = {path for path in (ROOT / "kernels").rglob("*") if "__pycache__" not in path.parts}
@@ -91,6 +92,7 @@ def test_the_limits_of_a_slot_fit_in_ten_minutes() -> None:
         assert 300 <= seconds <= 600, f"slot {slot}: {seconds} s"
 
 
+@pytest.mark.slow
 def test_one_failing_step_does_not_take_the_rest_along(tmp_path: Path, bare: dict[str, str]) -> None:
     """Without a GPU every step of a real run fails, and each is tried and told; figures of an earlier run are gone."""
     (tmp_path / "out").mkdir()
@@ -139,6 +141,7 @@ def test_a_machine_that_lacks_a_requirement_says_which(tmp_path: Path, bare: dic
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_profile_adds_up(tmp_path: Path, bare: dict[str, str]) -> None:
     """The kernels of a step take as long together as it is busy, or longer where they overlap or nest."""
     program = str(ROOT / "kernels" / "profile_step.py")
@@ -151,6 +154,7 @@ def test_the_profile_adds_up(tmp_path: Path, bare: dict[str, str]) -> None:
         assert step["launches"] >= len(step["kernels"]) > 0
 
 
+@pytest.mark.slow
 def test_the_sweep_stops_at_its_limit(tmp_path: Path, bare: dict[str, str]) -> None:
     """Nothing else is tried, and how much was left is told."""
     out = tmp_path / "sweep.json"

@@ -544,6 +544,7 @@ for words in sys.argv[1:]:
 OWN = {"serve": ["--port", "--api-key"], "fleet": ["--port", "--replicas", "--max-ongoing"], "batch": ["--batch-size", "target"]}
 
 
+@pytest.mark.slow
 def test_without_extras() -> None:
     """Every command's help is there with all of its options; what cannot run says how to install it in a clone."""
     work = ["serve", "fleet", "batch a b", "info --engine-process", "info --compiled"]
@@ -575,6 +576,7 @@ def test_hints_are_commands_that_work_in_a_clone() -> None:
 # in a shell
 
 
+@pytest.mark.slow
 def test_in_a_shell() -> None:
     """As a process: what goes to stdout and to stderr, and the exit code."""
     done = run_shell("Once upon", "12 + 7 =", "--max-tokens", "5", "--temperature", "0")
@@ -646,6 +648,7 @@ def test_the_environment_is_left_alone_once_torch_is_loaded(capsys: Capture, mon
     assert "Once upon a time" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_reader_may_close_the_pipe() -> None:
     """As in `atom-mini ... | head -1`: no traceback and no error line."""
     command = [sys.executable, "-m", "atom_mini", "info", "--device", "cpu"]

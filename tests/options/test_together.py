@@ -148,6 +148,7 @@ def test_pairs_and_triples_are_refused_or_give_the_same_tokens(first: int, plain
 
 @pytest.mark.alone
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_options_meet_in_other_processes(seed: int, plain: list[list[int]]) -> None:
     rng = random.Random(200 + seed)
     for knob in ("engine_process", "tensor_parallel_size", "data_parallel_size"):

@@ -136,6 +136,7 @@ def test_same_answers_in_mixed_steps(here: Any) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_many_threads(locked: LLM) -> None:
     """Each gets the answers that it gets alone, and no wave is lost."""
     each_gets_its_own(locked)
@@ -143,6 +144,7 @@ def test_many_threads(locked: LLM) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_ctrl_c_at_any_line(both: LLM) -> None:
     """Nothing is left in an engine."""
     sampling = SamplingParams(max_tokens=5, stop="zebra", ignore_eos=True)
@@ -151,6 +153,7 @@ def test_ctrl_c_at_any_line(both: LLM) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Each gets all of its own tokens, while others are aborted: none is lost, doubled or swapped."""
     monkeypatch.setenv("FAKE_STEP", "0")
@@ -169,6 +172,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @alone
+@pytest.mark.slow
 def test_idle_engines_sleep(both: LLM) -> None:
     """Without work they take less than a twentieth of a core, and they wake up."""
     both.generate("Once", SamplingParams(max_tokens=4))
@@ -278,6 +282,7 @@ def conversations(llm: LLM, policy: str) -> float:
 
 
 @alone
+@pytest.mark.slow
 def test_prefix_routing_beats_least_load(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm = fake(kind=LLM, data_parallel_size=2, routing="prefix", num_kvcache_blocks=500)
     rates = {policy: conversations(llm, policy) for policy in ("load", "prefix")}
@@ -288,6 +293,7 @@ def test_prefix_routing_beats_least_load(fake: Callable[..., Any]) -> None:  # n
 
 
 @alone
+@pytest.mark.slow
 def test_prefix_routing_starves_nobody(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """All prompts begin alike, and one replica has the beginning: it gets little more than its share."""
     monkeypatch.setenv("FAKE_STEP", "0.002")
@@ -335,6 +341,7 @@ def test_the_rule(loads: tuple[int, int], length: int, where: int) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     """The numbers are of those that live. A dead one's requests end with "abort" and a warning, the others get their
     tokens, and it gets nothing more."""
@@ -382,6 +389,7 @@ def test_a_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
 
 
 @alone
+@pytest.mark.slow
 def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
     llm = fake(kind=LLM, data_parallel_size=2, ping_timeout=1.0)
     core = replicas_of(llm)
@@ -397,6 +405,7 @@ def test_a_stopped_replica_dies(fake: Callable[..., Any]) -> None:  # noqa: F811
 
 
 @alone
+@pytest.mark.slow
 def test_one_does_not_start(fake: Callable[..., Any]) -> None:  # noqa: F811
     """All end, and nothing is left of any (`tidy` looks)."""
     with pytest.raises(EngineDead, match="exit code 3"):
@@ -419,6 +428,7 @@ print(*[engine.process.pid for engine in core.engines], flush=True)
 
 @alone
 @pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.slow
 def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa: F811
     process, engines = front("signal.pause()" if how == "kill" else "", FRONT, PAIR)
     assert len(engines) == 2
@@ -426,6 +436,7 @@ def test_death_of_the_front(how: str, fake: Callable[..., Any]) -> None:  # noqa
 
 
 @alone
+@pytest.mark.slow
 def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> None:  # noqa: F811
     """The replicas end, and no folder is left, neither for sockets nor for the group."""
     slow = 'import sys, time\nif "atom_mini.options.process:load_engine" in sys.orig_argv:\n    time.sleep(2)\n'
@@ -440,6 +451,7 @@ def test_death_of_the_front_as_replicas_start(tidy: Path, tmp_path: Path) -> Non
 
 
 @alone
+@pytest.mark.slow
 def test_death_in_lockstep_is_the_death_of_all(tidy: Path) -> None:  # noqa: F811
     llm = LLM("tiny", lockstep=True, **PAIR)
     assert [*tidy.iterdir()] == []
@@ -726,6 +738,7 @@ def test_the_dummy_writes_to_the_spare_block_alone() -> None:
     assert changed == [SMALL["num_kvcache_blocks"]]
 
 
+@pytest.mark.slow
 def test_an_idle_rank_replays_the_others_graph(tmp_path: Path) -> None:
     """An idle rank replays the graph for four rows, and no block changes."""
     pytest.importorskip("triton")
@@ -775,6 +788,7 @@ HOW = [SamplingParams(max_tokens=4 + 3 * i, temperature=0.8 * (i % 2), seed=i, l
 
 
 @alone
+@pytest.mark.slow
 def test_experts_over_ranks(mixture: Path) -> None:
     """The tokens of one engine with all experts, also if one rank has no request."""
     with LLM(str(mixture), **SMALL) as llm:

@@ -254,6 +254,7 @@ def each_gets_its_own(llm: LLM) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_many_threads(remote: LLM) -> None:
     each_gets_its_own(remote)
     expect_empty(remote.engine_core)  # type: ignore[arg-type]
@@ -314,6 +315,7 @@ def interrupted_lines(llm: LLM, prompts: list[str], sampling: SamplingParams, at
 
 
 @alone
+@pytest.mark.slow
 def test_ctrl_c_at_any_line(remote: LLM) -> None:
     sampling = SamplingParams(max_tokens=6, stop="zebra", ignore_eos=True)
     places = interrupted_lines(remote, PROMPTS[:3], sampling, at=1, stride=23)
@@ -359,6 +361,7 @@ def manager_of(llm: LLM) -> Any:
 
 
 @alone
+@pytest.mark.slow
 def test_ten_thousand_bad_frames(fake: Callable[..., EngineCoreClient]) -> None:
     """Random, cut, wrongly tagged, oversized and pickled frames: a running request gets its tokens."""
     core, rng = fake(), random.Random(0)
@@ -388,6 +391,7 @@ def test_ten_thousand_bad_frames(fake: Callable[..., EngineCoreClient]) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_the_engine_checks_requests_itself(fake: Callable[..., EngineCoreClient]) -> None:
     """A request that cannot be sent is not queued; one that the front accepted by mistake ends, and the others go on."""
     core = fake()
@@ -404,6 +408,7 @@ def test_the_engine_checks_requests_itself(fake: Callable[..., EngineCoreClient]
 
 
 @alone
+@pytest.mark.slow
 def test_bad_frames_do_not_end_the_engine(fake: Callable[..., EngineCoreClient]) -> None:
     """Well-formed frames with one wrong value are refused, and a running request gets its tokens."""
     core, prompt = fake(), [0]
@@ -428,6 +433,7 @@ def test_bad_frames_do_not_end_the_engine(fake: Callable[..., EngineCoreClient])
 
 
 @alone
+@pytest.mark.slow
 def test_added_and_aborted_at_once(fake: Callable[..., EngineCoreClient]) -> None:
     """A thousand times: an abort does not overtake its request, so no block is lost and nothing runs on."""
     core = fake(num_kvcache_blocks=20)
@@ -463,6 +469,7 @@ def ask_from_eight_threads(llm: LLM) -> int:
 
 
 @alone
+@pytest.mark.slow
 def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets all of its own tokens, while others are aborted: none is lost, doubled or swapped."""
     monkeypatch.setenv("FAKE_STEP", "0")
@@ -473,6 +480,7 @@ def test_ten_thousand_requests_of_eight_threads(fake: Callable[..., Any], monkey
 
 
 @alone
+@pytest.mark.slow
 def test_it_does_not_run_ahead(fake: Callable[..., EngineCoreClient]) -> None:
     """An engine whose front does not read pauses, and goes on when the front reads; if it dies with a full queue, the
     caller gets the error."""
@@ -532,6 +540,7 @@ def test_kill_the_engine_while_threads_wait(tidy: Path) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_a_row_without_a_token_crosses(fake: Callable[..., EngineCoreClient]) -> None:
     """The request keeps its tokens and ends with an error; the others run on."""
     rows = "zip(batch.req_ids, batch.context_lens.tolist())"
@@ -586,6 +595,7 @@ def test_a_scheduler_without_a_module_is_refused() -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_its_last_words(fake: Callable[..., EngineCoreClient], capfd: pytest.CaptureFixture[str]) -> None:
     """An exception in a step: the cause, and the traceback from its log."""
     core = fake(in_forward="print('so far'); raise RuntimeError('out of memory: 3 GiB') if len(batch.req_ids) else 0")
@@ -600,6 +610,7 @@ def test_its_last_words(fake: Callable[..., EngineCoreClient], capfd: pytest.Cap
 
 
 @alone
+@pytest.mark.slow
 def test_a_stopped_engine_is_noticed(fake: Callable[..., EngineCoreClient]) -> None:
     """SIGSTOP: no pipe ends and no exit code arrives, but a ping is not answered."""
     core = fake(ping_timeout=1.0)
@@ -614,6 +625,7 @@ def test_a_stopped_engine_is_noticed(fake: Callable[..., EngineCoreClient]) -> N
 
 
 @alone
+@pytest.mark.slow
 def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., EngineCoreClient]) -> None:
     core = fake(in_forward="time.sleep(0.6 if len(batch.scheduled_tokens) == 2 else 0 if max(batch.context_lens) < 6 else 60)",
                 ping_timeout=1.5)  # fmt: skip
@@ -626,6 +638,7 @@ def test_a_stuck_engine_is_noticed_and_a_slow_one_is_not(fake: Callable[..., Eng
 
 
 @alone
+@pytest.mark.slow
 def test_an_idle_engine_lives_on(fake: Callable[..., EngineCoreClient]) -> None:
     """It answers pings: without requests for several times the limit, it is not declared dead. And it outlives the thread
     that made it: the kernel's signal is tied to a thread, which must not be the caller's."""
@@ -642,6 +655,7 @@ def test_an_idle_engine_lives_on(fake: Callable[..., EngineCoreClient]) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_no_ready_in_time(fake: Callable[..., EngineCoreClient]) -> None:
     start = time.perf_counter()
     with pytest.raises(EngineDead, match=r"ready_timeout=1\.5"):
@@ -650,6 +664,7 @@ def test_no_ready_in_time(fake: Callable[..., EngineCoreClient]) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_dies_while_loading(fake: Callable[..., EngineCoreClient], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineDead, match=r"(?s)exit code 3\nnow I die$"):
         fake(in_loading="print('now I die', flush=True); os._exit(3)")
@@ -660,6 +675,7 @@ def test_dies_while_loading(fake: Callable[..., EngineCoreClient], capfd: pytest
 
 
 @alone
+@pytest.mark.slow
 def test_a_bad_checkpoint_is_refused_as_ever(tidy: Path, tmp_path: Path) -> None:
     """The loader's own error, from the other process."""
     shutil.copytree(Path(atom_mini.__file__).parent / "tiny", tmp_path / "model")
@@ -715,6 +731,7 @@ def expect_end(process: subprocess.Popen[str], engines: list[int], is_killed: bo
 
 @alone
 @pytest.mark.parametrize("how", ["kill", "kill, and a fork holds the pipe", "exit", "del"])
+@pytest.mark.slow
 def test_death_of_the_front(how: str, fake: Callable[..., EngineCoreClient]) -> None:
     """The engine ends with its front; `tidy` checks what is left."""
     then = {
@@ -730,6 +747,7 @@ def test_death_of_the_front(how: str, fake: Callable[..., EngineCoreClient]) -> 
 
 @alone
 @pytest.mark.parametrize("when", ["as it starts", "while it loads"])
+@pytest.mark.slow
 def test_death_of_the_front_before_ready(when: str, fake: Callable[..., EngineCoreClient], tidy: Path, tmp_path: Path) -> None:
     loading = f"open({str(tmp_path / 'loads')!r}, 'w').close(); time.sleep(60)"
     (tmp_path / "sitecustomize.py").write_text(FAKE.format(in_forward="pass", in_loading=loading))
@@ -753,6 +771,7 @@ def test_interrupted_while_it_starts(fake: Callable[..., EngineCoreClient]) -> N
 
 
 @alone
+@pytest.mark.slow
 def test_closed_where_warnings_are_errors(fake: Callable[..., EngineCoreClient]) -> None:
     """No socket is left to the garbage collector, which would warn and not close it."""
     with front("import warnings\nwarnings.simplefilter('error')\ncore.close()")[0] as process:
@@ -760,6 +779,7 @@ def test_closed_where_warnings_are_errors(fake: Callable[..., EngineCoreClient])
 
 
 @alone
+@pytest.mark.slow
 def test_a_fork_has_no_engine(fake: Callable[..., EngineCoreClient]) -> None:
     """Every call in a fork raises an error, and the engine goes on for its owner."""
     then = """
@@ -783,6 +803,7 @@ while core.step():
 
 
 @alone
+@pytest.mark.slow
 def test_a_long_place_for_temporary_files(fake: Callable[..., Any], tidy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a socket is short."""
     place = tidy / ("x" * 110)
@@ -793,6 +814,7 @@ def test_a_long_place_for_temporary_files(fake: Callable[..., Any], tidy: Path, 
 
 
 @alone
+@pytest.mark.slow
 def test_nothing_is_imported_from_the_current_folder(fake: Callable[..., EngineCoreClient], tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "zmq.py").write_text("raise RuntimeError('not this one')")

@@ -93,6 +93,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.slow
 def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
     options, model = TOGETHER[name], "tiny"
     if "MTP" in name or "dealt" in name:
@@ -121,6 +122,7 @@ def test_the_plain_engines_tokens(name: str, mixture: Path) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_a_rank_of_one_engine_dies(tidy: Path) -> None:
     """Its engine ends with the cause; the other engine, with its own rank, runs on."""
     llm = LLM("tiny", **SMALL, data_parallel_size=2, tensor_parallel_size=2)
@@ -144,6 +146,7 @@ def test_a_rank_of_one_engine_dies(tidy: Path) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("name", "blow"), [("a step ahead over ranks", signal.SIGKILL), ("EAGLE over ranks", signal.SIGSTOP)])
+@pytest.mark.slow
 def test_a_rank_dies(name: str, blow: int, tidy: Path) -> None:
     """A killed rank is named; a stopped one is noticed within the group's limit."""
     llm = LLM("tiny", **SMALL, **TOGETHER[name], collective_timeout=5.0)
@@ -155,6 +158,7 @@ def test_a_rank_dies(name: str, blow: int, tidy: Path) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_death_in_lockstep_with_drafts(tidy: Path) -> None:
     llm = LLM("tiny", **SMALL, **TOGETHER["EAGLE in lockstep"])
     llm.generate(TEXTS, SamplingParams(max_tokens=4), use_tqdm=False)

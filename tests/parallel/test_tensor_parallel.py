@@ -484,6 +484,7 @@ def rank_of(llm: LLM) -> int:
 
 
 @alone
+@pytest.mark.slow
 def test_same_answers_and_the_same_tokens_on_all_ranks(pair: tuple[LLM, Path]) -> None:
     """Calls, streams, chats; greedy and sampled, filters, penalties, log probabilities, stop strings; a pool that is too
     small for all. Rank 1, in its process, draws what rank 0 draws."""
@@ -516,6 +517,7 @@ def test_a_rank_is_small(pair: tuple[LLM, Path]) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_two_engines_in_one_process(pair: tuple[LLM, Path]) -> None:
     """Side by side: each with its own group."""
     llm, _ = pair
@@ -529,6 +531,7 @@ def test_two_engines_in_one_process(pair: tuple[LLM, Path]) -> None:
 
 @alone
 @pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.slow
 def test_ctrl_c_in_steps(pair: tuple[LLM, Path]) -> None:
     """At many moments of a step, also between sending it and running it: the engine and its ranks go on together."""
     llm, _ = pair
@@ -546,6 +549,7 @@ def test_ctrl_c_in_steps(pair: tuple[LLM, Path]) -> None:
 
 @alone
 @pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.slow
 def test_ctrl_c_at_any_line(pair: tuple[LLM, Path]) -> None:
     places = interrupted_lines(pair[0], PROMPTS[:2], SamplingParams(max_tokens=4, ignore_eos=True), at=1, stride=31)
     assert any("core_client" in place for place in places)
@@ -618,6 +622,7 @@ def test_stop_a_rank(tidy: Path) -> None:  # noqa: F811
 
 
 @alone
+@pytest.mark.slow
 def test_kill_a_rank_of_an_idle_engine(tidy: Path) -> None:  # noqa: F811
     """An idle engine ends with its rank."""
     llm = LLM("tiny", **PAIR)
@@ -661,6 +666,7 @@ def test_an_error_on_a_rank(tidy: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 @alone
 @pytest.mark.parametrize("how", ["dies", "refuses"])
+@pytest.mark.slow
 def test_a_rank_ends_while_loading(how: str, tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     early = "os._exit(3)" if how == "dies" else "import atom_mini.loading as x; x.checkpoint_files = lambda f: {}"
     kind: Any = EngineDead if how == "dies" else ValueError
@@ -699,6 +705,7 @@ print("ready", flush=True)
 
 @alone
 @pytest.mark.parametrize("how", ["kill", "exit", "kill while it loads", "kill the engine"])
+@pytest.mark.slow
 def test_no_rank_stays_behind(how: str, tidy: Path) -> None:  # noqa: F811
     then = "" if how == "exit" else "time.sleep(60)"
     with python(FRONT.format(then=then), PAIR) as process:
@@ -743,6 +750,7 @@ if "atom_mini.options.process:load_rank" in sys.orig_argv:
 
 @alone
 @pytest.mark.parametrize("how", ["stopped", "gone as it joins"])
+@pytest.mark.slow
 def test_python_ends_though_rank_0_waits_for_another(how: str, tidy: Path, tmp_path: Path) -> None:  # noqa: F811
     """Its collective would wait for 300 seconds: the exit does not."""
     if how != "stopped":
@@ -824,6 +832,7 @@ def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU records real graphs")
+@pytest.mark.slow
 def test_recorded_decodes_contain_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on a stand-in that records torch's and Triton's calls, and for this test collectives, of one rank: two a
     layer, one for the embedding, one for the head, in each size, and the tokens of an engine without graphs."""

@@ -26,6 +26,7 @@ from atom_mini.sequence import Sequence
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.slow
 def test_outputs_equal_the_oracle_a_step_ahead() -> None:
     """Tight pools, most of which preempt; devices that run late, at once or mixed; steps that fail."""
     stats = run_many(range(2000), overlap=True, tight=True)
@@ -245,6 +246,7 @@ def arrivals(llm: LLM, kept: dict[int, list[int]]) -> int:
     return llm.engine_core.scheduler.num_preemptions
 
 
+@pytest.mark.slow
 def test_arrivals_aborts_and_preemptions_change_no_token_and_leave_nothing() -> None:
     """With and without overlap. Repeating the same arrivals leaves no more objects behind than before."""
     limits: dict[str, Any] = {"num_kvcache_blocks": 30, "kv_cache_block_size": 4, "max_num_seqs": 6}

@@ -533,6 +533,7 @@ def run_spyre_trial(
     return stats
 
 
+@pytest.mark.slow
 def test_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
     """4,000 random machines and loads: the oracle's tokens, never over the limit, never idle, nothing left behind."""
     stats = sum((run_spyre_trial(seed, monkeypatch) for seed in range(4000)), Counter())

@@ -103,6 +103,7 @@ def test_several_prompts_in_one_call(engine: AsyncLLM, aborts: list[int]) -> Non
 
 
 @pytest.mark.parametrize("how", ["break", "cancel"])
+@pytest.mark.slow
 def test_leaving_is_one_abort(engine: AsyncLLM, aborts: list[int], how: str) -> None:
     """100 of 200 clients leave in mid-stream: exactly 100 aborts, and all blocks are free again."""
 
@@ -315,6 +316,7 @@ def test_close_ends_streams_and_twice_is_once() -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_an_engine_killed_under_50_streams() -> None:
     """All clients get the error within two seconds, and so do later ones (ATOM #680: a silent hang)."""
 

@@ -1,4 +1,4 @@
-"""The fleet: an engine's replica and files of requests, without Ray; and on Ray (slow: `make test-ray`), the same tokens, killed
+"""The fleet: an engine's replica and files of requests, without Ray; and on Ray (`make test-ray`), the same tokens, killed
 replicas, and full queues."""
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def test_a_file_of_1000_requests_outlives_a_kill(tmp_path: Path) -> None:
 
 # On Ray
 
-slow = pytest.mark.slow
+on_ray = pytest.mark.ray
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="no Ray: make test-ray installs it")
 
 
@@ -338,7 +338,7 @@ def served() -> Iterator[Served]:
     ray.shutdown()
 
 
-@slow
+@on_ray
 @needs_ray
 def test_the_same_tokens_through_ray(served: Served) -> None:
     """As `generate`: text and chat, streamed or whole, one by one and forty at once."""
@@ -355,7 +355,7 @@ def test_the_same_tokens_through_ray(served: Served) -> None:
     assert served.post(TEXT, X | {"n": 0}).status_code == 400 and served.post("/nope", X).status_code == 404
 
 
-@slow
+@on_ray
 @needs_ray
 def test_a_client_that_leaves_is_an_abort(served: Served) -> None:
     with served.client.stream("POST", TEXT, json=STORY | {"max_tokens": 1900, "stream": True}) as got:
@@ -364,7 +364,7 @@ def test_a_client_that_leaves_is_an_abort(served: Served) -> None:
     served.wait_idle()
 
 
-@slow
+@on_ray
 @needs_ray
 def test_a_killed_replica_breaks_its_answers_and_comes_back(served: Served) -> None:
     """Both are killed under twenty streams and ten whole answers: each client gets an error, soon; then they serve again."""
@@ -393,7 +393,7 @@ def test_a_killed_replica_breaks_its_answers_and_comes_back(served: Served) -> N
     assert not set(before) & set(processes("ServeReplica:atom_mini:engine"))
 
 
-@slow
+@on_ray
 @needs_ray
 def test_a_full_queue_is_a_503(served: Served) -> None:
     served.run(replicas=1, max_ongoing=1, max_queue=2)
@@ -403,7 +403,7 @@ def test_a_full_queue_is_a_503(served: Served) -> None:
     assert all("max_queued_requests=2" in got.text for got in found if got.status_code == 503)
 
 
-@slow
+@on_ray
 @needs_ray
 def test_more_load_has_more_engines_and_less_has_fewer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 1 to 2 and back, with shorter delays than a fleet's."""
@@ -428,7 +428,7 @@ def test_more_load_has_more_engines_and_less_has_fewer(served: Served, monkeypat
     assert served.post(TEXT, X).status_code == 200
 
 
-@slow
+@on_ray
 @needs_ray
 def test_an_engine_whose_process_is_killed_is_replaced_in_seconds(served: Served) -> None:
     """Meanwhile its replica answers 503 for it."""
@@ -445,7 +445,7 @@ def test_an_engine_whose_process_is_killed_is_replaced_in_seconds(served: Served
     served.wait_for(2)
 
 
-@slow
+@on_ray
 @needs_ray
 def test_a_wrong_token_is_refused(served: Served) -> None:
     """The cluster listens on every interface, so this is what closes it."""
@@ -459,14 +459,14 @@ def test_a_wrong_token_is_refused(served: Served) -> None:
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
-@slow
+@on_ray
 @needs_ray
 def test_a_wrong_address_is_refused_at_once() -> None:
     with pytest.raises(OSError, match="refused"):
         fleet.start_ray(f"127.0.0.1:{free_port()}")
 
 
-@slow
+@on_ray
 @needs_ray
 def test_the_command_serves_and_ends(tmp_path: Path) -> None:
     """A port that is taken is an error before anything starts; SIGTERM gives answers time, then ends all, exit code 0."""
@@ -499,7 +499,7 @@ def test_the_command_serves_and_ends(tmp_path: Path) -> None:
     client.close()
 
 
-@slow
+@on_ray
 @needs_ray
 def test_more_engines_than_the_machine_has_cores_are_refused(served: Served) -> None:
     """Ray would wait for a machine that never comes."""
@@ -524,7 +524,7 @@ def commanded() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-@slow
+@on_ray
 @needs_ray
 def test_on_a_ray_that_it_joins_it_leaves_others_alone(served: Served, commanded: Callable[..., subprocess.Popen[str]]) -> None:
     """At the end it removes only its own application, even if it is ended while its engine starts."""

@@ -685,6 +685,7 @@ async def read_slowly(port: int, seen: list[bytes]) -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_a_reader_of_a_byte_a_second_costs_50_others_less_than_a_tenth() -> None:
     """In turns with it and without it, and the median of the ratios, as others use this machine, too: five pairs, and as many
     again, twice, if they do not say so clearly."""
@@ -723,6 +724,7 @@ def test_a_reader_of_a_byte_a_second_costs_50_others_less_than_a_tenth() -> None
 
 
 @alone
+@pytest.mark.slow
 def test_health_asks_the_loop_not_the_socket() -> None:
     """vLLM #36451 (hung, and 200), Fastllm-proxy #19 (200 for 85 minutes)."""
     with command("--health-timeout", "1", "--grace", "1") as (process, url):
@@ -752,6 +754,7 @@ def test_an_ipv6_address_has_brackets() -> None:
 
 
 @alone
+@pytest.mark.slow
 def test_sigterm_finishes_what_runs_and_ends_with_0() -> None:
     with command("--no-engine-process") as (process, url), ThreadPoolExecutor(1) as pool:
         body = STORY | {"max_tokens": 300, "stream": True}
@@ -833,7 +836,7 @@ def test_llm_comply() -> None:
         assert found["chat-basic-response"]["errors"] == ["finish_reason: expected 'stop', got 'length'"]
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_schemathesis(served: Served, tmp_path: Path) -> None:
     """Whatever its document allows, and what it does not: no 500."""
     if importlib.util.find_spec("schemathesis") is None:
@@ -845,7 +848,7 @@ def test_schemathesis(served: Served, tmp_path: Path) -> None:
     served.wait_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_1000_streams_equal_their_solo_runs() -> None:
     count, options = 1000, SMALL | {"num_kvcache_blocks": 4000}
     params = [SamplingParams(seed=i, max_tokens=20, temperature=0.8, ignore_eos=True) for i in range(count)]
@@ -880,6 +883,7 @@ def browser() -> Iterator[Any]:
 
 
 @alone
+@pytest.mark.slow
 def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> None:
     """It loads nothing from other sites; its answer is the engine's; its timeline moves, and shows why the first request waits."""
     page, asked, wrong = browser.new_page(), [], []

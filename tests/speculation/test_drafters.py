@@ -175,6 +175,7 @@ def restless(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_conversation_goes_on_with_all_accepted(restless: str, setup: dict[str, Any]) -> None:
     """Each turn finds the last one's answer in the cache: with K/V of the drafter, too, whatever was asked of it."""
     options: dict[str, Any] = {"kv_cache_block_size": 4, "num_kvcache_blocks": 300, "device": "cpu"} | setup
@@ -211,6 +212,7 @@ def found_again(method: str | None, size: int) -> list[int]:
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
 @pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.slow
 def test_the_end_of_an_answer_is_found_again(method: str, size: int) -> None:
     """Of the tokens that a last accepted run has computed as many are cached as if they had come one by one."""
     lost = [plain - drafted for plain, drafted in zip(found_again(None, size), found_again(method, size), strict=True)]
@@ -316,6 +318,7 @@ def drawing(model: str, k: int = 3, **options: Any) -> LLM:
     return LLM("tiny", **BASE | {"num_kvcache_blocks": 400, "max_num_seqs": 64} | options, speculative_config=wanted)
 
 
+@pytest.mark.slow
 def test_drawn_drafts_leave_the_distribution(short: str) -> None:
     """Four tokens of 2,400 texts with and without: what they are, place by place, is the same within chance."""
     samplings = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(2400)]
@@ -446,6 +449,7 @@ def test_a_result_says_what_became_of_its_drafts() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.slow
 def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
     """Guesses that stay on the device reach the inputs of a recording, and logits are logits there, too."""
     from recording import graph_runner, load_recorded_graph

@@ -362,6 +362,7 @@ def test_text_is_the_same_with_and_without(engine: str) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.slow
 def test_kernels_in_the_interpreter_draft_the_same() -> None:
     """The head on Triton's operations, made for its own shape: the same text, and the same drafts kept."""
     prompts, few = make_prompts("stories", 1), SamplingParams(temperature=0, max_tokens=6)
@@ -371,6 +372,7 @@ def test_kernels_in_the_interpreter_draft_the_same() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.slow
 def test_replayed_steps_feed_the_head() -> None:
     """A replay calls no hooks: what the head reads is written by the recording. Same text, and same drafts kept."""
     from recording import graph_runner, load_recorded_graph
@@ -410,6 +412,7 @@ def test_a_draft_depends_on_its_place_alone(engine: str) -> None:
     assert len(longest) > 60 and all(a == b for a, b in longest)
 
 
+@pytest.mark.slow
 def test_chunks_and_prefix_hits_cost_next_to_nothing() -> None:
     """Draft K/V at the end of a shared prefix saw another next token: within 2 % of the drafts."""
     prompts = make_prompts("stories", 24)

@@ -237,6 +237,7 @@ def test_fp8_as_it_is_published(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.slow
 def test_kernels_in_the_interpreter_draft_the_same(tmp_path: Path) -> None:
     save_module("GLM-4.5, dense", tmp_path)
     few = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

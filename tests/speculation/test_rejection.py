@@ -151,6 +151,7 @@ def is_exact(counts: np.ndarray, sampling: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.slow
 def test_three_tokens_follow_the_target(sampling: dict[str, Any]) -> None:
     assert is_exact(generate(sampling), sampling)
 

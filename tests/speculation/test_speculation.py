@@ -35,6 +35,7 @@ def run_drafts(trials: int, **how: Any) -> Counter[str]:
     return stats + run_many([seed for seed in range(trials) if seed % 3], drafts=True, **how)
 
 
+@pytest.mark.slow
 def test_outputs_equal_the_oracle_with_drafts() -> None:
     """And drafts are made, accepted, rejected, dropped and cut off often enough for that to say something."""
     stats = run_drafts(2000)
@@ -205,6 +206,7 @@ def make_core() -> SpecCore:
 
 
 @pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.slow
 def test_interrupted_at_any_line(trace: bool) -> None:
     """As in test_interrupt: the same requests go on, others come, and all see the oracle's tokens."""
     interrupt_everywhere(make_core, REQUESTS, trace)
