@@ -30,6 +30,11 @@ def run(shell: Any, source: str) -> str:
     return type(shell.exc).__name__ if shell.exc else ""
 
 
+def line_of(error: BaseException | None) -> int:
+    """The number of the cell's line that raised it."""
+    return [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"][-1]
+
+
 def apart(work: Callable[[], list[str]], limit: int = LIMIT) -> list[str]:
     """What `work` returns in a copy of this process: whatever it changes, the next one does not see."""
     import torch
@@ -101,7 +106,7 @@ def study(path: Path, folder: Path) -> tuple[int, int]:
                 done += 1
             elif cell.cell_type == "code" and not book.SKIP.search(cell.source):
                 error = run(shell, cell.source)
-                assert not error, f"{error}: {shell.exc}\n{cell.source}"
+                assert not error, f"{error}: {shell.exc}, in line {line_of(shell.exc)} of\n{cell.source}"
     return done, sum(map(len, wrong.values()))
 
 
