@@ -23,7 +23,7 @@ python_from = import sys; v = sys.version.split()[0]; \
 	sys.version_info >= ($(subst .,$(comma) ,$(1))) or sys.exit("$(2) needs Python $(1) or newer, and this is " + v + ": set PYTHON=python3.12")
 comma := ,
 
-.PHONY: help run real serve mine test test-rest test-all test-real test-ray test-seconds bench figures score kernels execute fences gpu docs docs-needs pdf docs-serve test-docs lab measure clean-book book export clean
+.PHONY: help run real serve mine test test-rest test-faults test-real test-ray bench figures score kernels execute fences gpu docs docs-needs pdf docs-serve test-docs lab measure clean-book book export clean
 
 help:
 	@printf '%s\n' \
@@ -37,12 +37,12 @@ help:
 	'To change it' \
 	'  make export      notebooks -> package' \
 	'  make book        export, run all notebooks, write README' \
-	'  make test        lint, and a case of every test that takes seconds' \
+	'  make test        lint, and every test that takes seconds' \
 	'  make test-rest   the tests that take longer, and mypy' \
-	'  make test-all    every test' \
+	'  make test-faults planted faults, each of which a test has to notice' \
 	'  make gpu         on a GPU machine: tests and measurements, and a block of text to paste into an issue' \
 	'' \
-	'Also: test-real test-ray test-docs test-seconds; bench figures score kernels execute fences;' \
+	'Also: test-real test-ray test-docs; bench figures score kernels execute fences;' \
 	'      measure pdf docs-serve clean-book clean'
 
 # torch first: a looser requirement would fetch another build of it. The stamp's name changes with TORCH.
@@ -109,26 +109,25 @@ $(VENV)/ray: $(VENV)/dev
 serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
-# A file's tests share what they have made. tests/quick.py has the longest files come first.
-SPREAD := --dist loadfile --no-loadscope-reorder
+# Files are side by side, JOBS at a time; tests that look at other processes come after them, one by one.
+TOGETHER := -n $(JOBS) --dist loadfile -m "not alone and not large and not ray and not real
+ALONE := -m "alone and not large and not ray and not real
 
-# What tests/quick.py picks, side by side, JOBS at a time; then, one by one, tests that look at a clock or at other processes. CI runs
-# `make test-rest` as well, which has the tests that take longer. `make test-all` adds the combinations that are left.
+# CI runs `make test-rest` as well, which has the slow tests.
 test: $(VENV)/dev
-	rm -f build/covered.json
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
-	$(PY) -m pytest --quick -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
-	$(PY) -m pytest --quick -m "alone and not large and not ray and not real"
-	@$(PY) tests/quick.py
+	$(PY) -m pytest $(TOGETHER) and not slow"
+	$(PY) -m pytest $(ALONE) and not slow"
+	@echo "All tests passed but the slow ones, which are: make test-rest"
 
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
-	$(PY) -m pytest --rest -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
-	$(PY) -m pytest --rest -m "alone and not large and not ray and not real"
+	$(PY) -m pytest $(TOGETHER) and slow"
+	$(PY) -m pytest $(ALONE) and slow"
 
-test-all: test test-rest
-	$(PY) -m pytest --left -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
-	$(PY) -m pytest --left -m "alone and not large and not ray and not real"
+# Each fault of tests/faults is put into a copy of the package, and the test that it names has to fail.
+test-faults: $(VENV)/dev
+	JOBS=$(JOBS) $(PY) tests/plant.py
 
 # The engine on the real weights of `make real`, beside transformers, in every configuration.
 test-real: $(VENV)/dev
@@ -137,12 +136,6 @@ test-real: $(VENV)/dev
 # On Ray: it is an extra of 0.5 GB, which no other target installs.
 test-ray: $(VENV)/ray
 	$(PY) -m pytest -m ray tests/serving/test_fleet.py
-
-# How long each test takes, for tests/quick.py; on a quiet machine.
-test-seconds: $(VENV)/dev
-	rm -f tests/seconds.json
-	$(PY) -m pytest --record -n $(JOBS) $(SPREAD) -m "not large and not ray and not alone and not real"
-	$(PY) -m pytest --record -m "alone and not large and not ray and not real"
 
 # OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python, gguf and safetensors.
 # Then they are peers.

@@ -1,7 +1,7 @@
 """The tables of docs/proof.md: what has been shown, where, when, by which command, and what it does not prove.
 
-Every number comes from a recorded file or from a test: kernels/results/, tests/bench/results/, tests/seconds.json (which
-knows how many cases a test has). A block that `make gpu` has printed counts as a run once it is a file in kernels/results/,
+Every number comes from a recorded file or from a test: kernels/results/, tests/bench/results/, and the cases that pytest
+collects. A block that `make gpu` has printed counts as a run once it is a file in kernels/results/,
 `CARD.txt`. `python kernels/proof.py` prints the tables.
 """
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import machines
 from machines import ROOT, Facts, lines
@@ -26,10 +29,21 @@ HEAD = ["what", "where", "when", "command", "what it does not prove"]
 EACH = "every run of CI"
 
 
+@cache
+def collected(area: str) -> list[str]:
+    """The cases of a folder of tests, as pytest names them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", TESTS / area]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+
+
 def cases(*functions: str) -> int:
-    """How many cases these tests have, of tests/seconds.json."""
-    known = json.loads((TESTS / "seconds.json").read_text())
-    return sum(known[name][1] for name in functions)
+    """How many cases these tests have: `engine/test_fuzz.py::test_the_fuzz_catches`, ..."""
+    found = 0
+    for name in functions:
+        of_one = [case for case in collected(name.split("/")[0]) if case.split("[")[0] == f"tests/{name}"]
+        assert of_one, f"no test is called {name}"
+        found += len(of_one)
+    return found
 
 
 def constant(file: str, pattern: str) -> int:
@@ -70,8 +84,8 @@ def cpus() -> Iterator[list[str]]:
 
 def on_a_cpu() -> Iterator[list[str]]:
     """What CI shows about the engine itself."""
-    parity = cases(*(f"test_{kind}.py::test_logits_equal_transformers"
-                     for kind in ("parity", "families", "latent", "windows", "state")))  # fmt: skip
+    parity = cases("engine/test_parity.py::test_logits_equal_transformers",
+                   "families/test_families.py::test_logits_equal_transformers")  # fmt: skip
     yield [
         f"logits equal those of transformers: {parity} cases of all families, with random weights", "CPU, float32", EACH,
         "`make test`, `make test-rest`: tests/engine/test_parity.py, tests/families/",
@@ -82,16 +96,22 @@ def on_a_cpu() -> Iterator[list[str]]:
         "`make real`, `make test-real`", "other pretrained weights: this is the only real model that is tested",
     ]  # fmt: skip
     planted = cases(
-        "test_fuzz.py::test_the_fuzz_catches", "test_fuzz.py::test_the_fuzz_catches_it_in_mixed_steps",
-        "test_overlap.py::test_the_fuzz_catches", "test_radix.py::test_the_fuzz_catches_in_the_tree",
-        "test_spyre.py::test_the_fuzz_can_fail",
+        "engine/test_fuzz.py::test_the_fuzz_catches", "engine/test_fuzz.py::test_the_fuzz_catches_it_in_mixed_steps",
+        "scheduling/test_overlap.py::test_the_fuzz_catches", "scheduling/test_radix.py::test_the_fuzz_catches_in_the_tree",
+        "scheduling/test_spyre.py::test_the_fuzz_can_fail",
     )  # fmt: skip
-    trials = constant("engine/test_fuzz.py", r"run_many\(range\((\d+)\)\)")
+    trials = constant("engine/test_fuzz.py", r"run_many\(range\(first, first \+ (\d+)\)\)")
+    trials *= cases("engine/test_fuzz.py::test_outputs_equal_the_oracle_whatever_happens_on_the_way")
     yield [
         f"schedules, blocks and outputs equal an oracle's under random loads ({trials:,} in the first of the fuzzers); "
         f"{planted} planted faults are found", "CPU, a symbolic model", EACH,
         "`make test`, `make test-rest`: tests/engine/test_fuzz.py, tests/scheduling/",
         "a fault that needs a larger pool or a longer run than the trials have",
+    ]  # fmt: skip
+    faults = sum(path.read_text().count("\n@ ") for path in (TESTS / "faults").glob("*.txt"))
+    yield [
+        f"tests notice {faults} planted faults, spread over the package: each in a copy of it, each by the test it names",
+        "CPU", EACH, "`make test-faults`", "a fault of another kind",
     ]  # fmt: skip
     stride = constant("engine/test_interrupt.py", r"STRIDE = (\d+)")
     yield [
@@ -105,7 +125,7 @@ def kernels() -> Iterator[list[str]]:
     """The rows of the kernels, without a GPU."""
     functions = ("test_attention", "test_several_queries_of_a_sequence", "test_rotate_and_store", "test_add_rms_norm",
                  "test_silu_and_mul", "test_sample")  # fmt: skip
-    count = cases(*(f"test_kernels.py::{name}" for name in functions))
+    count = cases(*(f"gpu/test_kernels.py::{name}" for name in functions))
     yield [
         f"the kernels compute what torch computes, in {count} cases; the engine on them gives transformers' logits",
         "CPU, Triton's interpreter", EACH,

@@ -15,7 +15,7 @@ spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the
 
 import torch  # noqa: E402
 
-pytest_plugins = ["quick", "outcomes"]
+pytest_plugins = ["outcomes"]
 
 torch.set_num_threads(1)  # small models: more threads only wait for each other, above all on a busy machine
 os.environ.setdefault("MPLBACKEND", "agg")

@@ -22,7 +22,6 @@ TITLES = {
     "M": "MiniSGL Walk Through", "N": "nano-vLLM Scheduler",
 }  # fmt: skip
 HOW = ("built", "otherwise", "no GPU", "refused")  # "no GPU": built, and never run on a GPU
-TWICE = {"20t": "20_turns"}  # the chapter 20 that is not `20_parts`
 
 
 class Row(NamedTuple):
@@ -46,7 +45,5 @@ def read() -> list[Row]:
 
 def chapter(place: str) -> str | None:
     """The name of the notebook that a place like `06f` means."""
-    if place in TWICE:
-        return TWICE[place]
     found = [path.stem for path in chapters() if path.stem.startswith(f"{place}_")]
     return found[0] if found and re.fullmatch(r"\d\d\w?", place) else None

@@ -263,8 +263,20 @@ class SmallRunner:
         return [sample(o, seq.sampling_params.seed, self.alphabet) for o, seq in zip(outputs, seqs, strict=True)]
 
 
-def small_tokens(trial: Trial) -> dict[int, list[int]]:
-    """The tokens of the small engine (atom_mini/small.py) for each request that fits, all of them queued at once."""
+def check_small(manager: small.BlockManager, seqs: Iterable[small.Sequence]) -> None:
+    """The books of the small engine balance."""
+    owners = Counter(block for seq in seqs for block in seq.block_table)
+    assert [owners[block] for block in range(len(manager.ref_counts))] == manager.ref_counts, "wrong counts of owners"
+    free = {block for block, count in enumerate(manager.ref_counts) if count == 0}
+    assert free == {*manager.free}, "a block is free and owned, or neither"
+    assert manager.hash_to_block == {key: block for block, key in manager.block_to_hash.items()}
+
+
+def small_tokens(trial: Trial, stats: Counter[str] | None = None) -> dict[int, list[int]]:
+    """The tokens of the small engine (atom_mini/small.py) for each request that fits, all of them queued at once.
+
+    With `stats`, every step is checked, and preemptions and tokens that were found are counted.
+    """
     config, runner = trial.config, SmallRunner(trial)
     manager = small.BlockManager(config.num_kvcache_blocks or 0, config.kv_cache_block_size)
     limits = config.max_num_seqs, config.max_num_batched_tokens, trial.max_len
@@ -276,8 +288,17 @@ def small_tokens(trial: Trial) -> dict[int, list[int]]:
             params = small.SamplingParams(**{name: getattr(request.params, name) for name in names})
             seqs[i] = small.Sequence([*request.prompt], len(request.prompt), params)
     scheduler.waiting += seqs.values()
+    steps = 0
     while ran := scheduler.schedule():
+        counts = [seq.context_len - seq.num_computed_tokens for seq in ran]
+        assert min(counts) > 0 and sum(counts) <= config.max_num_batched_tokens, "tokens over the budget"
+        assert (steps := steps + 1) < 5000, "the small engine does not come to an end"
+        if stats is not None:
+            stats["preemptions"] += sum(len(seq) > seq.num_prompt_tokens for seq in scheduler.waiting)
+            stats["hits"] += sum(seq.num_computed_tokens for seq in ran if len(seq) == seq.num_prompt_tokens)
         scheduler.postprocess(ran, runner.forward(ran))
+        if stats is not None:
+            check_small(manager, seqs.values())
     assert all(seq.finish_reason for seq in seqs.values()), "the small engine has forgotten a request"
     return {i: seq.token_ids[seq.num_prompt_tokens :] for i, seq in seqs.items()}
 

@@ -507,7 +507,7 @@ def plot_lanes(ax, steps: list[Played], names="abcde") -> None:
 
 
 def as_markdown(table: list[Any]) -> str:
-    """What goes together (chapter 20), as a table in Markdown."""
+    """What goes together (chapter 21), as a table in Markdown."""
     lines = ["| with | only | because |", "|---|---|---|"]
     for row in table:
         needs = [f"`{n}={v[0]!r}`" if len(v) == 1 else f"`{n}` in {[*v]}" for n, v in row.needs.items()]

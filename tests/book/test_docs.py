@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import html.parser
 import http.server
@@ -17,14 +16,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import nbformat
-import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,47 +130,6 @@ def test_hidden_cells_and_directives_stay_behind() -> None:
             assert not figures or len(cell["metadata"]["mystnb"]["image"]["alt"]) > 30, (name, source)
 
 
-def test_the_map_shows_the_real_imports() -> None:
-    """Every chapter is a node, no two overlap, arrows point up and lie under no node, and sides are what the design says."""
-    nodes, shown = dict(BOOK.nodes.items()), set(nx.transitive_reduction(BOOK).edges)
-    whole = book_map.draw(BOOK)
-    assert all(whole.count(f'href="{chapter}.html"') == 2 for chapter in CHAPTERS.values())  # in the picture, in the list
-    for part, names in book_map.parts(BOOK).items():
-        svg, at = book_map.draw_part(BOOK, part, names), book_map.place(BOOK, names)
-        within = {(low, up) for low, up in shown if low in at and up in at}
-        assert svg.count('class="arrow"') == len(within)
-        assert svg.count('class="on"') == len({up for low, up in shown if up in at and low not in at})
-        assert all(at[low][1] > at[up][1] for low, up in BOOK.edges if low in at and up in at)
-        assert not [edge for edge in within if book_map.hidden(at, *edge, book_map.gap_for(at, *edge))]
-        pairs = combinations(at.values(), 2)
-        assert min(max(abs(a - c) - book_map.WIDTH, abs(b - d) - book_map.HEIGHT) for (a, b), (c, d) in pairs) > 0
-    for low, up, taken in BOOK.edges(data=True):
-        source = "\n".join(book_map.source_of(module).read_text() for module in nodes[up]["modules"])
-        known = "|".join(module.split(".")[-1] for module in nodes[low]["modules"])
-        assert re.search(rf"from [\w.]+\b({known}) import", source) and all(name in source for name in taken)
-    assert nodes["scheduler"]["side"] == nodes["engine_core"]["side"] == "left"
-    assert nodes["model_runner"]["side"] == "right"
-
-
-def test_an_hour_is_an_hour() -> None:
-    """The path's chapters take one to read, as they say at their heads."""
-    path = [node for _, node in BOOK.nodes.items() if node["chapter"].split("_")[0] in book_map.HOUR]
-    assert len(path) == len(book_map.HOUR) and 50 <= sum(node["minutes"] for node in path) <= 70
-    page = book_map.hour(BOOK)
-    for node in path:
-        head = json.loads(book_site.stage_chapter(dict(node, notebook=copy.deepcopy(node["notebook"]))))["cells"][0]
-        assert f"{node['minutes']} minutes" in "".join(head["source"]) and f"{node['minutes']} minutes" in page
-
-
-def test_the_button_opens_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Colab, from where settings.ini says that the repository is."""
-    config = SimpleNamespace(git_url="https://github.com/somebody/atom_fork", branch="mine")
-    monkeypatch.setattr(book_site.books, "get_config", lambda: config)
-    address = "https://colab.research.google.com/github/somebody/atom_fork/blob/mine/nbs/04_scheduler.ipynb"
-    assert book_site.books.colab("04_scheduler") == address
-    assert "git clone -q https://github.com/somebody/atom_fork " in book_site.books.fetching()
-
-
 def test_what_is_absent_would_attach_to_what_is_there() -> None:
     """Every name in backticks on the page stands in the package, or on the short list of what is meant to be new."""
     page, new = (ROOT / "docs" / "absent.md").read_text(), {"B A x", "[2, N, K, S, D]", "n"}
@@ -186,47 +141,6 @@ def test_what_is_absent_would_attach_to_what_is_there() -> None:
     assert re.findall(r"(?m)^## (.*)$", page)[:5] == [
         "LoRA: many adapters, one model", "A KV cache in FP8", "Pipeline parallelism", "Attention backends", "Vision"
     ]  # fmt: skip
-
-
-def test_parts_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chapter's number says its part; a module may lie in a folder, and one notebook may write two."""
-    cells = {
-        "04_scheduler": ("scheduler", "class Scheduler: ..."),
-        "12_graphs": ("graphs", "from .scheduling.overlap import Core\nfrom .scheduler import Scheduler"),
-        "23a_overlap": ("scheduling.overlap", "import torch\nfrom ..assemble import register\nfrom ..scheduler import Scheduler"),
-        "23b_launching": ("scheduling.launcher", "from .overlap import Core"),
-    }
-    files = {module: (chapter, source) for chapter, (module, source) in cells.items()}
-    files["assemble"] = ("12_graphs", "from .scheduling.launcher import run")
-    (tmp_path / "nbs").mkdir()
-    for module, (chapter, source) in files.items():
-        path = book_map.source_of(module, tmp_path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"# AUTOGENERATED! DO NOT EDIT! File to edit: ../nbs/{chapter}.ipynb.\n{source}\n")
-    for chapter, (module, _) in cells.items():
-        text = [nbformat.v4.new_markdown_cell(f"# {chapter}\n\n> A promise.")]
-        notebook = nbformat.v4.new_notebook(cells=[*text, nbformat.v4.new_code_cell(f"#| default_exp {module}")])
-        nbformat.write(notebook, tmp_path / "nbs" / f"{chapter}.ipynb")
-    book = book_map.read_book(tmp_path)
-    engine, later = ["scheduler", "graphs"], ["scheduling.overlap", "scheduling.launcher"]
-    assert book_map.parts(book) == {"I The engine": engine, "II Refinements": later}
-    assert book.nodes["graphs"]["modules"] == ["graphs", "assemble"]
-    # What the module that puts all together takes from later chapters is against the order of reading.
-    assert set(book.edges) == {("scheduler", "graphs"), ("scheduler", later[0]), ("graphs", later[0]), (later[0], later[1])}
-    assert book.edges["graphs", later[0]] == {"register": True}
-    assert [book.nodes[name]["side"] for name in book] == ["left", "left", "right", "left"]
-    assert 'class="on">on 12</text>' in book_map.draw(book)
-    monkeypatch.delitem(book_map.PARTS, 8)
-    with pytest.raises(ValueError, match="add 8 to PARTS"):
-        book_map.part_of("80_later")
-
-
-def test_the_player_has_the_five_requests_of_the_book(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run itself refuses prompts of other lengths; a page comes of it."""
-    assert book_player.record().lstrip().lower().startswith("<!doctype html")
-    monkeypatch.setattr(book_player, "PROMPTS", ["One day", *book_player.PROMPTS[1:]])
-    with pytest.raises(ValueError, match=r"\(3, 18\).*mend PROMPTS"):
-        book_player.record()
 
 
 @pytest.fixture(scope="session")
@@ -289,16 +203,6 @@ def test_the_modelled_steps_leave_the_device_idle_only_for_the_host() -> None:
         spans = playground.run(policy, 32, 16, "all at once", "off").spans
         gaps = [start - before for (_, before), (start, _) in itertools.pairwise(spans)]
         assert gaps == pytest.approx([idle] * len(gaps))
-
-
-def test_llms_txt_and_news() -> None:
-    """A line for each chapter, with its promise, and a line for each commit, by day."""
-    listed = re.findall(r"(?m)^- \[.+\]\((\d\w+)\.html\): \S.+$", book_site.llms(BOOK))
-    assert listed == [*CHAPTERS.values()]
-    news = book_site.news()
-    if shutil.which("git") and (ROOT / ".git").exists():
-        days = re.findall(r"(?m)^## (\d{4}-\d\d-\d\d)$", news)
-        assert days and days == sorted(set(days), reverse=True) and news.count("\n- ") >= len(days)
 
 
 def test_the_guidance_names_what_is_there() -> None:
@@ -394,40 +298,6 @@ def test_every_name_in_all_has_an_entry(pages: dict[Path, Page]) -> None:
         assert names and names <= pages[SITE / "api" / f"{module}.html"].ids, module
 
 
-def test_any_name_is_two_clicks_away(pages: dict[Path, Page]) -> None:
-    """The landing page leads to the list of every name, that to every entry; classes and functions have a source."""
-    assert {"genindex.html", "api.html"} <= set(pages[SITE / "index.html"].links)
-    index, contents = set(pages[SITE / "genindex.html"].links), set(pages[SITE / "api.html"].links)
-    for module, found in SYMBOLS.items():
-        source, page = book_map.source_of(module).read_text(), f"api/{module}.html#{PACKAGE}.{module}"
-        for name, members in found.items():
-            assert f"{page}.{name}" in contents, name
-            if definition := re.search(rf"^(?:class|def) {name}\b(.*)", source, re.MULTILINE):
-                shown = SITE / "_modules" / PACKAGE / f"{module.replace('.', '/')}.html"
-                assert name in pages[shown].ids, f"no source for {name}"
-                bases = re.findall(r"\w+", definition[1])  # what only narrows a type has its entry there
-            for member in members:
-                attribute = member.split(".")[1]
-                inherited = tuple(f".{base}.{attribute}" for base in bases)  # of a class of any module
-                assert f"{page}.{member}" in index or any(link.endswith(inherited) for link in index), member
-
-
-def test_names_in_the_chapters_are_links(pages: dict[Path, Page]) -> None:
-    """A public name in backticks is a link to its entry, in a chapter's text (not in headings and tables)."""
-    known = {name for found in SYMBOLS.values() for name in found}
-    code = r'<code class="docutils literal notranslate"><span class="pre">(\w+)</span></code>(?!</a>)'
-    for chapter in CHAPTERS.values():
-        text = re.sub(r"<(h\d|table)\b.*?</\1>", "", (SITE / f"{chapter}.html").read_text(), flags=re.DOTALL)
-        assert not known & set(re.findall(code, text)), chapter
-
-
-def test_comments_after_fields_are_shown(pages: dict[Path, Page]) -> None:
-    """Autodoc hears of comments that follow a field, and of what only `__init__` sets; the source is shown as it is."""
-    assert "PREFILL or DECODE for all of them, or MIXED" in (SITE / "api" / "scheduler.html").read_text()
-    assert f"{PACKAGE}.sequence.Sequence.token_ids" in pages[SITE / "api" / "sequence.html"].ids
-    assert "#:" not in (SITE / "_modules" / PACKAGE / "scheduler.html").read_text()
-
-
 # In a browser.
 
 
@@ -516,38 +386,6 @@ def test_search_finds(tab: Any, word: str, page: str, from_file: bool) -> None:
     assert page in " ".join(tab.locator("#search-results ul.search a").evaluate_all("all => all.map(a => a.href)"))
 
 
-def test_dark_mode(tab: Any) -> None:
-    """The switch darkens the page, and the next page remembers."""
-    tab.goto("index.html")
-    for _ in range(3):
-        if tab.get_attribute("body", "data-theme") != "dark":
-            tab.locator(".theme-toggle:visible").first.click()
-    frame = tab.frame_locator("iframe.player").locator("html")
-    assert frame.evaluate("html => html.style.colorScheme") == "dark"  # the player goes along
-    tab.goto("04_scheduler.html")
-    assert tab.get_attribute("body", "data-theme") == "dark"
-    red = tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
-    assert int(red) < 60
-
-
-def test_copy_button_math_figures_and_solutions(tab: Any) -> None:
-    """One chapter that has all of them."""
-    tab.goto("10_triton_attention.html")
-    cell = tab.locator("div.cell_input div.highlight").first
-    cell.hover()
-    cell.locator("button.copybtn").click()
-    assert tab.evaluate("navigator.clipboard.readText()").strip() == cell.locator("pre").inner_text().strip()
-    tab.wait_for_selector("mjx-container svg")
-    assert not tab.locator("mjx-merror, [data-mml-node=merror]").count()
-    stored = (out for cell in BOOK.nodes["gpu.triton_attention"]["notebook"].cells for out in cell.get("outputs", []))
-    figures = sum("image/png" in out.get("data", {}) for out in stored)
-    assert tab.locator("div.cell_output img").count() == figures > 1
-    folded = tab.locator("details", has_text="Solution").first
-    assert not folded.locator("pre").first.is_visible()
-    folded.locator("summary").first.click()
-    assert folded.locator("pre").first.is_visible()
-
-
 @pytest.mark.parametrize("chapter", [CHAPTERS[MODULE[name]] for name in ("trace", "spyre")])
 def test_timelines_play(tab: Any, chapter: str) -> None:
     """The recorded run stands in a frame of its own, drawn."""
@@ -612,48 +450,6 @@ def test_the_player_shows_verdicts(browser: Any, tmp_path: Path) -> None:
     page.close()
 
 
-def test_the_player_shows_the_blocks_in_use_and_the_texts(browser: Any, tmp_path: Path) -> None:
-    """Of a large pool only what the run uses; a title; each prompt, and behind it what is generated by then."""
-    from atom_mini import LLM, SamplingParams
-
-    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    with LLM("tiny", device="cpu", num_kvcache_blocks=5000, kv_cache_block_size=4, trace=True) as llm:
-        outs = llm.generate(["Once upon a time", "12 + 7 ="], params, use_tqdm=False)
-        trace = llm.trace
-    trace.save_html(tmp_path / "run.html")
-    page, wrong = browser.new_page(), []
-    page.on("pageerror", lambda e: wrong.append(str(e)))
-    page.goto(f"file://{tmp_path}/run.html")
-    page.locator("#what", has_text="Step 0 ").wait_for()
-    used = {number for step in trace.steps for number in step.blocks}
-    assert page.locator("#pool i").count() == len(used) < 20
-    assert page.title() == page.locator("#title").inner_text() == "2 requests in 8 steps, by Scheduler"
-    assert f"{len(used)} of 5000" in page.locator("#used").inner_text()
-    assert page.locator("#texts b").all_inner_texts() == ["", ""]
-    page.locator("#scrub").fill("7")
-    for row, out, prompt in zip(page.locator("#texts div").all(), outs, ("Once upon a time", "12 + 7 ="), strict=True):
-        assert row.locator(".prompt").text_content() == prompt
-        said = row.locator("b").text_content()
-        assert len(said) > 5 and out.text.startswith(said)
-    assert not wrong
-    page.close()
-
-
-def test_the_landing_page_opens_with_the_player(tab: Any) -> None:
-    """It is above the fold and above the map, and runs by itself, until it is touched."""
-    tab.set_viewport_size({"width": 1280, "height": 800})
-    tab.goto("index.html")
-    box, the_map = tab.locator("iframe.player").bounding_box(), tab.locator("svg.book-map").first.bounding_box()
-    assert box["y"] + box["height"] < 800 < the_map["y"]
-    frame = tab.frame_locator("iframe.player")
-    frame.locator("#what", has_text="Step 3 ").wait_for()
-    assert frame.locator("#names span").count() == 5
-    frame.locator("#play").click()
-    step = frame.locator("#scrub").input_value()
-    tab.wait_for_timeout(2500)
-    assert frame.locator("#scrub").input_value() == step
-
-
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_sliders_choose_a_run(tab: Any, runs: dict[tuple[Any, ...], dict[str, Any]], width: int) -> None:
     """Every place of every slider shows the numbers of its own run; lanes are in the player's colours; it plays."""
@@ -684,15 +480,6 @@ def test_the_sliders_choose_a_run(tab: Any, runs: dict[tuple[Any, ...], dict[str
     assert red and not tab.locator("#lanes").evaluate("e => e.parentNode.scrollWidth > e.parentNode.parentNode.clientWidth")
 
 
-def test_who_asks_for_less_motion_gets_none(tab: Any) -> None:
-    """The player waits for a click."""
-    tab.emulate_media(reduced_motion="reduce")
-    tab.goto("index.html")
-    tab.frame_locator("iframe.player").locator("#what", has_text="Step 0 ").wait_for()
-    tab.wait_for_timeout(2500)
-    assert tab.frame_locator("iframe.player").locator("#scrub").input_value() == "0"
-
-
 @pytest.mark.parametrize("width", [1280, 1366, 1440, 1920])
 def test_code_is_not_cut(tab: Any, width: int) -> None:
     """88 characters fit without scrolling, in the widest of the fonts that the theme asks for (0.62 em a character)."""
@@ -703,39 +490,6 @@ def test_code_is_not_cut(tab: Any, width: int) -> None:
         / parseFloat(getComputedStyle(pre).fontSize)"""
     )
     assert room >= 88 * 0.62
-
-
-def test_on_a_phone_the_map_is_a_list(tab: Any) -> None:
-    """By part: the first is open, the others open with a touch."""
-    tab.set_viewport_size({"width": 390, "height": 844})
-    tab.goto("index.html")
-    assert not tab.locator("svg.book-map:visible").count()
-    nodes = book_map.parts(BOOK)
-    first, *others = nodes.values()
-    assert tab.locator("ul.map-list a:visible").count() == len(first)
-    for summary in tab.locator("details.part > summary").all()[1:]:
-        summary.click()
-    assert tab.locator("ul.map-list a:visible").count() == len(CHAPTERS)
-    assert tab.locator("details.part > summary").count() == len(nodes) == 1 + len(others)
-
-
-@pytest.mark.parametrize("width", [1280, 1920])
-def test_the_map_fits_a_screen_and_names_fit_their_rooms(tab: Any, width: int) -> None:
-    """Part I in one screen; every title, and what a node stands on, inside its box; letters can be read."""
-    tab.set_viewport_size({"width": width, "height": 800})
-    tab.goto("index.html")
-    assert tab.locator("svg.book-map").first.bounding_box()["height"] < 700
-    assert tab.locator("svg.book-map:visible").count() == 1
-    tab.evaluate("document.querySelectorAll('details.part').forEach(part => part.open = true)")
-    out = """() => [...document.querySelectorAll(".book-map a")].flatMap(node => {
-      const box = node.querySelector("rect").getBoundingClientRect();
-      return [...node.querySelectorAll("text")].filter(text => {
-        const own = text.getBoundingClientRect();
-        return own.left < box.left || own.right > box.right || own.top < box.top - 1 || own.bottom > box.bottom + 1;
-      }).map(text => text.textContent);
-    })"""
-    assert not tab.evaluate(out)
-    assert tab.locator(".book-map .name").first.bounding_box()["height"] > 9
 
 
 def test_the_scorecards_figure_is_not_cut(browser: Any) -> None:
@@ -762,60 +516,8 @@ def test_part_one_is_printed(pages: dict[Path, Page], browser: Any) -> None:
     assert pdf.startswith(b"%PDF") and len(pdf) > 1_000_000
 
 
-def test_the_hours_path_leads_on(tab: Any) -> None:
-    """Its nodes in a line, each with its chapter behind it; a chapter has minutes, Colab, and the next one."""
-    tab.goto("index.html")
-    nodes = tab.locator("ol.hour a")
-    links = nodes.evaluate_all("all => all.map(a => a.getAttribute('href'))")
-    assert [link.split("_")[0] for link in links] == [*book_map.HOUR]
-    tops = nodes.evaluate_all("all => all.map(a => a.getBoundingClientRect().top)")
-    assert max(tops) - min(tops) < 1
-    nodes.nth(2).click()
-    assert tab.url.endswith("00c_blocks.html")
-    assert tab.locator(".lead-links a", has_text="Colab").get_attribute("href").endswith("nbs/00c_blocks.ipynb")
-    before, after = (tab.locator(f".related-pages a.{way}-page").get_attribute("href") for way in ("prev", "next"))
-    assert (before, after) == ("00b_map.html", "00d_plan.html")
-
-
-def test_the_sidebar_names_the_parts(tab: Any) -> None:
-    """What a newcomer looks for, then the parts in the order of reading, and nothing but the reference after them; every
-    page is there."""
-    tab.goto("index.html")
-    captions = tab.locator(".sidebar-tree .caption-text").all_text_contents()
-    assert captions == ["Start here", *book_map.parts(BOOK), "Look it up"]
-    first = tab.locator(".sidebar-tree ul").first.locator("li a").all_text_contents()
-    pages = ["All chapters", "Using the engine", "All options", "Play", "What goes together", "Glossary"]
-    assert first == [*pages, "Names in other engines"]
-    listed = {link.split("/")[-1] for link in tab.locator(".sidebar-tree a").evaluate_all("all => all.map(a => a.href)")}
-    assert listed >= {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md") if page.stem != "index"}
-
-
-def test_the_start_page_has_no_measurements(pages: dict[Path, Page]) -> None:
-    """They depend on how busy a machine was, and have a page of their own that says so."""
-    start, figures = ((SITE / f"{name}.html").read_text() for name in ("index", "figures"))
-    assert "score.svg" not in start and "Measured on" not in start
-    assert "score.svg" in figures and figures.count("Measured on") == 4 and "Others used" in figures
-
-
-def test_the_api_begins_with_the_three_names_that_users_need(tab: Any) -> None:
-    tab.goto("api.html")
-    names = tab.locator("dl.py.class > dt").evaluate_all("all => all.map(dt => dt.querySelector('.descname').textContent)")
-    assert names == ["LLM", "SamplingParams", "RequestOutput"]
-    assert "options/build.html#LLM" in tab.locator("dl.py.class > dt").first.inner_html(), "the one that is imported"
-    assert tab.locator("dt", has_text="generate(").count() == 1
-
-
 def test_options_are_shown_as_they_are_written(pages: dict[Path, Page]) -> None:
     """Not as what pydantic makes of them."""
     made = re.compile(r"FieldInfo\(|PydanticUndefined")
     assert not [path.name for path in pages if path.parent.name == "api" and made.search(path.read_text())]
     assert "Annotated[float, Field(gt=0, le=1)]" in re.sub("<.*?>", "", (SITE / "api" / "config.html").read_text())
-
-
-def test_the_map_leads_to_the_chapters(tab: Any) -> None:
-    """A click on a node opens its chapter; previous and next go on from there."""
-    tab.goto("index.html")
-    tab.locator("svg.book-map a", has_text="A plan").first.click()
-    assert tab.url.endswith("00d_plan.html")
-    tab.locator("a.next-page").click()
-    assert tab.url.endswith("05_attention.html")

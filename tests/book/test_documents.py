@@ -57,14 +57,6 @@ def test_every_place_is_there(place: str) -> None:
     assert is_there(place), place
 
 
-NOWHERE = ["19", "S99", "test_rules.py::test_nothing", "scheduler:Scheduler.nothing", "sequence:Sequence.nothing"]
-
-
-@pytest.mark.parametrize("place", NOWHERE)
-def test_what_is_not_there_is_seen(place: str) -> None:
-    assert not is_there(place)
-
-
 @pytest.mark.parametrize("call", REFUSED)
 def test_every_refusal_is_raised(call: str) -> None:
     """With a message that names what was asked for."""
@@ -94,14 +86,6 @@ def test_every_statement_has_a_place_or_a_reason() -> None:
 
 
 HERE = re.findall(r"(?m)^\| [^|]+ \| ([^|]+) \|.*\|$|^\| `[^|]+ \| ([^|]+) \|$", text_of(ROOT / "docs" / "mapping.md"))
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
-
-
-def test_the_glossary_is_short_and_each_term_has_a_chapter() -> None:
-    terms = re.findall(r"(?m)^- \*\*.+$", GLOSSARY)
-    assert 40 < len(terms) <= 60 and [term for term in terms if ".ipynb)" not in term] == []
-
-
 NAMES = sorted({name for cell in HERE for name in re.findall(r"`([A-Za-z_][\w.]*)`", "".join(cell))})
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "atom_mini").rglob("*.py")))
 

@@ -20,7 +20,7 @@ from urllib.request import urlopen
 
 import book
 import pytest
-from places import EVENING, chapters, number_of
+from places import chapters
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads((ROOT / "tests" / "bench" / "results" / "readme.json").read_text())
@@ -167,44 +167,6 @@ def test_make_figures_records_what_the_page_then_says(tmp_path: Path, monkeypatc
         figures.collect(tmp_path, RECORDED)
 
 
-def test_the_real_models_figures_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small record by hand: whoever was measured has a row, in a table for each model; nothing else changes. The page
-    has them, also the second one, which it did not have before."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "bench"))
-    figures = importlib.import_module("figures")
-
-    def work(**engines: tuple[float, float, float]) -> dict[str, Any]:
-        keys = "tokens_per_second", "ratio_to_generate", "share_of_bandwidth"
-        return {"engines": {name.replace("_", " "): dict(zip(keys, found, strict=True)) for name, found in engines.items()}}
-
-    one = work(transformers_generate=(9.96, 1.0, 0.304), ours=(31.4, 3.15, 0.66), peer=(52.5, 5.27, 0.5))
-    eight = work(transformers_generate=(44.0, 1.0, 0.2), ours=(41.2, 0.936, 0.1), peer=(43.9, 0.998, 1.234))
-    machine = {"date": "2031-05-06T07:08:09", "cpu": "Abacus", "threads": 1, "instructions": "beads", "python": "3.14.1",
-               "torch": "9.9", "transformers": "8.8"}  # fmt: skip
-    record = {"machine": machine, "1 request": one, "8 requests": eight, "peers": {"a": "peer 1.2"}, "input": 7, "output": 9,
-              "other_load": 0.5}  # fmt: skip
-    (tmp_path / "real.json").write_text(json.dumps(record))
-    rows = {
-        "tokens per second": ["1 request", "", "of bandwidth", "8", "", "of bandwidth"],
-        "transformers `generate`": ["10.0", "1.0", "30 %", "44", "1.0", "20 %"],
-        "ours": ["31", "3.1", "66 %", "41", "0.94", "10 %"],
-        "peer": ["52", "5.3", "50 %", "44", "1.00", "123 %"],
-    }
-    found = figures.collect_real(tmp_path, RECORDED)
-    assert found["tables"] == [*RECORDED["tables"][:4], rows] and found["stamp"] == RECORDED["stamp"]
-    assert found["real"].startswith("Measured on 2031-05-06 on 1 core of an Abacus (beads), Python 3.14, torch 9.9")
-    assert found["real"].endswith("transformers 8.8, peer 1.2")
-    (tmp_path / "real.json").write_text(json.dumps(record | {figures.RANDOM: {"1 request": one, "8 requests": one}}))
-    both = figures.collect_real(tmp_path, RECORDED)
-    second = both["tables"][5]
-    assert both["tables"][4] == rows and second["ours"] == rows["ours"][:3] * 2 and second.keys() == rows.keys()
-    page = book.written()
-    for old, new in ((RECORDED, found), (found, both), (both, both)):  # the second table goes; comes; stays
-        page = figures.write_page(page, old, new)
-        assert_same_figures(page, new)
-        assert page.count("SmolLM2-135M-Instruct (`make real`), 7 tokens of English in and 9 out, greedy") == 1
-
-
 @pytest.fixture
 def scorecard(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What makes README's table and figure of the recorded scores."""
@@ -254,26 +216,6 @@ def test_chapters_say_of_a_benchmark_what_its_file_says(capsys: Any) -> None:
     assert found
 
 
-def test_every_chapter_has_a_question_and_minutes() -> None:
-    """In the table of chapters, whichever part it is of."""
-    row = r"(?m)^\| \[[^\]]+\]\(\.\./nbs/(?:\w+/)?(\w+)\.ipynb\) \|[^|]*\| (.+) \| (\d+) \|$"
-    rows = re.findall(row, (ROOT / "docs" / "chapters.md").read_text())
-    assert sorted(name for name, *_ in rows) == sorted(path.stem for path in chapters())
-    assert all(question.endswith("?") and int(minutes) >= 5 for _, question, minutes in rows), rows
-
-
-def test_readme_says_how_long_the_chapters_take() -> None:
-    """As `minutes` counts them today, to half an hour. If not: run index.ipynb."""
-    readme = (ROOT / "README.md").read_text()
-    numbers = {number_of(path) for path in chapters()}
-    second = {number for number in numbers if number[0] == "0"} - set(EVENING)
-    third = {number for number in numbers if number[0] == "1"}
-    for row, part in (("the first evening", EVENING), ("the second part", second), ("the third part", third)):
-        total = sum(book.minutes(book.read_nb(path).cells) for path in chapters() if number_of(path) in part)
-        said = re.search(rf"(?m)^\| {row} \|.*\| ([\d.]+) hours", readme)
-        assert said and abs(60 * float(said[1]) - total) <= 15, (row, total)
-
-
 def test_what_a_rung_is_said_to_have_done(scorecard: Any) -> None:
     """Two requests whose times are known: rates, waits, who was in time, and the bytes of the steps."""
     score = importlib.import_module("score")
@@ -293,17 +235,6 @@ def test_what_a_rung_is_said_to_have_done(scorecard: Any) -> None:
     assert score.make_load(about) == score.make_load(about) and len(score.make_load(about)) == 64
     ours = {rung for rung, needs in scorecard.RUNGS.items() if not needs} - {"small"}
     assert all(score.options_of(rung) for rung in ours)
-
-
-def test_a_model_is_as_large_as_its_config_says(scorecard: Any, tmp_path: Path) -> None:
-    """The bytes of the scorecard's 29 M model, counted by hand; and its words come back as they were said."""
-    score, cpu = importlib.import_module("score"), importlib.import_module("cpu")
-    (tmp_path / "config.json").write_text(json.dumps(cpu.SHAPE))
-    about = score.Model.read(str(tmp_path), 1.0, 1.0, 1.0)
-    assert about.weights == 4 * (8192 * 512 + 8 * (1024 * 512 + 512 * 512 + 3 * 512 * 1536)) and about.token == 4 * 2 * 8 * 4 * 64
-    score.write_words(str(tmp_path), 9)
-    words = importlib.import_module("transformers").AutoTokenizer.from_pretrained(tmp_path)
-    assert words.decode([3, 1]) == "w3w1"
 
 
 @pytest.mark.slow
@@ -404,12 +335,6 @@ def test_a_python_that_is_too_old_is_refused_and_its_venv_made_again(tmp_path: P
     shutil.copy(tmp_path / "python", left)
     made = install(tmp_path)
     assert made.returncode == 0 and "3,12,1" in left.read_text() and (tmp_path / "pip.log").exists()
-
-
-def test_make_docs_says_which_python_it_needs(tmp_path: Path) -> None:
-    """Before anything is installed; Sphinx needs a newer one than the engine."""
-    made = install(tmp_path, "docs", version="3,10,1")
-    assert made.returncode and "make docs needs Python 3.11 or newer" in made.stderr and not (tmp_path / ".venv").exists()
 
 
 def test_the_index_of_cpu_wheels_brings_no_cuda() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import book
 import pytest
 import unsolved
-from execnb.nbio import mk_cell, new_nb, write_nb
 from execnb.shell import CaptureShell
 from exercises import SECTION, check_exercise, run, wrong_answers
 from IPython.core.interactiveshell import InteractiveShell
@@ -24,8 +23,15 @@ from places import TOOLS
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = ROOT / "tests" / "book" / "wrong_answers"
 CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
-AS_EVER, PROCESSES = [pytest.mark.share(30, 900)], [pytest.mark.share(10, 900), pytest.mark.alone]
-CASES = [pytest.param(p, id=p.stem, marks=PROCESSES if p.stem[0] in "78" else AS_EVER) for p in CHAPTERS]
+SLOW, ALONE = pytest.mark.slow, pytest.mark.alone
+
+
+def marks(path: Path) -> list[pytest.MarkDecorator]:
+    """`make test` runs those of the first evening; chapters of processes and servers run alone."""
+    return [SLOW] * (not path.stem.startswith("00")) + [ALONE] * (path.stem[0] in "78")
+
+
+CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in CHAPTERS]
 START = """
 import sys
 if sys.argv[2] == "alone":  # else the whole house would be found
@@ -109,39 +115,6 @@ def test_faulty_exercises_are_noticed(cells: dict[str, str], fault: str) -> None
             check_exercise(shell, exercise)
 
 
-def exercises_of(folder: Path, sources: list[str]) -> list[dict[str, str]]:
-    """The exercises of a notebook with these cells."""
-    write_nb(new_nb([mk_cell(source, "code") for source in sources]), folder / "x.ipynb")
-    return book.exercises(folder / "x.ipynb")
-
-
-def test_incomplete_exercises_are_noticed(tmp_path: Path) -> None:
-    """A stub without a check, a solution before it: nothing is left out in silence."""
-    for kinds in (["exercise", "solution"], ["exercise", "solution", "check"], ["check"], [*book.EXERCISE, "check"]):
-        with pytest.raises(ValueError, match="should be"):
-            exercises_of(tmp_path, [f"#| {kind}\npass" for kind in kinds])
-
-
-@pytest.mark.parametrize("path", CHAPTERS[::7], ids=lambda p: p.stem)
-def test_solutions_move_to_the_end_and_the_site_puts_them_back(path: Path) -> None:
-    """The same exercises, in the same order; moved twice is moved once; only numbers and one heading are new."""
-    cells = book.read_nb(path).cells
-    before = book.unmove_solutions(book.read_nb(path).cells)
-    moved = book.move_solutions(book.move_solutions(cells))
-    number = len(book.exercises(path))
-    assert moved[-number - 1].source == book.SOLUTIONS and len({cell.id for cell in moved}) == len(moved)
-    assert [book.NUMBER.match(cell.source)[1] for cell in moved[-number:]] == [*map(str, range(1, number + 1))]
-    assert [cell.source for cell in book.unmove_solutions(moved)] == [cell.source for cell in before]
-
-
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
-def test_run_all_goes_on_behind_an_unsolved_exercise(path: Path) -> None:
-    """Its check has a number and the tag; `python nbs/_book/book.py checks` writes them."""
-    checks = [cell for cell in book.read_nb(path).cells if book.kind_of(cell) == "check"]
-    assert [unsolved.CHECK.match(cell.source)[1] for cell in checks] == [*map(str, range(1, len(checks) + 1))]
-    assert all(cell.metadata.get("tags") == [book.GOES_ON] for cell in checks)
-
-
 @pytest.mark.parametrize(
     ("source", "says"),
     [
@@ -161,14 +134,3 @@ def test_an_unsolved_exercise_says_so(source: str, says: str, capsys: pytest.Cap
         shell.run_cell(source)  # anything else fails as ever
         said = capsys.readouterr().out
         assert error in said and "Traceback" in said
-
-
-def test_a_solution_of_another_exercise_is_noticed(tmp_path: Path) -> None:
-    exercise = ["#| exercise\npass", "#| check\npass"]
-    for numbers, fine in (([1, 2], True), ([2, 1], True), ([1], False), ([1, 1], False), ([1, 3], False)):
-        sources = [*exercise * 2, *(f"#| solution\n# Exercise {n}\n{n}" for n in numbers)]
-        if fine:
-            assert [cells["solution"][-1] for cells in exercises_of(tmp_path, sources)] == ["1", "2"]
-        else:
-            with pytest.raises(ValueError, match="should be"):
-                exercises_of(tmp_path, sources)

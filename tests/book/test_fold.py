@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -363,26 +361,10 @@ def test_notebook_and_module_do_the_same(tmp_path: Path, text: str) -> None:
     assert [n for n in vars(live["Derived"]) if n[0] != "_"] == [n for n in vars(module.Derived) if n[0] != "_"]
 
 
-def test_source_of_a_patched_method_is_its_cell(tmp_path: Path) -> None:
-    """What `??` shows in a notebook, and what a traceback quotes; also where `super` has been replaced."""
-    derived = run_live(tmp_path, CELLS).user_ns["Derived"]
-    assert inspect.getsource(derived.run).startswith("@patch\n@torch.inference_mode()\ndef run(self: Derived")
-    assert "super().__init__(size)" in inspect.getsource(derived.__init__)
-
-
 def test_folding_again_changes_nothing(tmp_path: Path, text: str) -> None:
     assert fold(text) == text and exported(tmp_path, CELLS) == exported(tmp_path, CELLS) == text
     plain = "x = 1\n\n\n\n# %% a #1\n\n\ny = 2"
     assert fold(plain) == plain
-
-
-def test_only_exported_versions_count(tmp_path: Path) -> None:
-    """A first version that the reader sees fail, and its replacement."""
-    first = "@patch\ndef f(self: A):\n    return 1"
-    cells = ["#| export\nclass A:\n    x = 1", first, "assert A().f() == 1", "#| export\n" + first.replace("1", "2")]
-    live = run_live(tmp_path, ["from patch import patch", *cells]).user_ns
-    assert live["A"]().f() == 2
-    assert exported(tmp_path, cells).endswith("class A:\n    x = 1\n\n    def f(self):\n        return 2\n")
 
 
 A = 'class A:\n    """A."""\n\n    field: int = 0\n\n    def old(self): ...\n\n'
@@ -430,16 +412,6 @@ def test_a_refused_module_stays_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "demo/demo.py").read_text() == good
 
 
-@pytest.mark.parametrize(
-    "source", ["def f(self): ...", "def f(): ...", "def f(self: int | str): ...", "@staticmethod\ndef f(x: int): ..."]
-)
-def test_a_method_without_a_class_is_refused_in_the_notebook(source: str) -> None:
-    from patch import patch
-
-    with pytest.raises(TypeError):
-        exec(f"@patch\n{source}", {"patch": patch})
-
-
 def test_export_of_a_project(tmp_path: Path) -> None:
     """Modules in a folder, their relative imports, `__init__.py`, and no index of nbdev's."""
     (tmp_path / TOOLS).mkdir(parents=True)
@@ -471,46 +443,3 @@ def test_export_of_a_project(tmp_path: Path) -> None:
         assert ROOMS[0].double() == 6""")
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)
     assert export() == files
-
-
-def test_measures(tmp_path: Path) -> None:
-    """On a small notebook and module that can be counted by hand."""
-    import measure
-
-    method = "#| export\n@patch\ndef f(self: A) -> int:\n    return 1"
-    sources = ["#| export\nclass A:\n    x = 1", method, "1 + 1", "assert f", "A().g", "#| hide\nshown = 1"]
-    cells, words = measure.read(notebook(tmp_path / "nbs/01_demo.ipynb", sources))
-    row = measure.measure(cells, [3, *words])
-    assert (row["cells"], row["median"], row["largest"], row["assert %"], row["defs"]) == (5, 1, 3, 20, 2)
-    assert row["shown %"] == 50  # f in time, A one cell late
-    assert measure.count_words("three words here\n```\ncode\n```\n| a | table |") == 3
-    module = [
-        '"""Doc."""',
-        "",
-        "__all__ = ['f',",
-        " 'g']",
-        "x = 1  # yes",
-        "# no",
-        "def f():",
-        '    """Doc',
-        '    doc."""',
-        "",
-    ]
-    module += ["def g():", "    a, b = x, x", "    (a, b), c = g()", "    a += 1"]
-    assert measure.weigh("\n".join(module)) == (34, 6, 1, 5)
-
-
-def test_weights_are_of_part_one_and_of_the_whole_package(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each module of chapters 00 to 14 is in one half; `make measure` prints weights and minutes of both."""
-    import measure
-
-    halves, folders = measure.weights()
-    assert {"config", "scheduler", "llm"} <= halves["Ia"].keys() and "gpu.triton_attention" in halves["Ib"]
-    assert not halves["Ia"].keys() & halves["Ib"].keys()
-    files = [*(ROOT / "atom_mini").rglob("*.py")]
-    assert sum(folders.values()) == sum(measure.weigh(file.read_text()).lines for file in files)
-    assert 50 < measure.functions_per_token() < 150
-    measure.print_weights()
-    measure.print_minutes()
-    said = capsys.readouterr().out
-    assert re.search(r"Ia takes \d+ minutes: 00 \d+,", said) and re.search(r"package: [\d,]+ lines", said)

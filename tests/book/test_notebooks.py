@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 
@@ -17,12 +17,11 @@ import book
 import pytest
 import show
 import torch
-from execnb.nbio import mk_cell, new_nb, read_nb, write_nb
+from execnb.nbio import read_nb
 from fold import check_imports, is_patched
 from nbdev.clean import clean_nb
-from nbdev.config import get_config
 from nbdev.test import test_nb as run_notebook
-from places import TOOLS, chapters, notebooks, path_of
+from places import TOOLS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = book.notebooks([])
@@ -80,23 +79,6 @@ def test_outputs_are_of_the_present_records(path: Path, monkeypatch: pytest.Monk
             assert printed.getvalue() == shown, f"python nbs/_book/book.py run {path.stem}"
 
 
-def test_code_edited_after_its_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run stores the digest, and cleaning keeps it; text may change, and exercises, which a run leaves out."""
-    path = tmp_path / "later.ipynb"
-    write_nb(new_nb([mk_cell("# A", "markdown"), mk_cell("print(1)", "code"), mk_cell("#| exercise\n2", "code")]), path)
-    monkeypatch.setattr(show, "MUST_HOLD", show.MUST_HOLD)  # a run sets it, in this process
-    book.run(path)
-    for cell, source, is_fresh in ((0, "# B", True), (2, "#| exercise\n3", True), (1, "print( 1)", False)):
-        nb = read_nb(path)
-        nb.cells[cell].source = source
-        clean_nb(nb, **book.KEPT)
-        write_nb(nb, path)
-        with nullcontext() if is_fresh else pytest.raises(AssertionError, match=r"book\.py run later"):
-            test_outputs_are_of_the_present_code(path)
-    kept = {name: getattr(get_config(), name).split() for name in book.KEPT}
-    assert kept == book.KEPT, "settings.ini lets nbdev_clean delete what `run` stores"
-
-
 @pytest.mark.parametrize("path", [p for p in CHAPTERS if p.stem[0].isdigit()], ids=lambda p: p.stem)
 def test_chapter_teaches(path: Path) -> None:
     """Each chapter has a promise, a figure from the running code, and two exercises (tests/book/test_exercises.py)."""
@@ -145,28 +127,6 @@ def test_a_guess_is_compared_with_its_measurement(path: Path) -> None:
         first = next(cell for cell in cells[i:] if cell.outputs)
         assert re.search(r"(?m)^predicted\(guess, ", first.source) and "(no guess)" in str(first.outputs)
     assert len(at) == sum("predicted(guess, " in cell.source for cell in cells)
-
-
-def test_a_guess_may_be_empty_close_or_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(GUESSING) >= 12
-    for guess, says in ((None, "(no guess)"), (9, "(close)"), (11, "(close)"), (40, "factor of 4.0"), (2.5, "factor of 4.0")):
-        show.predicted(guess, 10)
-        assert says in capsys.readouterr().out
-    show.predicted(0, 10)
-    assert "close" not in capsys.readouterr().out
-
-
-def test_a_notebook_is_found_by_its_name(tmp_path: Path) -> None:
-    """In any folder but those that begin with a dot or an underscore; the order is that of the names."""
-    names = ["index", "later/60_b", "10_a", "later/.ipynb_checkpoints/60_b-checkpoint", "_book/70_c", "20_d"]
-    for name in names:
-        (tmp_path / "nbs" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "nbs" / f"{name}.ipynb").touch()
-    assert [path.stem for path in notebooks(tmp_path)] == ["10_a", "20_d", "60_b", "index"]
-    assert [path.stem for path in chapters(tmp_path)] == ["10_a", "20_d", "60_b"]
-    assert path_of("60_b", tmp_path) == tmp_path / "nbs" / "later" / "60_b.ipynb"
-    with pytest.raises(ValueError, match="no notebook below nbs/ is called '70_c'"):
-        path_of("70_c", tmp_path)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *CHAPTERS]
@@ -269,19 +229,6 @@ def test_package_is_in_sync_with_the_notebooks(tmp_path: Path) -> None:
     assert written == [module.relative_to(ROOT) for module in MODULES]  # no module of a chapter that is gone
     for module in MODULES:
         assert (tmp_path / module.relative_to(ROOT)).read_text() == module.read_text(), module.name
-
-
-def test_one_chapter_is_exported_with_those_that_share_its_module(tmp_path: Path) -> None:
-    """Alone it would write a part of the module, or add its cells a second time."""
-    copy_tree(tmp_path)
-    modules = {module.relative_to(ROOT): module.read_text() for module in MODULES}
-    code = "import sys, book\nfor name in sys.stdin.read().split():\n    book.main('export', name)\n    "
-    code += "print({str(p): p.read_text() for p in book.Path('atom_mini').rglob('*.py')})"
-    command, chapters = [sys.executable, "-c", code], "04_scheduler 08_model_runner 14_survives 13_one_request_through 09c_llm"
-    env = ENV | {"PYTHONPATH": str(tmp_path / TOOLS)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, input=chapters, check=True, capture_output=True, text=True)
-    found = [{Path(k): v for k, v in ast.literal_eval(line).items()} for line in done.stdout.splitlines()]
-    assert len(found) == 5 and all(one == modules for one in found)
 
 
 @pytest.mark.parametrize(

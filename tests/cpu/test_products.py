@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from atom_mini.cpu import products as cpu_products
-from atom_mini.cpu.products import lacks_products, multiply, multiply_short, prepare, uses_onednn
-from atom_mini.models import Linear
+from atom_mini.cpu.products import multiply_short
 
 SHORT = [torch.bfloat16, torch.float16]
 
@@ -31,16 +29,3 @@ def test_a_widened_product_is_rounded_once(dtype: torch.dtype, has_bias: bool, m
             assert found.equal(F.linear(x, w, bias))
         else:
             assert ((found - exact).abs() <= 0.51 * step * exact.abs() + 1e-4).all()
-
-
-@pytest.mark.parametrize("dtype", [*SHORT, torch.float32])
-def test_it_is_chosen_by_what_the_processor_has(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never by a measurement, which could choose otherwise in the next run."""
-    for lacks, wanted in ((True, multiply_short), (False, F.linear)):
-        monkeypatch.setattr(cpu_products, "lacks_products", lambda x, lacks=lacks: lacks and x.dtype in SHORT)
-        model = nn.Sequential(Linear(32, {"o_proj": 32}).to(dtype))
-        prepare(model)
-        is_float = dtype == torch.float32 and uses_onednn(model[0].weight)
-        assert model[0].multiply is (multiply if is_float else wanted if dtype in SHORT else F.linear)
-    assert not lacks_products(torch.zeros(1)) and not lacks_products(torch.zeros(1, dtype=torch.int8))
-    assert not lacks_products(torch.zeros(1, dtype=dtype, device="meta"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 
@@ -16,13 +15,13 @@ from atom_mini import LLM
 KNOWN = json.loads(golden.FILE.read_text())["models"]
 
 
-def test_every_family_is_recorded() -> None:
-    assert {*KNOWN} == {*golden.FAMILIES, golden.BUILT_IN, golden.REAL}
+FAMILIES = [*golden.FAMILIES]
+OFTEN = {*FAMILIES[::2]}
 
 
-@pytest.mark.smoke
-@pytest.mark.share(60, 60)
-@pytest.mark.parametrize("name", golden.FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_small_models_answer_as_they_did(name: str, tmp_path: Path) -> None:
     """With room for all, and through chunks, prefix hits and preemptions; with decodes beside the chunks, too."""
     golden.save(name, tmp_path)
@@ -34,8 +33,7 @@ def test_small_models_answer_as_they_did(name: str, tmp_path: Path) -> None:
         golden.check(name, KNOWN[name], found)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("compiled", "mixed"), [(False, False), (False, True), (True, False)])
 def test_the_built_in_model_answers_as_it_did(compiled: bool, mixed: bool) -> None:
     budget = {"enable_mixed_steps": True, "max_num_batched_tokens": 22} if mixed else {}
     with LLM("tiny", device="cpu", compiled=compiled, **budget) as llm:
@@ -53,21 +51,3 @@ def test_the_real_model_answers_as_it_did(compiled: bool) -> None:
     finally:
         torch.set_num_threads(1)
     golden.check(golden.REAL, KNOWN[golden.REAL], found)
-
-
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
-def test_one_changed_token_is_noticed(way: str) -> None:
-    """Wherever it is planted, in every model."""
-    for name, known in KNOWN.items():
-        wrong = copy.deepcopy({key: known[key] for key in ("greedy", "sampled")})
-        number = max(range(len(wrong[way])), key=lambda i: len(wrong[way][i]))
-        wrong[way][number][-1] += 1
-        with pytest.raises(AssertionError, match=f"{way}, prompt {number}"):
-            golden.check(name, known, wrong)
-
-
-def test_there_is_much_to_compare() -> None:
-    """Ties cut little off: nearly all greedy tokens are in the file."""
-    for name, known in KNOWN.items():
-        kept = sum(map(len, known["greedy"]))
-        assert kept >= 0.75 * golden.NUM_TOKENS * len(known["greedy"]), f"{name}: {kept} tokens"

@@ -113,46 +113,19 @@ def test_logits_equal_transformers(case: str, device: str, tmp_path: Path) -> No
     assert_parity(model, tmp_path, device)
 
 
-INTERPRETED = ["qwen3, head_dim 24 of 64/4", "llama, 3 heads for each K/V head"]
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the test above runs the kernels on the GPU")
-@pytest.mark.parametrize("case", INTERPRETED)
 @pytest.mark.slow
-def test_kernels_in_the_interpreter_equal_transformers(case: str, tmp_path: Path) -> None:
+def test_kernels_in_the_interpreter_equal_transformers(tmp_path: Path) -> None:
     """The engine on its Triton kernels, through chunks and decodes; fewer tokens, since the interpreter is slow."""
-    kind, options = CASES[case]
-    model = save_checkpoint(kind, tmp_path, **options)
+    shape = {"head_dim": 24, "num_attention_heads": 6, "num_hidden_layers": 2}
+    model = save_checkpoint("qwen3", tmp_path, **shape)
     with LLM(str(tmp_path), device="cpu", attention="triton", **TIGHT) as llm, recorded(llm) as recorder:
         llm.engine_core.runner.kv_cache.fill_(math.nan)  # type: ignore[attr-defined]
         outs = llm.generate([make_prompts()[n] for n in (1, 4)], replace(GREEDY, max_tokens=4), use_tqdm=False)
     sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
     assert recorder.num_chunks > 0 and recorder.num_decode_steps > 0
     assert max(recorder.errors(model, sequences).values()) <= 1e-4
-
-
-@pytest.mark.parametrize("breakage", ["q_norm", "yarn", "scale", "position", "residual"])
-def test_parity_test_can_fail(breakage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five mistakes that peers made or could make, each of which the comparison above must see."""
-    model = save_checkpoint("qwen3", tmp_path, head_dim=16, rope_parameters=YARN if breakage == "yarn" else THETA)
-    with LLM(str(tmp_path), device="cpu", **ROOMY) as llm, recorded(llm) as recorder:
-        layer = llm.engine_core.runner.model.model.layers[1]  # type: ignore[attr-defined]
-        if breakage == "q_norm":
-            layer.self_attn.q_norm.weight.data.fill_(1)
-        elif breakage == "scale":
-            layer.self_attn.attn.scale *= 1.01
-        elif breakage == "residual":
-            layer.post_attention_layernorm.weight.data *= 1.001
-        elif breakage == "yarn":
-            rotary = llm.engine_core.runner.model.model.rotary  # type: ignore[attr-defined]
-            rotary.cos /= rotary_frequencies(spec_of(model.config), 16)[1]
-        else:
-            rotary = llm.engine_core.runner.model.model.rotary  # type: ignore[attr-defined]
-            rotary.cos[40:] = rotary.cos[39:-1].clone()
-        outs = llm.generate(make_prompts()[4:6], GREEDY, use_tqdm=False)
-    sequences = {out.request_id: out.prompt_token_ids + out.token_ids for out in outs}
-    assert min(recorder.errors(model, sequences).values()) > 1e-3
 
 
 @pytest.mark.parametrize("case", ["qwen3, head_dim 24 of 64/4", "qwen2, bias, tied", "llama, llama3 rope"])
@@ -172,7 +145,7 @@ def test_bfloat16_is_as_close_as_transformers(case: str, tmp_path: Path) -> None
     assert sum(off) <= 1.3 * sum(allowed) and sum(off) / len(off) < 0.1
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "yarn" in case or "rope" in case])
+@pytest.mark.parametrize("case", ["llama, llama3 rope", "qwen3, yarn"])
 def test_rotary_table_does_not_depend_on_the_dtype(case: str, tmp_path: Path) -> None:
     """Frequencies are computed in float32 also for a bfloat16 model: 8 bits of a frequency are lost by position 256."""
     kind, options = CASES[case]
@@ -182,8 +155,9 @@ def test_rotary_table_does_not_depend_on_the_dtype(case: str, tmp_path: Path) ->
     assert torch.equal(tables[0].cos, tables[1].cos) and torch.equal(tables[0].sin, tables[1].sin)
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 1_000_000.0, 123_457.0])
-@pytest.mark.parametrize("dim", [16, 48, 64, 128])
+@pytest.mark.parametrize(
+    ("dim", "theta"), [(16, 10_000.0), (48, 123_457.0), (64, 1_000_000.0), (128, 500_000.0)]
+)
 def test_plain_frequencies_are_those_of_transformers_to_the_bit(dim: int, theta: float) -> None:
     """Position 5,000 multiplies the difference of a last bit by 5,000."""
     cfg = transformers.LlamaConfig(hidden_size=2 * dim, num_attention_heads=2, rope_theta=theta)
@@ -191,70 +165,3 @@ def test_plain_frequencies_are_those_of_transformers_to_the_bit(dim: int, theta:
     assert torch.equal(rotary_frequencies(spec_of(cfg), dim)[0], right)
 
 
-@pytest.mark.parametrize("original", [32, 4096])
-def test_yarn_frequencies_equal_transformers(original: int) -> None:
-    """The same numbers where the ramp is cut at both ends, where it is whole, and where it has no width."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for change in ({}, {"beta_fast": 2.0, "beta_slow": 2.0}, {"truncate": False}, {"factor": 1.0}, {"mscale": 1.0}):
-        rope = YARN | {"original_max_position_embeddings": original} | change
-        config = LlamaConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=8192, rope_parameters=rope)
-        wanted, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-        ours, scale = rotary_frequencies(spec_of(config), 64)
-        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
-        assert math.isclose(scale, factor, rel_tol=1e-9)
-
-
-LONG = replace(GREEDY, max_tokens=24)
-WISHES = [
-    LONG,
-    replace(LONG, temperature=1.0, seed=1),
-    replace(LONG, temperature=0.7, seed=2, top_p=0.8),
-    replace(LONG, temperature=1.5, seed=3, top_k=20),
-    replace(LONG, temperature=1.0, seed=4, min_p=0.02, repetition_penalty=1.3),
-    replace(LONG, temperature=0.9, seed=2**70 + 5, top_k=30, top_p=0.9, min_p=0.01),
-    replace(LONG, repetition_penalty=1.2),
-    replace(LONG, temperature=1.0, seed=2**64 - 1),
-]
-ENGINES: dict[str, dict[str, Any]] = {
-    "roomy": ROOMY,
-    "cached": {"kv_cache_block_size": 16},
-    "interleaved": {"kv_cache_block_size": 4, "max_num_batched_tokens": 16, "interleave_decode": True},
-    "mixed": {"kv_cache_block_size": 4, "max_num_batched_tokens": 16, "enable_mixed_steps": True},
-    "few at once": {"kv_cache_block_size": 32, "max_num_seqs": 2},
-    "unchunked": {"enable_chunked_prefill": False, "max_model_len": 120, "max_num_batched_tokens": 120},
-    "blocks of 1": {"kv_cache_block_size": 1, "num_kvcache_blocks": 100, "max_num_batched_tokens": 7},
-    "blocks of 4": TIGHT,
-    "blocks of 16": {"kv_cache_block_size": 16, "num_kvcache_blocks": 9, "max_num_batched_tokens": 20},
-    "blocks of 32": {"kv_cache_block_size": 32, "num_kvcache_blocks": 5, "max_num_batched_tokens": 40},
-    "tight, uncached": {**TIGHT, "enable_prefix_caching": False},
-}
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A checkpoint, and what each request of WISHES generates when it is alone."""
-    folder = tmp_path_factory.mktemp("qwen3")
-    save_checkpoint("qwen3", folder, head_dim=16, initializer_range=0.2)
-    with LLM(str(folder), device="cpu", **ROOMY) as llm:
-        alone = [llm.generate(p, w)[0].token_ids for p, w in zip(make_prompts(), WISHES, strict=True)]
-    return folder, alone
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_same_request_same_tokens(engine: str, qwen3: tuple[Path, list[list[int]]]) -> None:
-    """Promise 4: seeds and tokens decide; not batch, order, block size, chunks, caching or preemption."""
-    folder, alone = qwen3
-    assert len({tuple(tokens) for tokens in alone}) == len(alone), "requests that all say the same show nothing"
-    prompts = make_prompts()
-    with LLM(str(folder), device="cpu", **ENGINES[engine]) as llm, recorded(llm) as recorder:
-        outs = llm.generate(prompts, WISHES)
-        again = llm.generate(prompts[::-1], WISHES[::-1])[::-1]
-        scheduler = llm.engine_core.scheduler
-    assert [out.token_ids for out in outs] == alone
-    assert [out.token_ids for out in again] == alone
-    if "num_kvcache_blocks" in ENGINES[engine] and engine != "roomy":
-        assert scheduler.num_preemptions > 0 and recorder.num_chunks > 0
-    if ENGINES[engine].get("enable_prefix_caching", True):
-        assert any(out.num_cached_tokens for out in again)

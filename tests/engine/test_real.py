@@ -240,10 +240,3 @@ def test_the_chat_endpoint_gives_the_same_text(default: LLM) -> None:
     assert whole["finish_reason"] == "stop"
 
 
-def test_a_missing_bit_would_show(reference: Reference) -> None:
-    """The comparison itself: one wrong token in an answer is refused."""
-    prompt = reference.prompts["chat 0"]
-    answer = reference.generate(prompt)
-    wrong = [*answer[:3], (answer[3] + 1) % 49152, *answer[4:]]
-    with pytest.raises(AssertionError, match="behind the likeliest"):
-        check_greedy(None, reference, prompt, wrong)  # type: ignore[arg-type]

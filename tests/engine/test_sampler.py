@@ -10,16 +10,12 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers.generation.logits_process import (
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from atom_mini.config import SamplingParams
 from atom_mini.extras import Extras, gather_logprobs, penalize
-from atom_mini.sampler import Sampler, SamplingMetaData, draw, keep_mask, on_cpu, uniforms
+from atom_mini.sampler import Sampler, SamplingMetaData, draw, on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 
@@ -75,25 +71,11 @@ def closed_form(logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, to
 
 
 WISHES: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.5},
-    {"temperature": 2.5},
-    {"top_k": 5},
-    {"top_k": 1},
-    {"top_k": -1},
-    {"top_k": 1000},
-    {"top_p": 0.8},
-    {"top_p": 0.05},
-    {"min_p": 0.2},
-    {"min_p": 1.0},
-    {"temperature": 1.7, "top_k": 8},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 1.5, "min_p": 0.1},
-    {"top_k": 9, "top_p": 0.7},
-    {"top_k": 9, "min_p": 0.3},
-    {"top_p": 0.9, "min_p": 0.1},
+    {}, {"temperature": 0.5}, {"temperature": 1e30}, {"top_k": 1}, {"top_k": -1}, {"top_k": 1000}, {"top_p": 0.05},
+    {"min_p": 1.0}, {"temperature": 1.7, "top_k": 8}, {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.5, "min_p": 0.1}, {"top_k": 9, "min_p": 0.3},
     {"temperature": 1.3, "top_k": 12, "top_p": 0.85, "min_p": 0.08},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("sampling", WISHES, ids=str)
@@ -109,12 +91,6 @@ def test_draws_follow_the_closed_form(sampling: dict[str, Any]) -> None:
         expected = np.append(p[~rare], p[rare].sum()) * n
         observed = np.append(counts[~rare], counts[rare].sum())
         assert chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
-
-
-def test_chi_square_would_see_a_wrong_temperature() -> None:
-    n, logits = 20_000, some_logits(1, 24, seed=3, scale=1.5)
-    drawn = sample(logits.expand(n, -1), [{"seed": i, "temperature": 1.05} for i in range(n)])
-    assert chisquare(np.bincount(drawn, minlength=24), closed_form(logits[0].numpy()) * n).pvalue < 1e-6
 
 
 def test_one_seed_gives_a_fair_sequence_along_its_positions() -> None:
@@ -144,109 +120,24 @@ def test_a_request_draws_the_same_token_alone_in_any_batch_and_in_any_row() -> N
         assert sample(logits[rows], [samplings[i] for i in rows], positions[rows]) == [alone[i] for i in rows]
 
 
-def test_requests_with_equal_logits_draw_their_own_tokens() -> None:
-    logits = torch.zeros(64, 1000)
-    assert len(set(sample(logits, [{"seed": i} for i in range(64)]))) > 55
-    assert len(set(sample(logits, [{"seed": 7}] * 64, np.arange(64)))) > 55
-    assert len(set(sample(logits, [{"seed": 7}] * 64))) == 1
-
-
-def test_seeds_of_any_size_and_sign_count() -> None:
-    seeds = [0, 1, -1, 2**31, 2**63, 2**64 - 2, -(2**63) + 5]
-    u = uniforms(seeds, np.full(len(seeds), 3))
-    assert len(set(u.tolist())) == len(seeds) and u.dtype == np.float32
-    assert uniforms([5], np.array([9]))[0] == uniforms([1, 5], np.array([9, 9]))[1]
-
-
-def test_uniforms_are_uniform_and_below_one() -> None:
-    u = np.concatenate([uniforms([s] * 50_000, np.arange(50_000)) for s in range(4)])
-    assert u.min() >= 0 and u.max() < 1 and ((u * 2**24) % 1 == 0).all()
-    assert chisquare(np.histogram(u, 256, (0, 1))[0]).pvalue > 1e-3
-
-
 # ---- draw ----
 
 
-@pytest.mark.parametrize("u", [0.0, 2.0**-24, 0.25, 0.5, 0.75, LAST])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 1e-3, 1 + 2**-23])
-def test_draw_never_takes_a_token_of_probability_zero(u: float, scale: float) -> None:
+def test_draw_never_takes_a_token_of_probability_zero(scale: float) -> None:
     """Zeros at both ends and in between; sums that are not 1, as rounding makes them."""
-    probs = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.25, 0.25, 0.0, 0.0]]) * scale
-    token = draw(probs, torch.tensor([u])).item()
-    assert token == (2 if u < 0.5 else 4 if u < 0.75 else 5)
-
-
-def test_draw_at_the_ends_of_large_random_rows() -> None:
-    """Rounding of a long sum must not go past the last possible token, nor stop before the first."""
-    generator = torch.Generator().manual_seed(0)
-    probs = torch.rand(50, 20_000, generator=generator).softmax(-1)
-    probs = probs.masked_fill(torch.rand(probs.shape, generator=generator) < 0.9, 0)
-    probs[:, :100], probs[:, -100:] = 0, 0
-    for u in (0.0, LAST):
-        tokens = draw(probs, torch.full((50,), u))
-        assert (probs.gather(1, tokens[:, None]) > 0).all()
-    possible = probs > 0
-    assert (draw(probs, torch.zeros(50)) == possible.int().argmax(-1)).all()
-    last = probs.shape[1] - 1 - possible.flip(-1).int().argmax(-1)
-    assert (draw(probs, torch.full((50,), LAST)) >= last - 40).all()
-
-
-def test_draw_of_a_single_possible_token() -> None:
-    for token in (0, 3, 6):
-        probs = torch.zeros(1, 7)
-        probs[0, token] = 1
-        assert all(draw(probs, torch.tensor([u])).item() == token for u in (0.0, 0.5, LAST))
+    probs = torch.tensor([0.0, 0.0, 0.5, 0.0, 0.25, 0.25, 0.0, 0.0]).expand(6, -1) * scale
+    tokens = draw(probs, torch.tensor([0.0, 2.0**-24, 0.25, 0.5, 0.75, LAST]))
+    assert tokens.tolist() == [2, 2, 2, 4, 5, 5]
 
 
 # ---- filters and penalty, as transformers ----
 
 
-def kept_by(logits: Tensor, *warpers: Any) -> Tensor:
-    for warper in warpers:
-        logits = warper(None, logits)
-    return logits > -torch.inf
-
-
-@pytest.mark.parametrize("k", [1, 2, 17, 49, 50])
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.9, 0.999, 1.0])
-def test_top_k_and_top_p_keep_what_transformers_keeps(k: int, p: float) -> None:
-    logits = some_logits(64, 50, seed=k)
-    warpers = [TopKLogitsWarper(k), *([TopPLogitsWarper(p)] if p < 1 else [])]
-    assert torch.equal(keep_mask(logits, torch.full((64,), k), torch.full((64,), p)), kept_by(logits, *warpers))
-
-
-def test_each_row_is_filtered_by_its_own_wishes() -> None:
-    logits, k, p = some_logits(6, 50), [1, 50, 3, 50, 10, 2], [1.0, 0.5, 0.5, 1.0, 0.9, 0.01]
-    mask = keep_mask(logits, torch.tensor(k), torch.tensor(p))
-    for row in range(6):
-        alone = kept_by(logits[row : row + 1], TopKLogitsWarper(k[row]), TopPLogitsWarper(p[row]))
-        assert torch.equal(mask[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("sampling", WISHES, ids=str)
-def test_the_whole_chain_keeps_what_transformers_keeps(sampling: dict[str, Any]) -> None:
-    """Temperature, top-k, top-p, min-p, in this order; seen through the sampler by drawing at many points."""
-    logits, n = some_logits(1, 40, seed=8), 4000
-    scaled = TemperatureLogitsWarper(float(sampling.get("temperature", 1.0)))
-    chain: list[Any] = [scaled]
-    if sampling.get("top_k", 0) > 0:
-        chain.append(TopKLogitsWarper(sampling["top_k"]))
-    if sampling.get("top_p", 1) < 1:
-        chain.append(TopPLogitsWarper(sampling["top_p"]))
-    if sampling.get("min_p"):
-        chain.append(MinPLogitsWarper(sampling["min_p"]))
-    scores = logits
-    for warper in chain:
-        scores = warper(None, scores)
-    probs = scores.softmax(-1)[0]
-    drawn = set(sample(logits.expand(n, -1), [{"seed": 1, **sampling}] * n, np.arange(n)))
-    assert drawn <= set(probs.nonzero().flatten().tolist())
-    assert drawn >= set((probs > 0.005).nonzero().flatten().tolist())
-
-
-@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 10.0])
+@pytest.mark.parametrize("penalty", [0.5, 1.3])
 def test_repetition_penalty_equals_transformers(penalty: float) -> None:
-    """Repeated tokens count once; logits above and below zero move the other way; so does zero."""
+    """Repeated tokens count once; logits above and below zero move the other way; so does zero. And
+    beside somebody who has not asked for it."""
     logits = some_logits(3, 30, seed=2)
     logits[:, 5] = 0.0
     ids = torch.tensor([[1, 5, 5, 7, 29], [0, 1, 2, 3, 4], [9, 9, 9, 9, 9]])
@@ -255,37 +146,17 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     assert torch.equal(penalize(logits, torch.full((3,), penalty), seen), expected)
     assert torch.equal(adjusted(logits, [{"repetition_penalty": penalty}] * 3,
                                 {row: ids[row].tolist() for row in range(3)}), expected)  # fmt: skip
-    assert sample(logits, [{"temperature": 0, "repetition_penalty": penalty}] * 3,
-                  histories={row: ids[row].tolist() for row in range(3)}) == expected.argmax(-1).tolist()  # fmt: skip
-
-
-def test_only_the_row_that_asks_is_penalised() -> None:
-    logits = torch.tensor([[3.0, 2.9, -1.0]] * 2)
-    samplings = [{"temperature": 0}, {"temperature": 0, "repetition_penalty": 2.0}]
-    assert sample(logits, samplings, histories={1: [0]}) == [0, 1]
-    assert logits.tolist() == torch.tensor([[3.0, 2.9, -1.0]] * 2).tolist()
+    beside = adjusted(logits, [{}, {"repetition_penalty": penalty}, {}], {1: ids[1].tolist()})
+    assert torch.equal(beside, torch.stack([logits[0], expected[1], logits[2]]))
 
 
 # ---- temperature ----
 
 
-def test_greedy_is_exactly_argmax_also_among_random_ones() -> None:
-    """Also in bfloat16, where rows have equal maxima: the first wins, as in argmax."""
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = some_logits(200, 3000, seed=1, scale=0.5).to(dtype)
-        samplings = [{"temperature": 0} if i % 2 else {"seed": i} for i in range(200)]
-        best = logits.float().argmax(-1).tolist()
-        assert sample(logits, samplings)[1::2] == best[1::2]
-        assert sample(logits, [{"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5}] * 200) == best
-
-
-def test_a_batch_of_greedy_requests_packs_nothing_else() -> None:
-    meta = pack([{"temperature": 0, "top_p": 0.5}] * 4, 10, 100)
-    assert meta.temperature is None and meta.sorted_rows is None and meta.min_p is None
-
-
-@pytest.mark.parametrize("temperature", [1e-2, 1e-5, 1e-10, 1e-30, 1e-38, 1e-44, 1e-60])
-@pytest.mark.parametrize("others", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("temperature", "others"),
+    [(1e-2, {}), (1e-10, {"top_p": 0.9}), (1e-38, {"top_k": 5}), (1e-44, {"min_p": 0.1}), (1e-60, {})],
+)
 def test_a_tiny_temperature_is_argmax_and_no_nan(temperature: float, others: dict[str, Any]) -> None:
     """nano-vLLM and ATOM divide large numbers by 1e-10; 1e-60 is 0 in float32."""
     logits = some_logits(50, 100, seed=6, scale=30.0)
@@ -298,14 +169,10 @@ def test_a_tiny_temperature_is_argmax_and_no_nan(temperature: float, others: dic
     assert torch.equal(drawn[clear], logits.argmax(-1)[clear])
 
 
-def test_a_large_temperature_is_uniform() -> None:
-    n = 20_000
-    drawn = sample(some_logits(1, 16).expand(n, -1), [{"seed": i, "temperature": 1e30} for i in range(n)])
-    assert chisquare(np.bincount(drawn, minlength=16)).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 1}, {"seed": 1, "top_k": 3}, {"seed": 1, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("sampling", "value"),
+    [({"temperature": 0}, np.nan), ({"seed": 1}, np.inf), ({"seed": 1, "top_k": 3}, np.nan), ({"seed": 1, "min_p": 0.1}, np.inf)],
+)
 def test_no_token_where_a_logit_is_no_number(sampling: dict[str, Any], value: float) -> None:
     """Whatever is wished, and whatever the others in the batch get: -1 for this row alone."""
     logits = some_logits(3, 16)
@@ -314,18 +181,6 @@ def test_no_token_where_a_logit_is_no_number(sampling: dict[str, Any], value: fl
     assert sample(logits, [sampling] * 3) == [fine[0], -1, fine[2]]
     with_penalty = [{**sampling, "repetition_penalty": 1.5}] * 3
     assert sample(logits, with_penalty, histories={0: [1], 1: [2], 2: [3]})[1] == -1
-
-
-def test_the_models_own_impossible_tokens_stay_impossible() -> None:
-    logits = torch.zeros(2000, 10)
-    logits[:, [0, 4, 9]] = -torch.inf
-    assert set(sample(logits, [{"seed": i} for i in range(2000)])) == {1, 2, 3, 5, 6, 7, 8}
-
-
-def test_top_k_keeps_k_of_equal_tokens() -> None:
-    """transformers keeps all that equal the k-th; k means k here."""
-    logits = torch.zeros(500, 10)
-    assert len(set(sample(logits, [{"seed": i, "top_k": 3} for i in range(500)]))) == 3
 
 
 # ---- log probabilities ----
@@ -343,19 +198,6 @@ def test_logprobs_are_the_models_and_hold_the_sampled_token() -> None:
         assert set(found) == {*best, sampled[row]} and list(found)[:k] == best
         assert all(abs(p - exact[row, token]) < 1e-5 for token, p in found.items())
     assert len(out[0]) == 1 and len(out[2]) == 2
-
-
-def test_no_logprobs_where_nobody_asks_and_never_more_than_the_vocabulary() -> None:
-    logits = some_logits(2, 3)
-    assert gather_logprobs(logits, [0, 1], [None, None]) == {}
-    assert len(gather_logprobs(logits, [0, 1], [20, None])[0]) == 3
-
-
-def test_logprobs_of_bfloat16_logits_are_computed_in_float32() -> None:
-    logits = some_logits(1, 5000, scale=3.0).bfloat16()
-    exact = logits.double().log_softmax(-1)[0]
-    ((token, value),) = gather_logprobs(logits, [11], [0])[0].items()
-    assert token == 11 and abs(value - exact[11].item()) < 1e-4
 
 
 # ---- the part that does both ----

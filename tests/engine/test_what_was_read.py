@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, save_checkpoint
+from checkpoints import save_checkpoint
 
 from atom_mini import LLM, EngineArgs
 from atom_mini.checkpoint import ModelSpec
@@ -64,7 +64,15 @@ print({"numba", "triton"} & {*sys.modules})
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-def test_a_default_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "classes"),
+    [({}, "GraphRunner(TritonOps, KernelSampler)"),
+     ({"enforce_eager": True}, "ModelRunner(TritonOps, KernelSampler)"),
+     ({"attention": "torch"}, "ModelRunner(TorchOps, Sampler)")],
+)  # fmt: skip
+def test_a_default_engine_on_a_gpu(
+    options: dict[str, Any], classes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A faked one: it chooses the classes, and loads nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -74,20 +82,5 @@ def test_a_default_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelRunner, "on_device", lambda self: nullcontext())
     monkeypatch.setattr(ModelRunner, "_load", lambda self: setattr(self, "num_kvcache_blocks", 8))
     monkeypatch.setattr(GraphRunner, "_capture", lambda self, sizes: None)
-    core = make_core(EngineArgs("tiny", num_kvcache_blocks=8))
-    assert repr(core) == "EngineCore(Scheduler, GraphRunner(TritonOps, KernelSampler))"
-
-
-def test_a_config_without_rope_parameters(tmp_path: Path) -> None:
-    """Transformers' own default for this kind of model is read, in whatever layout; none at all is refused."""
-    from atom_mini import EngineArgs
-    from atom_mini.checkpoint import read_rope
-
-    save_checkpoint("llama", tmp_path, num_hidden_layers=1)
-    edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=1234.0)
-    assert EngineArgs(str(tmp_path)).spec.rope["rope_theta"] == 1234.0
-    cfg = SimpleNamespace(max_position_embeddings=64)
-    with pytest.raises(ValueError, match="neither rope_parameters nor rope_theta"):
-        read_rope(cfg)
-    cfg.rope_theta, cfg.rope_scaling = 5e5, {"type": "linear", "factor": 2.0}
-    assert read_rope(cfg)["rope_type"] == "linear" and read_rope(cfg)["rope_theta"] == 5e5
+    core = make_core(EngineArgs("tiny", num_kvcache_blocks=8, **options))
+    assert repr(core) == f"EngineCore(Scheduler, {classes})"

@@ -1,22 +1,15 @@
-"""The product with the chosen experts: the grouped kernel against its definition, and that against the loop."""
+"""The product with the chosen experts: the grouped kernel against its definition."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import recorded, save_family
 from torch import Tensor
-from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")  # conftest.py has chosen between GPU and interpreter
 
@@ -26,7 +19,6 @@ from test_kernels import poisoned_memory, relative_error
 from atom_mini import LLM, SamplingParams
 from atom_mini.families import grouped
 from atom_mini.families.grouped import sort_pairs
-from atom_mini.families.mixture import activate, loop_over_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -56,10 +48,11 @@ class Layer:
         self.mats.append(random(experts, hidden, inner, scale=inner**-0.5))
         self.biases = [random(experts, 2 * inner), random(experts, hidden)] if biased else [None, None]
 
-    def run(self, module: ModuleType = grouped) -> Tensor:
+    def run(self) -> Tensor:
         """Through the kernels."""
         with poisoned_memory():
-            return module.grouped_experts(self.x, self.ids, self.weights, *self.stacks(), self.limit)
+            args = self.x, self.ids, self.weights, *self.stacks(), self.limit
+            return grouped.grouped_experts(*args)
 
     def stacks(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
         """Weights, scales, biases of both products."""
@@ -84,21 +77,12 @@ class Layer:
         return out
 
 
-@pytest.mark.parametrize("limit", [0.0, 1.0])
-def test_the_loop_and_the_definition_agree(limit: float) -> None:
-    """Chapter 61's loop and activation give this file's reference."""
-    layer = Layer(7, limit=limit)
-
-    def expert(rows: Tensor, e: int) -> Tensor:
-        (gate_up, down), (up_bias, bias) = layer.mats, layer.biases
-        return F.linear(activate(F.linear(rows, gate_up[e], up_bias[e]), limit), down[e], bias[e])
-
-    loop = loop_over_experts(layer.x, layer.ids, layer.weights, expert)
-    torch.testing.assert_close(loop, layer.wanted())
-
-
-CASES = [(tokens, dtype) for tokens in (1, 5) for dtype in DTYPES]
-CASES += [(70, torch.float32), (70, torch.float16), (300, torch.bfloat16)]
+CASES = [
+    (1, torch.float32),
+    (5, torch.bfloat16),
+    pytest.param(70, torch.float16, marks=pytest.mark.slow),
+    pytest.param(300, torch.bfloat16, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), CASES, ids=str)
@@ -112,29 +96,17 @@ def test_grouped(tokens: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip((layer.x, layer.ids, layer.weights), before, strict=True))
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(16, 8), (64, 64), (65, 33), (130, 1), (300, 160)])
+@pytest.mark.parametrize(("hidden", "inner"), [(65, 33), (300, 1)])
 def test_sizes_on_and_off_the_tile(hidden: int, inner: int) -> None:
     """Both sizes: each is the length of a sum in one product and the number of columns in the other."""
-    layer = Layer(2, 3, hidden, inner, dtype=torch.float16 if hidden == 300 else torch.float32)
+    layer = Layer(2, 3, hidden, inner, dtype=torch.float32)
     assert relative_error(layer.run(), layer.wanted()) < LIMITS[layer.x.dtype]
 
 
-@pytest.mark.parametrize("tokens", [3, 16, 17, 40])
-@pytest.mark.parametrize("expert", [0, E - 1])
-def test_all_tokens_to_one_expert(tokens: int, expert: int) -> None:
-    """Several tiles of the first or the last expert and none of the others, even twice for a token."""
-    layer = Layer(tokens, 2)
-    layer.ids[:] = expert
-    for w in (*layer.mats, *layer.biases):
-        w[torch.arange(E) != expert] = math.nan
-    assert relative_error(layer.run(), layer.wanted()) < 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_padding_rows_fetch_nothing(dtype: torch.dtype) -> None:
+def test_padding_rows_fetch_nothing() -> None:
     """Their rows are 0. Their x is NaN and does not affect other rows. Alone they read nothing."""
     layer, rows = Layer(6), [1, 4, 5]
-    layer.ids = layer.ids.to(dtype)
+    layer.ids = layer.ids.to(torch.int32)
     wanted = Layer(6).wanted()
     layer.ids[rows], layer.x[rows], layer.weights[rows] = E, math.nan, math.nan
     unused = [e for e in range(E) if e not in layer.ids]
@@ -157,26 +129,17 @@ def test_one_choice_of_no_expert() -> None:
     assert relative_error(out, layer.wanted()) < 1e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-def test_the_same_bits_again_alone_and_in_another_order(dtype: torch.dtype) -> None:
+@pytest.mark.slow
+def test_the_same_bits_again_alone_and_in_another_order() -> None:
     """A row's bits do not depend on the run, on the other rows, or on its place."""
-    layer, order = Layer(7, 2, dtype=dtype), torch.tensor([4, 0, 2, 6, 1, 3, 5], device=DEVICE)
+    layer = Layer(7, 2, dtype=torch.bfloat16)
+    order = torch.tensor([4, 0, 2, 6, 1, 3, 5], device=DEVICE)
     together = layer.run()
     assert torch.equal(layer.run(), together)
     x, ids, weights = layer.x, layer.ids, layer.weights
     for rows in (order, order[:1], order[3:5]):
         layer.x, layer.ids, layer.weights = x[rows], ids[rows], weights[rows]
         assert torch.equal(layer.run(), together[rows])
-
-
-def test_slices_may_lie_apart() -> None:
-    """Ids, weights, and x may be views of larger tensors."""
-    layer = Layer(5)
-    wanted = layer.run()
-    layer.x, layer.ids, layer.weights = (
-        torch.cat([t, t], 1)[:, : t.shape[1]] for t in (layer.x, layer.ids, layer.weights)
-    )
-    assert not layer.ids.is_contiguous() and torch.equal(layer.run(), wanted)
 
 
 @settings(max_examples=25, deadline=None)
@@ -188,15 +151,6 @@ def test_sort(tokens: int, k: int, experts: int, seed: int) -> None:
     starts, pairs = sort_pairs(ids.to(DEVICE), experts)
     assert pairs.tolist() == ids.flatten().argsort(stable=True).tolist()
     assert starts.tolist() == [int((ids < e).sum()) for e in range(experts + 1)]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.sampled_from([16, 64, 128]))
-def test_most_tiles(counts: list[int], rows: int) -> None:
-    """The launch never assumes fewer tiles than there are."""
-    pairs = sum(counts)
-    busy = min(len(counts), pairs)
-    assert sum(-(-n // rows) for n in counts) <= busy + (pairs - busy) // rows
 
 
 def pack(experts: int, rows: int, size: int) -> tuple[Tensor, Tensor]:
@@ -214,9 +168,11 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     return (numbers * torch.exp2(scales.cpu().float() - 127).repeat_interleave(32, -1)).to(blocks.device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("both", [True, False])
-@pytest.mark.parametrize("tokens", [3, 50])
+@pytest.mark.parametrize(
+    ("tokens", "both", "dtype"),
+    [(3, True, torch.float16), (3, False, torch.bfloat16)],
+    ids=str,
+)
 def test_packed(tokens: int, both: bool, dtype: torch.dtype) -> None:
     """Packed weights give the results of the numbers they encode: near the loop, and in the interpreter the unpacked one's bits."""
     layer = Layer(tokens, 2, 160, 96, limit=1.0, experts=6, dtype=dtype)
@@ -247,11 +203,9 @@ def test_matrices_of_another_size_are_refused() -> None:
         layer.run()
 
 
-def far_product(module: ModuleType = grouped) -> float:
-    """The error of a product with an expert that begins 2**32 numbers after the first, which is NaN.
-
-    In 32 bits the distance would be 0. Only the pages in use get memory on a CPU.
-    """
+def test_experts_far_away() -> None:
+    """The last expert begins 2**32 numbers after the first, which is NaN: in 32 bits the distance
+    would be 0. Only the pages in use get memory on a CPU."""
     experts, size = (2**16, 2**10) if DEVICE == "cpu" else (2**6, 2**20)  # quick for an interpreter, or for a GPU
     try:
         w = torch.empty((experts + 1, 64, size), dtype=torch.float16, device=DEVICE)
@@ -264,92 +218,20 @@ def far_product(module: ModuleType = grouped) -> float:
     starts[-1] = 2
     order = starts, torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     weights = torch.ones(2, 1, device=DEVICE)
-    out = module.expert_product(x.to(DEVICE), (w, None, None), weights, order, 0.0, True).cpu()
+    out = grouped.expert_product(x.to(DEVICE), (w, None, None), weights, order, 0.0, True).cpu()
     gate, up = (x.float() @ last.float().T).chunk(2, 1)
-    return relative_error(out, (F.silu(gate) * up)[[1, 0]])
+    assert relative_error(out, (torch.nn.functional.silu(gate) * up)[[1, 0]]) < 1e-2
 
 
-def test_experts_far_away() -> None:
-    """Weights beyond 2**31 numbers are found."""
-    assert far_product() < 1e-2
-
-
-def mixed(module: ModuleType) -> float:
+def test_all_at_once() -> None:
     """Biases, a limit that clamps, 20 tokens of one expert, and a padding row, which must be 0."""
     layer = Layer(24, 2, biased=True, limit=0.5)
-    layer.ids[:20, 0], layer.ids[3] = 5, E
-    out, wanted = layer.run(module), layer.wanted()
-    out[3], wanted[3] = 1 + out[3], 1
-    return relative_error(out, wanted)
-
-
-def packed_product(module: ModuleType) -> float:
-    """Packed weights of both kinds."""
-    layer = Layer(3, 2, 64, 64, dtype=torch.float16)
-    packed = [pack(E, 128, 64), pack(E, 64, 64)]
-    layer.mats = [unpack(*w).half() for w in packed]
-    wanted, layer.mats = layer.wanted(), packed
-    return relative_error(layer.run(module), wanted)
-
-
-WEIGH = "acc *= tl.load(weights_ptr + pairs, mask=valid, other=0)[:, None]"
-LATE = """weight = tl.load(weights_ptr + pairs, mask=valid, other=0)[:, None]
-            acc = (acc - bias.to(tl.float32)[None, :]) * weight + bias.to(tl.float32)[None, :]"""
-MUTANTS = {
-    "the bias after the weight": (WEIGH, LATE, mixed),
-    "weights in the sorted order": ("weights_ptr + pairs", "weights_ptr + rows", mixed),
-    "gate and up exchanged": ("n // 2 + n % 2 * (N // 2)", "n // 2 + (1 - n % 2) * (N // 2)", mixed),
-    "an up below the limit": ("tl.clamp(up, -LIMIT, LIMIT)", "tl.minimum(up, LIMIT)", mixed),
-    "an expert begins one late": ("starts_ptr + e, start)", "starts_ptr + e, start + (e == 5))", mixed),
-    "the expert of a tile": ("before = ends <= tile", "before = ends < tile", mixed),
-    "the first tile again": ("(tile - first) * ROWS", "(tile - tile) * ROWS", mixed),
-    "padding rows not cleared": ("x.new_empty if is_up else x.new_zeros", "x.new_empty", mixed),
-    "another token": ("target // CHOICES", "target % CHOICES", mixed),
-    "no bias": ("if bias_ptr is not None:", "if False:", mixed),
-    "offsets in 32 bits": ("return e.to(tl.int64), rows", "return e, rows", far_product),
-    "another expert's scales": ("scales_ptr + top * (K // 32)", "scales_ptr + top * (K // 64)", packed_product),
-    "another expert's blocks": ("w_ptr + top * (K // 2)", "w_ptr + top * (K // 4)", packed_product),
-}
-ASTRAY = ("the expert of a tile", "offsets in 32 bits")  # may read what is not theirs
-
-
-def mutated(folder: Path, old: str, new: str) -> ModuleType:
-    """The module with one place changed, imported from a file: the interpreter reads its kernels' source."""
-    text = Path(grouped.__file__).read_text().replace("from ..", "from atom_mini.")
-    assert text.count(old) == 1, f"{text.count(old)} places: {old}"
-    file = folder / "mutant.py"
-    file.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location("mutant", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NaN
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("mistake", MUTANTS)
-def test_mistakes_are_noticed(mistake: str, tmp_path: Path) -> None:
-    """The comparisons fail for each of these, and not without them. One that leaves its tensors may end a process with
-    its GPU, which is noticed as well."""
-    if DEVICE == "cuda" and mistake in ASTRAY:
-        code = "import sys, pathlib, conftest, test_grouped as t; t.notice(sys.argv[1], pathlib.Path(sys.argv[2]))"
-        paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
-        command = [sys.executable, "-c", code, mistake, str(tmp_path)]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0 or "illegal memory access" in done.stderr, done.stderr
-    else:
-        notice(mistake, tmp_path)
-
-
-def notice(mistake: str, folder: Path) -> None:
-    old, new, error = MUTANTS[mistake]
-    assert error(mutated(folder, old, new)) > 1e-2
-
-
-@pytest.mark.parametrize("error", [mixed, packed_product])
-def test_without_a_mistake(error: Callable[[ModuleType], float]) -> None:
-    assert error(grouped) < 1e-2
+    layer.ids[:20, 0] = 5
+    layer.ids[3] = E
+    out, wanted = layer.run(), layer.wanted()
+    assert not out[3].any()
+    others = [n for n in range(24) if n != 3]
+    assert relative_error(out[others], wanted[others]) < 1e-5
 
 
 @pytest.mark.gpu

@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from gpus import Gpus, OnCpu
 from recording import graph_runner
-from test_mtp import save_module
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.engine_core import EngineCore
@@ -59,8 +58,7 @@ def in_thread(run: Any) -> None:
     assert not failed, failed
 
 
-@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"trace": True}, {"overlap": True},
-                                     {"overlap": True, "enforce_eager": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [{"enforce_eager": True, "overlap": True}, {"trace": True}], ids=str)
 @pytest.mark.slow
 def test_all_of_an_engine_goes_to_its_device(options: dict[str, Any], folder: Path, gpus: Gpus) -> None:
     """While it loads, measures and records, and in each step, whoever runs it."""
@@ -77,57 +75,22 @@ def test_all_of_an_engine_goes_to_its_device(options: dict[str, Any], folder: Pa
     assert gpus.current == 0
 
 
-@pytest.mark.parametrize("method", ["draft_model", pytest.param("mtp", marks=pytest.mark.large)])
 @pytest.mark.slow
-def test_drafters_go_to_their_targets_device(method: str, folder: Path, tmp_path: Path, gpus: Gpus) -> None:
-    """A draft model's own passes and graphs, a head's, and the graphs that are recorded again for a head."""
-    wanted: dict[str, Any] = {"method": method, "num_speculative_tokens": 1}
-    if method == "draft_model":
-        wanted["model"] = str(folder)
-    if method == "mtp":
-        save_module("GLM-4.5, dense", folder := tmp_path)
-    with LLM(str(folder), device="cuda:1", speculative_config=wanted, **ROOM) as llm:  # type: ignore[arg-type]
-        llm.generate(PROMPTS[:1], FEW, use_tqdm=False)
-    found = gpus.take()
-    assert found.keys() == {"kernel", "event", "capture", "replay"}
-    assert [at for at in found.values() if at != {1}] == []
-
-
-@pytest.mark.slow
-def test_two_engines_of_one_process_keep_to_their_devices(folder: Path, gpus: Gpus) -> None:
-    """They take turns, in one thread."""
-    room: dict[str, Any] = ROOM | {"enforce_eager": True}
-    with LLM(str(folder), device="cuda:0", **room) as first, LLM(str(folder), device="cuda:1", **room) as second:
-        gpus.take()
-        for at, llm in enumerate((first, second, first)):
-            llm.generate(PROMPTS, FEW, use_tqdm=False)
-            assert gpus.take() == {what: {at % 2} for what in ("kernel", "event")}
-
-
-@pytest.mark.slow
-def test_graphs_of_one_runner_share_a_stream_and_no_others_do(folder: Path, gpus: Gpus) -> None:
-    """Those that measure memory, which are thrown away, and those of two runners on one device."""
-    room, streams = ROOM | {"max_num_seqs": 2}, list[Any]()
-    for at in (1, 1):
-        runner = graph_runner(EngineArgs(str(folder), device=f"cuda:{at}", **room))
-        measured, kept = gpus.captures[:2], gpus.captures[2:]  # each of sizes 1 and 2
-        gpus.captures.clear()
-        assert len(kept) == len(runner.graphs) == 2
-        assert measured[0] is measured[1] and kept[0] is kept[1] is not measured[0]
-        assert {stream.device.index for stream in (*measured, *kept)} == {at}
-        streams += measured[:1] + kept[:1]
-    assert len({id(stream) for stream in streams}) == 4 and not hasattr(gpus, "default")
-
-
-def test_a_step_warms_up_on_the_stream_that_records_it(folder: Path, gpus: Gpus) -> None:
-    """A library's handle belongs to a stream: one that is made during a recording would end it. Other threads may go on."""
-    graph_runner(EngineArgs(str(folder), device="cuda:1", **ROOM))
+def test_graphs_are_recorded_on_a_stream_of_their_own(folder: Path, gpus: Gpus) -> None:
+    """Those of a runner share it, those that measure memory have another one. A library's handle belongs to a stream: one
+    that is made during a recording would end it, so a step warms up there. Other threads may go on."""
+    runner = graph_runner(EngineArgs(str(folder), device="cuda:1", **ROOM | {"max_num_seqs": 2}))
+    measured, kept = gpus.captures[:2], gpus.captures[2:]  # each of sizes 1 and 2
+    assert len(kept) == len(runner.graphs) == 2
+    assert measured[0] is measured[1] and kept[0] is kept[1] is not measured[0]
+    assert {stream.device.index for stream in gpus.captures} == {1} and not hasattr(gpus, "default")
+    whats, last = [what for what, _, _ in gpus.log], 0
     for stream in map(id, gpus.captures):
-        whats = [what for what, _, _ in gpus.log]
-        end = gpus.log.index(("capture", 1, stream))
+        end = whats.index("capture", last)
         start = max(i for i in range(end) if whats[i] == "event")  # its upload
         last = whats.index("replay", end)
-        assert {*whats[start + 1 : end]} == {"kernel"} and {at for _, _, at in gpus.log[start : last + 1]} == {stream}
+        assert {*whats[start + 1 : end]} == {"kernel"}
+        assert {at for _, _, at in gpus.log[start : last + 1]} == {stream}
     assert gpus.waits == 2 * ["the stream of cuda:1"] and gpus.modes == {"thread_local"}
 
 

@@ -1,14 +1,20 @@
-"""Messages between processes: each is encoded and decoded, and nothing else is accepted."""
+"""Messages between processes: each arrives whole, and nothing else is accepted."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import pickle
+import random
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 import pytest
+from deployed import expect_empty, finish, request, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +22,11 @@ import atom_mini.parallel
 from atom_mini import SamplingParams
 from atom_mini.parallel.engine_process import (
     MAX_FRAME,
+    Abort,
     Add,
     FromEngine,
     Message,
+    Refused,
     Row,
     ToEngine,
     decode,
@@ -26,182 +34,287 @@ from atom_mini.parallel.engine_process import (
     pack_params,
     read_id,
 )
-from atom_mini.sequence import SequenceType
+from atom_mini.parallel.ranks import Step, ToRank, pack_batch, unpack_batch
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.speculation.verify import as_rows
 
-FOLDER = Path(atom_mini.parallel.__file__).parent
-UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "copyreg", "joblib"}
+UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "copyreg"}
+UNSAFE |= {"send_pyobj", "recv_pyobj", "allow_pickle", "eval", "exec", "__reduce__"}
 KINDS = [*get_args(ToEngine), *get_args(FromEngine)]
 
 counts, texts = st.integers(0, 2**62), st.text(max_size=20)
-floats, hashes = st.floats(allow_nan=False), st.integers(0, 2**64 - 1)
+floats, flags = st.floats(allow_nan=False), st.booleans()
+scores = st.lists(st.dictionaries(counts, floats, max_size=3), max_size=3)
 rows = st.builds(
-    Row, counts, counts, st.lists(counts, max_size=5), counts, st.none() | texts,
-    st.lists(st.dictionaries(counts, floats, max_size=3), max_size=3),
-)  # fmt: skip
+    Row, counts, counts, st.lists(counts, max_size=5), counts, st.none() | texts, scores
+)
 FIELDS: dict[Any, Any] = {
-    "token_ids": st.lists(counts), "params": st.dictionaries(texts, st.booleans() | counts | floats | st.lists(counts)),
-    "core": texts, "type": st.sampled_from(SequenceType), "rows": st.lists(rows),
-    "values": st.dictionaries(texts, counts | floats), "why": texts, "is_refusal": st.booleans(), "is_running": st.booleans(),
-    "seconds": floats, "is_new": st.booleans(), "blocks": st.dictionaries(hashes, st.booleans()),
+    "token_ids": st.lists(counts), "core": texts, "why": texts, "rows": st.lists(rows),
+    "params": st.dictionaries(texts, flags | counts | floats | st.lists(counts)),
+    "type": st.sampled_from(SequenceType), "values": st.dictionaries(texts, counts | floats),
+    "is_refusal": flags, "is_running": flags, "is_new": flags, "seconds": floats,
+    "blocks": st.dictionaries(st.integers(0, 2**64 - 1), flags),
 }  # fmt: skip
 
 
-def messages(kind: type) -> st.SearchStrategy[Message]:
-    return st.builds(kind, **{name: FIELDS.get(name, counts) for name in kind.__struct_fields__})  # type: ignore[attr-defined]
+def messages(kind: Any) -> st.SearchStrategy[Message]:
+    names = kind.__struct_fields__
+    return st.builds(kind, **{name: FIELDS.get(name, counts) for name in names})
 
 
 anything = st.one_of([messages(kind) for kind in KINDS])
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-def test_every_message_survives(kind: type) -> None:
-    @settings(max_examples=40, deadline=None)
-    @given(messages(kind))
-    def check(message: Message) -> None:
-        frame, union = encode(message), ToEngine if kind in get_args(ToEngine) else FromEngine
-        assert decode(frame, union) == message and type(decode(frame, union)) is kind
-        assert read_id(frame) == message.id
-
-    check()
-
-
-def test_each_end_reads_only_what_may_come_to_it() -> None:
-    tags = [kind.__struct_config__.tag for kind in KINDS]
-    assert sorted(tags) == sorted({*tags}), "a tag names one message"
-    assert {"ADD", "ABORT", "SHUTDOWN", "READY", "OUTPUT", "UTILITY", "UTILITY_RESPONSE", "ENGINE_DEAD", "START_DP_WAVE"} <= {*tags}
-
-    @settings(max_examples=60, deadline=None)
-    @given(anything)
-    def check(message: Message) -> None:
-        wrong = FromEngine if type(message) in get_args(ToEngine) else ToEngine
-        with pytest.raises(ValueError, match="not a valid message"):
-            decode(encode(message), wrong)
-
-    check()
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=64) | st.builds(lambda m, n: encode(m)[:-n], anything, st.integers(1, 30)))
-def test_garbage_and_truncated_frames(frame: bytes) -> None:
-    """Random bytes are a ValueError or, by chance, a message; no other error is raised."""
-    for kind in (ToEngine, FromEngine):
-        try:
-            assert isinstance(decode(frame, kind), Message)
-        except ValueError as error:
-            assert "not a valid message" in str(error)
-    assert type(read_id(frame)) is int
+@settings(max_examples=100, deadline=None)
+@given(anything)
+def test_every_message_arrives_at_its_own_end(message: Message) -> None:
+    """And the other end refuses it."""
+    frame = encode(message)
+    own, other = ToEngine, FromEngine
+    if type(message) not in get_args(ToEngine):
+        own, other = other, own
+    found = decode(frame, own)
+    assert found == message and type(found) is type(message) and read_id(frame) == message.id
+    with pytest.raises(ValueError, match="not a valid message"):
+        decode(frame, other)
 
 
 @settings(max_examples=200, deadline=None)
-@given(anything, st.data())
-def test_one_byte_changed(message: Message, data: st.DataObject) -> None:
-    frame = bytearray(encode(message))
-    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    for kind in (ToEngine, FromEngine):
+@given(st.binary(max_size=64) | anything.map(encode), st.data())
+def test_garbage_is_a_value_error(frame: bytes, data: st.DataObject) -> None:
+    """Random bytes, cut frames, one byte changed: no other error is raised."""
+    changed = bytearray(frame[: data.draw(st.integers(1, max(1, len(frame))))])
+    if changed and data.draw(flags):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    for kind in (ToEngine, FromEngine, ToRank):
         try:
-            found = decode(bytes(frame), kind)
+            found = decode(bytes(changed), kind)
         except ValueError:
             continue
         if isinstance(found, Add):  # another request, and a whole one
             assert all(type(i) is int and i >= 0 for i in found.token_ids)
-
-
-WENT_OFF: list[str] = []
+    assert type(read_id(bytes(changed))) is int
 
 
 class Bomb:
     """Unpickling this class runs code."""
 
     def __reduce__(self) -> Any:
-        return WENT_OFF.extend, (["bang"],)
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_is_refused(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle, "loads", None)
-    frame = pickle.dumps(Bomb(), protocol=protocol)
-    for kind in (ToEngine, FromEngine):
-        with pytest.raises(ValueError, match="not a valid message"):
-            decode(frame, kind)
-    assert read_id(frame) == 0 and not WENT_OFF
-
-
-def test_there_is_no_pickle_in_the_part() -> None:
-    """No module imports code that runs its input, or sends Python objects through a socket."""
-    files = [*FOLDER.rglob("*.py")]
-    assert len(files) >= 4
-    for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {n.split(".")[0] for n in names} & UNSAFE, f"{path.name}:{node.lineno}"  # type: ignore[attr-defined]
-            if isinstance(node, ast.Attribute | ast.Name):
-                name = node.attr if isinstance(node, ast.Attribute) else node.id
-                bad = {"send_pyobj", "recv_pyobj", "allow_pickle", "eval", "exec", "__reduce__"}
-                assert name not in bad, f"{path.name}:{node.lineno} uses {name}"
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: decode(bytes(MAX_FRAME + 1), ToEngine), f"MAX_FRAME={MAX_FRAME}"),
-        (lambda: encode(Add(1, [2**40] * (MAX_FRAME // 9), {})), f"MAX_FRAME={MAX_FRAME}"),
-    ],
-)
-def test_sizes_are_limited(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make()
+        return pytest.fail, ("it went off",)
 
 
 def raw(ids: Any = (7,), id: Any = 5, more: Any = ()) -> bytes:
     return msgspec.msgpack.encode(["ADD", id, ids, {}, *more])
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        raw("text"), raw(b"\0\0\0\0"), raw(7), raw(None), raw({"a": 1}), raw([[7]]), raw([1.5]), raw([-1]), raw(["7"]),
-        raw([True]), raw([None]), raw([2**63, -(2**63)]), raw(more=[1]), msgspec.msgpack.encode(["EVAL", 5, "1 + 1"]),
-        msgspec.msgpack.encode(["ADD", 5]), msgspec.msgpack.encode(["UTILITY", 5, "__class__"]),
-        msgspec.msgpack.encode(["ADD", 5, [0], {"stop": {"a": 1}}]),
-    ],
-)  # fmt: skip
-def test_wrong_fields_are_refused_and_the_id_is_read(frame: bytes) -> None:
-    assert isinstance(decode(raw(), ToEngine), Add)
-    with pytest.raises(ValueError, match="not a valid message"):
+BAD: dict[str, tuple[bytes, int]] = {  # the frame, and the id that can be read in it
+    "a pickle": (pickle.dumps(Bomb()), 0),
+    "text for ids": (raw("text"), 5),
+    "bytes for ids": (raw(b"\0\0\0\0"), 5),
+    "a list in ids": (raw([[7]]), 5),
+    "a fraction": (raw([1.5]), 5),
+    "below 0": (raw([-1]), 5),
+    "a flag for an id": (raw([True]), 5),
+    "over 64 bits": (raw([2**63, -(2**63)]), 5),
+    "a field too many": (raw(more=[1]), 5),
+    "a field too few": (msgspec.msgpack.encode(["ADD", 5]), 5),
+    "an unknown tag": (msgspec.msgpack.encode(["EVAL", 5, "1 + 1"]), 5),
+    "a wrong parameter": (msgspec.msgpack.encode(["ADD", 5, [0], {"stop": {"a": 1}}]), 5),
+    "nothing": (b"", 0),
+    "very deep": (b"\x91" * 100_000, 0),
+    "an id of words": (raw(id="five"), 0),
+    "an id that is a flag": (raw(id=True), 0),
+    "an id that is too large": (raw(id=2**63), 0),
+    "too large": (bytes(MAX_FRAME + 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD, ids=lambda name: name.replace(" ", "-"))
+def test_a_bad_frame_is_refused(name: str) -> None:
+    frame, id = BAD[name]
+    with pytest.raises(ValueError, match="MAX_FRAME" if name == "too large" else "not a valid"):
         decode(frame, ToEngine)
-    assert read_id(frame) == 5
+    assert read_id(frame) == id
 
 
-@pytest.mark.parametrize("frame", [b"", b"\x91" * 100_000, b"\x93\xa3ADD\xcb", b"\xdd\xff",
-                                   *(raw(id=id) for id in ("five", None, True, -1, 2**63))])  # fmt: skip
-def test_no_id_to_read(frame: bytes) -> None:
-    assert read_id(frame) == 0
-    with pytest.raises(ValueError, match="not a valid message"):
-        decode(frame, ToEngine)
+def test_no_module_runs_its_input() -> None:
+    """None imports or calls what makes Python objects of bytes, or runs them."""
+    files = [*Path(atom_mini.parallel.__file__ or "").parent.rglob("*.py")]
+    assert len(files) >= 4
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = {getattr(node, "attr", ""), getattr(node, "id", "")}
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names |= {part for alias in node.names for part in alias.name.split(".")}
+                names |= {*(getattr(node, "module", None) or "").split(".")}
+            assert not names & UNSAFE, f"{path.name}: {ast.unparse(node)}"
 
 
-@given(st.integers(0) | st.none(), st.integers(1, 10**6), st.none() | st.integers(0, 20))
-def test_params_arrive(seed: int | None, max_tokens: int, logprobs: int | None) -> None:
-    """All parameters but the stop strings arrive, and the 64 bits of a seed that count."""
-    asked = SamplingParams(seed=seed, max_tokens=max_tokens, logprobs=logprobs, stop=["x"], stop_token_ids=[1, 2], min_p=0.5)
-    add: Any = decode(encode(Add(1, [0], pack_params(asked))), ToEngine)
-    got = SamplingParams(**add.params)
-    mask = 2**64 - 1
-    assert (got.seed is None) == (seed is None) and (got.seed or 0) & mask == (seed or 0) & mask
-    assert vars(got) | {"seed": 0, "stop": ()} == vars(asked) | {"seed": 0, "stop": ()}
+def sent(**options: Any) -> SamplingParams:
+    add: Any = decode(encode(Add(1, [0], pack_params(SamplingParams(**options)))), ToEngine)
+    return SamplingParams(**add.params)
 
 
-def test_large_params_cross() -> None:
-    """Any number that is valid in-process can be sent, and means the same."""
-    asked = SamplingParams(max_tokens=10**30, top_k=2**70, temperature=10**30, stop_token_ids=[3, 2**70], ignore_eos=True)
-    add: Any = decode(encode(Add(1, [0], pack_params(asked))), ToEngine)
-    got, most = SamplingParams(**add.params), 2**64 - 1
-    assert [got.max_tokens, got.top_k, got.temperature, *got.stop_token_ids] == [most, most, 1e30, 3, most]
-    assert got.ignore_eos is True and got.min_p is None
+def test_parameters_arrive() -> None:
+    """All but the stop strings, which the front searches for; of a seed the 64 bits that count;
+    and of any number over 64 bits one that means the same."""
+    options = {"max_tokens": 7, "logprobs": 2, "stop_token_ids": [1, 2], "min_p": 0.5, "n": 1}
+    asked = SamplingParams(seed=5, stop=["x"], **options)  # type: ignore[arg-type]
+    assert vars(sent(seed=5, stop=["x"], **options)) == vars(asked) | {"stop": ()}
+    most = 2**64 - 1
+    assert sent(seed=2**70 + 3).seed == 3 and sent(seed=0).seed == 0 and sent().seed is None
+    got = sent(max_tokens=10**30, top_k=2**70, temperature=10**30, stop_token_ids=[3, 2**70])
+    assert [got.max_tokens, got.top_k, got.temperature] == [most, most, 1e30]
+    assert [*got.stop_token_ids] == [3, most]
+    with pytest.raises(ValueError, match="no option 'cls'"):
+        SamplingParams(**{"cls": 1})
 
 
-@pytest.mark.parametrize("name", ["cls", "self", "nothing"])
-def test_a_parameter_of_an_unknown_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"no option '{name}'"):
-        SamplingParams(**{name: 1})
+def cross(batch: ScheduledBatch) -> ScheduledBatch:
+    """What a rank makes of what a leader sends."""
+    return unpack_batch(decode(pack_batch(batch), ToRank))
+
+
+def test_a_step_crosses_whole() -> None:
+    """Every field, with drafts and without; parameters are made once, as a rank validates them;
+    arrays that do not fit are a ValueError."""
+    params = [
+        SamplingParams(temperature=0.5, seed=2**64 - 3, top_k=4),
+        SamplingParams(repetition_penalty=1.5, logprobs=2),
+    ]
+    batch = ScheduledBatch(
+        SequenceType.DECODE, [7, 9], np.array([1, 5, 6, 2]), np.array([3, 1], np.int32),
+        np.array([8, 30], np.int32), np.arange(16, dtype=np.int32).reshape(2, 8),
+        np.array([True, True]), params, {1: [4, 2]}, [0, 3],
+    )  # fmt: skip
+    for given_batch in (batch, as_rows(batch)):
+        found, again = cross(given_batch), cross(given_batch)
+        assert type(found) is type(given_batch) and found.type is given_batch.type
+        pairs = zip(found.sampling_params, again.sampling_params, strict=True)
+        assert all(one is other for one, other in pairs)
+        for name, value in vars(given_batch).items():
+            other = getattr(found, name)
+            if isinstance(value, np.ndarray):
+                assert value.dtype == other.dtype and np.array_equal(value, other)
+            elif name == "sampling_params":
+                assert [(p.seed, p.top_k) for p in value] == [(p.seed, p.top_k) for p in other]
+            elif name != "whole":
+                assert value == other
+    step: Any = decode(pack_batch(batch), Step)
+    *arrays, last = step.arrays
+    for wrong in (arrays, [*step.arrays, b""], [b"\0" * 7, *arrays[1:], last], [*arrays, last[:-4]]):
+        step.arrays = wrong
+        with pytest.raises(ValueError):
+            unpack_batch(decode(encode(step), ToRank))
+
+
+@pytest.mark.alone
+def test_bad_frames_do_not_end_an_engine(fake: Callable[..., Any]) -> None:
+    """Each is refused with a warning; a running request of the same id gets all its tokens. What
+    the front accepted by mistake ends, and the others go on."""
+    core, rng = fake(), random.Random(0)
+    large = msgspec.msgpack.encode(["ADD", 10**6, [0], {"temperature": [100] * 2**24}])
+    seq = request(core, max_tokens=200)
+    bad = Sequence([5], 4)
+    bad.token_ids = [10**6]
+    core.add(bad)
+    frames = [
+        encode(Add(seq.id, [0], {})), raw("x", id=seq.id), encode(Refused(seq.id, "x"))[:-1],
+        rng.randbytes(30), encode(Abort(seq.id))[:3], pickle.dumps(Bomb()), raw([], id=10**6),
+        msgspec.msgpack.encode(["ADD", 10**6, [0], {"cls": 1}]), raw([2**40], id=10**6), large,
+    ]  # fmt: skip
+    with pytest.warns(UserWarning) as warned:
+        for frame in frames:
+            core.step()
+            with core.engines[0].sending:
+                core.engines[0].outbox.send(frame)
+        finish(core, seq, bad)
+
+        def are_all_refused() -> bool:
+            core.step()
+            return len([w for w in warned if "refused" in str(w.message)]) == len(frames) + 1
+
+        wait_for(are_all_refused)
+    assert seq.completion_token_ids == [103 + i for i in range(200)]
+    assert bad.leave_reason == "abort"
+    with pytest.raises((ValueError, OverflowError)):  # and nothing is queued
+        core.add(Sequence([5], 4, id=2**70))
+    with pytest.raises(ValueError, match="id 7 is in the engine"):
+        for _ in range(2):
+            core.add(Sequence([5], 4, id=7))
+    core.abort(7)
+    expect_empty(core)
+    core.close()
+
+
+@pytest.mark.alone
+def test_an_abort_does_not_overtake_its_request(fake: Callable[..., Any]) -> None:
+    """So no block is lost and nothing runs on."""
+    core = fake(num_kvcache_blocks=600)
+    for i in range(100):
+        seq = request(core, max_tokens=2000)
+        if i % 3 == 0:
+            core.step()
+        assert core.abort(seq.id) is seq and seq.leave_reason == "abort"
+    expect_empty(core)
+    late = request(core, max_tokens=4)
+    finish(core, late)
+    assert late.completion_token_ids == [103, 104, 105, 106]
+    core.close()
+
+
+@pytest.mark.alone
+def test_a_row_without_a_token_crosses(fake: Callable[..., Any]) -> None:
+    """The request keeps its tokens and ends with an error; the others run on."""
+    found = "{i: (-1,) if n == 6 else (n,) for i, n in both}"
+    both = "both = zip(batch.req_ids, batch.context_lens.tolist())"
+    core = fake(in_forward=f"{both}; return ScheduledBatchOutput({found})")
+    short, long = request(core, 3, max_tokens=9), request(core, 2, max_tokens=4)
+    finish(core, short, long)
+    assert (short.leave_reason, short.completion_token_ids) == ("not_finite", [3, 4, 5])
+    assert (long.leave_reason, long.completion_token_ids) == ("max_tokens", [2, 3, 4, 5])
+    core.close()
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_an_engine_does_not_run_ahead(
+    fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pauses while the front does not read, answers questions, and goes on when it reads."""
+    monkeypatch.setenv("FAKE_STEP", "0")
+    core = fake(num_kvcache_blocks=1200)
+    seq = request(core, max_tokens=2000)
+    wait_for(lambda: len(core.engines[0].messages) >= 16)
+    time.sleep(1)  # it could run many steps
+    assert 16 < core.metrics()["steps"] < 1000
+    finish(core, seq)
+    assert seq.completion_token_ids == [103 + i for i in range(2000)]
+    core.close()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_scheduler_of_the_users_own_crosses(
+    by_name: bool, fake: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class is sent by name: requests end in its order."""
+    name = f"own_{by_name}"
+    (tmp_path / f"{name}.py").write_text(
+        "from atom_mini.scheduler import Scheduler\nclass NewestFirst(Scheduler):\n"
+        "    def add(self, seq):\n        super().add(seq)\n"
+        "        self.waiting.appendleft(self.waiting.pop())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = f"{name}:NewestFirst" if by_name else importlib.import_module(name).NewestFirst
+    core = fake(max_num_seqs=1, scheduler_cls=own)
+    first = request(core, max_tokens=100)
+    while first.num_completion_tokens == 0:  # the others come while the only place is taken
+        core.step()
+    seqs = [request(core, max_tokens=2) for _ in range(3)]
+    ends: list[int] = []
+    while not all(seq.is_finished for seq in seqs):
+        ends += [seq.id for seq in core.step().finished]
+    core.close()
+    assert ends == [first.id, *(seq.id for seq in reversed(seqs))]

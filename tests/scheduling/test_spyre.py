@@ -18,28 +18,38 @@ import torch
 from checkpoints import save_checkpoint
 from show import check_blocks, check_trace, new_tokens
 from symbolic import Request, SymbolicRunner, Trial, play
+from test_fuzz import mutate
 
 import atom_mini.model_runner as model_runner
-from atom_mini import LLM, EngineArgs
+from atom_mini import EngineArgs
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.options.build import make_runner
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
-from atom_mini.scheduling.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align, remaining
+from atom_mini.scheduling.spyre import ChunkPlan, PaddedBatch, SpyreScheduler, align
 from atom_mini.scheduling.spyre_runner import RectangularRunner
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.trace.trace import record
 
 TABLES = Path(__file__).with_name("spyre_tables")
+VARIABLE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
 
 
 def make_config(longest: int, limit: int, **options: Any) -> Config:
     """Blocks of 64, chunks of 128, four sequences, as in the published figures."""
-    shape = {"kv_cache_block_size": 64, "chunk_size": 128, "max_num_seqs": 4, "num_kvcache_blocks": 200} | options
-    config = EngineArgs(scheduler="spyre", max_model_len=-(-longest // 64) * 64, max_batch_tkv_limit=max(limit, longest + 63),
-                    **shape)
+    shape = {"kv_cache_block_size": 64, "chunk_size": 128, "max_num_seqs": 4}
+    shape |= {"num_kvcache_blocks": 200} | options
+    model = {"max_model_len": -(-longest // 64) * 64}
+    model |= {"max_batch_tkv_limit": max(limit, longest + 63)}
+    config = EngineArgs(scheduler="spyre", **model, **shape)
     # some tables have what users may not ask for
     return config.changed(max_model_len=longest, max_batch_tkv_limit=limit)
+
+
+def small_config(**options: Any) -> Config:
+    """Blocks and chunks of 4, two sequences."""
+    shape = {"kv_cache_block_size": 4, "chunk_size": 4, "max_num_seqs": 2}
+    return EngineArgs(scheduler="spyre", **shape, **options)
 
 
 @dataclass
@@ -59,12 +69,17 @@ class Row:
 
 
 class Runner:
-    """Generates a token for each request, and the end of text after its published number of tokens."""
+    """Generates a token for each request, and the end of text after its published number of tokens.
+    One step may fail."""
 
-    def __init__(self, stops: dict[int, int]) -> None:
+    def __init__(self, stops: dict[int, int], failing: int = 0) -> None:
         self.stops, self.counts = stops, dict.fromkeys(stops, 0)
+        self.step, self.failing = 0, failing
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.step += 1
+        if self.step == self.failing:
+            raise RuntimeError("the device is gone")
         tokens = {}
         for i, sampled in zip(batch.req_ids, batch.is_sampled, strict=True):
             if sampled:
@@ -74,13 +89,14 @@ class Runner:
 
 
 def replay(
-    config: Config, requests: list[dict[str, Any]], scheduler: type[SpyreScheduler] = SpyreScheduler,
+    config: Config,
+    requests: list[dict[str, Any]],
     watch: Callable[[Any], None] = lambda batch: None,
 ) -> Iterator[Row]:
     """Run `requests` (id, add_step, prompt_len, max_tokens, perhaps stop_after and prompt) and yield each step."""
     config = config.changed(eos_token_ids=(0,))
     runner = Runner({int(r["id"]): r.get("stop_after") or 10**9 for r in requests})
-    core = EngineCore(config, runner, scheduler(config))
+    core = EngineCore(config, runner, SpyreScheduler(config))
     spyre: Any = core.scheduler
     todo = sorted(requests, key=lambda r: r["add_step"])
 
@@ -137,61 +153,21 @@ ADMISSION = [request(0, 0, 40, 300, 20), request(1, 0, 260, 40, 40), request(2, 
 
 
 def test_the_admission_run() -> None:
-    """Eight requests: capacity, interleaving, the model's length, and the volume each delay a request."""
+    """Eight requests: capacity, interleaving, the model's length, and the volume each delay a
+    request. The published times between tokens, where a decode takes 1 and a chunk 8."""
     rows = list(replay(make_config(512, 1536), ADMISSION))
     assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, 3, 5, 23, 25, 27, 29, 31, 33, 46, 48, 55, 71, 73]
     finished = [(i, sorted(row.finished)) for i, row in enumerate(rows, 1) if row.finished]
     assert finished == [(22, ["0"]), (45, ["2"]), (54, ["4"]), (70, ["1"]), (76, ["6"]), (81, ["3"]), (84, ["7"]), (90, ["5"])]
     assert max(len(row.tkvs) * row.tkv for row in rows if row.kind == "decode") <= 1536
-
-
-class NoVolume(SpyreScheduler):
-    def _too_large(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-        return None
-
-
-class NoLength(SpyreScheduler):
-    def _too_long(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-        return None
-
-
-def test_the_admission_run_without_one_of_its_rules() -> None:
-    """Without the length rule, request 1's last chunk would not wait for request 0 to end, but run at step 7; without the
-    volume rule, request 4 would prefill at step 35 and the rectangle grow to 4 x 426 = 1,704."""
-    rows = list(replay(make_config(512, 1536), ADMISSION, NoLength))
-    assert next(i for i, row in enumerate(rows, 1) if row.prefill == ("1", 260)) == 7
-    rows = list(replay(make_config(512, 1536), ADMISSION, NoVolume))
-    assert next(i for i, row in enumerate(rows, 1) if row.prefill and row.prefill[0] == "4") == 35
-    # the figure counts what has been generated, one more than what the step attends to
-    assert max(len(r.tkvs) * (r.tkv + 1) for r in rows[:46] if r.kind == "decode" and len(r.tkvs) == 4) >= 1704
-
-
-def test_a_waiting_request_counts_each_token_that_others_may_still_make() -> None:
-    """49 tokens and 17 to come are aligned with 70: one token less, and it would be let in 14 steps early."""
-    requests = [request(0, 0, 49, 17), request(1, 0, 70, 17)]
-    rows = list(replay(make_config(128, 2048, max_num_seqs=2), requests))
-    assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, 17] and rows[17].tkv == 71
-
-
-@pytest.mark.parametrize(("max_tokens", "start"), [(55, 3), (56, 21)])
-def test_a_newcomer_must_fit_the_context_itself(max_tokens: int, start: int) -> None:
-    """10 tokens aligned with 70 begin at 74, so 55 more end at 128, and 56 wait until the other request has ended."""
-    rows = list(replay(make_config(128, 2048, max_num_seqs=2), [request(0, 0, 70, 20), request(1, 0, 10, max_tokens)]))
-    assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, start]
-    assert max(row.tkv for row in rows) <= 128
-
-
-@pytest.mark.parametrize(("limit", "interleave", "requests", "start"), [
-    (9, True, [request(0, 0, 1, 3), request(1, 2, 1, 1)], 4),  # the other's last step is at 3: 2 x (4 + 2) is too much
-    (8, False, [request(0, 0, 1, 2), request(1, 0, 1, 7)], 2),  # 1 x 10 would be too much; alone, a sequence has no padding
-])  # fmt: skip
-def test_the_smallest_volumes(limit: int, interleave: bool, requests: list[dict[str, Any]], start: int) -> None:
-    """Every end counts, at the column of its last step, while another sequence is in the batch."""
-    config = EngineArgs(scheduler="spyre", kv_cache_block_size=2, chunk_size=4, max_model_len=8, max_batch_tkv_limit=limit,
-                    interleave=interleave, num_kvcache_blocks=20, max_num_seqs=2)
-    rows = list(replay(config, requests))
-    assert [i for i, row in enumerate(rows, 1) if row.prefill] == [1, start]
-    assert max(len(row.tkvs) * row.tkv for row in rows) <= limit
+    now, times = 0, dict[str, list[int]]()
+    for row in rows:
+        now += 8 if row.kind == "prefill" else 1
+        for who in row.outputs:
+            times.setdefault(who, []).append(now)
+    timeline = TABLES / "doc_timeline_admission_constraints.json"
+    for wanted in json.loads(timeline.read_text())["rows"]:
+        assert np.diff(times[wanted["id"]]).tolist() == wanted["itls"], wanted["id"]
 
 
 class Published(SpyreScheduler):
@@ -233,18 +209,17 @@ class Published(SpyreScheduler):
 
 
 def test_every_look_ahead_is_the_published_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 200 random runs, each rule saying yes and no many times."""
+    """In 80 random runs, each rule saying yes and no many times."""
     Published.looks.clear()
-    for seed in range(200):
+    for seed in range(80):
         run_spyre_trial(seed, monkeypatch, Published)
-    assert len(Published.looks) == 4 and min(Published.looks.values()) > 100, Published.looks
+    assert len(Published.looks) == 4 and min(Published.looks.values()) > 40, Published.looks
 
 
 def test_a_shared_block_is_one_block() -> None:
     """Two times 9 tokens and 4 more need three blocks each, and four together, since two are the same."""
     def rows(shared: int) -> list[Row]:
-        config = EngineArgs(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=16, num_kvcache_blocks=4,
-                        max_num_seqs=2)
+        config = small_config(max_model_len=16, num_kvcache_blocks=4)
         ends = [{"stream": f"own{i}", "start": 0, "len": 9 - shared} for i in range(2)]
         prompts = [[{"stream": "stem", "start": 0, "len": shared}, end] for end in ends]
         return list(replay(config, [request(i, i, 9, 4) | {"prompt": prompt} for i, prompt in enumerate(prompts)]))
@@ -254,26 +229,12 @@ def test_a_shared_block_is_one_block() -> None:
     assert max(len(row.running) for row in apart) == 1
 
 
-class Failing(Runner):
-    """Fails in one step."""
-
-    def __init__(self, failing: int) -> None:
-        super().__init__(dict.fromkeys(range(3), 10**9))
-        self.step, self.failing = 0, failing
-
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        self.step += 1
-        if self.step == self.failing:
-            raise RuntimeError("the device is gone")
-        return super().forward(batch)
-
-
 def test_a_failed_step_does_not_change_what_others_had_computed() -> None:
     """Requests of 12 and 20 tokens, the first 8 in common: the second has found 8, whatever it finds after a failure."""
     for failing in range(1, 10):
-        config = EngineArgs(scheduler="spyre", kv_cache_block_size=4, chunk_size=4, max_model_len=32, num_kvcache_blocks=20,
-                        max_num_seqs=2)
-        core = EngineCore(config, Failing(failing), SpyreScheduler(config))
+        config = small_config(max_model_len=32, num_kvcache_blocks=20)
+        runner = Runner(dict.fromkeys(range(3), 10**9), failing)
+        core = EngineCore(config, runner, SpyreScheduler(config))
         seqs = [Sequence([*range(8), *range(100 * n, 101 * n - 8)], 4, SamplingParams(max_tokens=3), id=i)
                 for i, n in enumerate((12, 20))]
         for seq in seqs:
@@ -282,23 +243,24 @@ def test_a_failed_step_does_not_change_what_others_had_computed() -> None:
                 try:
                     core.step()
                 except RuntimeError:
-                    assert core.runner.step == failing  # type: ignore[attr-defined]
-        assert core.runner.step > failing  # type: ignore[attr-defined]
+                    assert runner.step == failing
+        assert runner.step > failing
         assert [s.num_cached_tokens for s in seqs] == [0, 8], failing
 
 
-@pytest.mark.parametrize(("value", "options", "expected"), [
-    ("0", {}, False), ("1", {}, True), ("", {}, True), ("0", {"interleave": True}, True), ("1", {"interleave": False}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "options", "expected"),
+    [("0", {}, False), ("", {}, True), ("0", {"interleave": True}, True)],
+)
 def test_spyres_own_variable(
     monkeypatch: pytest.MonkeyPatch, value: str, options: dict[str, Any], expected: bool
 ) -> None:
     """It sets `interleave` if no option does, and is read for this scheduler only."""
-    monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", value)
+    monkeypatch.setenv(VARIABLE, value)
     assert make_config(512, 1024, **options).interleave is expected
-    monkeypatch.setenv("SENDNN_INFERENCE_CP_INTERLEAVE_STEPS", "2")
+    monkeypatch.setenv(VARIABLE, "2")
     assert EngineArgs().scheduler == "atom"
-    with pytest.raises(ValueError, match="SENDNN_INFERENCE_CP_INTERLEAVE_STEPS='2' must be 0 or 1"):
+    with pytest.raises(ValueError, match=f"{VARIABLE}='2' must be 0 or 1"):
         make_config(512, 1024)
 
 
@@ -316,10 +278,11 @@ def test_the_tkv_jumps() -> None:
     assert [(i, sorted(row.finished)) for i, row in enumerate(rows) if row.finished] == [(58, ["0"]), (65, ["2"]), (68, ["1"])]
 
 
-def tables_of(kind: str) -> list[Any]:
-    """The published tables of a kind."""
+def tables_of(kind: str, key: str = "kind") -> list[Any]:
+    """The published tables of a kind, those that have a key."""
     tables = {file.stem: json.loads(file.read_text()) for file in sorted(TABLES.glob("*.json"))}
-    found = [pytest.param(table, id=name) for name, table in tables.items() if table["kind"] == kind]
+    of_kind = {name: t for name, t in tables.items() if t["kind"] == kind and key in t}
+    found = [pytest.param(table, id=name) for name, table in of_kind.items()]
     assert found, kind
     return found
 
@@ -343,12 +306,9 @@ def test_published_steps(table: dict[str, Any]) -> None:
             assert row.tkv == wanted["tkv"], wanted
 
 
-@pytest.mark.parametrize("table", tables_of("doc_figure"))
+@pytest.mark.parametrize("table", tables_of("doc_figure", "figure_steps"))
 def test_published_figures(table: dict[str, Any]) -> None:
     """Each step of each figure: who waits, the chunk and its padding, and the rectangle."""
-    if "figure_steps" not in table:
-        check_times(table)
-        return
     c, steps = table["config"], table["figure_steps"]
     prompt = steps[0]["prefilling"]
     requests = table.get("requests") or [prompt | {"add_step": 0}]
@@ -372,19 +332,6 @@ def test_published_figures(table: dict[str, Any]) -> None:
             pads = align(after, c["block_size"])
             shown = {(i, n + pad, pad, n - lengths[i]) for i, n, pad in zip(row.lens, after, pads, strict=True)}
             assert shown == {(d["id"], d["tkv"], d["padding"], d["decoded"]) for d in wanted["decoding"]}
-
-
-def check_times(table: dict[str, Any]) -> None:
-    """The time between a request's tokens in the admission run, where a decode takes 1 and a chunk 8."""
-    now = 0
-    tokens: dict[str, list[int]] = {row["id"]: [] for row in table["rows"]}
-    for row in replay(make_config(512, 1536), ADMISSION):
-        now += 8 if row.kind == "prefill" else 1
-        for who in row.outputs:
-            tokens[who].append(now)
-    for wanted in table["rows"]:
-        times = tokens[wanted["id"]]
-        assert np.diff(times).tolist() == wanted["itls"], wanted["id"]
 
 
 @pytest.mark.parametrize("table", tables_of("table"))
@@ -533,22 +480,17 @@ def run_spyre_trial(
     return stats
 
 
-@pytest.mark.slow
-def test_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4,000 random machines and loads: the oracle's tokens, never over the limit, never idle, nothing left behind."""
-    stats = sum((run_spyre_trial(seed, monkeypatch) for seed in range(4000)), Counter())
-    least = {"trials": 4000, "tokens": 40_000, "prefix_hits": 300, "redirected": 300, "failures": 50}
-    assert all(stats[name] >= n for name, n in least.items()), stats
-
-
 def crowd(trial: Trial, rng: random.Random) -> None:
     """Prompts with a long common beginning, all at once, in a pool that holds little more than one of them."""
     config = trial.config
     blocks = (config.max_model_len or 0) // config.kv_cache_block_size + rng.randint(0, 3)
     trial.config = config.changed(
-        num_kvcache_blocks=blocks, max_num_seqs=rng.randint(2, 5), max_batch_tkv_limit=1000,
-        prefix_cache="hash", enable_prefix_caching=True,
-    )  # fmt: skip
+        num_kvcache_blocks=blocks,
+        max_num_seqs=rng.randint(2, 5),
+        max_batch_tkv_limit=1000,
+        prefix_cache="hash",
+        enable_prefix_caching=True,
+    )
     stem = max((r.prompt for r in trial.requests), key=len)
     for request in trial.requests:
         request.arrival = rng.randrange(4)
@@ -556,90 +498,56 @@ def crowd(trial: Trial, rng: random.Random) -> None:
             request.prompt = stem[: rng.randint(len(stem) // 2, len(stem))] + request.prompt[-1:]
 
 
-class OncePerOwner(SpyreScheduler):
-    """Counts the admissions of which a count per owner would say that the pool could run dry."""
-
-    late = 0
-
-    def _no_blocks(self, seq: Sequence, *rest: Any) -> str | None:
-        reason = super()._no_blocks(seq, *rest)
-        lives = {s.id: s for s in [*self.running, seq]}.values()
-        per_owner = sum(-(-(s.limit - 1) // self.size) for s in lives)
-        OncePerOwner.late += reason is None and per_owner > len(self.block_manager.pool.blocks)
-        return reason
+def test_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random machines and loads: the oracle's tokens, never over the limit, never idle."""
+    stats = sum((run_spyre_trial(seed, monkeypatch) for seed in range(150)), Counter())
+    least = {"tokens": 1000, "prefix_hits": 10, "redirected": 10, "failures": 1}
+    assert all(stats[name] >= n for name, n in least.items()), stats
+    for seed in range(60):
+        run_spyre_trial(seed, monkeypatch, crowded=True)
 
 
-def test_no_request_runs_out_of_blocks_where_prompts_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 crowded runs: many admissions that only sharing makes possible, and the oracle's tokens for all."""
-    OncePerOwner.late = 0
-    for seed in range(200):
-        run_spyre_trial(seed, monkeypatch, OncePerOwner, crowded=True)
-    assert OncePerOwner.late > 100, OncePerOwner.late
+@pytest.mark.slow
+def test_more_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(150, 700):
+        run_spyre_trial(seed, monkeypatch)
+
+
+BUGS: dict[str, tuple[str, str, str]] = {  # in which method, what, by what
+    "no slack": ("staircase", "+ 1 - i, e)", "+ 1 - i, e - size)"),
+    "no rounding": ("staircase", "round_up(base + remaining(s), size) + size", "base + remaining(s)"),
+    "a stale tkv": ("_why_not", "if decoding and (is_last", "if (is_last"),
+    "no redirection": ("_prefill", '"num_redirected": redirected', '"num_redirected": 0'),
+    "no volume": ("_too_large", "worst > limit else", "False else"),
+    "no growth": ("_to_come", "(seq.limit - 1)", "seq.num_tokens"),
+    "free is shared": ("_no_blocks", "ref_count > 0", "ref_count >= 0"),
+}
+
+
+RARE = {"no slack", "no rounding"}
+CHOSEN = [pytest.param(bug, marks=[pytest.mark.slow] * (bug in RARE)) for bug in BUGS]
+
+
+@pytest.mark.parametrize("bug", CHOSEN)
+def test_the_fuzz_can_fail(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is noticed, some only in crowded runs: a dry pool is a KeyError."""
+    mutate(monkeypatch, SpyreScheduler, *BUGS[bug])
+    crowded = bug in ("no growth", "free is shared")
+    with pytest.raises(KeyError if crowded else AssertionError):
+        for seed in range(4000):
+            run_spyre_trial(seed, monkeypatch, crowded=crowded)
 
 
 def test_the_trace_of_a_run_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replayed trace gives the queues and the pool of every step, and the reason of each refusal."""
     traces: list[Any] = []
-    for seed in range(60):
+    for seed in range(40):
         run_spyre_trial(seed, monkeypatch, watch=lambda core: traces.append(record(core)))
         check_trace(traces[-1])
-    refused = [e["why"] for trace in traces for step in trace.steps for e in step.events if e["event"] == "refused"]
-    known = {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks", "one prefill at a time"}
-    assert {why.split(":")[0] for why in refused} == known
-
-
-class NoSlack(SpyreScheduler):
-    def staircase(self, seq: Sequence, decoding: list[Sequence]) -> list[tuple[int, int]]:
-        return [(n, end - self.size) for n, end in super().staircase(seq, decoding)]
-
-
-class NoRounding(SpyreScheduler):
-    def staircase(self, seq: Sequence, decoding: list[Sequence]) -> list[tuple[int, int]]:
-        base, end = max(self.tkv, seq.num_tokens), max(self.tkv, seq.num_tokens) + remaining(seq) - 1
-        ends = sorted([base + remaining(s) for s in decoding if base + remaining(s) < end] + [end])
-        return [(len(decoding) + 1 - i, e) for i, e in enumerate(ends)]
-
-
-class StaleTkv(SpyreScheduler):
-    def _why_not(self, seq: Sequence, decoding: list[Sequence]) -> str | None:
-        if (reason := super()._why_not(seq, decoding)) or decoding:
-            return reason
-        is_first, plan = seq is not self.prefilling, self._plan(seq)
-        computed = plan.usable_tokens(len(self._cached(seq))) if is_first else seq.num_computed_tokens
-        asked = plan.end(computed) == seq.num_tokens if self.config.interleave else is_first
-        return self._too_long(seq, []) or self._too_large(seq, []) if asked else None
-
-
-class NoRedirect(SpyreScheduler):
-    def _prefill(self, seq: Sequence, decoding: list[Sequence]) -> PaddedBatch:
-        return replace(super()._prefill(seq, decoding), num_redirected=0)
-
-
-class NoGrowth(SpyreScheduler):
-    def _to_come(self, seq: Sequence) -> int:
-        return -(-seq.num_tokens // self.size) - len(seq.block_table)
-
-
-class FreeIsShared(SpyreScheduler):
-    def _no_blocks(self, seq: Sequence, cached: list[int]) -> str | None:
-        free = [b for b in cached if self.block_manager.pool.blocks[b].ref_count == 0]
-        reason = super()._no_blocks(seq, cached)
-        return reason if reason and int(reason.split()[1]) - len(free) > len(self.block_manager.pool.blocks) else None
-
-
-@pytest.mark.parametrize("mutant", [NoSlack, NoRounding, StaleTkv, NoRedirect, NoVolume, NoGrowth, FreeIsShared])
-def test_the_fuzz_can_fail(mutant: type[SpyreScheduler], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these is noticed within 4,000 runs, or in those that are crowded: a dry pool is a KeyError."""
-    crowded = mutant in (NoGrowth, FreeIsShared)
-    with pytest.raises(KeyError if crowded else AssertionError):
-        for seed in range(4000):
-            run_spyre_trial(seed, monkeypatch, mutant, crowded)
-
-
-def test_least_padding_keeps_the_context_without_the_length_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What chapter 41 says: padding made anew in each step never exceeds max_model_len, asked for or not."""
-    for seed in range(200):
-        run_spyre_trial(seed, monkeypatch, NoLength)
+    events = [e for trace in traces for step in trace.steps for e in step.events]
+    known = {"interleaving", "max_num_seqs", "max_model_len", "volume", "num_kvcache_blocks"}
+    known |= {"one prefill at a time"}
+    assert {e["why"].split(":")[0] for e in events if e["event"] == "refused"} == known
 
 
 def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> dict[tuple[int, int], Any]:
@@ -661,7 +569,9 @@ def logits_of(core: EngineCore, prompts: list[list[int]], params: SamplingParams
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("options", [{}, {"interleave": False}, {"chunk_size": 4, "max_batch_tkv_limit": 96}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"interleave": False, "chunk_size": 4, "max_batch_tkv_limit": 96}], ids=str
+)
 def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: str, tmp_path: Path) -> None:
     """Padded chunks, rectangles, redirected writes: the same logits as without any of it, and nothing unwritten is read."""
     save_checkpoint("qwen3", tmp_path, head_dim=16, max_position_embeddings=96)
@@ -683,33 +593,22 @@ def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: 
     assert torch.isnan(runner.kv_cache).any()  # most of the pool was never written
 
 
-def test_llm_with_spyres_scheduler() -> None:
-    """Chosen by the config; the built-in model says the same with either scheduler."""
-    prompts = ["Once upon a time", "12 + 7 =", "Ada lives in Rome. Ben lives in Oslo. Where does Ada live?"]
-    params = [SamplingParams(max_tokens=20, temperature=t, seed=3) for t in (0.9, 0.0, 0.0)]
-    texts = []
-    for options in ({}, {"scheduler": "spyre", "chunk_size": 32, "max_batch_tkv_limit": 1024, "max_num_seqs": 3}):
-        with LLM("tiny", device="cpu", max_model_len=128, **options) as llm:
-            texts.append([out.text for out in llm.generate(prompts, params, use_tqdm=False)])
-            assert isinstance(llm.engine_core.scheduler, SpyreScheduler) == bool(options)
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"chunk_size": 24}, "chunk_size=24 must be a multiple of kv_cache_block_size=16"),
-    ({"max_model_len": 100}, "max_model_len=100 must be a multiple of kv_cache_block_size=16"),
-    ({"max_batch_tkv_limit": 64}, "max_batch_tkv_limit=64 cannot hold a request of max_model_len=128"),
-    ({"interleave": 1}, "interleave=1 must be True or False"),
-    ({"interleave_decode": True}, "interleave_decode=True does not go with scheduler='spyre'"),
-    ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor=0.5 does not go with scheduler='spyre'"),
-    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "enable_chunked_prefill=False does not go"),
-    ({"attention": "triton"}, "attention='triton' does not go with scheduler='spyre': set it to 'torch'"),
-    ({"max_num_batched_tokens": 256}, "chunk_size=512 exceeds max_num_batched_tokens=256"),
-    ({"max_num_batched_tokens": 512, "max_num_seqs": 513}, "max_num_seqs=513 exceeds max_num_batched_tokens=512"),
-    ({"scheduler": "atom", "chunk_size": 32}, "chunk_size has no effect with scheduler='atom': change that"),
-    ({"scheduler": "spire"}, "scheduler='spire' must be 'atom' or 'spyre'"),
-    ({"max_model_len": None}, "needs max_model_len"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_size": 24}, "chunk_size=24 must be a multiple of kv_cache_block_size=16"),
+        ({"max_model_len": 100}, "max_model_len=100 must be a multiple"),
+        ({"max_model_len": None}, "needs max_model_len"),
+        ({"max_batch_tkv_limit": 64}, "max_batch_tkv_limit=64 cannot hold .* max_model_len=128"),
+        ({"max_num_batched_tokens": 256}, "chunk_size=512 exceeds max_num_batched_tokens=256"),
+        (
+            {"max_num_batched_tokens": 512, "max_num_seqs": 513},
+            "max_num_seqs=513 exceeds max_num_batched_tokens=512",
+        ),
+        ({"attention": "triton"}, "attention='triton' does not go with scheduler='spyre'"),
+        ({"scheduler": "atom", "chunk_size": 32}, "chunk_size has no effect with scheduler='atom'"),
+    ],
+)
 def test_bad_settings_are_refused_with_numbers(options: dict[str, Any], message: str) -> None:
     """Before anything is loaded."""
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atom_mini import LLM, SamplingParams
+from atom_mini import SamplingParams
 from atom_mini.errors import NOT_HERE
 from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.serving.protocol import NEUTRAL
@@ -129,16 +128,6 @@ def complain(response: httpx.Response, status: int, param: str | None = None, co
 # Truth
 
 
-def test_finish_reason_is_the_engines(served: Served) -> None:
-    """mlx-vlm #1215 (always "stop"), vllm-mlx #628 (null), GenieX #1246 (""): streamed or not."""
-    for body, reason in (({"model": "tiny", "prompt": "12 + 7 ="}, "stop"), (STORY | {"max_tokens": 5}, "length")):
-        whole = served.post(TEXT, body).json()["choices"][0]
-        assert whole["finish_reason"] == reason
-        pieces = [event["choices"][0] for event in served.events(TEXT, body)]
-        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [reason]
-        assert "".join(piece["text"] for piece in pieces) == whole["text"]
-
-
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_failure_is_never_a_stop(served: Served, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """lattice #933: before the first piece it is status 500, after it the stream's last event; and the next one is served."""
@@ -177,104 +166,76 @@ def test_an_internal_error_is_a_500(served: Served, monkeypatch: pytest.MonkeyPa
     served.wait_idle()
 
 
-def test_the_role_comes_first_with_an_empty_content(served: Served) -> None:
-    """ATOM #1803; one for each answer."""
-    chunks = served.events(TALK, CHAT | {"n": 2, "seed": 1})
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert deltas[:2] == [{"role": "assistant", "content": ""}] * 2
-    assert {chunk["choices"][0]["index"] for chunk in chunks[:2]} == {0, 1}
-    assert all("role" not in delta for delta in deltas[2:]) and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-
-
-def test_an_error_before_generation_is_an_http_error(served: Served) -> None:
-    """ATOM #1710: no headers and no first chunk before the engine has accepted the request."""
-    assert "2049" in complain(served.post(TEXT, {"model": "tiny", "prompt": [7] * 2049, "stream": True}), 400, "prompt")
-    assert complain(served.post(TALK, CHAT | {"stream": True, "temperature": -1}), 400, "temperature")
-
-
-@pytest.mark.parametrize(
-    ("options", "counts"), [(None, False), ({}, False), ({"include_usage": False}, False), ({"include_usage": True}, True)]
-)
-def test_usage_is_counted_only_when_asked_for(served: Served, options: Any, counts: bool) -> None:
-    """vLLM #36379 (`{}` was answered with usage), ATOM #1711 (its chunk must have choices: [])."""
-    more = {} if options is None else {"stream_options": options}
-    *chunks, last = served.events(TALK, CHAT | more)
-    if counts:
-        assert last["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
-        whole = served.post(TALK, CHAT).json()["usage"]
-        assert last["usage"] | {"prompt_tokens_details": 0} == whole | {"prompt_tokens_details": 0}  # now it is cached
-    else:
-        assert all("usage" not in chunk and chunk["choices"] for chunk in [*chunks, last])
-
-
-def test_each_chunk_counts_if_that_is_asked_for(served: Served) -> None:
-    """guidellm asks vLLM's servers for it; counts are over all answers."""
-    asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "max_tokens": 6, "n": 2}
-    *chunks, last = served.events(TEXT, STORY | asked)
+def test_usage_is_counted_only_when_asked_for(served: Served) -> None:
+    """vLLM #36379 (`{}` was answered with usage), ATOM #1711 (its chunk must have choices: []);
+    vLLM's `continuous_usage_stats` count over all answers in each chunk."""
+    for options in ({}, {"include_usage": False}, {"continuous_usage_stats": True}):
+        chunks = served.events(TALK, CHAT | {"stream_options": options})
+        assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+    *chunks, last = served.events(TALK, CHAT | {"stream_options": {"include_usage": True}})
+    assert last["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
+    whole = served.post(TALK, CHAT).json()["usage"]
+    cached = {"prompt_tokens_details": 0}  # now they are
+    assert last["usage"] | cached == whole | cached
+    body = {"prompt": [*range(100, 164)], "max_tokens": 1}
+    counts = [served.post(TEXT, body).json()["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in counts] == [0, 48]
+    asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = served.events(TEXT, STORY | asked | {"max_tokens": 6, "n": 2})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == last["usage"]["completion_tokens"] == 12
-    assert {chunk["usage"]["prompt_tokens"] for chunk in [*chunks, last]} == {4} and last["usage"]["total_tokens"] == 16
-    alone = {"stream_options": {"continuous_usage_stats": True}, "max_tokens": 2}
-    assert all("usage" not in chunk for chunk in served.events(TEXT, STORY | alone))
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 12
+    assert {chunk["usage"]["prompt_tokens"] for chunk in [*chunks, last]} == {4}
 
 
-def test_cached_tokens_are_counted(served: Served) -> None:
-    """ATOM #1422."""
-    body = {"model": "tiny", "prompt": [*range(100, 164)], "max_tokens": 1}
-    cached = [served.post(TEXT, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
-    assert cached == [0, 48]
-
-
-def test_a_partial_stop_string_never_leaks(served: Served) -> None:
-    """vLLM #2577, #3574; SGLang #11446, #11462."""
-    whole = served.post(TEXT, STORY | {"max_tokens": 40}).json()["choices"][0]["text"]
-    stop = whole[20:31]
-    chunks = [event["choices"][0] for event in served.events(TEXT, STORY | {"max_tokens": 40, "stop": [stop, "never"]})]
-    assert "".join(chunk["text"] for chunk in chunks) == whole[: whole.find(stop)] and chunks[-1]["finish_reason"] == "stop"
-    served.wait_idle()
-
-
-def test_nullable_fields_are_present(served: Served) -> None:
-    """OpenAI's schemas: a choice has logprobs, a message refusal, an error param and code."""
+def test_the_shape_of_a_chat(served: Served) -> None:
+    """OpenAI's schemas, whose null fields are there. The role comes first, with an empty content,
+    once for each answer (ATOM #1803)."""
     found = served.post(TALK, CHAT).json()
-    assert set(found) >= {"id", "object", "created", "model", "choices", "usage"} and found["id"].startswith("chatcmpl-")
-    (choice,) = found["choices"]
-    assert set(choice) == {"index", "message", "logprobs", "finish_reason"} and choice["logprobs"] is None
-    assert set(choice["message"]) >= {"role", "content", "refusal"} and choice["message"]["refusal"] is None
-    for chunk in served.events(TALK, CHAT):
-        assert set(chunk["choices"][0]) == {"index", "delta", "logprobs", "finish_reason"}
+    assert found["id"].startswith("chatcmpl-") and found["choices"][0]["message"]["refusal"] is None
+    fields = {"index", "message", "logprobs", "finish_reason"}
+    assert {*found} >= {"object", "created", "model", "usage"} and {*found["choices"][0]} == fields
+    chunks = served.events(TALK, CHAT | {"n": 2, "seed": 1})
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert all({*choice} == fields - {"message"} | {"delta"} for choice in choices)
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[:2] == [{"role": "assistant", "content": ""}] * 2
+    assert {choice["index"] for choice in choices[:2]} == {0, 1}
+    assert not any("role" in delta for delta in deltas[2:])
 
 
-def test_without_max_tokens_it_is_the_rest_of_the_context(served: Served) -> None:
-    """And one token more in the prompt than fits is a 400."""
-    found = served.post(TEXT, {"model": "tiny", "prompt": [7] * 2000, "ignore_eos": True}).json()
-    assert found["usage"]["completion_tokens"] == 48 and found["choices"][0]["finish_reason"] == "length"
-    assert "prompt of 2049 tokens" in complain(served.post(TEXT, {"model": "tiny", "prompt": [7] * 2049}), 400, "prompt")
-
-
-def test_prompts_of_every_form(served: Served) -> None:
-    """Text, texts, ids, lists of ids; `n` answers to each, in order, and one count of each prompt."""
-    with LLM("tiny", **SMALL) as llm:
-        ids = llm.tokenizer.encode("12 + 7 =")
-        (out,) = llm.generate("12 + 7 =")
-    for prompt in ("12 + 7 =", ["12 + 7 ="], ids, [ids]):
-        assert served.post(TEXT, {"model": "tiny", "prompt": prompt}).json()["choices"][0]["text"] == out.text
-    found = served.post(TEXT, {"model": "tiny", "prompt": ["12 + 7 =", "5 + 4 ="], "n": 2}).json()
-    assert [c["text"] for c in found["choices"]] == [" 19", " 19", " 9", " 9"]
-    assert [c["index"] for c in found["choices"]] == [0, 1, 2, 3] and found["usage"]["prompt_tokens"] == 2 * len(ids) - 1
-
-
-def test_a_seed_fixes_an_answer_and_n_are_different(served: Served) -> None:
-    first, again = (served.post(TEXT, STORY | {"n": 3, "max_tokens": 12}).json()["choices"] for _ in range(2))
+def test_several_answers(served: Served) -> None:
+    """To text, texts, ids, or lists of ids: `n` to each, in order, with one count of each prompt.
+    With a seed they are different, and the same again. Without `max_tokens` an answer may be as
+    long as the context."""
+    ids = served.engine.llm.tokenizer.encode("12 + 7 =")
+    for prompt in (["12 + 7 ="], ids, [ids]):
+        found = served.post(TEXT, X | {"prompt": prompt}).json()
+        assert found["choices"][0]["text"] == " 19"
+    found = served.post(TEXT, X | {"prompt": ["12 + 7 =", "5 + 4 ="], "n": 2}).json()
+    assert [choice["text"] for choice in found["choices"]] == [" 19", " 19", " 9", " 9"]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    assert found["usage"]["prompt_tokens"] == 2 * len(ids) - 1
+    body = STORY | {"n": 3, "max_tokens": 12}
+    first, again = (served.post(TEXT, body).json()["choices"] for _ in range(2))
     assert first == again and len({choice["text"] for choice in first}) == 3
+    found = served.post(TEXT, X | {"prompt": [7] * 2000, "ignore_eos": True}).json()
+    assert found["usage"]["completion_tokens"] == 48
 
 
 @pytest.mark.parametrize("path", [TEXT, TALK])
 def test_logprobs_streamed_are_those_of_the_whole(served: Served, path: str) -> None:
     body = STORY | {"max_tokens": 9, "logprobs": 2} if path == TEXT else CHAT | {"logprobs": True, "top_logprobs": 2}
     served.post(path, body)  # so that both find the same blocks in the prefix cache: the last digit depends on it
-    whole = served.post(path, body).json()["choices"][0]["logprobs"]
-    parts = [event["choices"][0]["logprobs"] for event in served.events(path, body)]
+    found = served.post(path, body).json()
+    whole = found["choices"][0]["logprobs"]
+    chunks = [event["choices"][0] for event in served.events(path, body)]
+    parts = [chunk["logprobs"] for chunk in chunks]
+    reason = "length" if path == TEXT else "stop"  # mlx-vlm #1215 (always "stop"), GenieX #1246
+    assert found["choices"][0]["finish_reason"] == chunks[-1]["finish_reason"] == reason
+    assert {chunk["finish_reason"] for chunk in chunks[:-1]} == {None}
+    if path == TEXT:
+        assert "".join(chunk["text"] for chunk in chunks) == found["choices"][0]["text"]
     for name, values in whole.items():
         joined = [value for part in parts if part for value in part[name] or ()]
         assert joined == (values or []), name
@@ -282,118 +243,96 @@ def test_logprobs_streamed_are_those_of_the_whole(served: Served, path: str) -> 
     assert tops and all(len(top) <= 2 for top in tops)
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_an_unserved_field_is_refused_by_name(served: Served, name: str) -> None:
-    """Never ignored; null, and a value that asks for nothing, pass."""
-    assert name in complain(served.post(TALK, CHAT | {name: [{"type": "x"}]}), 400, name)
-    assert served.post(TALK, CHAT | {name: None, "max_tokens": 1}).status_code == 200
-    for value in NEUTRAL[name]:
-        assert served.post(TALK, CHAT | {name: value, "max_tokens": 1}).status_code == 200
+def test_metrics_have_vllms_names(served: Served) -> None:
+    def read() -> list[float]:
+        text = served.client.get("/metrics").text
+        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+        names = ("generation_tokens_total", "prompt_tokens_total")
+        names += ("time_to_first_token_seconds_count", "num_requests_waiting")
+        return [float(found[f'vllm:{name}{{model_name="tiny"}}']) for name in names]
+
+    before = read()
+    served.post(TEXT, STORY | {"max_tokens": 7})
+    assert [b - a for a, b in zip(before, read(), strict=True)] == [7, 4, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (TEXT, X | {"tempreature": 1}, "tempreature"), (TEXT, X | {"tempreature": None}, "tempreature"), (TEXT, X | {"n": 0}, "n"),
-        (TEXT, X | {"temperature": -1}, "temperature"), (TEXT, X | {"seed": 0.5}, "seed"), (TEXT, X | {"seed": -3}, "seed"),
-        (TEXT, X | {"max_tokens": 0}, "max_tokens"), (TEXT, X | {"top_p": 2}, "top_p"),
-        (TEXT, X | {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        (TEXT, {"model": "tiny"}, "prompt"), (TEXT, X | {"prompt": []}, "prompt"),
-        (TEXT, X | {"stop": [""]}, "stop"),
-        (TEXT, X | {"stop": ["x"] * 17}, "stop"), (TEXT, X | {"logprobs": 21}, "logprobs"),
-        (TEXT, X | {"stop": "x" * 1025}, "stop"), (TALK, CHAT | {"stop": ["x", "y" * 1025]}, "stop"),
-        (TEXT, X | {"stop_token_ids": [10**9]}, "stop_token_ids"), (TALK, CHAT | {"stop_token_ids": [10**9]}, "stop_token_ids"),
-        (TEXT, X | {"min_tokens": 5000, "max_tokens": 6000}, "min_tokens"), (TEXT, X | {"prompt": [10**9]}, "prompt"),
-        (TEXT, X | {"prompt": [1] * 10**6}, "prompt"), (TEXT, X | {"prompt": "a" * 10**6}, "prompt"),
-        (TEXT, X | {"stream_options": {"x": 1}}, "stream_options"), (TEXT, X | {"prompt": {"a": 1}}, "prompt"),
-        (TALK, CHAT | {"messages": []}, "messages"), (TALK, {"model": "tiny"}, "messages"),
-        (TALK, CHAT | {"top_logprobs": 2}, "top_logprobs"),
-        (TALK, CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages"), (TALK, CHAT | {"logprobs": 1}, "logprobs"),
-        (TALK, CHAT | {"chat_template": "{{ 1 }}"}, "chat_template"),
-        (TALK, CHAT | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-        (TALK, CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ],
-)  # fmt: skip
-def test_a_wrong_field_is_a_400_that_names_it(served: Served, path: str, body: Any, param: str) -> None:
+def test_unserved_fields_are_refused_by_name(served: Served) -> None:
+    """Never ignored; null, and a value that asks for nothing, pass. Fields that change nothing do,
+    too, and what vLLM's clients send; what is never served has its reason."""
+    for name in NEUTRAL:
+        assert name in complain(served.post(TALK, CHAT | {name: [{"type": "x"}]}), 400, name)
+    nothing: dict[str, Any] = dict.fromkeys(NOT_HERE) | dict.fromkeys(NEUTRAL)
+    assert served.post(TALK, CHAT | nothing | {"max_tokens": 1}).status_code == 200
+    nothing = {name: values[-1] for name, values in NEUTRAL.items() if values}
+    nothing |= {"metadata": {"a": "b"}, "store": True, "tool_choice": "none", "guided_json": None}
+    assert served.post(TALK, CHAT | nothing | {"max_tokens": 1}).status_code == 200
+    for name, value in (("guided_decoding", 5), ("best_of", 5), ("skip_special_tokens", False)):
+        assert NOT_HERE[name] in complain(served.post(TEXT, X | {name: value}), 400, name)
+
+
+PARTS = [{"type": "text", "text": "Look"}, {"type": "image_url", "image_url": {"url": "http://x"}}]
+WRONG: list[tuple[dict[str, Any], str]] = [  # of a completion; of a chat, if it has messages
+    (X | {"tempreature": 1}, "tempreature"), (X | {"tempreature": None}, "tempreature"),
+    (X | {"n": 0}, "n"), (X | {"temperature": -1}, "temperature"), (X | {"seed": 0.5}, "seed"),
+    (X | {"max_tokens": 0}, "max_tokens"), (X | {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"model": "tiny"}, "prompt"), (X | {"prompt": []}, "prompt"), (X | {"stop": [""]}, "stop"),
+    (X | {"stop": ["x"] * 17}, "stop"), (X | {"stop": "x" * 1025}, "stop"),
+    (CHAT | {"stop": ["x", "y" * 1025]}, "stop"), (X | {"logprobs": 21}, "logprobs"),
+    (X | {"presence_penalty": 3}, "presence_penalty"), (X | {"seed": "9" * 10**6}, "seed"),
+    (X | {"tools": "9" * 10**6}, "tools"),
+    (X | {"stop_token_ids": [10**9]}, "stop_token_ids"), (X | {"prompt": [10**9]}, "prompt"),
+    (X | {"min_tokens": 5000, "max_tokens": 6000}, "min_tokens"),
+    (X | {"prompt": [1] * 2049}, "prompt"), (X | {"prompt": "a" * 10**6}, "prompt"),
+    (X | {"prompt": [7] * 2049, "stream": True}, "prompt"),  # no first chunk (ATOM #1710)
+    (X | {"stream_options": {"x": 1}}, "stream_options"), (X | {"prompt": {"a": 1}}, "prompt"),
+    (CHAT | {"stream": True, "temperature": -1}, "temperature"),
+    (CHAT | {"messages": []}, "messages"), (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    (CHAT | {"messages": [{"role": "user", "content": PARTS}]}, "messages"),
+    (CHAT | {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
+    (CHAT | {"logprobs": 1}, "logprobs"), (CHAT | {"chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT | {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    (CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), WRONG)
+def test_a_wrong_field_is_a_400_that_names_it(
+    served: Served, body: dict[str, Any], param: str
+) -> None:
     """No template comes from a request (CVE-2025-62426), and a misspelt field is not ignored."""
-    complain(served.post(path, body), 400, param)
+    response = served.post(TALK if "messages" in body else TEXT, body)
+    complain(response, 400, param)
+    assert len(response.content) < 3000  # it does not repeat a megabyte
 
 
-LONG = "9" * 10**6
+BODIES = [b"", b"[]", b'{"prompt": NaN}', b"\xff\xfe", b'{"model": "tiny", "prompt": "\\ud800"}',
+          b"[" * 100_000, b'{"model": "tiny", "prompt": 1e999}']  # fmt: skip
 
 
-@pytest.mark.parametrize("body", [{LONG: 1}, X | {"seed": LONG}, X | {"model": LONG}, X | {"tools": LONG}], ids=range(4))
-def test_an_error_does_not_repeat_a_megabyte(served: Served, body: dict[str, Any]) -> None:
-    response = served.post(TEXT, body)
-    assert response.status_code in (400, 404) and len(response.content) < 3000
-
-
-def test_a_developer_message_is_a_system_message(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = served.engine.llm.tokenizer
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0]['role'] }}{{ messages[1]['role'] }}")
-    talk = [{"role": role, "content": "x"} for role in ("developer", "user")]
-    found = served.post(TALK, CHAT | {"messages": talk, "max_tokens": 1}).json()
-    assert found["usage"]["prompt_tokens"] == len(tokenizer.encode("systemuser"))
-
-
-def test_the_engines_log_lines_remain(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """The server's counters listen beside the engine's own listener, which logs."""
-    with caplog.at_level("WARNING", logger="atom_mini"):
-        served.post(TEXT, {"model": "tiny", "prompt": [7] * 2040, "ignore_eos": True})
-    assert "at the limit of max_model_len" in caplog.text
-
-
-def test_an_image_is_refused(served: Served) -> None:
-    parts = [{"type": "text", "text": "Look"}, {"type": "image_url", "image_url": {"url": "http://x"}}]
-    assert "image_url" in complain(served.post(TALK, CHAT | {"messages": [{"role": "user", "content": parts}]}), 400, "messages")
-    texts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "20 + 21?"}]
-    found = served.post(TALK, CHAT | {"messages": [{"role": "user", "content": texts}]}).json()
-    assert found["choices"][0]["message"]["content"] == "20 + 21 = 41."
-
-
-@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": 5}, {"type": "text", "text": None}], ids=str)
-def test_a_part_without_a_text_is_a_400(served: Served, part: dict[str, Any]) -> None:
-    message = complain(served.post(TALK, CHAT | {"messages": [{"role": "user", "content": [part]}]}), 400, "messages")
-    assert f"text={part.get('text')!r}" in message
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b'{"model": "tiny", "prompt": "\\ud800"}', b"[" * 100_000,
-     b'{"model": "tiny", "prompt": 1e999}'],
-    ids=lambda body: repr(body[:12]),
-)  # fmt: skip
-def test_an_invalid_body_is_a_400(served: Served, body: bytes) -> None:
-    response = served.client.post(TEXT, content=body, headers={"content-type": "application/json"})
-    assert response.status_code == 400 and response.json()["error"]["message"]
+def test_an_invalid_body_is_a_400(served: Served) -> None:
+    for body in BODIES:
+        response = served.client.post(TEXT, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400 and response.json()["error"]["message"], body[:20]
 
 
 def test_requests_of_vllm_users(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's answers are the engine's own: penalties, a least length, a template's options; no model is the model."""
+    """The server's answers are the engine's own: penalties, a least length, a template's options;
+    no model is the model, a developer's message the system's, and text comes in parts."""
     llm = served.engine.llm
     for asked in ({"presence_penalty": 1.5}, {"frequency_penalty": -0.5}, {"min_tokens": 20, "stop": ["."]}):
         out = llm.generate(PROMPT, SamplingParams(max_tokens=30, **asked))[0]  # type: ignore[arg-type]
         found = served.post(TEXT, {"prompt": PROMPT, "max_tokens": 30} | asked).json()
         assert (found["model"], found["choices"][0]["text"]) == ("tiny", out.text)
-    assert "presence_penalty=3.0 must be" in complain(served.post(TEXT, X | {"presence_penalty": 3}), 400, "presence_penalty")
     template = "{% if enable_thinking is false %}12 + 7 ={% endif %}{% if add_generation_prompt %} {% endif %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     more = {"add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}}
     assert served.post(TALK, CHAT | more).json()["choices"][0]["message"]["content"] == " 19"
-
-
-@pytest.mark.parametrize("name", ["guided_decoding", "logit_bias", "best_of", "skip_special_tokens"])
-def test_names_of_vllm_are_refused_with_the_engines_reason(served: Served, name: str) -> None:
-    assert NOT_HERE[name] in complain(served.post(TEXT, X | {name: 5}), 400, name)
-
-
-def test_vllms_names_with_neutral_values_pass(served: Served) -> None:
-    """Clients send each field with null or with vLLM's default."""
-    nothing = dict.fromkeys(NOT_HERE) | {"guided_json": None, "skip_special_tokens": True, "include_stop_str_in_output": False}
-    nothing |= {"spaces_between_special_tokens": True, "detokenize": True, "length_penalty": 1.0, "bad_words": []}
-    assert served.post(TEXT, X | nothing | {"max_tokens": 1}).status_code == 200
-    for name in ("skip_special_tokens", "spaces_between_special_tokens", "detokenize"):
-        assert NOT_HERE[name] in complain(served.post(TEXT, X | {name: False}), 400, name)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ messages[0]['role'] }}{{ messages[1]['content'] }}")
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    talk = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]
+    found = served.post(TALK, CHAT | {"messages": talk, "max_tokens": 1}).json()
+    assert found["usage"]["prompt_tokens"] == len(llm.tokenizer.encode("systemone two"))
 
 
 def test_paths_methods_models_and_types(served: Served) -> None:
@@ -401,27 +340,13 @@ def test_paths_methods_models_and_types(served: Served) -> None:
     wrong = served.client.get(TEXT)
     assert TEXT in complain(wrong, 405) and wrong.headers["allow"] == "POST"
     assert "gpt-7" in complain(served.post(TEXT, {"model": "gpt-7", "prompt": "x"}), 404, "model", "model_not_found")
-    assert served.post(TEXT, {"model": "tiny", "prompt": "x", "max_tokens": 1}).status_code == 200
     form = {"content-type": "text/plain"}  # what another site's page may send
     complain(served.client.post(TEXT, content=json.dumps(STORY), headers=form), 415)
     (model,) = served.client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny" and set(model) >= {"id", "object", "created", "owned_by"}
-
-
-def test_metrics_have_vllms_names(served: Served) -> None:
-    def read() -> dict[str, float]:
-        lines = served.client.get("/metrics").text.splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {name.replace('{model_name="tiny"}', ""): float(value) for name, value in pairs}
-
-    before = read()
-    served.post(TEXT, STORY | {"max_tokens": 7})
-    after = read()
-    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == 7
-    assert after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"] == 4
-    counted = "vllm:time_to_first_token_seconds_count"
-    assert after[counted] - before[counted] == 1
-    assert {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"} <= set(after)
+    found = served.client.get("/v1/models/tiny").json()
+    assert found | {"created": 0} == model | {"created": 0}
+    assert "'a/b'" in complain(served.client.get("/v1/models/a/b"), 404, "model", "model_not_found")
 
 
 # Hosts
@@ -464,29 +389,6 @@ def test_pages_of_origins_that_the_user_allows(served: Served) -> None:
         Serve(allowed_origins=["http://a.lan/chat"])
 
 
-def test_fields_that_change_nothing_and_a_model_by_its_name(served: Served) -> None:
-    for more in ({"metadata": {"a": "b"}}, {"store": True}, {"parallel_tool_calls": False}, {"tool_choice": "auto"}):
-        assert served.post(TALK, CHAT | more | {"max_tokens": 1}).status_code == 200, more
-    (listed,) = served.client.get("/v1/models").json()["data"]
-    found = served.client.get("/v1/models/tiny").json()
-    assert found | {"created": 0} == listed | {"created": 0}
-    assert "'a/b' is not served here" in complain(served.client.get("/v1/models/a/b"), 404, "model", "model_not_found")
-    broken = served.client.post(TALK, content='{"messages": [', headers={"content-type": "application/json"})
-    assert "the body is not a JSON object" in complain(broken, 400)
-    helps = re.findall(r"# HELP (\S+) (.*)", served.client.get("/metrics").text)
-    assert len(helps) > 10 and not [name for name, text in helps if not text.endswith((".", ". (seconds)"))]
-
-
-def test_the_log_has_a_line_per_request(capfd: pytest.CaptureFixture[str]) -> None:
-    """Unless a higher level is asked for."""
-    for level, count in (("warning", 0), ("info", 2)):
-        with serving(log_level=level) as served:
-            served.client.get("/v1/models")
-            served.client.get("/nope")
-        lines = capfd.readouterr()
-        assert len(re.findall(r'"GET /(v1/models|nope) HTTP/1.1" (200|404)', lines.out + lines.err)) == count
-
-
 # Bounds
 
 
@@ -516,12 +418,12 @@ def send(served: Served, body: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_100_of_200_clients_leave(served: Served, aborts: list[int], is_stream: bool) -> None:
-    """ATOM #1562 (no handler is cancelled that does not stream), vLLM #54947, SGLang #37833: exactly 100 aborts, and all blocks
+def test_half_of_the_clients_leave(served: Served, aborts: list[int], is_stream: bool) -> None:
+    """ATOM #1562 (no handler is cancelled that does not stream), vLLM #54947, SGLang #37833: exactly 40 aborts, and all blocks
     are back. ATOM #1589: clients that read to the end cause none."""
-    bodies = [STORY | {"stream": is_stream, "seed": i, "max_tokens": 60} for i in range(200)]
+    bodies = [STORY | {"stream": is_stream, "seed": i, "max_tokens": 60} for i in range(80)]
     connections = [send(served, body) for body in bodies]
-    while len(served.engine.streams) < 200:
+    while len(served.engine.streams) < 80:
         time.sleep(0.001)
     for connection in connections[::2]:
         connection.close()
@@ -533,26 +435,7 @@ def test_100_of_200_clients_leave(served: Served, aborts: list[int], is_stream: 
             said += part
         connection.close()
     served.wait_idle()
-    assert len(aborts) == len(set(aborts)) == 100
-
-
-def test_a_client_that_reads_nothing_delays_no_other(served: Served) -> None:
-    """One piece waits for it, and fifty others get their whole answers. Then it leaves, and its request is aborted."""
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    slow.connect(("127.0.0.1", served.port))
-    slow.sendall(request_of(STORY | {"stream": True, "n": 16, "max_tokens": 1500}))
-    while len(served.engine.streams) < 16:
-        time.sleep(0.01)
-
-    def one(seed: int) -> str:
-        with httpx.Client(base_url=served.url, timeout=60) as client:
-            return client.post(TEXT, json=STORY | {"seed": seed, "max_tokens": 20}).json()["choices"][0]["finish_reason"]
-
-    with ThreadPoolExecutor(25) as pool:
-        assert set(pool.map(one, range(50))) == {"length"}
-    slow.close()
-    served.wait_idle()
+    assert len(aborts) == len(set(aborts)) == 40
 
 
 def test_a_key_is_asked_for_on_every_route_but_health() -> None:
@@ -583,21 +466,16 @@ def test_shutdown_ends_unfinished_answers() -> None:
     served.close()
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [(TEXT, X | {"n": 17}, 400), (TALK, CHAT | {"n": 17}, 400), (TEXT, X | {"prompt": ["x"] * 129}, 400),
-     (TALK, CHAT | {"top_p": 2}, 400)],
-)  # fmt: skip
-def test_a_refused_request_does_not_wait_for_the_tokenizer(
-    served: Served, path: str, body: Any, status: int, monkeypatch: pytest.MonkeyPatch
+def test_a_refusal_does_not_wait_for_the_tokenizer(
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has one thread, and others wait for it."""
-    monkeypatch.setattr(served.engine, "tokenizing", None)
-    assert served.post(path, body).status_code == status
-
-
-def test_a_long_text_is_refused_before_it_is_tokenized(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one thread, and others wait for it; a text that is too long never gets there."""
     served.post(TEXT, X | {"max_tokens": 1})  # which finds the longest token
+    with monkeypatch.context() as patched:
+        patched.setattr(served.engine, "tokenizing", None)
+        for path, body, param in ((TALK, CHAT | {"n": 17}, "n"), (TALK, CHAT | {"top_p": 2}, "top_p"),
+                                  (TEXT, X | {"prompt": ["x"] * 129}, "prompt")):  # fmt: skip
+            complain(served.post(path, body), 400, param)
     monkeypatch.setattr(type(served.engine.llm.tokenizer), "encode", None)
     assert "characters" in complain(served.post(TEXT, X | {"prompt": "a" * 10**6}), 400, "prompt")
 
@@ -634,136 +512,83 @@ def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @alone
-def test_a_killed_engine_ends_50_streams_and_a_restart_serves() -> None:
-    """ATOM #680 (a silent hang), vLLM #24897: all clients get an error within two seconds, and /health is 503."""
-    with command() as (process, url), ThreadPoolExecutor(50) as pool:
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-        assert len(children) == 1  # the engine's
+def test_a_stopped_engine_is_hung_and_a_killed_one_ends_50_streams() -> None:
+    """ATOM #680 (a silent hang), vLLM #36451 (hung, and 200), #24897: /health asks the loop; all
+    clients get an error, and /health is 503."""
+    options = ("--health-timeout", "1")
+    with command(*options) as (process, url), ThreadPoolExecutor(50) as pool:
+        words = ["pgrep", "-P", str(process.pid)]
+        (engine,) = map(int, subprocess.run(words, capture_output=True, text=True).stdout.split())
+        text = httpx.post(f"{url}{TEXT}", json={"prompt": "12 + 7 ="}).json()["choices"][0]["text"]
+        assert text == " 19"
+        os.kill(engine, signal.SIGSTOP)
+        hung = httpx.get(f"{url}/health", timeout=20)
+        assert "health_timeout" in complain(hung, 503, code="engine_hung")
+        assert httpx.get(f"{url}/v1/models").status_code == 200  # which says nothing about it
+        os.kill(engine, signal.SIGCONT)
+        assert httpx.get(f"{url}/health", timeout=20).json()["status"] == "ok"
 
-        def one(seed: int) -> tuple[float, Any]:
+        def one(seed: int) -> Any:
             with httpx.Client(base_url=url, timeout=60) as client:
-                found = events(client.post(TEXT, json=STORY | {"seed": seed, "max_tokens": 2000, "stream": True}))
-                return time.monotonic(), found[-1]
+                body = STORY | {"seed": seed, "max_tokens": 2000, "stream": True}
+                return events(client.post(TEXT, json=body))[-1]
 
         futures = [pool.submit(one, seed) for seed in range(50)]
-        while httpx.get(f"{url}/health").json()["running"] < 50:
+        while httpx.get(f"{url}/health", timeout=20).json()["running"] < 50:
             time.sleep(0.02)
-        os.kill(int(children[0]), signal.SIGKILL)
-        killed = time.monotonic()
-        for when, last in [future.result(30) for future in futures]:
-            assert last["error"]["code"] == "engine_dead" and when - killed < 2
+        os.kill(engine, signal.SIGKILL)
+        for future in futures:
+            assert future.result(30)["error"]["code"] == "engine_dead"
         complain(httpx.get(f"{url}/health"), 503, code="engine_dead")
         response = httpx.post(f"{url}{TEXT}", json=STORY)
         complain(response, 503, code="engine_dead")
         assert response.headers["retry-after"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-    with command() as (_, url):
-        assert httpx.post(f"{url}{TEXT}", json={"model": "tiny", "prompt": "12 + 7 ="}).json()["choices"][0]["text"] == " 19"
 
 
-async def read_to_the_end(port: int, seed: int) -> None:
-    """A stream of 100 tokens, read as it comes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request_of(STORY | {"seed": seed, "max_tokens": 100, "stream": True}))
-    assert b"[DONE]" in await reader.readuntil(b"[DONE]")
-    writer.close()
-
-
-async def read_slowly(port: int, seen: list[bytes]) -> None:
-    """Read a byte a second, with a small buffer, of a stream that is longer than those of the others."""
+def test_a_client_that_reads_nothing_delays_no_other(served: Served) -> None:
+    """One piece waits for it, and fifty others get their whole answers. Then it leaves, and its
+    request is aborted."""
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    slow.connect(("127.0.0.1", port))
-    slow.setblocking(False)
-    loop = asyncio.get_running_loop()
-    with slow:
-        await loop.sock_sendall(slow, request_of(STORY | {"stream": True, "max_tokens": 1900}))
-        while True:
-            seen.append(await loop.sock_recv(slow, 1))
-            await asyncio.sleep(1)
+    slow.connect(("127.0.0.1", served.port))
+    slow.sendall(request_of(STORY | {"stream": True, "n": 16, "max_tokens": 1500}))
+    while len(served.engine.streams) < 16:
+        time.sleep(0.01)
+
+    def one(seed: int) -> str:
+        body = STORY | {"seed": seed, "max_tokens": 20}
+        with httpx.Client(base_url=served.url, timeout=60) as client:
+            return client.post(TEXT, json=body).json()["choices"][0]["finish_reason"]
+
+    with ThreadPoolExecutor(25) as pool:
+        assert set(pool.map(one, range(50))) == {"length"}
+    slow.close()
+    served.wait_idle()
 
 
 @alone
 @pytest.mark.slow
-def test_a_reader_of_a_byte_a_second_costs_50_others_less_than_a_tenth() -> None:
-    """In turns with it and without it, and the median of the ratios, as others use this machine, too: five pairs, and as many
-    again, twice, if they do not say so clearly."""
-
-    async def fast(url: str) -> float:
-        start = time.perf_counter()
-        await asyncio.gather(*(read_to_the_end(int(url.rpartition(":")[2]), seed) for seed in range(50)))
-        return time.perf_counter() - start
-
-    async def with_slow(url: str, client: httpx.AsyncClient) -> float:
-        seen: list[bytes] = []
-        slow = asyncio.create_task(read_slowly(int(url.rpartition(":")[2]), seen))
-        while not seen:
-            await asyncio.sleep(0.01)
-        took = await fast(url)
-        assert (await client.get("/health")).json()["running"] == 1  # it was there all the time
-        slow.cancel()
-        while (await client.get("/health")).json()["running"]:
-            await asyncio.sleep(0.01)
-        return took
-
-    async def main(url: str) -> list[float]:
-        ratios: list[float] = []
-        async with httpx.AsyncClient(base_url=url) as client:
-            await fast(url)
-            while len(ratios) < 15 and (not ratios or statistics.median(ratios) >= 1.1):
-                for _ in range(5):
-                    alone_first = await fast(url)
-                    with_it = await with_slow(url, client)
-                    ratios.append(with_it / ((alone_first + await fast(url)) / 2))
-        return ratios
-
-    with command() as (_, url):
-        ratios = asyncio.run(main(url))
-    assert statistics.median(ratios) < 1.1, ratios
-
-
-@alone
-@pytest.mark.slow
-def test_health_asks_the_loop_not_the_socket() -> None:
-    """vLLM #36451 (hung, and 200), Fastllm-proxy #19 (200 for 85 minutes)."""
-    with command("--health-timeout", "1", "--grace", "1") as (process, url):
-        assert httpx.get(f"{url}/health").json()["status"] == "ok"
-        (child,) = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-        os.kill(int(child), signal.SIGSTOP)
-        assert "health_timeout" in complain(httpx.get(f"{url}/health", timeout=10), 503, code="engine_hung")
-        assert httpx.get(f"{url}/v1/models").status_code == 200  # which says nothing about it
-        os.kill(int(child), signal.SIGCONT)
-        assert httpx.get(f"{url}/health", timeout=10).json()["status"] == "ok"
-
-
-@alone
+@pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_right_after_the_start_ends_it(number: signal.Signals) -> None:
-    """Before uvicorn's own handlers are there."""
-    with command("--no-engine-process") as (process, _):
+def test_a_signal_finishes_what_runs_and_ends_with_0(number: signal.Signals) -> None:
+    """Right after the start, too, before uvicorn's own handlers are there. An IPv6 address has
+    brackets."""
+    options = ["--no-engine-process", "--host", "::1"]
+    with command(*options) as (process, _):
         process.send_signal(number)
         assert process.wait(20) == 0
-
-
-@alone
-@pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6")
-def test_an_ipv6_address_has_brackets() -> None:
-    with command("--no-engine-process", "--host", "::1") as (_, url):
-        assert url.startswith("http://[::1]:") and httpx.get(f"{url}/v1/models").status_code == 200
-
-
-@alone
-@pytest.mark.slow
-def test_sigterm_finishes_what_runs_and_ends_with_0() -> None:
-    with command("--no-engine-process") as (process, url), ThreadPoolExecutor(1) as pool:
-        body = STORY | {"max_tokens": 300, "stream": True}
-        future = pool.submit(httpx.post, f"{url}{TEXT}", json=body, timeout=60)
-        while httpx.get(f"{url}/health").json()["running"] < 1:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        assert events(future.result(60))[-1]["choices"][0]["finish_reason"] == "length"
-        assert process.wait(20) == 0
+    if number == signal.SIGTERM:
+        with command(*options) as (process, url), ThreadPoolExecutor(1) as pool:
+            assert url.startswith("http://[::1]:")
+            body = STORY | {"max_tokens": 300, "stream": True}
+            future = pool.submit(httpx.post, f"{url}{TEXT}", json=body, timeout=60)
+            while httpx.get(f"{url}/health").json()["running"] < 1:
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert events(future.result(60))[-1]["choices"][0]["finish_reason"] == "length"
+            assert process.wait(20) == 0
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
@@ -802,24 +627,6 @@ def test_openais_client(served: Served, openai: Any) -> None:
         client.chat.completions.create(model="other", messages=chat)
 
 
-def test_openais_async_client(served: Served, openai: Any) -> None:
-    async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x") as client:
-
-            async def one(seed: int) -> str:
-                stream = await client.completions.create(
-                    model="tiny", prompt=PROMPT, seed=seed, max_tokens=12, temperature=0.8, stream=True
-                )
-                return "".join([chunk.choices[0].text async for chunk in stream])
-
-            found = await asyncio.gather(*map(one, range(16)))
-        with LLM("tiny", **SMALL) as llm:
-            params = [SamplingParams(seed=i, max_tokens=12, temperature=0.8) for i in range(16)]
-            assert found == [out.text for out in llm.generate([PROMPT] * 16, params)]
-
-    asyncio.run(main())
-
-
 def test_llm_comply() -> None:
     """OpenAI's schemas, checked by others. Tools, images and reasoning fail, as refused; and the built-in model does not find
     an end for one of the prompts, which is not "stop"."""
@@ -846,26 +653,6 @@ def test_schemathesis(served: Served, tmp_path: Path) -> None:
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-3000:]
     served.wait_idle()
-
-
-@pytest.mark.large
-def test_1000_streams_equal_their_solo_runs() -> None:
-    count, options = 1000, SMALL | {"num_kvcache_blocks": 4000}
-    params = [SamplingParams(seed=i, max_tokens=20, temperature=0.8, ignore_eos=True) for i in range(count)]
-    with LLM("tiny", **options) as llm:
-        solo = [out.text for out in llm.generate([PROMPT] * count, params, use_tqdm=False)]
-
-    async def one(client: httpx.AsyncClient, seed: int) -> str:
-        body = STORY | {"seed": seed, "max_tokens": 20, "stream": True}
-        return "".join(e["choices"][0]["text"] for e in events(await client.post(TEXT, json=body)))
-
-    async def main(url: str) -> list[str]:
-        limits = httpx.Limits(max_connections=count)
-        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
-            return await asyncio.gather(*(one(client, seed) for seed in range(count)))
-
-    with serving(engine=options) as served:
-        assert asyncio.run(main(served.url)) == solo
 
 
 # The page
@@ -912,23 +699,6 @@ def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> No
             return
         time.sleep(0.05)
     raise AssertionError("the server still counts the page")
-
-
-@alone
-def test_stop_on_the_page_takes_the_request_back(served: Served, browser: Any) -> None:
-    page = browser.new_page()
-    page.goto(served.url)
-    page.fill("#line", "Tell me a long story.")
-    page.evaluate("""() => { const plain = fetch; window.fetch = (url, options) => plain(url, options?.body
-      ? { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true }) } : options); }""")
-    page.press("#line", "Enter")
-    page.locator("#stop").wait_for()
-    while not served.engine.streams:
-        time.sleep(0.01)
-    page.locator("#stop").click()
-    served.wait_idle()
-    page.locator("#send").wait_for()
-    page.close()
 
 
 @pytest.mark.parametrize("wrong", [{"api_key": ""}, {"port": -1}, {"max_queue": 0}, {"grace": 0}, {"health_timeout": True}])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import shutil
-import weakref
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import save_checkpoint, save_one_layer
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from test_speculation import BASE, PROMPTS, SAMPLING, SETUPS, outcome
@@ -30,8 +28,10 @@ from atom_mini.options.build import make_runner
 from atom_mini.sampler import on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.drafters import DraftModel, NgramDrafter, check_same_tokens, read_draft_config
-from atom_mini.speculation.verify import accept, as_rows
+from atom_mini.speculation.drafters import DraftModel, NgramDrafter
+from atom_mini.speculation.eagle import EagleDrafter
+from atom_mini.speculation.verify import SpecCore, accept, as_rows
+from atom_mini.text import load_tokenizer
 
 TINY = Path(DraftModel.__init__.__code__.co_filename).parent.parent / "tiny"
 LONG = [*PROMPTS, "Once upon a time there was a boy", "25 + 31 ="]
@@ -104,38 +104,30 @@ def test_the_lookup_is_the_definition() -> None:
         assert not drafter.by_request
 
 
-def test_recall_takes_fewer_steps() -> None:
-    """Answers that repeat their question: at least 1.5 times fewer decode steps (2.1 tokens a step were promised)."""
-    names = [("Ada", "Rome", "Mia", "red cat"), ("Otto", "Oslo", "Uma", "big dog"), ("Ben", "Paris", "Eva", "new hat")]
-    prompts = [f"{a} lives in {b}. {c} has a {d}. What does {c} have?" for a, b, c, d in names]
-    with LLM("tiny", **BASE, speculative_config={"method": "ngram"}) as llm:
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-        assert llm.engine_core.scheduler.spec_stats.tokens_per_step > 1.5  # type: ignore[attr-defined]
-
-
 # ---- the draft model ----
 
 
 @cache
-def plain_outcome(setup: str, sampling: str) -> list[Any]:
-    with LLM("tiny", **BASE | SETUPS[setup]) as llm:
+def plain_outcome(sampling: str) -> list[Any]:
+    with LLM("tiny", **BASE) as llm:
         return outcome(llm.generate(LONG, SAMPLING[sampling], use_tqdm=False))
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize(("method", "setup", "sampling"), [
+    ("ngram", "tight", "everything"), ("ngram", "turns", "stops"), ("draft_model", "chunks", "sampled"),
+    ("draft_model", "tight", "stops"), ("draft_model", "radix", "everything"), ("draft_model", "plain", "greedy"),
+])  # fmt: skip
 def test_drafts_change_no_text(method: str, setup: str, sampling: str, short: str) -> None:
     wanted = {"method": method} | ({"prompt_lookup_min": 1} if method == "ngram" else {"model": short, "num_speculative_tokens": 4})
     with LLM("tiny", **BASE | SETUPS[setup], speculative_config=wanted) as llm:
-        assert outcome(llm.generate(LONG, SAMPLING[sampling], use_tqdm=False)) == plain_outcome(setup, sampling)
+        assert outcome(llm.generate(LONG, SAMPLING[sampling], use_tqdm=False)) == plain_outcome(sampling)
         core: Any = llm.engine_core
         stats = core.scheduler.spec_stats
         assert (stats.proposed if method == "ngram" else stats.accepted).total() > 0
         assert not core.drafter.by_request, "it remembers those who have left"
 
 
-@pytest.mark.parametrize("setup", ["plain", "chunks", "tight", "radix"])
+@pytest.mark.parametrize("setup", ["tight", "radix"])
 def test_a_model_accepts_all_of_its_own_drafts(setup: str) -> None:
     """Greedily, whatever happens on the way: text cannot show that a drafter reads wrong K/V, this does."""
     prompts = [[5 + i, *range(20, 33 + i)] for i in range(5)]
@@ -163,18 +155,10 @@ def restless(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        {},
-        {"prefix_cache": "radix"},
-        {"prefix_cache": "none"},
-        {"max_num_batched_tokens": 6},  # others use it up: for some steps nobody asks for drafts
-        {"num_kvcache_blocks": 60},
-        {"num_kvcache_blocks": 60, "max_num_batched_tokens": 9},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("setup", [
+    {"prefix_cache": "radix"},
+    {"num_kvcache_blocks": 60, "max_num_batched_tokens": 9},  # others use it up: for some steps nobody asks for drafts
+], ids=str)  # fmt: skip
 @pytest.mark.slow
 def test_a_conversation_goes_on_with_all_accepted(restless: str, setup: dict[str, Any]) -> None:
     """Each turn finds the last one's answer in the cache: with K/V of the drafter, too, whatever was asked of it."""
@@ -192,61 +176,14 @@ def test_a_conversation_goes_on_with_all_accepted(restless: str, setup: dict[str
             assert accepted == 1.0, n
             prompts = [out.prompt_token_ids + out.token_ids for out in outs]
         assert max(most_rows) <= 5 * (4 + 2), "it reads what is unread of a block, and no more"
-        if "num_kvcache_blocks" not in setup:
-            assert (outs[3].num_cached_tokens > 40) == (setup.get("prefix_cache") != "none")
-
-
-@cache
-def found_again(method: str | None, size: int) -> list[int]:
-    """How many tokens of answers of several lengths are cached when they come back as prompts."""
-    prompt, found = "Tom has a dog. Tom has a dog. Tom has", []
-    model = {"model": "tiny"} if method == "draft_model" else {}
-    wanted = method and {"method": method, "num_speculative_tokens": 8} | model
-    with LLM("tiny", **BASE | {"kv_cache_block_size": size, "num_kvcache_blocks": 999}, speculative_config=wanted) as llm:
-        for n in (10, 13, 19, 20, 28, 40):
-            (out,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
-            again = [*out.prompt_token_ids, *out.token_ids, 5]
-            found.append(llm.generate([again], SamplingParams(max_tokens=1))[0].num_cached_tokens)
-    return found
-
-
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
-@pytest.mark.parametrize("size", [1, 4, 16])
-@pytest.mark.slow
-def test_the_end_of_an_answer_is_found_again(method: str, size: int) -> None:
-    """Of the tokens that a last accepted run has computed as many are cached as if they had come one by one."""
-    lost = [plain - drafted for plain, drafted in zip(found_again(None, size), found_again(method, size), strict=True)]
-    # what was drafted last is never fed back to a draft model: if it was accepted, its block is not shared
-    assert all(n in ((0, size) if method == "draft_model" else (0,)) for n in lost), lost
-
-
-def test_drafts_behind_the_end_do_not_count(short: str) -> None:
-    """Nobody has judged them: a model's own drafts are all right, however short the answers."""
-    with drafting("tiny") as llm:
-        scheduler: Any = llm.engine_core.scheduler
-        prompts = ["12 + 7 =", "20 + 5 =", "What is 3 + 4?", "Once"]
-        (end,) = llm.tokenizer.encode(".", add_special_tokens=False)  # a text that stops is found after the step
-        outs = llm.generate(prompts, SamplingParams(temperature=0, stop_token_ids=[end]), use_tqdm=False)
-        assert any(out.finish_reason.startswith("stop") for out in outs)
-        stats = scheduler.spec_stats
-        assert set(stats.acceptance) == {1.0} and stats.num_tokens == sum(len(o.token_ids) - 1 for o in outs)
-        assert all(o.metrics["num_draft_tokens"] == o.metrics["num_accepted_tokens"] for o in outs)
-
-
-def test_cached_prefixes_and_chunks_cost_no_acceptance(short: str) -> None:
-    """Within 2 % of a plain run: the drafter has seen every chunk and every cached block."""
-    with drafting(short, k=1) as llm:
-        plain, hit = acceptance(llm), acceptance(llm)
-    with drafting(short, k=1, max_num_batched_tokens=9, max_num_seqs=4) as llm:
-        chunked = acceptance(llm)
-    assert 0.2 < plain < 0.9 and abs(hit - plain) < 0.02 and abs(chunked - plain) < 0.02
+        assert outs[3].num_cached_tokens > 40 or "num_kvcache_blocks" in setup
 
 
 def test_a_step_that_fails_costs_the_drafter_nothing(short: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of the drafter, or one of the target, raises: both begin again with the prompt."""
     with LLM("tiny", **BASE) as llm:
         plain = outcome(llm.generate(LONG, GREEDY, use_tqdm=False))
-    for at in (0, 3, 7, 20):
+    for at in (3, 20):
         with drafting("tiny") as llm:
             core: Any = llm.engine_core
             drafter, calls = core.drafter, iter(range(10**6))
@@ -293,23 +230,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         drafting(str(tmp_path / "nowhere"))
 
 
-class Words:
-    def __init__(self, *words: str) -> None:
-        self.words = words
-
-    def get_vocab(self) -> dict[str, int]:
-        return {word: i for i, word in enumerate(self.words)}
-
-
-def test_the_first_difference_between_tokenizers_is_named() -> None:
-    check_same_tokens(Words("a", "b"), Words("a", "b"))
-    check_same_tokens(None, Words("a"))
-    with pytest.raises(ValueError, match="2 tokens: 'b' is 1 in the target and 2 in it"):
-        check_same_tokens(Words("a", "b", "c"), Words("a", "c", "b"))
-    with pytest.raises(ValueError, match="1 tokens: 'c' is 2 in the target and None in it"):
-        check_same_tokens(Words("a", "b", "c"), Words("a", "b"))
-
-
 # ---- drafts that are drawn ----
 
 
@@ -320,15 +240,15 @@ def drawing(model: str, k: int = 3, **options: Any) -> LLM:
 
 @pytest.mark.slow
 def test_drawn_drafts_leave_the_distribution(short: str) -> None:
-    """Four tokens of 2,400 texts with and without: what they are, place by place, is the same within chance."""
-    samplings = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(2400)]
+    """Four tokens of 1,000 texts with and without: what they are, place by place, is the same within chance."""
+    samplings = [SamplingParams(temperature=0.8, top_k=8, seed=i, max_tokens=4, ignore_eos=True) for i in range(1000)]
     prompts = ["Once upon a time there was a"] * len(samplings)
     with LLM("tiny", **BASE | {"num_kvcache_blocks": 400, "max_num_seqs": 64}) as llm:
         plain = [o.token_ids for o in llm.generate(prompts, samplings, use_tqdm=False)]
     with drawing(short) as llm:
         drawn = [o.token_ids for o in llm.generate(prompts, samplings, use_tqdm=False)]
         stats = llm.engine_core.scheduler.spec_stats  # type: ignore[attr-defined]
-        assert stats.accepted.total() > 1000 and stats.accepted.total() < stats.proposed.total() - 1000
+        assert stats.accepted.total() > 400 and stats.accepted.total() < stats.proposed.total() - 400
     for place in range(4):
         counts = [np.bincount([t[place] for t in texts], minlength=958) for texts in (plain, drawn)]
         table = np.array(counts)[:, sum(counts) >= 20]
@@ -337,7 +257,8 @@ def test_drawn_drafts_leave_the_distribution(short: str) -> None:
 
 def test_greedy_requests_stay_exact_among_drawn_ones(short: str) -> None:
     """A row of temperature 0 has one token; log probabilities are the target's; reproducible by the seed."""
-    samplings = [SAMPLING["greedy"], SAMPLING["all of it"], SamplingParams(temperature=0, logprobs=2, max_tokens=20)]
+    penalized = SamplingParams(temperature=0, logprobs=2, repetition_penalty=6.0, max_tokens=20)
+    samplings = [penalized, SAMPLING["everything"], SAMPLING["greedy"]]
     with LLM("tiny", **BASE) as llm:
         plain = llm.generate(PROMPTS[:3], samplings, use_tqdm=False)
     with drawing(short) as llm:
@@ -345,16 +266,9 @@ def test_greedy_requests_stay_exact_among_drawn_ones(short: str) -> None:
         assert [o.token_ids for o in outs] == [o.token_ids for o in again]
     for i in (0, 2):
         assert outs[i].token_ids == plain[i].token_ids
-    for found, wanted in zip(outs[2].logprobs or [], plain[2].logprobs or [], strict=True):
+    for found, wanted in zip(outs[0].logprobs or [], plain[0].logprobs or [], strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
     assert all(t in found for t, found in zip(outs[1].token_ids, outs[1].logprobs or [], strict=True))
-
-
-def test_a_model_keeps_all_that_it_draws_itself() -> None:
-    """p and q are one distribution: 1 - TV is 1."""
-    samplings = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(3)]
-    with drawing("tiny") as llm:
-        assert acceptance(llm, PROMPTS[:3], samplings) > 0.99  # the two runs round differently
 
 
 class Given:
@@ -373,7 +287,7 @@ def test_a_step_is_judged_sequence_by_sequence() -> None:
     """Ragged drafts, different parameters, one with a history: each keeps what it keeps alone."""
     generator, lists = torch.Generator().manual_seed(10), [[3, 1], [], [2], [0, 0, 0]]
     samplings = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.9, 1.2, 0.0))]
-    samplings.append(SamplingParams(temperature=1.0, seed=9, repetition_penalty=1.8))
+    samplings.append(SamplingParams(temperature=1.0, seed=9, repetition_penalty=6.0))
     seqs = [Sequence([1, 2] * (i + 2), 4, sampling, id=i) for i, sampling in enumerate(samplings)]
     manager, drafter = BlockManager(40, 4), DraftModel.__new__(DraftModel)
     drafter.draws, drafter.vocab_size = True, 5
@@ -394,25 +308,6 @@ def test_a_step_is_judged_sequence_by_sequence() -> None:
     alone = [kept([i], logits[ends[i] - len(lists[i]) - 1 : ends[i]])[i] for i in range(4)]
     assert kept([0, 1, 2, 3], logits) == dict(enumerate(alone))
     assert alone[2][0] == logits[ends[2] - 2].argmax()  # greedy
-    seen: set[tuple[int, ...]] = set()
-    for seed in range(40):
-        seqs[3].sampling_params = replace(samplings[3], seed=seed)
-        seen.add(kept([3], logits[ends[2] :])[3])
-    assert len({len(tokens) for tokens in seen}) > 1  # each seed has its own numbers
-
-
-def test_nothing_to_draw_from_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"draft_sampling=True.*draft_model"):
-        EngineArgs("tiny", speculative_config={"method": "ngram", "draft_sampling": True})
-
-
-def test_closing_gives_the_drafters_memory_back(short: str) -> None:
-    llm = LLM("tiny", **BASE, speculative_config={"method": "draft_model", "model": short})
-    cache = weakref.ref(llm.engine_core.drafter.runner.kv_cache)  # type: ignore[attr-defined]
-    llm.generate("Once", GREEDY, use_tqdm=False)
-    llm.close()
-    gc.collect()
-    assert cache() is None
 
 
 # ---- what a drafter costs, and what is reported ----
@@ -434,67 +329,32 @@ def test_memory_of_a_drafter_is_set_aside(method: str, short: str, monkeypatch: 
         assert (plain.config.num_kvcache_blocks or 0) > (llm.config.num_kvcache_blocks or 0) > 100
 
 
-def test_a_result_says_what_became_of_its_drafts() -> None:
-    """And all results together say what the engine's statistics say."""
-    with LLM("tiny", **BASE, speculative_config={"method": "ngram"}) as llm:
-        outs = llm.generate(LONG, GREEDY, use_tqdm=False)
-        scheduler: Any = llm.engine_core.scheduler
-    drafted, accepted = ([out.metrics.get(f"num_{kind}_tokens", 0) for out in outs] for kind in ("draft", "accepted"))
-    stats = scheduler.spec_stats
-    assert (sum(drafted), sum(accepted)) == (stats.proposed.total(), stats.accepted.total())
-    assert all(a <= d for a, d in zip(accepted, drafted, strict=True)) and len(set(drafted)) > 1
-    with LLM("tiny", **BASE) as plain:
-        assert not plain.generate(LONG[0], GREEDY, use_tqdm=False)[0].metrics
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 @pytest.mark.slow
-def test_replayed_passes_guess_the_same(tmp_path: Path) -> None:
-    """Guesses that stay on the device reach the inputs of a recording, and logits are logits there, too."""
+def test_replays_draft_what_torch_drafts(method: str, tmp_path: Path) -> None:
+    """Guesses that stay on the device reach the inputs of a recording; it calls no hooks, so what a head reads is written
+    inside of it."""
     from recording import graph_runner, load_recorded_graph
 
-    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 90}
-    save_checkpoint("qwen3", tmp_path, num_hidden_layers=1, **shape)
-    wanted = {"method": "draft_model", "model": str(tmp_path), "draft_sampling": True}
-    setup = {"num_kvcache_blocks": 8, "max_num_seqs": 2, "max_model_len": 64, "attention": "triton"}
-    found = []
-    for graphs in (False, True):
-        config = EngineArgs(str(tmp_path), device="cpu", speculative_config=wanted, **setup)
-        drafter, manager = DraftModel(config, None, make_runner), BlockManager(8, 16)
-        if graphs:
-            drafter.runner = graph_runner(read_draft_config(config), load_recorded_graph())
-        sampling = SamplingParams(temperature=0.9, seed=3)
-        seqs = [Sequence([*range(30, 37 + n)], 16, sampling, id=n) for n in range(2)]
-        for seq in seqs:
-            manager.allocate(seq, [])
-            seq.num_scheduled_tokens = len(seq)
-            drafter.observe([seq], ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager), {})
-            seq.append_token(50)
-            manager.may_append(seq, 4)
-        drafts, num_probs = drafter.propose(seqs, [1, 3]), len(drafter.probs[1])
-        args = EngineArgs(str(tmp_path), device="cpu", **setup)
-        target = graph_runner(args, load_recorded_graph()) if graphs else make_runner(args)
-        for seq in seqs:
-            seq.num_computed_tokens = 0
-            target.forward(ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager))
-        found.append((drafts, num_probs, verified(drafter, target, seqs, drafts, manager)))
-    assert found[0] == found[1] and [*map(len, found[0][0])] == [1, 3] and found[0][1] == 3
-
-
-def verified(drafter: Any, target: Any, seqs: Any, drafts: Any, manager: BlockManager) -> dict[int, tuple[int, ...]]:
-    """What is kept of `drafts`, sequence by sequence: two rows fit a recording, and four do not."""
-    kept = {}
-    for seq, draft in zip(seqs, drafts, strict=True):
-        seq.num_computed_tokens, seq.num_scheduled_tokens = len(seq) - 1, 1 + len(draft)
-        batch = ScheduledBatch.pack(SequenceType.DECODE, [seq], manager)
-        batch = replace(batch, scheduled_tokens=np.array([seq.last_token, *draft]), is_sampled=np.ones(1, bool))
-        kept |= accept(batch, drafter.judge(target, as_rows(batch))).token_ids
-    return kept
-
-
-def test_a_draft_model_runs_as_its_target_does() -> None:
-    draft = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 2}
-    for compiled in [False, True] if find_spec("numba") else [False]:
-        own = read_draft_config(EngineArgs("tiny", device="cpu", speculative_config=draft, compiled=compiled))
-        assert own.compiled is compiled
+    record, found = load_recorded_graph(), []
+    prompt = load_tokenizer(EngineArgs("tiny")).encode(PROMPTS[0])
+    prompt = [i % 90 for i in prompt] if method == "draft_model" else prompt
+    kind, folder = (EagleDrafter, "tiny") if method == "eagle3" else (DraftModel, str(save_one_layer(tmp_path)))
+    drafts = {"method": method, "num_speculative_tokens": 2, "model": None if method == "eagle3" else folder}
+    for attention in ("torch", "triton"):
+        setup = {"num_kvcache_blocks": 8, "max_num_seqs": 1, "max_model_len": 64, "attention": attention}
+        config = EngineArgs(folder, device="cpu", speculative_config=drafts, **setup)
+        make: Any = make_runner
+        runner = make(config)
+        if attention == "triton":
+            runner = graph_runner(config, record)
+            make = make_runner if method == "eagle3" else lambda own: graph_runner(own, record)
+        core = SpecCore(config, runner, kind(config, runner, make))
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        core.add(seq := Sequence(prompt, 16, params))
+        while core.step():
+            pass
+        found.append((seq.completion_token_ids, core.scheduler.spec_stats))
+    assert found[0] == found[1] and found[0][1].accepted.total() > 0

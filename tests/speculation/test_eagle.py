@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 import torch
 from checkpoints import edit_json, random_model, save_checkpoint
 from safetensors.torch import load_file, save_file
 from script import load
-from test_speculation import noted
 from torch import Tensor
 
 from atom_mini import LLM, EngineArgs, SamplingParams
@@ -26,8 +23,8 @@ from atom_mini.models import TorchOps
 from atom_mini.options.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.eagle import EagleDrafter, Taps, find_taps
-from atom_mini.speculation.verify import SpecCore, SpecStats
+from atom_mini.speculation.eagle import EagleDrafter, find_taps
+from atom_mini.speculation.verify import SpecStats
 
 torch.set_num_threads(1)
 tiny = load("90_tiny_model")
@@ -121,8 +118,7 @@ def make_drafter(target: Path, head: Path, **options: Any) -> tuple[Any, EagleDr
     return runner, EagleDrafter(config, runner, make_runner)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("style", "packed"), [*zip(STYLES, [False, True, False, True], strict=True)])
 def test_head_equals_the_formulas(style: str, packed: bool, target: Path, tmp_path: Path) -> None:
     """Every state and logit, through the paged pool: two chunks, rows one by one, and beyond the head's own positions.
     The head has the operations of its target."""
@@ -148,14 +144,6 @@ def test_head_equals_the_formulas(style: str, packed: bool, target: Path, tmp_pa
     ours = head.compute_logits(wanted)
     torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
     assert head.choose(wanted).equal((torch.arange(DRAFT_VOCAB) + weights["d2t"])[logits.argmax(-1)])
-
-
-def test_reference_sees_the_order_of_norm_and_residual(tmp_path: Path) -> None:
-    """Without this the two styles could be the same thing twice."""
-    weights = save_head(tmp_path)
-    embeds, hidden = torch.randn(2, 9, 64)
-    one, other = (reference(weights, embeds, hidden, before)[0] for before in (False, True))
-    assert (one - other).abs().max() > 0.1
 
 
 def test_taps_are_what_enters_the_layers(target: Path, tmp_path: Path) -> None:
@@ -186,14 +174,12 @@ def test_whose_layer_ids() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "hidden size": ({"hidden_size": 128}, "hidden_size of the head is 128, it must be 64"),
-    "vocabulary": ({"vocab_size": 301}, "vocab_size of the head is 301, it must be 300"),
     "layers": ({"num_hidden_layers": 2}, "num_hidden_layers of the head is 2, it must be 1"),
     "taps": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"layers \[1, 2, 9\], the target has 3"),
     "draft vocabulary": ({"draft_vocab_size": 71}, r"lm_head.weight is \[70, 64\] in the file, \[71, 64\] in"),
-    "another model": ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM, which is not supported; these are:"),
+    "another model": ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM, which is not supported"),
     "EAGLE-3.1": ({"norm_before_fc": True}, "norm_before_fc: only false"),
     "untold": ({"architectures": ["Eagle3DraftModel"]}, "does not say norm_before_residual: set it"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
 }
 
 
@@ -205,38 +191,20 @@ def test_a_head_that_does_not_fit_is_refused(case: str, target: Path, tmp_path: 
         make_drafter(target, tmp_path)
 
 
-def test_tensors_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused(target: Path, tmp_path: Path) -> None:
+    """Tables of ids, and a pickle: reading one can run anything."""
+    with pytest.raises(ValueError, match=r"lacks config.json: set model to a head's folder"):
+        make_drafter(target, tmp_path)
     save_head(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    d2t, missing = tensors["d2t"], ("fc.weight", "norm.weight")
-    cases: list[tuple[dict[str, Any], str]] = [({name: None}, rf"lacks 1 weight.s.: {name}") for name in missing]
-    cases += [
-        ({"score.weight": torch.ones(2)}, r"1 weight.s. that the model has no place for: score.weight"),
-        ({"d2t": d2t[:-1]}, "must map draft_vocab_size=70 tokens"),
-        ({"d2t": d2t + 300}, "must map .* to 0..299"),
-        ({"d2t": None}, "d2t maps 300 tokens"),
-    ]
-    for change, message in cases:
-        save_file({k: v for k, v in (tensors | change).items() if v is not None}, file)
+    d2t = tensors["d2t"]
+    for wrong, message in ((d2t[:-1], "must map draft_vocab_size=70 tokens"), (d2t + 300, "must map .* to 0..299")):
+        save_file(tensors | {"d2t": wrong}, file)
         with pytest.raises(ValueError, match=message):
             make_drafter(target, tmp_path)
-
-
-def test_a_pickle_is_refused(target: Path, tmp_path: Path) -> None:
-    """Reading one can run anything; the message says how to convert it, and that works."""
-    tensors = save_head(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"a pickle .* convert it once with torch.load.file, weights_only=True"):
-        make_drafter(target, tmp_path)
-    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
-    save_file(loaded, tmp_path / "model.safetensors")
-    make_drafter(target, tmp_path)
-
-
-def test_no_head(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lacks config.json: set model to a head's folder"):
         make_drafter(target, tmp_path)
 
 
@@ -275,67 +243,10 @@ def test_shipped_head_stays_right_often_enough(kind: str) -> None:
     assert stats.tokens_per_step >= FLOORS[kind], stats
 
 
-def post_norm(drafter: Any, target: Any) -> None:
-    """The state is fed back after the norm."""
-    run_once = drafter.run
-
-    def run_and_norm(*args: Any) -> tuple[Tensor, Tensor]:
-        states, drafts = run_once(*args)
-        return drafter.model.norm(states, None)[0], drafts
-
-    drafter.run = run_and_norm
-
-
-def norm_order(drafter: Any, target: Any) -> None:
-    """The residual path begins behind the norm, or before it, as in the other style."""
-    drafter.model.norm_before_residual = not drafter.model.norm_before_residual
-
-
-def shifted_layers(drafter: Any, target: Any) -> None:
-    """Each tap is one layer off."""
-    drafter.taps = Taps(target, [0, 1, 2])
-
-
-def lost_prompt(drafter: Any, target: Any) -> None:
-    """Only decodes leave K/V."""
-    observe = drafter.observe
-
-    def forgetful(seqs: Any, batch: Any, output: Any) -> None:
-        observe(seqs, batch, output)
-        if batch.type is SequenceType.PREFILL:
-            drafter.runner.kv_cache.zero_()
-
-    drafter.observe = forgetful
-
-
-@cache
-def plain(kind: str) -> list[list[int]]:
-    return run(make_prompts(kind, 24), GREEDY, 0)[0]
-
-
-@pytest.mark.parametrize("mistake", [post_norm, norm_order, shifted_layers, lost_prompt], ids=lambda m: m.__name__)
-def test_floors_see_what_the_text_does_not(mistake: Any) -> None:
-    """Each mistake leaves every word as it is, and falls through a floor."""
-    found = {}
-    for kind in ("stories", "sums"):
-        prompts = make_prompts(kind, 24)
-        with LLM("tiny", **TINY, speculative_config={"method": "eagle3", "num_speculative_tokens": 3}) as llm:
-            core: Any = llm.engine_core
-            scheduler = core.scheduler
-            mistake(core.drafter, core.runner.model)
-            outs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [out.token_ids for out in outs] == plain(kind)
-        found[kind] = scheduler.spec_stats.tokens_per_step
-    assert any(found[kind] < FLOORS[kind] - 0.3 for kind in found), found
-
-
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
-    "chunks": {"max_num_batched_tokens": 24},
     "tight": {"kv_cache_block_size": 4, "num_kvcache_blocks": 40, "max_num_batched_tokens": 24},
-    "blocks of 1": {"kv_cache_block_size": 1, "num_kvcache_blocks": 150},
-    "a few at once": {"max_num_seqs": 2},
-    "interleaved": {"interleave_decode": True, "max_num_batched_tokens": 24},
+    "blocks of 1": {"kv_cache_block_size": 1, "num_kvcache_blocks": 150, "interleave_decode": True},
 }
 
 
@@ -351,65 +262,13 @@ def mixed(k: int, engine: str) -> tuple[list[list[int]], Any]:
     return run(prompts, samplings, k, **ENGINES[engine])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["tight", "blocks of 1"])
 def test_text_is_the_same_with_and_without(engine: str) -> None:
     """Whatever the temperature and k, and through chunks, prefix hits and preemptions."""
     for k in (1, 4):
         text, (_, scheduler) = mixed(k, engine)
         assert text == mixed(0, "roomy")[0]
-    assert (scheduler.num_preemptions > 0) == (engine in ("tight", "blocks of 1"))
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
-@pytest.mark.slow
-def test_kernels_in_the_interpreter_draft_the_same() -> None:
-    """The head on Triton's operations, made for its own shape: the same text, and the same drafts kept."""
-    prompts, few = make_prompts("stories", 1), SamplingParams(temperature=0, max_tokens=6)
-    text, (stats, _) = run(prompts, few)
-    assert run(prompts, few, attention="triton") == (text, (stats, ANY)) and stats.num_steps > 1
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels in the interpreter")
-@pytest.mark.slow
-def test_replayed_steps_feed_the_head() -> None:
-    """A replay calls no hooks: what the head reads is written by the recording. Same text, and same drafts kept."""
-    from recording import graph_runner, load_recorded_graph
-
-
-    found = []
-    for graphs in (True, False):
-        wanted = {"method": "eagle3", "num_speculative_tokens": 2}
-        setup = {"num_kvcache_blocks": 24, "max_num_seqs": 1, "max_model_len": 128, "attention": "triton"}
-        config = EngineArgs("tiny", device="cpu", speculative_config=wanted, **setup)
-        runner = graph_runner(config, load_recorded_graph()) if graphs else make_runner(config)
-        core = SpecCore(config, runner, EagleDrafter(config, runner, make_runner))
-        core.add(seq := Sequence(make_prompts("stories", 1)[0], 16, SamplingParams(temperature=0, max_tokens=9)))
-        while core.step():
-            pass
-        found.append((seq.completion_token_ids, core.scheduler.spec_stats))  # type: ignore[attr-defined]
-        assert not graphs or sorted(runner.graphs) == [1, 2, 3]
-    assert found[0] == found[1] and found[0][1].accepted.total() > 2
-
-
-@cache
-def drafts_by_place(engine: str) -> tuple[dict[tuple[int, int], list[int]], int]:
-    """(the drafts by text and length, how often somebody was preempted)."""
-    drafts = {"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
-    with LLM("tiny", **TINY | ENGINES[engine] | drafts, enable_prefix_caching=False) as llm:
-        _, given = noted(llm, make_prompts("stories", 8), GREEDY)
-        return given, llm.engine_core.scheduler.num_preemptions
-
-
-@pytest.mark.parametrize("engine", ["chunks", "tight", "blocks of 1", "interleaved"])
-def test_a_draft_depends_on_its_place_alone(engine: str) -> None:
-    """A text's drafts after n tokens are the same, whatever has happened to it before: chunks, preemptions."""
-    (roomy, _), (given, preemptions) = drafts_by_place("roomy"), drafts_by_place(engine)
-    assert (preemptions > 0) == (engine in ("tight", "blocks of 1"))
-    both = [(roomy[at], given[at]) for at in roomy.keys() & given.keys()]
-    longest = [(a[: len(b)], b[: len(a)]) for a, b in both if a and b]
-    assert len(longest) > 60 and all(a == b for a, b in longest)
+        assert scheduler.num_preemptions > 0
 
 
 @pytest.mark.slow

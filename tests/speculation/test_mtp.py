@@ -37,8 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunks": {"max_num_batched_tokens": 12},
     "tight": {"kv_cache_block_size": 4, "num_kvcache_blocks": 26, "max_num_batched_tokens": 30},
-    "blocks of 1": {"kv_cache_block_size": 1, "num_kvcache_blocks": 100},
-    "interleaved": {"interleave_decode": True, "max_num_batched_tokens": 24},
+    "blocks of 1": {"kv_cache_block_size": 1, "num_kvcache_blocks": 100, "interleave_decode": True},
 }
 PROMPTS = [[7] * 3, [*range(20, 55)], [*range(20, 50), 1], [5, 6, 7, 5, 6], [*range(99, 60, -1)]]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -147,12 +146,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return save
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "engine"), [("GLM-4.5", "tight"), ("DeepSeek-V3", "chunks"), ("GLM-4.7-Flash", "blocks of 1"),
+                                              ("GLM-4.5, dense", "roomy")])  # fmt: skip
 def test_drafts_are_those_of_the_formulas(kind: str, engine: str, saved: Any) -> None:
     """Every draft of every pass, whatever has happened before: chunks, preemptions, blocks of any size."""
-    if kind not in PUBLISHED and engine != "roomy":
-        pytest.skip("two layouts by all roads are enough")
     reference = Reference(*saved(kind))
     with drafting(saved(kind)[0], **ENGINES[engine], enable_prefix_caching=False) as llm:
         texts, given = noted(llm, PROMPTS, GREEDY)
@@ -180,48 +177,13 @@ def plain(folder: Path, warm: float) -> list[Any]:
     return run(folder, 0, wishes(warm))[0]
 
 
-@pytest.mark.parametrize("warm", [0.0, 0.9], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize(("kind", "engine", "warm"), [("GLM-4.5", "chunks", 0.9), ("DeepSeek-V3", "blocks of 1", 0.0)])
 def test_no_text_changes(kind: str, engine: str, warm: float, saved: Any) -> None:
     """With prefix hits, preemptions, penalties, log probabilities and stops, for k of 1 and 4."""
     folder, _ = saved(kind)
     for k in (1, 4):
         found, scheduler = run(folder, k, wishes(warm), **ENGINES[engine])
         assert found == plain(folder, warm) and scheduler.spec_stats.proposed.total() > 20
-
-
-def agree(kind: str, folder: Path, by_state: bool) -> None:
-    """A model whose next token is a function of its last, and a module that knows it, of the state or of the token."""
-    tensors = save_module(kind, folder, vocab_size=60, tie_word_embeddings=False)
-    after, size = torch.randperm(60), 64
-    for name, weight in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.zero_()
-        if "norm.weight" in name:
-            weight.fill_(1.0)
-    tensors["model.embed_tokens.weight"] = torch.eye(60, size)
-    tensors["lm_head.weight"] = 9 * torch.eye(60, size)[after.argsort()]
-    by_token, on = torch.eye(size), torch.zeros(size, size)
-    on[after, torch.arange(60)] = 1
-    parts = [torch.zeros(size, size), on] if by_state else [by_token, torch.zeros(size, size)]
-    write(folder, tensors | {f"model.layers.{LAYERS}.eh_proj.weight": torch.cat(parts, 1)})
-
-
-@pytest.mark.parametrize("by_state", [True, False])
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_a_module_that_agrees_is_always_right(kind: str, by_state: bool, tmp_path: Path) -> None:
-    """All drafts are accepted, greedily, through chunks, preemptions and cached prefixes."""
-    agree(kind, tmp_path, by_state)
-    prompts = [[token % 60 for token in prompt] for prompt in PROMPTS]
-    for engine in ("roomy", "chunks", "tight"):
-        with drafting(tmp_path, 4, **ENGINES[engine], enable_prefix_caching=not by_state) as llm:
-            for _ in range(2):
-                outs = llm.generate(prompts, GREEDY, use_tqdm=False)
-            core: Any = llm.engine_core
-            stats = core.scheduler.spec_stats
-        assert set(stats.acceptance) == {1.0} and stats.proposed.total() > 60
-        assert all(len(out.token_ids) == 20 for out in outs)
 
 
 def test_fp8_as_it_is_published(tmp_path: Path) -> None:
@@ -267,23 +229,18 @@ def test_its_memory_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Every weight of the module, missing, in a wrong shape, or one too many, by its name in the file."""
+    """A weight of the module, missing, in a wrong shape, or one too many, by its name in the file."""
     tensors = save_module("GLM-4.5", tmp_path)
     here = f"model.layers.{LAYERS}."
-    names = "enorm.weight", "eh_proj.weight", "shared_head.norm.weight", "self_attn.k_proj.bias", "mlp.gate.weight"
-    cases: list[tuple[dict[str, Any], str]] = [({here + n: None}, rf"lacks 1 weight.s.: {here}{n}") for n in names]
-    shape = rf"{here}eh_proj.weight is \[64, 64\] in the file, \[64, 128\]"
-    cases += [
-        ({here + "eh_proj.weight": torch.ones(64, 64)}, shape),
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({here + "enorm.weight": None}, rf"lacks 1 weight.s.: {here}enorm.weight"),
+        ({here + "eh_proj.weight": torch.ones(64, 64)}, rf"{here}eh_proj.weight is \[64, 64\] in the file, \[64, 128\]"),
         ({here + "score.weight": torch.ones(2)}, rf"no place for: {here}score.weight"),
-        ({name: None for name in tensors if name.startswith(here)}, rf"lacks \d+ weight.s.: {here}"),
     ]
     for change, message in cases:
         write(tmp_path, {k: v for k, v in (tensors | change).items() if v is not None})
         with pytest.raises(ValueError, match=message):
             drafting(tmp_path)
-    write(tmp_path, tensors)
-    drafting(tmp_path).close()
 
 
 def test_who_has_no_module_is_refused(tmp_path: Path) -> None:
@@ -295,10 +252,3 @@ def test_who_has_no_module_is_refused(tmp_path: Path) -> None:
             EngineArgs(model, speculative_config=wanted)
     with pytest.raises(ValueError, match=r"model='x' is for .*, not for method='mtp'"):
         EngineArgs("tiny", speculative_config=wanted | {"model": "x"})
-    state = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    state |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    cfg = transformers.AutoConfig.for_model("qwen3_5_text", **state, architectures=["Qwen3_5ForCausalLM"])
-    cfg.save_pretrained(tmp_path)
-    edit_json(tmp_path / "config.json", mtp_num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"speculative_config=.*does not go with layers that keep a state"):
-        EngineArgs(str(tmp_path), speculative_config=wanted)

@@ -6,22 +6,23 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from show import check_blocks, check_trace, new_tokens
+from show import check_blocks, new_tokens
 from symbolic import Request, SymbolicDrafter, SymbolicRunner, continuation, make_trial, run_many, run_trial
 from test_fuzz import mutate
-from test_interrupt import interrupt_everywhere, serve
+from test_interrupt import interrupt_everywhere
 
 import atom_mini.speculation.verify as verify
 from atom_mini import LLM, EngineArgs, SamplingParams
+from atom_mini.model_runner import made_up_batch
 from atom_mini.options.build import choose_scheduler
 from atom_mini.scheduling.overlap import OverlapScheduler
-from atom_mini.sequence import Sequence
-from atom_mini.speculation.config import SpeculativeConfig, read_speculative
-from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, SpecStats
-from atom_mini.trace.trace import record
+from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, as_rows
 
 Patch = pytest.MonkeyPatch
 
@@ -38,18 +39,18 @@ def run_drafts(trials: int, **how: Any) -> Counter[str]:
 @pytest.mark.slow
 def test_outputs_equal_the_oracle_with_drafts() -> None:
     """And drafts are made, accepted, rejected, dropped and cut off often enough for that to say something."""
-    stats = run_drafts(2000)
+    stats = run_drafts(1200)
     least = {
-        "drafted": 20_000, "accepted": 10_000, "preemptions": 1000, "prefix_hits": 1000, "chunks": 9000, "failures": 800,
-        "aborts_running": 60, "max_tokens": 2000, "max_model_len": 900, "kv_cache": 900, "eos": 800, "stop": 200,
-        "stop_sequence": 80,
+        "drafted": 12_000, "accepted": 6000, "preemptions": 600, "prefix_hits": 600, "chunks": 5000, "failures": 400,
+        "aborts_running": 30, "max_tokens": 1000, "max_model_len": 500, "kv_cache": 500, "eos": 400, "stop": 100,
+        "stop_sequence": 40,
     }  # fmt: skip
     assert not {name: stats[name] for name in least if stats[name] < least[name]}
     assert stats["drafted"] > 1.2 * stats["accepted"]
 
 
 def test_with_a_radix_tree() -> None:
-    assert run_drafts(300, cache="radix")["accepted"] > 2000
+    assert run_drafts(150, cache="radix")["accepted"] > 800
 
 
 def test_drafts_change_nothing_in_the_pool(monkeypatch: Patch) -> None:
@@ -59,14 +60,14 @@ def test_drafts_change_nothing_in_the_pool(monkeypatch: Patch) -> None:
     """
     monkeypatch.setattr(SymbolicDrafter, "propose", lambda self, seqs, most: [[self.alphabet] * n for n in most])
     stats: Counter[str] = Counter()
-    for seed in range(900):
+    for seed in range(300):
         config = make_trial(seed).config
         if not config.enable_prefix_caching and not config.scheduler_delay_factor:
             plain, drafted = (run_trial(seed, tight=True, drafts=drafts) for drafts in (False, True))
             if not plain["failures"] and not drafted["failures"]:  # those come by chance
                 assert (drafted["preemptions"], drafted["steps"]) == (plain["preemptions"], plain["steps"])
                 stats += drafted
-    assert stats["preemptions"] > 100 and stats["drafted"] > 1000 and stats["accepted"] == 0
+    assert stats["preemptions"] > 30 and stats["drafted"] > 300 and stats["accepted"] == 0
 
 
 # ---- planted bugs: each is found by the fuzz ----
@@ -156,7 +157,14 @@ def test_planted_bugs_are_found(bug: Callable[[Patch], None], monkeypatch: Patch
 # ---- step by step ----
 
 
-@pytest.mark.parametrize("k", range(1, 9))
+def test_a_row_sees_the_drafts_before_it() -> None:
+    """vLLM 18902: penalties that do not know of the drafts."""
+    batch = made_up_batch(SequenceType.PREFILL, 3, np.zeros((1, 1), np.int32))
+    rows = as_rows(replace(batch, scheduled_tokens=np.array([7, 8, 9]), histories={0: [5, 7]}))
+    assert rows.histories == {0: [5, 7], 1: [5, 7, 8], 2: [5, 7, 8, 9]} and rows.context_lens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
 def test_an_oracle_takes_as_few_steps_as_can_be(k: int) -> None:
     """ceil(n / (k + 1)) decode steps for the n tokens after the prompt's own."""
     for n in (1, 2, 9, 17, 40):
@@ -187,6 +195,7 @@ def test_statistics_do_not_count_what_an_end_token_cuts_off() -> None:
     step = core.step()
     assert step and step.finished == [seq] and seq.completion_token_ids == tokens[: last + 1]
     assert scheduler.spec_stats.num_tokens == scheduler.spec_stats.accepted.total() == last
+    assert {*scheduler.spec_stats.acceptance} == {1.0}
     assert new_tokens(step)[0].tokens == tuple(tokens[1 : last + 1])
 
 
@@ -205,24 +214,10 @@ def make_core() -> SpecCore:
     return SpecCore(config, runner, SymbolicDrafter(12, 0.8, random.Random(1)), scheduler)
 
 
-@pytest.mark.parametrize("trace", [False, True])
 @pytest.mark.slow
-def test_interrupted_at_any_line(trace: bool) -> None:
+def test_interrupted_at_any_line() -> None:
     """As in test_interrupt: the same requests go on, others come, and all see the oracle's tokens."""
-    interrupt_everywhere(make_core, REQUESTS, trace)
-
-
-def test_the_trace_knows_what_was_verified() -> None:
-    """Accepted and rejected drafts are in it, and its books balance."""
-    core = make_core()
-    trace = record(core)
-    serve(core, [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(REQUESTS)])
-    stats = core.scheduler.spec_stats
-    check_trace(trace)
-    verified = [e for step in trace.steps for e in step.after if e["event"] == "verified"]
-    assert sum(e["accepted"] + e["rejected"] for e in verified) == stats.proposed.total() > 5
-    assert sum(n for step in trace.steps for n in step.drafts.values()) == stats.proposed.total()
-    assert any(e["rejected"] for e in verified)
+    interrupt_everywhere(make_core, REQUESTS, trace=False)
 
 
 # ---- the real model ----
@@ -236,7 +231,7 @@ PROMPTS = [
 SAMPLING = {
     "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     "sampled": SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True),
-    "all of it": SamplingParams(
+    "everything": SamplingParams(
         temperature=1.1, seed=7, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.2, logprobs=3, max_tokens=20
     ),
     "stops": SamplingParams(temperature=0, max_tokens=24, stop=["One day", " cat"], stop_token_ids=[17]),
@@ -246,9 +241,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 9, "max_num_seqs": 3},
     "tight": {"num_kvcache_blocks": 22, "kv_cache_block_size": 4},
     "radix": {"prefix_cache": "radix"},
-    "no cache": {"enable_prefix_caching": False},
     "turns": {"interleave_decode": True},
-    "traced": {"trace": True},
 }
 BASE: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 80, "max_num_seqs": 8}
 
@@ -290,15 +283,16 @@ def outcome(outs: list[Any]) -> list[Any]:
     return [(o.text, o.token_ids, o.finish_reason, o.stop_reason, [sorted(p) for p in o.logprobs or []]) for o in outs]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(("setup", "sampling"), [
+    ("plain", "greedy"), ("chunks", "everything"), ("tight", "sampled"), ("radix", "stops"), ("turns", "everything"),
+])  # fmt: skip
 def test_text_is_what_it_is_without(setup: str, sampling: str) -> None:
     """Token for token, with whatever else is asked; log probabilities within rounding."""
     options = BASE | SETUPS[setup]
     with LLM("tiny", **options) as llm:
         plain = llm.generate(PROMPTS, SAMPLING[sampling], use_tqdm=False)
     books = {tuple(o.prompt_token_ids): o.token_ids for o in plain}
-    for k, gap in ((1, 10**6), (3, 4), (5, 2), (8, 7)):
+    for k, gap in ((1, 10**6), (5, 2), (8, 7)):
         with LLM("tiny", **options, speculative_config={"num_speculative_tokens": k}) as llm:
             core: Any = llm.engine_core
             core.drafter, scheduler = FromABook(books, gap), core.scheduler
@@ -310,51 +304,28 @@ def test_text_is_what_it_is_without(setup: str, sampling: str) -> None:
             assert scheduler.spec_stats.accepted.total() > 0
             check_blocks(scheduler.block_manager, [])
             assert scheduler.block_manager.num_free_blocks == len(scheduler.block_manager.pool.blocks)
-            if llm.trace is not None:
-                check_trace(llm.trace)
-
-
-def test_metrics_count_tokens_that_came() -> None:
-    """Not rows: drafts that were thrown away are no tokens."""
-    with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 4}) as llm:
-        core: Any = llm.engine_core
-        scheduler = core.scheduler
-        core.drafter = type("Wrong", (Drafter,), {"propose": lambda self, seqs, most: [[1] * n for n in most]})()
-        llm.generate("Once", SAMPLING["greedy"], use_tqdm=False)
-        assert llm.metrics.num_decode_tokens == 19 and scheduler.spec_stats.proposed.total() > 30
 
 
 # ---- knobs ----
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"speculative_config": {"method": "oracle"}}, ["'oracle'", "ngram"]),
-        ({"speculative_config": {"num_speculative_tokens": -1}}, ["-1", "num_speculative_tokens"]),
-        ({"speculative_config": {"num_speculative_tokens": 2.5}}, ["2.5", "num_speculative_tokens"]),
-        ({"speculative_config": {"num_tokens": 3}}, ["num_tokens", "did you mean"]),
-        ({"speculative_config": {"num_speculative_tokens": 16}, "max_num_batched_tokens": 16}, ["16", "17", "lower k"]),
-        ({"speculative_config": {"prompt_lookup_min": 9}}, ["9", "prompt_lookup_max=4"]),
-        ({"speculative_config": {"prompt_lookup_max": 0}}, ["prompt_lookup_max=0"]),
-        ({"speculative_config": {"prompt_lookup_max": 10**7}}, ["prompt_lookup_max=10000000", "128"]),
-        ({"speculative_config": {1: 2}}, ["speculative_config={1: 2}", "dict"]),
-        ({"speculative_config": "{'method': 1}"}, ["not JSON"]),
-        ({"speculative_config": 4}, ["=4", "dict"]),
-        ({"speculative_config": {"method": ["ngram"]}}, ["method=['ngram']", "string"]),
-        ({"speculative_config": {"num_speculative_tokens": True}}, ["num_speculative_tokens=True", "whole"]),
-        ({"speculative_config": {"method": "eagle3", "model": 123}}, ["model=123", "string"]),
-        ({"speculative_config": {"method": "eagle3", "model": ""}}, ["model=''", "at least 1 character"]),
-        ({"speculative_config": {"method": "draft_model"}}, ["draft_model", "needs a checkpoint", "set model"]),
-        ({"speculative_config": {"model": "tiny"}}, ["model='tiny'", "draft_model and eagle3", "'ngram'"]),
-        (
-            {"speculative_config": {"method": "eagle3", "prompt_lookup_min": 1}},
-            ["prompt_lookup_min=1", "ngram", "eagle3"],
-        ),
-        ({"speculative_config": {}, "overlap": True}, ["overlap=True", "False"]),
-        ({"speculative_config": {}, "scheduler": "spyre", "chunk_size": 16}, ["scheduler='spyre'", "'atom'"]),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"speculative_config": {"method": "oracle"}}, ["'oracle'", "ngram"]),
+    ({"speculative_config": {"num_speculative_tokens": -1}}, ["-1", "num_speculative_tokens"]),
+    ({"speculative_config": {"num_tokens": 3}}, ["num_tokens", "did you mean"]),
+    ({"speculative_config": {"num_speculative_tokens": 16}, "max_num_batched_tokens": 16}, ["16", "17", "lower k"]),
+    ({"speculative_config": {"prompt_lookup_min": 9}}, ["9", "prompt_lookup_max=4"]),
+    ({"speculative_config": {1: 2}}, ["speculative_config={1: 2}", "dict"]),
+    ({"speculative_config": "{'method': 1}"}, ["not JSON"]),
+    ({"speculative_config": {"method": "eagle3", "model": ""}}, ["model=''", "at least 1 character"]),
+    ({"speculative_config": {"method": "draft_model"}}, ["draft_model", "needs a checkpoint", "set model"]),
+    ({"speculative_config": {"model": "tiny"}}, ["model='tiny'", "draft_model and eagle3", "'ngram'"]),
+    ({"speculative_config": {"draft_sampling": True}}, ["draft_sampling=True", "draft_model", "'ngram'"]),
+    ({"speculative_config": {}, "overlap": True}, ["overlap=True", "False"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         EngineArgs("tiny", **options)
@@ -363,20 +334,6 @@ def test_refused(options: dict[str, Any], words: list[str]) -> None:
 
 def test_zero_drafts_is_off() -> None:
     """And then nothing is refused that goes without drafts."""
-    config = EngineArgs("tiny", speculative_config={"num_speculative_tokens": 0}, overlap=True)
+    config = EngineArgs("tiny", speculative_config='{"num_speculative_tokens": 0}', overlap=True)
     assert choose_scheduler(config) is OverlapScheduler and config.speculative_config is None
-    for options in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}):
-        EngineArgs("tiny", **options, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
-    with LLM("tiny", **BASE, speculative_config={"num_speculative_tokens": 0}) as llm:
-        assert not isinstance(llm.engine_core.scheduler, SpecScheduler)
-
-
-def test_three_ways_to_say_it() -> None:
-    wanted = SpeculativeConfig(num_speculative_tokens=2)
-    for given in (wanted, {"num_speculative_tokens": 2}, '{"num_speculative_tokens": 2}'):
-        assert read_speculative(given) == wanted
-        assert EngineArgs(speculative_config=given).speculative_config == wanted
-
-
-def test_statistics_of_nothing() -> None:
-    assert SpecStats().tokens_per_step == 0 and SpecStats().acceptance == []
+    EngineArgs("tiny", tensor_parallel_size=2, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})

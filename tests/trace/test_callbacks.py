@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import threading
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +16,18 @@ from checkpoints import is_empty
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.text import TextPiece
-from atom_mini.trace.callbacks import Callbacks, StreamParams
+from atom_mini.trace.callbacks import Callbacks, Log, StreamParams
 
 torch.set_num_threads(1)
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_block_size": 4, "num_kvcache_blocks": 14, "max_num_seqs": 8}
 TEXTS = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 7 =", "Ben", "There was a girl"] * 3
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-CASES: list[dict[str, Any]] = [{}, {"overlap": True}, {"speculative_config": DRAFTS}, {"prefix_cache": "radix"}]
+STOP = ("a", "ed c")
+CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({}, STOP),
+    ({"overlap": True}, ()),
+    ({"speculative_config": DRAFTS}, STOP),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,7 @@ def plain(llm: LLM, **options: Any) -> list[tuple[str, list[int], str]]:
     return [(out.text, out.token_ids, out.finish_reason) for out in llm.generate(TEXTS, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda o: next(iter(o), "plain"))
-@pytest.mark.parametrize("stop", [(), ("a", "ed c")], ids=["", "stop"])
+@pytest.mark.parametrize(("options", "stop"), CASES, ids=str)
 def test_the_pieces_are_the_text(options: dict[str, Any], stop: tuple[str, ...]) -> None:
     """In order and once each, the last with the whole result; with preemption, drafts, overlap, and stop strings."""
     with LLM("tiny", **OPTIONS | options) as llm:
@@ -65,15 +69,15 @@ def test_the_pieces_are_the_text(options: dict[str, Any], stop: tuple[str, ...])
         assert is_empty(llm) and not open_requests(llm)
     for out, pieces, (text, token_ids, reason) in zip(outs, heard, wanted, strict=True):
         assert ("".join(p.text for p in pieces), [i for p in pieces for i in p.token_ids]) == (text, token_ids)
+        assert all(p.text or p.finished for p in pieces)
         assert [p.finished for p in pieces] == [False] * (len(pieces) - 1) + [True]
         assert pieces[-1].finish_reason == reason and {p.index for p in pieces} == {out.request_id}
         assert pieces[-1].output == replace(out, prompt=None)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_what_it_raises_ends_its_request_alone(llm: LLM, seed: int) -> None:
+def test_what_it_raises_ends_its_request_alone(llm: LLM) -> None:
     """Some fail, at random pieces, the last one included; the others' tokens are those of a run without functions."""
-    rng, wanted, count = random.Random(seed), plain(llm), [0] * len(TEXTS)
+    rng, wanted, count = random.Random(0), plain(llm), [0] * len(TEXTS)
     fails_at = [rng.choice([1, 2, 3, 99, -1]) for _ in TEXTS]
 
     def call(i: int, piece: TextPiece) -> None:
@@ -143,39 +147,7 @@ def test_an_interrupt_in_it_leaves_an_engine_that_is_right(llm: LLM) -> None:
     assert is_empty(llm) and plain(llm) == wanted
 
 
-def test_threads_get_their_own_pieces(llm: LLM) -> None:
-    """Four threads with a function each, in the same steps; one function always fails."""
-    wanted = plain(llm)
-    errors: list[BaseException] = []
-
-    def work(fails: bool) -> None:
-        try:
-            for _ in range(2):
-                heard: list[list[str]] = [[] for _ in TEXTS]
-
-                def hear(i: int, piece: TextPiece, heard: list[list[str]] = heard) -> None:
-                    heard[i].append(piece.text)
-                    if fails:
-                        raise RuntimeError("mine")
-
-                calls = [lambda piece, i=i, hear=hear: hear(i, piece) for i in range(len(TEXTS))]
-                outs = llm.generate(TEXTS, params_of(calls), use_tqdm=False)
-                for out, texts, (text, _, reason) in zip(outs, heard, wanted, strict=True):
-                    assert out.finish_reason == ("error" if fails else reason)
-                    assert "".join(texts) == (texts[0] if fails else text)
-        except BaseException as error:
-            errors.append(error)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        threads = [threading.Thread(target=work, args=(n == 0,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors and is_empty(llm) and not open_requests(llm)
-
-
+@pytest.mark.slow
 def test_in_front_of_another_process() -> None:
     """The function runs in the caller's process; an error ends the request there, too."""
     pytest.importorskip("zmq")
@@ -194,31 +166,31 @@ def test_in_front_of_another_process() -> None:
         assert (outs[1].finish_reason, outs[1].stop_reason) == ("error", "error: ValueError: no")
 
 
-@pytest.mark.parametrize("call", ["print", 3, [print]])
-def test_refused(call: Any) -> None:
-    with pytest.raises(ValueError, match=r"stream_callback=.* must be callable"):
-        StreamParams(stream_callback=call)
+def test_refused() -> None:
+    with pytest.raises(ValueError, match=r"stream_callback='print' must be callable"):
+        StreamParams(stream_callback="print")  # type: ignore[arg-type]
 
 
 def test_a_limit_of_the_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """With the request, its tokens, its max_tokens, and the option; a text that ends at its own limit is not logged."""
-    with LLM("tiny", device="cpu", kv_cache_block_size=4, num_kvcache_blocks=6, max_model_len=16) as llm:
+    """With the request and the option; a text that ends at its own limit is not logged."""
+    options: dict[str, Any] = {"num_kvcache_blocks": 6, "max_model_len": 16}
+    with LLM("tiny", device="cpu", kv_cache_block_size=4, **options) as llm:
         short, long = (SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 40))
         out = llm.generate([[5, 6, 7], [5, 6, 8]], [short, long], use_tqdm=False)[1]
-    assert out.stop_reason == "max_model_len"
-    line = f"request {out.request_id} ends after 13 of 40 tokens, at the limit of max_model_len"
-    assert [r.getMessage() for r in caplog.records if r.name == "atom_mini"] == [line]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "atom_mini"]
+    assert f"request {out.request_id} " in line and "max_model_len" in line
 
 
 def test_acceptance_is_logged_every_thousand_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    """At the level INFO, with the numbers of the statistics; the default level logs nothing."""
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    for level, count in (("INFO", 2), ("WARNING", 0)):
-        caplog.clear()
-        with caplog.at_level(level, "atom_mini"), LLM("tiny", device="cpu", speculative_config=DRAFTS) as llm:
-            while llm.engine_core.scheduler.spec_stats.proposed.total() < 1000 * max(1, count):  # type: ignore[attr-defined]
-                llm.generate(["red, blue, red, blue, red,"] * 4, params, use_tqdm=False)
-        lines = [r.getMessage() for r in caplog.records if r.name == "atom_mini"]
-        assert len(lines) == count
-        for thousands, line in enumerate(lines, 1):
-            assert thousands * 1000 <= int(line.split()[0]) < thousands * 1000 + 100 and "accepted" in line
+    """At the level INFO, with the numbers of the statistics."""
+    proposed, accepted = Counter({1: 0}), Counter({1: 300})
+    stats = SimpleNamespace(proposed=proposed, accepted=accepted, tokens_per_step=1.3)
+    core = SimpleNamespace(scheduler=SimpleNamespace(spec_stats=stats))
+    log = Log(SimpleNamespace(engine_core=core))
+    step: Any = SimpleNamespace(finished=[])
+    with caplog.at_level("INFO", "atom_mini"):
+        for drafts in (0, 999, 1000, 1999, 3001, 3999):
+            proposed[1] = drafts
+            log.record(step)
+    lines = [r.getMessage() for r in caplog.records]
+    assert [line.split()[0] for line in lines] == ["1000", "3001"] and "300 accepted" in lines[0]

@@ -19,9 +19,6 @@ class Pairs(Again):
         return drafts
 
 methods["pairs"], DRAFTERS["pairs"] = (), Pairs
-# %% 50_verify 3
-def most_covered(k):
-    return LARGEST_GRAPH // k  # without the newest token's row
 # %% 51_acceptance 1
 def first_token(p, q):
     return np.eye(len(p))[q.argmax()]  # as if every draft were kept
