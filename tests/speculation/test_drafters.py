@@ -352,9 +352,9 @@ def test_replays_draft_what_torch_drafts(method: str, tmp_path: Path) -> None:
             runner = graph_runner(config, record)
             make = make_runner if method == "eagle3" else lambda own: graph_runner(own, record)
         core = SpecCore(config, runner, kind(config, runner, make))
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         core.add(seq := Sequence(prompt, 16, params))
         while core.step():
             pass
         found.append((seq.completion_token_ids, core.scheduler.spec_stats))
-    assert found[0] == found[1] and found[0][1].accepted.total() > 0
+    assert found[0] == found[1] and found[0][1].accepted.total() > 2

@@ -313,7 +313,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"speculative_config": {"method": "oracle"}}, ["'oracle'", "ngram"]),
     ({"speculative_config": {"num_speculative_tokens": -1}}, ["-1", "num_speculative_tokens"]),
     ({"speculative_config": {"num_tokens": 3}}, ["num_tokens", "did you mean"]),
-    ({"speculative_config": {"num_speculative_tokens": 16}, "max_num_batched_tokens": 16}, ["16", "17", "lower k"]),
+    ({"speculative_config": {"num_speculative_tokens": 16}, "max_num_batched_tokens": 16}, ["16", "17", "lower"]),
     ({"speculative_config": {"prompt_lookup_min": 9}}, ["9", "prompt_lookup_max=4"]),
     ({"speculative_config": {1: 2}}, ["speculative_config={1: 2}", "dict"]),
     ({"speculative_config": "{'method': 1}"}, ["not JSON"]),

@@ -1,7 +1,7 @@
 # %% 50_verify 1
 mean_tokens = sum(0.8**i for i in range(1, 5))  # without the token that is not a draft
 # %% 50_verify 2
-class Pairs(Again):
+class Pairs(Drafter):
     def __init__(self, *given):
         super().__init__(*given)
         self.after = {}
