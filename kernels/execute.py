@@ -250,7 +250,7 @@ class Everything:
 
 def run_all(target: str, arguments: list[str]) -> int:
     everything = Everything(target)
-    test = str(ROOT / "tests" / "engine" / "test_kernels.py")
+    test = str(ROOT / "tests" / "gpu" / "test_kernels.py")
     code = pytest.main([test, "-p", "no:cacheprovider", "-q", *arguments], plugins=[everything])
     launches = everything.launches
     print(f"{target}: {len(launches)} launches, {sum(int(one.counts.sum()) for one in launches):,} wave instructions, "

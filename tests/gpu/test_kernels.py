@@ -206,6 +206,8 @@ def test_what_is_set_aside_is_enough(before: Lens, group: int, more: int, longer
         largest = ops.largest_decode_plan(rows, longest, 16)
         assert not plan.num_large and not largest.num_large and len(plan.data) <= len(largest.data)
         assert plan.num_items <= largest.num_items and plan.num_partials <= largest.num_partials
+    longest_decodes = ops.plan(np.ones(3, int), np.full(3, longest), np.zeros((3, -(-longest // 16)), np.int32))
+    assert len(longest_decodes.data) <= len(ops.largest_decode_plan(3, longest, 16).data)
 
 
 @pytest.fixture

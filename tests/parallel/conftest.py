@@ -1,4 +1,7 @@
-"""Fixtures of the tests of several processes: a limit, a clean end, and an engine that only counts."""
+"""Fixtures of the tests of several processes: a limit, a clean end, and an engine that only counts.
+
+What needs msgspec is imported by the fixtures: the tests that need none of it run without.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployed import SMALL, processes, wait_for
 
 from atom_mini import EngineArgs
-from atom_mini.parallel.core_client import EngineCoreClient
 
 LIMIT = 90  # seconds: longer than anything here takes
 
@@ -49,6 +50,8 @@ def watching() -> list[threading.Thread]:
 @pytest.fixture
 def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for temporary files that must be empty afterwards, without a process left."""
+    from deployed import processes, wait_for
+
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short, as sockets lie in it
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -94,6 +97,10 @@ if "parallel.start" in " ".join(sys.orig_argv):  # or a script that names it
 @pytest.fixture
 def fake(tidy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Makes a client whose engine only counts: it starts fast, and a test can make it fail."""
+    from deployed import SMALL
+
+    from atom_mini.parallel.core_client import EngineCoreClient
+
     file = tmp_path / "sitecustomize.py"
     file.write_text(FAKE.format(in_forward="pass", in_loading="pass"))
     monkeypatch.syspath_prepend(tmp_path)

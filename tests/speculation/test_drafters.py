@@ -271,6 +271,15 @@ def test_greedy_requests_stay_exact_among_drawn_ones(short: str) -> None:
     assert all(t in found for t, found in zip(outs[1].token_ids, outs[1].logprobs or [], strict=True))
 
 
+def test_a_model_keeps_all_that_it_draws_itself() -> None:
+    """p and q are one distribution; the two runs round differently."""
+    samplings = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(3)]
+    with drawing("tiny") as llm:
+        assert acceptance(llm, PROMPTS[:3], samplings) > 0.99
+        probs: Any = llm.engine_core.drafter.probs  # type: ignore[attr-defined]
+    assert all(len(q) <= 3 for q in probs.values()), "it keeps those of earlier steps"
+
+
 class Given:
     """A runner whose step has the logits that it is given."""
 
