@@ -113,10 +113,11 @@ def on_a_cpu() -> Iterator[list[str]]:
         f"tests notice {faults} planted faults, spread over the package: each in a copy of it, each by the test it names",
         "CPU", "2026-11-28", "`make test-faults`", "a fault of another kind",
     ]  # fmt: skip
-    stride = constant("engine/test_interrupt.py", r"STRIDE = (\d+)")
+    near, far = (constant("engine/test_interrupt.py", rf"{name} = (\d+)") for name in ("STRIDE", "FAR"))
     yield [
-        f"an interrupt (Ctrl-C) before a line of the host's code leaves an engine that is right; one line in {stride} is "
-        "tried", "CPU", EACH, "`make test`, `make test-rest`: tests/engine/test_interrupt.py",
+        f"an interrupt (Ctrl-C) before a line of the host's code leaves an engine that is right; one line in {near} "
+        f"of two kinds of engines is tried, and one in {far} of the others",
+        "CPU", EACH, "`make test`, `make test-rest`: tests/engine/test_interrupt.py",
         "an interrupt inside torch, Triton or a driver",
     ]  # fmt: skip
 
