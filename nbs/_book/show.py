@@ -440,8 +440,8 @@ MAP = {
     "blocks": (5.5, 1, "00c 03", "BlockManager"),
     "index": (5.5, 0, "00c 03b", "prefix cache"),
     "model": (7.5, 1, "06a 06b 11 22", "model"),
-    "attention": (7.5, 0, "05 10", "attention"),
-    "sampler": (9.5, 1, "06c 07 11", "sampler"),
+    "attention": (7.5, 0, "05 10 10b", "attention"),
+    "sampler": (9.5, 1, "06c 07 11a", "sampler"),
 }
 WAYS = [  # who calls whom
     ("llm", "options"), ("llm", "text"), ("llm", "core"), ("core", "scheduler"), ("core", "runner"),

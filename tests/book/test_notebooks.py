@@ -81,10 +81,10 @@ def test_outputs_are_of_the_present_records(path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("path", [p for p in CHAPTERS if p.stem[0].isdigit()], ids=lambda p: p.stem)
 def test_chapter_teaches(path: Path) -> None:
-    """Each chapter has a promise, a figure from the running code, and two exercises (tests/book/test_exercises.py)."""
+    """Each chapter has a promise, a figure from the running code, and one to three exercises (tests/book/test_exercises.py)."""
     nb = read_nb(path)
     assert re.match(r"# .+\n\n> .+", nb.cells[0].source)
-    assert len(book.exercises(path)) >= 2
+    assert 1 <= len(book.exercises(path)) <= (5 if path.stem == "14_survives" else 3)  # the tickets
     assert any("image/png" in o.get("data", {}) for c in nb.cells if c.cell_type == "code" for o in c.outputs)
 
 

@@ -1,6 +1,6 @@
-# %% 10_triton_attention 1
+# %% 10_paged_decode 1
 right = []
-# %% 10_triton_attention 2
+# %% 10_paged_decode 2
 @triton.jit
 def windowed_kernel(
     q_ptr, cache_ptr, out_ptr, table_ptr, lens_ptr, width, v_offset, block_stride,
@@ -30,7 +30,7 @@ def windowed_kernel(
         acc = tl.dot(weights, v, acc * alpha[:, None], input_precision="ieee")
         l, m = l * alpha + tl.sum(weights, 1), new_m
     tl.store(out_ptr + q_at, acc / l[:, None], mask=valid)
-# %% 10_triton_attention 3
+# %% 10b_triton_attention 1
 @triton.jit
 def merge_two(m0, l0, acc0, m1, l1, acc1):
     weight0, weight1 = l0 * tl.exp(m0), l1 * tl.exp(m1)  # too large for float32
@@ -40,7 +40,7 @@ differs = [torch.bfloat16]
 # %% 11_small_kernels 2
 def add(x: Tensor, y: Tensor) -> Tensor:
     return x - -y  # right, but by torch's kernels
-# %% 11_small_kernels 3
+# %% 11a_sampling_kernels 1
 def top_p_threshold(key: Tensor, weight: Tensor, p: float) -> int:
     threshold, step = -2**31, 2**31
     while step >= 2**16:
