@@ -20,7 +20,9 @@ __all__ = ['DECODE_SLOTS', 'causal_mask', 'store_kv_cache', 'gather_kv', 'Attent
            'get_forward_context', 'Attention']
 
 # %% ../nbs/05_attention.ipynb #b6e82e8d
-def causal_mask(num_queries: int, context_len: int, device: Any = None) -> Tensor:
+def causal_mask(
+    num_queries: int, context_len: int, device: torch.device | None = None
+) -> Tensor:
     """Which keys each of the last queries sees: bool [num_queries, context_len].
 
     Query i is at position context_len - num_queries + i, and sees keys up to there.

@@ -12,18 +12,24 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import require
-from .rope import check_rope
+from .rope import Rope, check_rope
+
+if TYPE_CHECKING:  # transformers loads when a config is read
+    from transformers import PretrainedConfig
 
 # %% auto #0
-__all__ = ['WANTED', 'SECOND_COPIES', 'COPIED', 'Reader', 'SAMPLING', 'read_json', 'did_you_mean', 'why_not_fetched',
-           'resolve_model', 'ModelSpec', 'read_rope', 'read_spec', 'check_supported', 'read_dense', 'ModelRegistry',
-           'read_model', 'read_defaults']
+__all__ = ['JsonObject', 'WANTED', 'SECOND_COPIES', 'COPIED', 'Fields', 'Reader', 'SAMPLING', 'read_json', 'did_you_mean',
+           'why_not_fetched', 'resolve_model', 'ModelSpec', 'read_rope', 'read_spec', 'check_supported', 'read_dense',
+           'ModelRegistry', 'read_model', 'read_defaults']
 
 # %% ../nbs/01a_checkpoint.ipynb #72b33d5f
-def read_json(file: Path) -> dict[str, Any]:
+JsonObject = dict[str, Any]  # of JSON, whose values may be anything
+
+
+def read_json(file: Path) -> JsonObject:
     """The object in a JSON file. ValueError if the file holds anything else."""
     try:
         raw = json.loads(file.read_text())
@@ -97,14 +103,14 @@ class ModelSpec:
     head_dim: int  # numbers per head
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: dict[str, Any]  # parameters of the rotary positions, see `read_rope`
+    rope: Rope  # parameters of the rotary positions, see `read_rope`
     tie_word_embeddings: bool = False  # the output layer reuses the embedding
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     has_qk_norm: bool = False  # a norm for each head of q and k
     dtype: str | None = None  # of the checkpoint's weights
-    eos_token_id: Any = None
+    eos_token_id: int | list[int] | None = None
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
@@ -117,7 +123,7 @@ class ModelSpec:
         return self.num_hidden_layers
 
 # %% ../nbs/01a_checkpoint.ipynb #2dbe4bde
-def read_rope(cfg: Any) -> dict[str, Any]:
+def read_rope(cfg: PretrainedConfig) -> Rope:
     """The parameters of the rotary positions, from a config of transformers 5
     (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`). ValueError without a
     `rope_theta`."""
@@ -139,9 +145,14 @@ COPIED += ["num_attention_heads", "num_key_value_heads", "max_position_embedding
 COPIED += ["rms_norm_eps", "tie_word_embeddings", "model_type", "eos_token_id"]
 
 
-def read_spec(cfg: Any, kind: type[ModelSpec] = ModelSpec, **more: Any) -> Any:
+Fields = dict[str, Any]  # of a spec
+
+
+def read_spec(
+    cfg: PretrainedConfig, kind: type[ModelSpec] = ModelSpec, **more: object
+) -> Any:
     """The spec in a config of transformers, unchecked. `more` overrides fields."""
-    found: dict[str, Any] = {name: getattr(cfg, name, None) for name in COPIED}
+    found: Fields = {name: getattr(cfg, name, None) for name in COPIED}
     heads = cfg.num_attention_heads
     found["head_dim"] = getattr(cfg, "head_dim", None) or cfg.hidden_size // heads
     bias = getattr(cfg, "attention_bias", False)
@@ -154,13 +165,13 @@ def read_spec(cfg: Any, kind: type[ModelSpec] = ModelSpec, **more: Any) -> Any:
     return kind(rope=read_rope(cfg), **found | more)
 
 # %% ../nbs/01a_checkpoint.ipynb #6e5c4131
-def check_supported(cfg: Any) -> None:
+def check_supported(cfg: PretrainedConfig) -> None:
     """ValueError for an activation that our decoders do not compute."""
     act = cfg.hidden_act
     require(act == "silu", f"hidden_act={act!r} is not supported: 'silu' is")
 
 
-def read_dense(cfg: Any, raw: dict[str, Any] | None = None) -> ModelSpec:
+def read_dense(cfg: PretrainedConfig, raw: JsonObject | None = None) -> ModelSpec:
     """The spec of a Qwen3, Qwen2, or Llama. ValueError for what is not supported."""
     check_supported(cfg)
     others = {*(getattr(cfg, "layer_types", None) or [])} - {"full_attention"}
@@ -189,7 +200,7 @@ class ModelRegistry:
         cls.readers[architecture] = reader
 
     @classmethod
-    def resolve(cls, folder: Path, raw: dict[str, Any]) -> Reader:
+    def resolve(cls, folder: Path, raw: JsonObject) -> Reader:
         """The reader for this `config.json`. ValueError lists what is supported."""
         names = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}"]
         name = names[0]
@@ -225,7 +236,9 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 SAMPLING |= {"top_k": 50, "min_p": 0.0}  # transformers' defaults
 
 
-def read_defaults(folder: Path, eos: Any) -> tuple[tuple, dict]:
+def read_defaults(
+    folder: Path, eos: int | list[int] | None
+) -> tuple[tuple[int, ...], JsonObject]:
     """(every id that ends a text, the recommended sampling by name) for `folder`.
 
     `eos` is the id, or the ids, in `config.json`, used if the other file names none.

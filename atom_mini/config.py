@@ -10,13 +10,13 @@ from copy import copy
 from dataclasses import KW_ONLY, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, SupportsIndex
 
 from pydantic import BeforeValidator, ConfigDict, Field, ImportString
 from pydantic.dataclasses import dataclass
 from typing_extensions import Self
 
-from .checkpoint import read_defaults, read_model, resolve_model
+from .checkpoint import JsonObject, read_defaults, read_model, resolve_model
 from .errors import explained, require
 from .file_checks import check_files
 
@@ -29,7 +29,7 @@ Count = Annotated[int, Field(ge=1, lt=10**38)]  # below float32's maximum
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 # %% ../nbs/01b_config.ipynb #44bf0555
-def as_token_ids(values: Iterable[Any], what: str = "prompt") -> list[int]:
+def as_token_ids(values: Iterable[SupportsIndex], what: str = "prompt") -> list[int]:
     """`values` as ints: any `Integral`, such as NumPy's integers, but not bool.
 
     Raises ValueError, with the type, for anything else and for negative numbers.
@@ -104,7 +104,7 @@ class SamplingParams:
         wrong = f"min_tokens={least} is over max_tokens={most}: lower it"
         require(least <= most, wrong)
 
-    def resolve(self, defaults: dict[str, Any]) -> SamplingParams:
+    def resolve(self, defaults: JsonObject) -> SamplingParams:
         """A copy in which each `None` is replaced by its value in `defaults`, if any."""
         missing = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **missing)
@@ -148,7 +148,7 @@ class Config:
     folder: Path | None = field(default=None, init=False, repr=False)
     spec: Any = field(default=None, init=False, repr=False)  # a `ModelSpec`
     eos_token_ids: tuple[int, ...] = field(default=(), init=False)
-    sampling_defaults: dict[str, Any] = field(default_factory=dict, init=False)
+    sampling_defaults: JsonObject = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.model is not None:
@@ -186,11 +186,11 @@ class Config:
         """The largest decode, in sequences, for which a graph is recorded."""
         return self.max_num_seqs
 
-    def _set(self, **values: Any) -> None:
+    def _set(self, **values: object) -> None:
         """Set what follows from other options, while they are being checked."""
         vars(self).update(values)
 
-    def changed(self, **values: Any) -> Self:
+    def changed(self, **values: object) -> Self:
         """A copy with other values, which are not checked: what the engine has found out."""
         assert all(hasattr(self, name) for name in values), f"an unknown one in {values}"
         copied = copy(self)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
 
 from pydantic import ValidationError
 
@@ -32,10 +33,10 @@ def install(extra: str) -> str:
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "and below"}
 
 
-def limits_of(hint: Any) -> str:
+def limits_of(hint: object) -> str:
     """What a type demands of a number, in words; empty for anything else."""
     inner = [limits_of(part) for part in get_args(hint)]
-    kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
+    kinds: dict[type, str] = {int: "a whole number", float: "a number"}
     must = [word for kind, word in kinds.items() if hint is kind] + inner
     for note in getattr(hint, "__metadata__", ()):
         for rule in getattr(note, "metadata", ()):
@@ -99,7 +100,7 @@ def no_such_option(kind: str, name: str, known: list[str]) -> str:
     return f"{kind} has no option {name!r}: {NOT_HERE.get(name, hint)}"
 
 
-def describe(error: ValidationError, cls: type[Any], given: dict[str, Any]) -> str:
+def describe(error: ValidationError, cls: type, given: Mapping[str, object]) -> str:
     """One line about the first wrong option: its value, the limit, the option."""
     first, kind = error.errors()[0], cls.__name__
     if first["type"] == "value_error":  # our own
@@ -125,7 +126,7 @@ def explained(cls: type[Options]) -> type[Options]:
     check = cls.__init__
 
     @wraps(check)
-    def __init__(self: Options, /, *args: Any, **given: Any) -> None:
+    def __init__(self: Options, /, *args: object, **given: object) -> None:
         try:
             check(self, *args, **given)
         except ValidationError as error:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from .checkpoint import JsonObject
 from .config import STRICT, Config, Count, explained
 
 Seconds = Annotated[float, Field(gt=0, lt=1e9)]
+
+
+class Recipe(TypedDict, total=False):
+    """What the process of an engine or of a rank is started with, as JSON (70)."""
+
+    model: str
+    options: JsonObject  # that the user has set
+    inner: JsonObject  # that the process has instead, unchecked
+    meeting: str  # the folder of its sockets
+    name: str
+    number: int
+    load: str  # "module:function", which loads it
 
 
 @explained
@@ -53,7 +66,7 @@ class EngineFields(Config):
     )  # fmt: skip
 
     # no option: what another process must know, of a config that needs one (70)
-    recipe: ClassVar[dict[str, Any]] = {}
+    recipe: ClassVar[Recipe] = {}
 
 
 def is_on_cpu(config: Config) -> bool:

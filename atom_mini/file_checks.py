@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from .checkpoint import read_json
+from .checkpoint import JsonObject, read_json
 from .errors import require
 
 
-def is_number(value: Any, kinds: Any = (int, float)) -> bool:
+def is_number(
+    value: Any, kinds: type | tuple[type, ...] = (int, float)
+) -> TypeGuard[float]:
     """Whether `value` is a finite number that fits float32, and not a bool."""
     is_kind = isinstance(value, kinds) and type(value) is not bool
     return is_kind and -3e38 < value < 3e38
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """Whether `value` is a whole number of at least 1."""
     return is_number(value, int) and value >= 1
 
 
-def is_end(value: Any) -> bool:
+def is_end(value: object) -> bool:
     """Whether `value` is a token id or a list of token ids."""
     many = value if type(value) is list else [value]
     return all(is_number(i, int) and i >= 0 for i in many)
 
 
-def are_names(value: Any) -> bool:
+def are_names(value: object) -> bool:
     """Whether `value` is a list of strings."""
     return type(value) is list and all(isinstance(name, str) for name in value)
 
@@ -35,7 +37,7 @@ def are_names(value: Any) -> bool:
 COUNTED = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
 COUNTED += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
 COUNTED += ["head_dim"]
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "eos_token_id": (is_end, "a token id (0 or above) or a list of them"),
     "architectures": (are_names, "a list of strings"),
 }
@@ -46,7 +48,7 @@ FIELDS |= dict.fromkeys(ABOVE, (lambda v: is_number(v) and v > 0, "a number abov
 FIELDS["rope_type"] = (lambda v: isinstance(v, str), "a string")
 
 
-def check_fields(file: Path, raw: dict[str, Any]) -> None:
+def check_fields(file: Path, raw: JsonObject) -> None:
     """Raise ValueError (file, field, value) for a field that breaks its rule."""
     for name, value in raw.items():
         if name in FIELDS and value is not None:
@@ -56,7 +58,7 @@ def check_fields(file: Path, raw: dict[str, Any]) -> None:
             check_fields(file, value)
 
 
-def check_index(file: Path, raw: dict[str, Any]) -> None:
+def check_index(file: Path, raw: JsonObject) -> None:
     """Raise ValueError if an index of shards does not name a file for each weight."""
     places = raw.get("weight_map")
     what = f"{file} has no weight_map, which names the shard of each weight"

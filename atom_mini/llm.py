@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,12 +23,13 @@ from .engine_core import EngineCore, StepOutput
 from .errors import require
 from .sequence import Sequence
 from .text import RequestOutput, IncrementalDetokenizer
-from .text import InputOutputProcessor, Request, TextPiece, load_tokenizer
+from .text import InputOutputProcessor, Request, TextPiece, Tokenizer
+from .text import load_tokenizer
 from .thread_safe import ThreadSafe
 
 # %% auto #0
-__all__ = ['Prompts', 'Params', 'Chat', 'Listener', 'LLM', 'as_list', 'as_outputs', 'check_template_options', 'unwrap',
-           'read_prompts', 'part_text', 'content_text', 'read_messages']
+__all__ = ['PromptDict', 'Prompts', 'Params', 'Chat', 'TemplateOptions', 'Listener', 'LLM', 'as_list', 'as_outputs',
+           'check_template_options', 'unwrap', 'read_prompts', 'part_text', 'content_text', 'read_messages']
 
 # %% ../nbs/09c_llm.ipynb #b2c07960
 class Listener(Protocol):
@@ -81,7 +82,7 @@ class LLM(ThreadSafe):
         what = "closed" if self._closed else f"{blocks}, {self.engine_core!r}"
         return f"LLM({self.config.model!r}, {what})"
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer; None if it has none."""
         return self.tokenizer
 
@@ -89,13 +90,12 @@ class LLM(ThreadSafe):
         """A request for each answer; ValueError, and nothing queued, if one is wrong."""
         self._require_open()
         many = read_prompts(prompts)
-        all_params: Any = params
         if not isinstance(params, list | tuple):
-            all_params = [SamplingParams() if params is None else params] * len(many)
-        both = f"{len(many)} prompts, {len(all_params)} sampling_params"
-        require(len(all_params) == len(many), f"{both}: give one, or one per prompt")
+            params = [SamplingParams() if params is None else params] * len(many)
+        both = f"{len(many)} prompts, {len(params)} sampling_params"
+        require(len(params) == len(many), f"{both}: give one, or one per prompt")
         with self._in_line():
-            requests = [*chain(*map(self.processor.answers, many, all_params))]
+            requests = [*chain(*map(self.processor.answers, many, params))]
             for request in requests:
                 self.engine_core.scheduler.check_prompt(request.seq.num_prompt_tokens)
         return requests
@@ -228,7 +228,7 @@ class LLM(ThreadSafe):
 
     def format_chat(
         self, messages: Chat, add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: TemplateOptions | None = None,
     ) -> list[int]:
         """The token ids of a conversation, up to where the answer begins, unless
         `add_generation_prompt` is False.
@@ -241,6 +241,7 @@ class LLM(ThreadSafe):
         own = {} if chat_template_kwargs is None else chat_template_kwargs
         check_template_options(own)
         options = {"add_generation_prompt": add_generation_prompt} | own
+        assert self.tokenizer is not None
         with self._lock:
             apply = self.tokenizer.apply_chat_template
             text = apply(read_messages(messages), tokenize=False, **options)
@@ -249,7 +250,7 @@ class LLM(ThreadSafe):
     def chat(
         self, messages: Chat | list[Chat], sampling_params: Params = None,
         use_tqdm: bool | None = None, *, add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: TemplateOptions | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, by the checkpoint's chat template. The last
         two options are those of `format_chat`."""
@@ -294,11 +295,12 @@ class LLM(ThreadSafe):
         self.close()
 
 # %% ../nbs/09c_llm.ipynb #dda8f05b
-Prompts = str | dict[str, Any] | Seq[int] | Seq[str | list[int] | dict[str, Any]]
-Params = SamplingParams | Seq[SamplingParams] | None
+PromptDict = Mapping[str, object]  # {"prompt"} or {"prompt_token_ids"}
+Prompts = str | PromptDict | Seq[int] | Seq[str | list[int] | PromptDict]
+Params = SamplingParams | list[SamplingParams] | tuple[SamplingParams, ...] | None
 
 
-def as_list(prompts: Any) -> list[Any]:
+def as_list(prompts: Any) -> list[str | list[int]]:
     """A list of prompts, given one or several; ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
@@ -316,9 +318,10 @@ def as_outputs(outs: list[RequestOutput]) -> list[RequestOutput]:
 
 # %% ../nbs/09c_llm.ipynb #7a31c5d7
 Chat = list[dict[str, Any]]  # {"role", "content"}
+TemplateOptions = dict[str, Any]  # more variables of a chat template
 
 
-def check_template_options(options: Any) -> None:
+def check_template_options(options: TemplateOptions) -> None:
     """Raise ValueError for options that a template cannot read."""
     good = isinstance(options, dict) and all(isinstance(n, str) for n in options)
     wrong = f"chat_template_kwargs={options!r} must "

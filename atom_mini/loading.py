@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +18,8 @@ from .errors import require
 from .models import CausalLM, TorchOps, model_class
 
 # %% auto #0
-__all__ = ['Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'check_names', 'load_weights',
-           'blank_model', 'load_model']
+__all__ = ['Part', 'Readers', 'weight_targets', 'open_file', 'checkpoint_files', 'read_tensor', 'fill', 'check_names',
+           'load_weights', 'blank_model', 'load_model']
 
 # %% ../nbs/06b_loading.ipynb #680c3671
 def weight_targets(model: nn.Module) -> dict[str, Tensor]:
@@ -35,7 +34,7 @@ def weight_targets(model: nn.Module) -> dict[str, Tensor]:
     return targets
 
 # %% ../nbs/06b_loading.ipynb #56d390b7
-def open_file(file: Path) -> Any:
+def open_file(file: Path) -> safe_open:
     """Open a safetensors file. ValueError names it if it is missing or incomplete."""
     try:
         return safe_open(file, framework="pt")
@@ -63,7 +62,10 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 # %% ../nbs/06b_loading.ipynb #06b0f029
-def read_tensor(file: Path, name: str, part: Any = None) -> Tensor:
+Part = slice | tuple[slice, ...]  # of a tensor, as an index selects it
+
+
+def read_tensor(file: Path, name: str, part: Part | None = None) -> Tensor:
     """A tensor of a file, or the part of it that an index selects."""
     with open_file(file) as tensors:  # an open file's pages count as our memory
         what = f"{file} lacks {name}, and was expected to hold it"

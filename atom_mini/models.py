@@ -290,7 +290,9 @@ class CausalLM(nn.Module):
         """hidden [rows, hidden] -> [rows, vocabulary]."""
         return self.head(hidden)
 
-    def weight_readers(self, readers: dict[str, Any]) -> dict[str, Any]:
+    def weight_readers(
+        self, readers: dict[str, Callable[..., Tensor]]
+    ) -> dict[str, Callable[..., Tensor]]:
         """The function that reads each weight, given those that read the files' tensors."""
         return readers
 

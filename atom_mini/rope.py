@@ -14,15 +14,18 @@ if TYPE_CHECKING:  # a config is read before torch is loaded
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'unscaled', 'check_rope', 'scale_frequencies']
+__all__ = ['Rope', 'TYPES', 'linear', 'llama3', 'pair_of', 'sharpness', 'yarn', 'unscaled', 'check_rope', 'scale_frequencies']
 
 # %% ../nbs/22_rope_scaling.ipynb #accbf26c
-def linear(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
+Rope = dict[str, Any]  # parameters of the rotary positions, in a config's names
+
+
+def linear(freqs: Tensor, p: Rope, dim: int) -> tuple[Tensor, float]:
     """Divide all frequencies by `factor`."""
     return freqs / p["factor"], 1.0
 
 # %% ../nbs/22_rope_scaling.ipynb #25575c85
-def llama3(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
+def llama3(freqs: Tensor, p: Rope, dim: int) -> tuple[Tensor, float]:
     """Llama 3.1's type: slow down the pairs with few turns, keep those with many."""
     turns = p["original_max_position_embeddings"] * freqs / (2 * math.pi)
     low, high = p["low_freq_factor"], p["high_freq_factor"]
@@ -30,13 +33,13 @@ def llama3(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     return freqs * keep + freqs / p["factor"] * (1 - keep), 1.0
 
 # %% ../nbs/22_rope_scaling.ipynb #4c78caff
-def pair_of(turns: float, p: dict[str, Any], dim: int) -> float:
+def pair_of(turns: float, p: Rope, dim: int) -> float:
     """The (fractional) index of the pair with `turns` turns in the trained context."""
     wavelength = p["original_max_position_embeddings"] / turns
     return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(p["rope_theta"]))
 
 # %% ../nbs/22_rope_scaling.ipynb #0dedba0b
-def sharpness(p: dict[str, Any]) -> float:
+def sharpness(p: Rope) -> float:
     """YaRN's factor on cos and sin."""
 
     def grown(m: float) -> float:
@@ -47,7 +50,7 @@ def sharpness(p: dict[str, Any]) -> float:
     return p.get("attention_factor") or ratio
 
 # %% ../nbs/22_rope_scaling.ipynb #1c94329b
-def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
+def yarn(freqs: Tensor, p: Rope, dim: int) -> tuple[Tensor, float]:
     """YaRN's type: blend between the pairs with `beta_fast` and `beta_slow` turns."""
     betas = p.get("beta_fast") or 32, p.get("beta_slow") or 1
     low, high = (pair_of(beta, p, dim) for beta in betas)
@@ -59,7 +62,7 @@ def yarn(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
     return freqs * (1 - slow) + freqs / p["factor"] * slow, sharpness(p)
 
 # %% ../nbs/22_rope_scaling.ipynb #5ac0ee1b
-def unscaled(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
+def unscaled(freqs: Tensor, p: Rope, dim: int) -> tuple[Tensor, float]:
     """Return the frequencies unchanged."""
     return freqs, 1.0
 
@@ -67,7 +70,7 @@ def unscaled(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]
 TYPES = {"default": unscaled, "linear": linear, "llama3": llama3, "yarn": yarn}
 
 
-def check_rope(rope: dict[str, Any]) -> None:
+def check_rope(rope: Rope) -> None:
     """Raise ValueError for a rope type that is not in `TYPES`."""
     kind = rope["rope_type"]
     known = ", ".join(TYPES)
@@ -75,7 +78,7 @@ def check_rope(rope: dict[str, Any]) -> None:
 
 
 def scale_frequencies(
-    freqs: Tensor, rope: dict[str, Any], dim: int
+    freqs: Tensor, rope: Rope, dim: int
 ) -> tuple[Tensor, float]:
     """Apply the type in `rope` to `freqs` [dim / 2]; return the new frequencies and the
     factor on cos and sin."""

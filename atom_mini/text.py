@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from io import StringIO
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 from .config import Config, SamplingParams
 from .errors import require
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NOT_FINITE', 'decode', 'Progress', 'IncrementalDetokenizer', 'StopSearch', 'RequestOutput', 'TextPiece',
+__all__ = ['NOT_FINITE', 'Tokenizer', 'decode', 'Progress', 'IncrementalDetokenizer', 'StopSearch', 'RequestOutput', 'TextPiece',
            'load_tokenizer', 'InputOutputProcessor', 'Request', 'BYTES', 'byte_tokens', 'is_broken', 'is_whole', 'ByteDetokenizer',
            'make_detokenizer', 'longest_token']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
-def decode(tokenizer: Any, token_ids: Iterable[int]) -> str:
+class Tokenizer(Hashable, Protocol):
+    """What the engine calls of a transformers tokenizer. It is a key of caches."""
+
+    def encode(self, text: str, **options: bool) -> list[int]: ...
+    def decode(self, token_ids: list[int], **options: bool) -> str: ...
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    def apply_chat_template(self, chat: list[dict[str, object]], **options: object) -> str: ...
+
+
+def decode(tokenizer: Tokenizer | None, token_ids: Iterable[int]) -> str:
     """The text of the tokens, without special ones, spaces unchanged; empty without a
     tokenizer."""
     if tokenizer is None:
@@ -58,7 +67,7 @@ class IncrementalDetokenizer:
 
     min_tokens = 0  # no stop string may end within this many first tokens
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = stop
         self.searches = [StopSearch(text) for text in stop]
@@ -269,7 +278,7 @@ class TextPiece:
     output: RequestOutput | None = None  # the whole result, with the last piece
 
 # %% ../nbs/09b_text.ipynb #756b5877
-def load_tokenizer(config: Config) -> Any:
+def load_tokenizer(config: Config) -> Tokenizer | None:
     """The checkpoint's tokenizer; None if it has none: then prompts are token ids."""
     assert config.folder is not None
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -278,7 +287,7 @@ def load_tokenizer(config: Config) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(config.folder)
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(config.folder))
     except Exception as error:  # of any kind: the folder is broken
         what = f"the tokenizer in {config.folder} cannot be read"
         raise ValueError(f"{what}: {' '.join(str(error).split())}") from None
@@ -287,14 +296,17 @@ def load_tokenizer(config: Config) -> Any:
 class InputOutputProcessor:
     """Prompt -> `Sequence` -> `RequestOutput`: tokenizes, checks, detokenizes."""
 
-    def __init__(self, config: Config, tokenizer: Any, seed: int | None = None) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer | None, seed: int | None = None
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.random = random.Random(seed)  # seeds for requests without one
 
-    def encode(self, text: str, **options: Any) -> list[int]:
+    def encode(self, text: str, **options: bool) -> list[int]:
         """The token ids of a prompt; ValueError if it is not valid Unicode, or so long that
         it cannot fit."""
+        assert self.tokenizer is not None  # `_check` refuses a text without one
         text.encode()  # raises for half of a surrogate pair
         longest, most = longest_token(self.tokenizer), self.config.max_model_len or 0
         wrong = f"prompt of {len(text)} characters: a token has at most {longest}, and it "
@@ -319,7 +331,9 @@ class InputOutputProcessor:
         wrong = f"min_tokens={least} with all {len(ends)} tokens as ends leaves none to "
         require(may_go_on, f"{wrong}generate: leave some out of stop_token_ids")
 
-    def _check(self, prompt: Any, params: Any) -> None:
+    def _check(
+        self, prompt: str | list[int], params: SamplingParams
+    ) -> None:
         """ValueError unless prompt and parameters are valid, and fit together."""
         kind = type(params).__name__
         require(isinstance(params, SamplingParams), f"{kind} is not a SamplingParams")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
+from numba.core.base import BaseContext
 from numba.core.caching import FunctionCache
+from numba.core.datamodel import DataModelManager
+from numba.core.typing import Signature
 from numba.extending import intrinsic, models, register_model
 
+F = TypeVar("F", bound=Callable)  # a function of plain arrays and numbers
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # NaN stays NaN
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
 
@@ -38,7 +43,7 @@ class KeptCode(FunctionCache):
     """The machine code of a function on disk. A file that cannot be read or written
     costs time, not the engine."""
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, sig: Signature, target_context: BaseContext) -> object:
         try:
             if found := super().load_overload(sig, target_context):
                 return found
@@ -49,14 +54,14 @@ class KeptCode(FunctionCache):
         say_compiling()
         return None
 
-    def save_overload(self, sig: Any, data: Any) -> None:
+    def save_overload(self, sig: Signature, data: object) -> None:
         try:
             super().save_overload(sig, data)
         except Exception:
             warn_once(f"{self.cache_path} cannot be written to")
 
 
-def kernel(function: Any) -> Any:
+def kernel(function: F) -> F:
     """`function`, compiled at its first call, or found in Numba's cache on disk."""
     compiled = njit(**OPTIONS)(function)
     if function.__module__ != "__main__":  # no cache for a notebook's cells
@@ -81,7 +86,7 @@ class Vector(types.Type):
 class VectorModel(models.PrimitiveModel):
     """A `Vector` in machine code."""
 
-    def __init__(self, manager: Any, kind: Any) -> None:
+    def __init__(self, manager: DataModelManager, kind: types.Type) -> None:
         super().__init__(manager, kind, WIDE)
 
 
@@ -89,8 +94,9 @@ VECTOR = Vector("Vector")
 
 
 def pointer(
-    context: Any, b: Any, sig: Any, args: Any, count: int = LANES
-) -> tuple[Any, Any]:
+    context: BaseContext, b: ir.IRBuilder, sig: Signature, args: list[ir.Value],
+    count: int = LANES,
+) -> tuple[ir.Value, types.Type]:  # fmt: skip
     """A pointer to `count` numbers at args[0][args[1], args[2] :], and their type."""
     array = context.make_array(sig.args[0])(context, b, args[0])
     width = b.extract_value(array.shape, 1)
@@ -115,7 +121,10 @@ def load(typing, array, row, i):
     return VECTOR(array, types.intp, types.intp), generate
 
 
-def call(b: Any, name: str, result: Any, values: Any, **options: Any) -> Any:
+def call(
+    b: ir.IRBuilder, name: str, result: ir.Type, values: list[ir.Value],
+    **options: object,
+) -> ir.Value:  # fmt: skip
     """Call LLVM's function `name`."""
     kind = ir.FunctionType(result, [value.type for value in values])
     return b.call(b.module.declare_intrinsic(name, (), kind), values, **options)
@@ -183,7 +192,7 @@ def prefetch(typing, array, row, i):
     return types.void(array, types.intp, types.intp), generate
 
 
-def make_tile(rows: int) -> Any:
+def make_tile(rows: int) -> Callable[..., None]:
     """The compiled tile for `rows` rows of x: 1, 2, or 4."""
 
     @kernel
@@ -249,7 +258,7 @@ def multiply_four(w, o, x, bias, y, at):
         tile_of_one(w, o, x, r, bias, y, at)
 
 
-def rounded(b: Any, value: Any) -> Any:
+def rounded(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """bfloat16 in the upper half of each word; NaN stays NaN."""
     bits = b.bitcast(value, WORDS)
     is_odd = b.and_(b.lshr(bits, WORDS([16] * LANES)), WORDS([1] * LANES))
@@ -348,7 +357,9 @@ def quantize(x, codes, scales):
             codes[r, i] = np.int16(np.rint(x[r, i] * inverse))
 
 
-def fold(b: Any, groups: int, x: Any, y: Any = None) -> Any:
+def fold(
+    b: ir.IRBuilder, groups: int, x: ir.Value, y: ir.Value | None = None
+) -> ir.Value:
     """The sums of the two halves of each group of lanes, first of x, then of y."""
     half, ends = x.type.count // groups // 2, [x.type.count] * (y is not None)
     first = [start + 2 * half * group + i
@@ -392,7 +403,7 @@ def add_four(w, x, sums):
     return a, b, add_pairs(w[2], x, sums[2]), add_pairs(w[3], x, sums[3])
 
 
-def make_code_tile(rows: int) -> Any:
+def make_code_tile(rows: int) -> Callable[..., None]:
     """The compiled tile for one or two rows of codes."""
 
     @kernel

@@ -21,9 +21,11 @@ from atom_mini.cpu.compiled_loops import (
 )  # fmt: skip
 from .decode import CpuOps
 from .products import lacks_products, prepare
+from .int8_model import Int8Linear
 from ..fields import EngineFields
 from ..gpu.graphs import first_decodes
 from ..model_runner import ModelRunner, made_up_batch
+from ..models import Linear, SelfAttention
 from ..sampler import Sampler, SamplingMetaData
 from ..sequence import NO_TOKEN, SequenceType
 
@@ -45,7 +47,7 @@ class Threads:
         self.process = os.getpid()
         self.is_interrupted = False  # a call was submitted and not made
 
-    def run(self, function: Callable[..., None], *args: Any) -> None:
+    def run(self, function: Callable[..., None], *args: object) -> None:
         """function(*args) in all threads; returns when the work is done."""
         self.recover()
         self.is_interrupted = True
@@ -70,7 +72,7 @@ def as_numpy(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 # %% ../../nbs/cpu/93_cpu_decode.ipynb #5a46ce67
-def stack(layers: list[Any]) -> Tensor:
+def stack(layers: list[Linear]) -> Tensor:
     """The weights [L, O, I] of L layers; each layer's weight becomes a view of it."""
     like = layers[0].weight
     whole = torch.empty(len(layers), *like.shape, dtype=like.dtype)
@@ -80,19 +82,18 @@ def stack(layers: list[Any]) -> Tensor:
     return whole
 
 
-def scales_of(layers: list[Any]) -> np.ndarray | None:
+def scales_of(layers: list[Linear]) -> np.ndarray | None:
     """Scales [L, O] of weights in int8 (chapter 92b); None for floats."""
-    if not hasattr(layers[0], "weight_scale"):
-        return None
-    return floats([layer.weight_scale[:, 0] for layer in layers])
+    int8 = [layer for layer in layers if isinstance(layer, Int8Linear)]
+    return floats([layer.weight_scale[:, 0] for layer in int8]) if int8 else None
 
 
-def bias_of(layer: Any) -> Tensor:
+def bias_of(layer: Linear) -> Tensor:
     """[O]; zeros if the layer has no bias."""
     return torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias
 
 
-def norms_of(attn: Any) -> Tensor:
+def norms_of(attn: SelfAttention) -> Tensor:
     """The norms of queries and keys [2, D], or [2, 0]."""
     pair = [attn.q_norm, attn.k_norm] if attn.has_qk_norm else []
     return torch.stack([n.weight for n in pair]) if pair else torch.empty(2, 0)

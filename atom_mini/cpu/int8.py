@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 from ..checkpoint import ModelSpec
 from .int8_model import Int8Spec
@@ -14,7 +13,7 @@ DENSE = "llama", "qwen2", "qwen3"  # model types whose layers have eight bits, t
 LONGEST = 2**31 // (127 * 128) - 1  # products in a sum of 32 bits
 
 
-def int8_spec(spec: Any) -> Int8Spec:
+def int8_spec(spec: ModelSpec) -> Int8Spec:
     """`spec` with layers in eight bits. ValueError if it has others, or is stored in
     fewer bits already."""
     storage = getattr(spec, "storage", None)

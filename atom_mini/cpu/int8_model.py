@@ -5,9 +5,9 @@
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #8d6586b7
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..checkpoint import ModelSpec
 from .products import multiply_wide
 from ..errors import require
 from ..loading import Readers, weight_targets
-from ..models import MODELS, CausalLM, Linear
+from ..models import MLP, MODELS, CausalLM, Linear, SelfAttention
 
 # %% auto #0
 __all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales', 'Int8Spec',
@@ -62,7 +62,7 @@ class Int8Linear(Linear):
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #7eadf058
-def read_codes(name: str, read: Any, has_scales: bool) -> Tensor:
+def read_codes(name: str, read: Callable[..., Tensor], has_scales: bool) -> Tensor:
     """The int8 codes of a weight [out, in], rounded here unless the file has scales.
     ValueError for another type."""
     tensor = read()
@@ -74,7 +74,7 @@ def read_codes(name: str, read: Any, has_scales: bool) -> Tensor:
     return tensor if has_scales else quantize_rows(tensor)[0].to(torch.int8)
 
 
-def read_scales(read: Any) -> Tensor:
+def read_scales(read: Callable[..., Tensor]) -> Tensor:
     """The scales [out, 1] of a weight that is stored as floats [out, in]."""
     return quantize_rows(read())[1]
 
@@ -89,13 +89,15 @@ class Int8Model(CausalLM):
 
     def make_attention(self, layer: int) -> nn.Module:
         """The first half of this layer."""
-        attn: Any = super().make_attention(layer)
+        attn = super().make_attention(layer)
+        assert isinstance(attn, SelfAttention)
         attn.qkv, attn.o = Int8Linear(attn.qkv), Int8Linear(attn.o)
         return attn
 
     def make_mlp(self, layer: int) -> nn.Module:
         """The second half of this layer."""
-        mlp: Any = super().make_mlp(layer)
+        mlp = super().make_mlp(layer)
+        assert isinstance(mlp, MLP)
         mlp.gate_up, mlp.down = Int8Linear(mlp.gate_up), Int8Linear(mlp.down)
         return mlp
 

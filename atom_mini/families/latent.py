@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import Attention, get_forward_context
+from ..attention import Attention, AttentionMetaData, get_forward_context
 from .mixture import sort_rows
 from .quantized import FamilyModel
 from .specs import LatentSpec
@@ -38,13 +37,16 @@ def softmax_scale(spec: LatentSpec) -> float:
     return m**2 * (spec.qk_nope_head_dim + spec.qk_rope_head_dim) ** -0.5
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #8e1b4970
-def attend_latent(ops: Any, size: int, q: Tensor, cache: Tensor, *rest: Any) -> Tensor:
+def attend_latent(
+    ops: TorchOps, size: int, q: Tensor, cache: Tensor, meta: AttentionMetaData,
+    scale: float,
+) -> Tensor:
     """Attention of q [T, H, D] over rows [1, N, 1, S, D] -> [T, H, size].
 
     The first `size` numbers of a row are its value.
     """
     both = cache.expand(2, -1, -1, -1, -1)  # the same memory twice
-    return ops.attend(q, both, *rest)[..., :size]
+    return ops.attend(q, both, meta, scale)[..., :size]
 
 # %% ../../nbs/families/65a_latent_attention.ipynb #5ac1d202
 class LatentAttention(nn.Module):

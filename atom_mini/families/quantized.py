@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from ..errors import require
 from .mixture import ExpertLinear, MixtureMLP
 from .specs import Storage
 from .windows import WindowModel
-from ..loading import Readers
+from ..loading import Part, Readers
 
 # %% auto #0
-__all__ = ['E2M1', 'PAIRS', 'SCALES', 'METHODS', 'dequantize_mxfp4', 'dequantize_fp8', 'read_mxfp4', 'read_fp8', 'read_int8',
-           'read_checked', 'unpack', 'PackedExperts', 'PackedMLP', 'FamilyModel']
+__all__ = ['E2M1', 'PAIRS', 'SCALES', 'Read', 'METHODS', 'dequantize_mxfp4', 'dequantize_fp8', 'read_mxfp4', 'read_fp8',
+           'read_int8', 'read_checked', 'unpack', 'PackedExperts', 'PackedMLP', 'FamilyModel']
 
 # %% ../../nbs/families/64_quantized_files.ipynb #e09fc83a
 E2M1 = torch.tensor([s * v for s in (1, -1) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)])
@@ -45,7 +45,9 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return out.view(*scales.shape, 32).mul_(scale).flatten(-2)
 
 # %% ../../nbs/families/64_quantized_files.ipynb #8d4980c4
-def dequantize_fp8(weight: Tensor, scales: Tensor, block: Any = (128, 128)) -> Tensor:
+def dequantize_fp8(
+    weight: Tensor, scales: Tensor, block: tuple[int, ...] = (128, 128)
+) -> Tensor:
     """The weights [out, in] in float32: e4m3 times the scale of each block.
 
     `scales`: the file's `weight_scale_inv` [ceil(out / block[0]), ceil(in / block[1])]
@@ -63,18 +65,27 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, block: Any = (128, 128)) -> T
     return out
 
 # %% ../../nbs/families/64_quantized_files.ipynb #72d40a87
-def read_mxfp4(blocks: Any, scales: Any, how: Storage, part: Any = None) -> Tensor:
+Read = Callable[..., Tensor]  # a tensor of a file, or a part of it
+
+
+def read_mxfp4(
+    blocks: Read, scales: Read, how: Storage, part: Part | None = None
+) -> Tensor:
     """[E, in, out] from blocks [E, out, in / 32, 16], or only the experts in `part`."""
     return dequantize_mxfp4(blocks(part), scales(part)).mT
 
 
-def read_fp8(weight: Any, scales: Any, how: Storage, part: Any = None) -> Tensor:
+def read_fp8(
+    weight: Read, scales: Read, how: Storage, part: Part | None = None
+) -> Tensor:
     """[out, in] in float32, or the part of it that an index selects."""
     whole = dequantize_fp8(weight(), scales(), how.block)
     return whole if part is None else whole[part]
 
 
-def read_int8(weight: Any, scales: Any, how: Storage, part: Any = None) -> Tensor:
+def read_int8(
+    weight: Read, scales: Read, how: Storage, part: Part | None = None
+) -> Tensor:
     """[out, in] in float32, or a part of it, from int8 and a scale per row [out, 1]."""
     codes, scale = weight(), scales().float()
     what = f"scales {[*scale.shape]} for a weight {[*codes.shape]}"
@@ -84,7 +95,7 @@ def read_int8(weight: Any, scales: Any, how: Storage, part: Any = None) -> Tenso
     return whole if part is None else whole[part]
 
 
-def read_checked(name: str, read: Any, part: Any = None) -> Tensor:
+def read_checked(name: str, read: Read, part: Part | None = None) -> Tensor:
     """The tensor that `read` returns. ValueError for bytes without scales."""
     tensor = read(part)
     require(tensor.dtype.itemsize > 1, f"{name} is {tensor.dtype} without scales")
@@ -92,7 +103,7 @@ def read_checked(name: str, read: Any, part: Any = None) -> Tensor:
 
 # %% ../../nbs/families/64_quantized_files.ipynb #f35e55ac
 # quant_method -> the ends of three names (codes, scales, plain weight), and a reader
-METHODS: dict[str, tuple[str, str, str, Any]] = {
+METHODS: dict[str, tuple[str, str, str, Read]] = {
     "mxfp4": ("_blocks", "_scales", "", read_mxfp4),
     "fp8": (".weight", ".weight_scale_inv", ".weight", read_fp8),
     "int8": (".weight", ".weight_scale", ".weight", read_int8),
@@ -123,8 +134,10 @@ class PackedExperts(ExpertLinear):
     Blocks [count * rows, size / 2] and scales [count * rows, size / 32], both uint8.
     """
 
-    def __init__(self, size: int, *rest: Any) -> None:
-        super().__init__(size // 32, *rest)  # sets the names
+    def __init__(
+        self, size: int, count: int, parts: dict[str, int], bias: bool = False
+    ) -> None:
+        super().__init__(size // 32, count, parts, bias)  # sets the names
         rows, kind = len(self.weight), torch.uint8
         blocks, scales = (torch.empty(rows, size // n, dtype=kind) for n in (2, 32))
         self.weight, self.scales = (nn.Parameter(w, False) for w in (blocks, scales))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import ModelRegistry, ModelSpec, check_supported
+from ..checkpoint import Fields, JsonObject, ModelRegistry, ModelSpec, check_supported
 from ..checkpoint import read_rope, read_spec
 from ..errors import require
 from ..file_checks import is_count
+
+if TYPE_CHECKING:  # transformers loads when a config is read
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -108,15 +111,12 @@ class StateSpec(FamilySpec):
         return self.layer_types.count("full_attention")
 
 
-Fields = dict[str, Any]  # of a spec
-
-
-def get(cfg: Any, name: str, default: Any) -> Any:
+def get(cfg: PretrainedConfig, name: str, default: object) -> Any:
     """An option of a config, or `default` if it is missing, None, or 0."""
     return getattr(cfg, name, None) or default
 
 
-def is_sparse(cfg: Any, layer: int) -> bool:
+def is_sparse(cfg: PretrainedConfig, layer: int) -> bool:
     """Whether this layer of a mixture has experts."""
     if kinds := get(cfg, "mlp_layer_types", None):
         return bool(kinds[layer] == "sparse")
@@ -127,7 +127,7 @@ def is_sparse(cfg: Any, layer: int) -> bool:
 
 
 def read_mixture(
-    cfg: Any, count: int, rule: Fields | None = None, **own: Any
+    cfg: PretrainedConfig, count: int, rule: Fields | None = None, **own: Any
 ) -> Fields:
     """The fields `experts`, `routing`, and `sparse` of a config with `count` experts.
 
@@ -156,47 +156,47 @@ def check_routing(r: Routing, count: int) -> None:
     require(0 < r.top_k <= most, f"{given}; a token can pick from 1 to {most}")
 
 
-def check_only(cfg: Any, name: str, only: Any) -> None:
+def check_only(cfg: PretrainedConfig, name: str, only: object) -> None:
     """ValueError if an option is given with another value than `only`."""
     value = getattr(cfg, name, only)
     require(value == only, f"{name}={value} is not supported; use {name}={only}")
 
 
-def read_plain(cfg: Any) -> Fields:
+def read_plain(cfg: PretrainedConfig) -> Fields:
     """Nothing: such a family has at most windows and quantized files."""
     return {}
 
 
-def read_smollm3(cfg: Any) -> Fields:
+def read_smollm3(cfg: PretrainedConfig) -> Fields:
     """Every fourth layer does not rotate."""
     rotates = get(cfg, "no_rope_layers", [1] * cfg.num_hidden_layers)
     return {"rotates": tuple(map(bool, rotates))}
 
 
-def read_mixtral(cfg: Any) -> Fields:
+def read_mixtral(cfg: PretrainedConfig) -> Fields:
     """A mixture whose weights always sum to 1."""
     return read_mixture(cfg, cfg.num_local_experts, {"renormalize": True})
 
 
-def read_olmoe(cfg: Any) -> Fields:
+def read_olmoe(cfg: PretrainedConfig) -> Fields:
     """A mixture, and one norm over all heads."""
     check_only(cfg, "clip_qkv", None)
     return {"has_whole_norm": True} | read_mixture(cfg, cfg.num_experts)
 
 
-def read_gated(cfg: Any, count: int, rule: Fields | None = None) -> Fields:
+def read_gated(cfg: PretrainedConfig, count: int, rule: Fields | None = None) -> Fields:
     """A mixture whose shared expert is multiplied by a sigmoid."""
     shared = get(cfg, "shared_expert_intermediate_size", 0)
     return read_mixture(cfg, count, rule, shared=shared, is_gated=shared > 0)
 
 
-def read_qwen2_moe(cfg: Any) -> Fields:
+def read_qwen2_moe(cfg: PretrainedConfig) -> Fields:
     """A mixture with a gated shared expert, and biases in q, k, and v."""
     bias = get(cfg, "attention_bias", False) or get(cfg, "qkv_bias", False)
     return {"qkv_bias": bias} | read_gated(cfg, cfg.num_experts)
 
 
-def read_qwen3_moe(cfg: Any) -> Fields:
+def read_qwen3_moe(cfg: PretrainedConfig) -> Fields:
     """A mixture, and a norm for each head."""
     return {"has_qk_norm": True} | read_mixture(cfg, cfg.num_experts)
 
@@ -204,7 +204,7 @@ def read_qwen3_moe(cfg: Any) -> Fields:
 EVEN = {"scoring": "sigmoid", "is_corrected": True, "group_best": 2}
 
 
-def read_groups(cfg: Any, rule: Fields) -> Fields:
+def read_groups(cfg: PretrainedConfig, rule: Fields) -> Fields:
     """A mixture as DeepSeek builds it: groups of experts, a scale, shared experts."""
     names = {"scale": "routed_scaling_factor", "groups": "n_group"}
     names |= {"top_groups": "topk_group"}
@@ -214,13 +214,13 @@ def read_groups(cfg: Any, rule: Fields) -> Fields:
     return read_mixture(cfg, count, found | rule, shared=shared)
 
 
-def read_glm4_moe(cfg: Any) -> Fields:
+def read_glm4_moe(cfg: PretrainedConfig) -> Fields:
     """DeepSeek's mixture; norms of heads, and a bias of q, k, and v, are options."""
     own = {"out_bias": False, "has_qk_norm": get(cfg, "use_qk_norm", False)}
     return own | read_groups(cfg, EVEN)
 
 
-def read_gpt_oss(cfg: Any) -> Fields:
+def read_gpt_oss(cfg: PretrainedConfig) -> Fields:
     """A mixture with biases and a clamped activation, and sinks."""
     check_only(cfg, "swiglu_alpha", 1.702)
     limit = get(cfg, "swiglu_limit", 7.0)
@@ -229,14 +229,14 @@ def read_gpt_oss(cfg: Any) -> Fields:
     return {"has_sinks": True} | read_mixture(cfg, cfg.num_local_experts, rule, **own)
 
 
-def read_latent(cfg: Any, rule: Fields = EVEN) -> Fields:
+def read_latent(cfg: PretrainedConfig, rule: Fields = EVEN) -> Fields:
     """DeepSeek-V3's mixture, with latent attention."""
     what = "attention_bias=True needs q_lora_rank: without it, q_proj has no bias"
     require(cfg.q_lora_rank or not cfg.attention_bias, what)
     return read_groups(cfg, rule)
 
 
-def read_deepseek_v2(cfg: Any) -> Fields:
+def read_deepseek_v2(cfg: PretrainedConfig) -> Fields:
     """DeepSeek-V2's mixture, with latent attention."""
     method = get(cfg, "topk_method", None)
     known = ("greedy", "group_limited_greedy")
@@ -246,7 +246,7 @@ def read_deepseek_v2(cfg: Any) -> Fields:
     return read_latent(cfg, rule)
 
 
-def read_state(cfg: Any) -> Fields:
+def read_state(cfg: PretrainedConfig) -> Fields:
     """Layers with a state, and perhaps Qwen2-MoE's mixture, renormalized."""
     check_only(cfg, "attn_output_gate", True)
     keys, values = cfg.linear_num_key_heads, cfg.linear_num_value_heads
@@ -264,7 +264,7 @@ class Family:
     """How the configs of one model type are read."""
 
     name: str  # of its architectures, before "ForCausalLM"
-    read: Callable[[Any], Fields] = read_plain  # the fields that it sets
+    read: Callable[[PretrainedConfig], Fields] = read_plain  # the fields that it sets
     spec: type[FamilySpec] = FamilySpec
     layers: tuple[str, ...] = (FULL, SLIDING)  # the kinds of layers that we compute
     is_partial: bool = False  # a part of each head may be rotated
@@ -293,7 +293,9 @@ FAMILIES |= {
 }
 
 
-def read_windows(cfg: Any, layers: tuple[str, ...] = (SLIDING,)) -> tuple[int, ...]:
+def read_windows(
+    cfg: PretrainedConfig, layers: tuple[str, ...] = (SLIDING,)
+) -> tuple[int, ...]:
     """For each layer, the number of keys that a query sees; 0: all. `layers`: the
     kinds that the model may have. ValueError if layers slide and no window is given."""
     size = getattr(cfg, "sliding_window", 0) if SLIDING in layers else 0
@@ -306,7 +308,7 @@ def read_windows(cfg: Any, layers: tuple[str, ...] = (SLIDING,)) -> tuple[int, .
     return tuple(size if one else 0 for one in slides)
 
 
-def is_int8(group: Any) -> bool:
+def is_int8(group: object) -> bool:
     """Whether a group of compressed-tensors stores int8 with a scale per row of each
     weight, for activations in int8 with a scale per token, and for exact outputs."""
     codes = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -319,7 +321,7 @@ def is_int8(group: Any) -> bool:
     return is_known and group.get("format") in (None, "int-quantized")
 
 
-def read_compressed(how: Fields) -> str:
+def read_compressed(how: JsonObject) -> str:
     """The method of compressed-tensors: "int8", or words for what we do not read."""
     method, groups = how.get("format"), how.get("config_groups")
     each = [*groups.values()] if isinstance(groups, dict) else []
@@ -329,7 +331,7 @@ def read_compressed(how: Fields) -> str:
     return ", ".join([f"compressed-tensors, format={method}", *more])
 
 
-def read_storage(cfg: Any) -> Storage | None:
+def read_storage(cfg: PretrainedConfig) -> Storage | None:
     """How a config says that its weights are stored; None: plainly. Opens no file.
     ValueError for a method that we do not read (chapter 64)."""
     if (how := getattr(cfg, "quantization_config", None)) is None:
@@ -348,7 +350,7 @@ def read_storage(cfg: Any) -> Storage | None:
     return Storage(method, tuple(size or ()))
 
 
-def check_family(cfg: Any, family: Family) -> None:
+def check_family(cfg: PretrainedConfig, family: Family) -> None:
     """ValueError if the config asks for something that we do not compute."""
     check_supported(cfg)
     given, known = {*get(cfg, "layer_types", ())}, " and ".join(family.layers)
@@ -362,7 +364,7 @@ def check_family(cfg: Any, family: Family) -> None:
     require(family.is_partial or part == 1, what)
 
 
-def decoder_of(wrapper: Any) -> Any:
+def decoder_of(wrapper: PretrainedConfig) -> PretrainedConfig:
     """A copy of the decoder's config, from a model with an image encoder."""
     cfg = copy(wrapper.text_config)
     for name in ("dtype", "tie_word_embeddings", "quantization_config"):
@@ -371,7 +373,7 @@ def decoder_of(wrapper: Any) -> Any:
     return cfg
 
 
-def own_sizes(cfg: Any, kind: type[FamilySpec]) -> Fields:
+def own_sizes(cfg: PretrainedConfig, kind: type[FamilySpec]) -> Fields:
     """The fields that `kind` adds to `FamilySpec`, by their names in the config."""
     names = {f.name: f.default for f in fields(kind)}
     for field in fields(FamilySpec):
@@ -384,7 +386,7 @@ MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 WRAPPED = ("qwen3_5", "qwen3_5_moe")  # a decoder in a model with an image encoder
 
 
-def read_family(cfg: Any, raw: Fields | None = None) -> ModelSpec:
+def read_family(cfg: PretrainedConfig, raw: JsonObject | None = None) -> ModelSpec:
     """The spec of any model that this book runs. `raw`: its `config.json`.
 
     A model of Part I without windows and quantized weights gets Part I's spec.

@@ -229,7 +229,8 @@ class StatePool:
     """The states of all layers: [layers, slots, ...], zeros at first."""
 
     def __init__(
-        self, layers: list[GatedDeltaNet], slots: int, dtype: torch.dtype, device: Any
+        self, layers: list[GatedDeltaNet], slots: int, dtype: torch.dtype,
+        device: torch.device,
     ) -> None:  # fmt: skip
         state, past = state_shapes(layers[0].spec)
         count = len(layers)

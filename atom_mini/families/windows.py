@@ -21,7 +21,9 @@ from ..models import unfilled
 __all__ = ['seen_keys', 'sink_attention', 'windowed_attention', 'kernel_attention', 'WindowModel']
 
 # %% ../../nbs/families/63_sinks_windows.ipynb #fde1ab12
-def seen_keys(n: int, length: int, window: int = 0, device: Any = None) -> Tensor:
+def seen_keys(
+    n: int, length: int, window: int = 0, device: torch.device | None = None
+) -> Tensor:
     """Which keys each of the last n queries sees: bool [n, length].
 
     A query sees the newest `window` keys (0: all) up to its own.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,18 +25,27 @@ from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from ..uploads import InputBuffer
 
+if TYPE_CHECKING:  # they need Triton
+    from atom_mini.gpu.sampling_kernels import KernelSampler
+    from atom_mini.gpu.triton_attention import AttentionPlan
+    from atom_mini.gpu.triton_ops import TritonOps
+
 # %% auto #0
-__all__ = ['DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_simple', 'SamplingArrays',
-           'GraphRunner', 'left_bytes', 'capture_place']
+__all__ = ['Pool', 'DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_simple',
+           'SamplingArrays', 'GraphRunner', 'left_bytes', 'capture_place']
 
 # %% ../../nbs/gpu/12a_graphs.ipynb #caab1f1a
+Pool = Any  # torch's handle of a memory pool, whose type is private
+
+
 class DeviceGraph:
     """A recorded step: `replay()` runs it on the present contents of its inputs, into
     the same `outputs`. A CUDA graph, which on ROCm is a HIP graph."""
 
     def __init__(
-        self, step: Callable[[], tuple[Tensor, Tensor]], pool: Any, stream: Any = None
-    ) -> None:
+        self, step: Callable[[], tuple[Tensor, Tensor]], pool: Pool,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:  # fmt: skip
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # other threads may allocate meanwhile
         with torch.cuda.graph(graph, pool, stream, capture_error_mode=mode):
@@ -98,15 +107,16 @@ class GraphRunner(ModelRunner):
     """A `ModelRunner` that replays its decode steps, sampling included."""
 
     num_spare_blocks = 1  # padding rows write there
-    ops: Any  # TritonOps: no other has a plan
-    sampler: Any  # KernelSampler: no other draws in a graph
+    ops: TritonOps  # no other has a plan
+    sampler: KernelSampler  # no other draws in a graph
 
     def __init__(
         self, config: Config, ops: TorchOps, sampler: Sampler,
-        beside: tuple[int, int] = (0, 0), record: Callable = DeviceGraph,
+        beside: tuple[int, int] = (0, 0),
+        record: Callable[..., DeviceGraph] = DeviceGraph,
     ) -> None:  # fmt: skip
         self.record = record
-        self.graphs = dict[int, Any]()
+        self.graphs = dict[int, DeviceGraph]()
         self.sampled = SamplingArrays([])
         self.max_rows = config.max_decode_rows
         super().__init__(config, ops, sampler, beside)
@@ -134,8 +144,9 @@ class GraphRunner(ModelRunner):
         filters = np.stack([padded(a, size, 0) for a in self.sampled.filters])
         return self.static.upload([*arrays, filters, plan.data])
 
-    def _largest_plan(self, size: int) -> Any:
+    def _largest_plan(self, size: int) -> AttentionPlan:
         longest = self.config.max_model_len
+        assert longest is not None
         block_size = self.config.kv_cache_block_size
         return self.ops.largest_decode_plan(size, longest, block_size)
 
@@ -154,8 +165,9 @@ class GraphRunner(ModelRunner):
         return hidden, self.sampler.draw(logits, temperature, u, filters)
 
     def _capture_one(
-        self, size: int, pool: Any = None, stream: Any = None
-    ) -> Any:
+        self, size: int, pool: Pool = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> DeviceGraph:  # fmt: skip
         """Record a step of `size` sequences; AssertionError if its replay differs."""
         with torch.cuda.stream(stream):  # None, as on a CPU: no other stream
             step = partial(self._decode, self._upload(first_decodes(size), size))
@@ -229,7 +241,7 @@ def left_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
-def capture_place(device: torch.device) -> tuple[Any, Any]:
+def capture_place(device: torch.device) -> tuple[Pool, torch.cuda.Stream | None]:
     """A memory pool and a stream for the graphs of one runner; None on a CPU."""
     if device.type != "cuda":
         return None, None

@@ -76,7 +76,9 @@ class KernelOps(TorchOps):
         return out
 
 # %% ../../nbs/gpu/12a_graphs.ipynb #67a1c011
-def record_step(step: Callable[[], torch.Tensor], stream: Any) -> tuple[Any, torch.Tensor]:
+def record_step(
+    step: Callable[[], torch.Tensor], stream: Any
+) -> tuple[Callable[[], None], torch.Tensor]:
     """A function that runs `step` again on the same addresses, and its output."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
+from ..checkpoint import ModelSpec
 from ..config import STRICT, Config, explained
 from ..errors import require
 from ..fields import EngineFields, is_on_cpu
@@ -26,7 +27,7 @@ class EngineArgs(EngineFields):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check_all(cls, data: Any, check: Callable[[Any], EngineArgs]) -> EngineArgs:
+    def _check_all(cls, data: object, check: Callable[[object], EngineArgs]) -> EngineArgs:
         config = check(data)
         if not isinstance(data, ArgsKwargs):  # an EngineArgs already
             return config
@@ -95,11 +96,11 @@ class Need(NamedTuple):
 
     asked: str  # the condition, in words
     holds: Callable[[EngineArgs], bool]
-    needs: dict[str, tuple[Any, ...]]  # option -> its allowed values
+    needs: dict[str, tuple[object, ...]]  # option -> its allowed values
     why: str
 
 
-def has(name: str, *values: Any) -> Callable[[EngineArgs], bool]:
+def has(name: str, *values: object) -> Callable[[EngineArgs], bool]:
     """The condition that the option `name` has one of `values`."""
     return lambda config: getattr(config, name) in values
 
@@ -250,7 +251,7 @@ def check_switches(config: EngineArgs, given: set[str]) -> None:
         require(not idle or not is_default(switch), does)
 
 
-def fuse(config: EngineArgs) -> Any:
+def fuse(config: EngineArgs) -> ModelSpec:
     """The spec with fused operations. ValueError if they cannot run here, or not for its
     layers."""
     runs = find_spec("triton") is not None
@@ -279,7 +280,7 @@ class EngineOptions(TypedDict, total=False):
     enable_mixed_steps: bool
     attention: Literal["triton", "torch"] | None
     enforce_eager: bool
-    scheduler_cls: Any | None
+    scheduler_cls: type | str | None
     interleave_decode: bool
     scheduler_delay_factor: float
     overlap: bool
@@ -293,7 +294,7 @@ class EngineOptions(TypedDict, total=False):
     chunk_size: int
     max_batch_tkv_limit: int
     interleave: bool
-    speculative_config: Any
+    speculative_config: object
     engine_process: bool
     ready_timeout: float
     ping_timeout: float

@@ -13,6 +13,7 @@ from .. import assemble
 from ..assemble import check_scheduler
 from ..engine_core import EngineCore
 from ..fields import EngineFields
+from ..llm import Listener
 from .args import EngineArgs, keeps_state
 from ..scheduler import BaseScheduler
 
@@ -20,9 +21,11 @@ if TYPE_CHECKING:  # torch loads when an engine is made
     import torch
     from typing_extensions import Unpack
 
+    from atom_mini.model_runner import ModelRunner
     from atom_mini.models import TorchOps
     from atom_mini.options.args import EngineOptions
     from atom_mini.sampler import Sampler
+    from atom_mini.trace.trace import Metrics
 
 
 def choose_scheduler(config: EngineFields) -> type[BaseScheduler]:
@@ -80,7 +83,9 @@ def bytes_beside(
     return find_drafter(config).memory(config, dtype)
 
 
-def make_runner(config: EngineFields, kind: Callable[..., Any] | None = None) -> Any:
+def make_runner(
+    config: EngineFields, kind: Callable[..., ModelRunner] | None = None
+) -> Any:
     """Make the runner that the options ask for. This loads the checkpoint.
 
     `kind`: a drafter's own class of runner instead.
@@ -137,17 +142,17 @@ def make_speculating(config: EngineFields) -> EngineCore:
     return SpecCore(config, runner, drafter, scheduler)
 
 
-def make_engine_core(config: EngineFields) -> Any:
+def make_engine_core(config: EngineFields) -> EngineCore:
     """Make the engine core in this process, or a client of cores in others."""
     choose_scheduler(config)  # raises ValueError for a wrong `scheduler_cls`
     if config.engine_process:
         from atom_mini.parallel.replicas import make_front
 
-        return make_front(config)  # has the interface of a core
+        return cast(EngineCore, make_front(config))  # has the interface of a core
     return make_core(config)
 
 
-def make_shown(config: EngineFields) -> Any:
+def make_shown(config: EngineFields) -> EngineCore:
     """`make_engine_core`; stderr, if it is a terminal, shows what is loaded and how long
     it took."""
     if config.folder is None or sys.stderr is None or not sys.stderr.isatty():
@@ -188,12 +193,12 @@ class LLM(atom_mini.llm.LLM):
         self.trace = record(self.engine_core, self.tokenizer) if traced else None
 
     @property
-    def metrics(self) -> Any:
+    def metrics(self) -> Metrics:
         """The first listener, which counts steps and tokens."""
-        return self.listeners[0]
+        return cast("Metrics", self.listeners[0])
 
     @metrics.setter
-    def metrics(self, listener: Any) -> None:
+    def metrics(self, listener: Listener) -> None:
         self.listeners[0] = listener
 
     def make_engine_core(self) -> EngineCore:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import atom_mini.families.models  # noqa: F401 - fills MODELS
 import atom_mini.model_runner as runner
+from ..checkpoint import JsonObject
 from ..families.state import state_bytes
 from ..loading import blank_model
 from ..memory import kvcache_block_bytes
@@ -16,7 +15,7 @@ from .args import EngineArgs, keeps_state
 from .build import bytes_beside
 
 
-def needs(config: EngineArgs, device: str) -> dict[str, Any]:
+def needs(config: EngineArgs, device: str) -> JsonObject:
     """The bytes that a checkpoint needs on a "cpu" or "cuda" device: for its weights, a
     token's K/V, a sequence's state, and a draft model."""
     stored = None if device == "cpu" else config.spec.dtype
@@ -38,10 +37,11 @@ def needs(config: EngineArgs, device: str) -> dict[str, Any]:
     }
 
 
-def describe(config: EngineArgs) -> dict[str, Any]:
+def describe(config: EngineArgs) -> JsonObject:
     """`needs` of the checkpoint of `config` on its device, and how many tokens fit."""
     device = runner.choose_device(config.device)
-    report = {"model": config.model, "device": str(device)} | needs(config, device.type)
+    report: JsonObject = {"model": config.model, "device": str(device)}
+    report |= needs(config, device.type)
     held = report["weight_bytes"] + report["draft_weight_bytes"]
     held += config.max_num_seqs * report["state_bytes_per_sequence"]
     each = report["kvcache_bytes_per_token"] + report["draft_kvcache_bytes_per_token"]

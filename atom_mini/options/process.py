@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
+from ..fields import Recipe
 from .args import EngineArgs
 from .build import make_core
 
+if TYPE_CHECKING:  # an extra, for several processes
+    import zmq
 
-def from_recipe(recipe: dict[str, Any]) -> EngineArgs:
+
+def from_recipe(recipe: Recipe) -> EngineArgs:
     """The config that `recipe` describes; ValueError if its options are invalid."""
     config = EngineArgs(recipe["model"], **recipe["options"])
     return config.changed(**recipe.get("inner", {}), recipe=recipe)
 
 
-def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
+def load_engine(
+    recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket
+) -> Callable[[], None]:
     """Load the engine and send READY; returns the function that runs its loop."""
     from ..parallel.engine_process import EngineCoreProc, Ready, encode
 
     config = from_recipe(recipe)
-    loop_cls: Callable[..., Any] = EngineCoreProc
+    loop_cls: Callable[..., EngineCoreProc] = EngineCoreProc
     if config.data_parallel_size > 1:
         from ..parallel.replicas import make_loop as loop_cls
     if config.lockstep:
@@ -35,7 +41,9 @@ def load_engine(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[],
     return loop.run
 
 
-def load_rank(recipe: dict[str, Any], inbox: Any, outbox: Any) -> Callable[[], None]:
+def load_rank(
+    recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket
+) -> Callable[[], None]:
     """Load a rank's part of the model; returns the function that runs its steps."""
     from ..parallel.ranks import join_ranks
 

@@ -6,10 +6,9 @@ import json
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import Any
 
 from ..errors import install, require
-from ..fields import EngineFields
+from ..fields import EngineFields, Recipe
 
 
 def import_path(kind: type, off: str) -> str:
@@ -25,7 +24,7 @@ def import_path(kind: type, off: str) -> str:
 
 def as_recipe(
     config: EngineFields, given: set[str], off: str = "engine_process=False"
-) -> dict[str, Any]:
+) -> Recipe:
     """The model and the options `given`, for another process. ValueError for a value
     that is not JSON; `off` is what to set instead."""
     options = {}
@@ -47,7 +46,7 @@ def require_extra(asked: str) -> None:
     require(not missing, f"{asked} needs {missing}: {install('processes')}")
 
 
-def make_recipe(config: EngineFields, given: set[str]) -> dict[str, Any]:
+def make_recipe(config: EngineFields, given: set[str]) -> Recipe:
     """The recipe of its processes. ValueError for an option that cannot be sent."""
     sizes = ("tensor_parallel_size", "data_parallel_size")  # they imply engine_process
     name = next((n for n in sizes if getattr(config, n) > 1), None)
@@ -79,11 +78,11 @@ def check_dealt_engines(config: EngineFields) -> None:
         require(getattr(spec.storage, "method", None) != "mxfp4", what)
 
 
-def check_processes(config: EngineFields, given: set[str]) -> dict[str, Any]:
+def check_processes(config: EngineFields, given: set[str]) -> dict[str, object]:
     """Check the options of this part; returns those that follow, with the recipe."""
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
         check_dealt_engines(config)
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     if config.engine_process:
         found["recipe"] = make_recipe(config, given)
     if config.tensor_parallel_size > 1:

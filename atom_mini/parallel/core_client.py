@@ -11,11 +11,11 @@ import weakref
 from collections import ChainMap, Counter
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 from ..engine_core import CLOSED, StepOutput
 from ..errors import require
-from ..fields import EngineFields
+from ..fields import EngineFields, Recipe
 from atom_mini.parallel.engine_process import (
     Abort, Add, Output, Row, encode, pack_params,
 )  # fmt: skip
@@ -34,12 +34,14 @@ class EngineCoreClient:
     and EngineDead once a process has died.
     """
 
-    manager_type: Any = CoreManager
+    manager_type: type[CoreManager] = CoreManager
 
-    def __init__(self, config: EngineFields, recipes: list[Any] | None = None) -> None:
+    def __init__(
+        self, config: EngineFields, recipes: list[Recipe] | None = None
+    ) -> None:
         self.config = config
         self.bell = SimpleQueue[None]()
-        self.engines: list[Any] = []
+        self.engines: list[CoreManager] = []
         self.end = weakref.finalize(self, close_all, self.engines)
         with meeting_place() as meeting:
             try:
@@ -47,23 +49,26 @@ class EngineCoreClient:
             except BaseException:
                 self.end()
                 raise
-        least = min((e.ready for e in self.engines), key=lambda ready: ready.max_len)
+        sizes = [engine.ready for engine in self.engines if engine.ready]
+        least = min(sizes, key=lambda ready: ready.max_len)
         self.config = config.changed(num_kvcache_blocks=least.num_kvcache_blocks)
         self.scheduler = BaseScheduler(self.config)  # for its checks
-        self.scheduler.max_len, self.scheduler.seqs = least.max_len, self.seqs
+        self.scheduler.max_len = least.max_len
+        self.scheduler.seqs = cast(dict[int, Sequence], self.seqs)  # only read
 
     def __repr__(self) -> str:
-        engines = f"{len(self.engines)} x {self.engines[0].ready.core}"
+        ready = self.engines[0].ready
+        engines = f"{len(self.engines)} x {ready and ready.core}"
         return f"{type(self).__name__}({engines})"
 
-    def _start(self, recipes: list[Any], meeting: str) -> None:
+    def _start(self, recipes: list[Recipe], meeting: str) -> None:
         """Start the processes, and wait until all are ready. EngineDead or ValueError if
         one fails."""
         for number, recipe in enumerate(recipes):
             recipe = recipe | {"meeting": meeting}
             engine = self.manager_type(number, recipe, self.config, self.bell)
             self.engines.append(engine)
-        self.seqs: Any = ChainMap(*(engine.seqs for engine in self.engines))
+        self.seqs = ChainMap(*(engine.seqs for engine in self.engines))
         for engine in self.engines:
             engine.start()
         while not all(engine.ready for engine in self.engines):
@@ -139,7 +144,9 @@ class EngineCoreClient:
         seq.leave_reason = row.reason  # even without a new token
         return tuple(seq.token_ids[seq.num_prompt_tokens + before : seq.num_known_tokens])
 
-    def _use(self, engine: CoreManager, output: Any) -> StepOutput:
+    def _use(
+        self, engine: CoreManager, output: Output
+    ) -> StepOutput:
         """Give a step's tokens to the sequences."""
         seqs, finished, new = [], [], {}
         for row in output.rows:
@@ -149,7 +156,9 @@ class EngineCoreClient:
                 if seq.leave_reason is not None:
                     self._finish(seq, time.perf_counter())
                     finished.append(seq)
-        return StepOutput(output, seqs, ScheduledBatchOutput(new), finished, output.seconds)
+        batch: Any = output  # has what readers of a batch look at
+        found = ScheduledBatchOutput(new)
+        return StepOutput(batch, seqs, found, finished, output.seconds)
 
     def use_next(self, engine: CoreManager) -> StepOutput | None:
         """Use an engine's next message; returns what it did, if it is a step. The message

@@ -19,9 +19,9 @@ from ..errors import require
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['Id', 'Size', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'Record', 'Message', 'Add', 'Abort', 'Utility',
-           'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead', 'sized', 'encode',
-           'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc']
+__all__ = ['Id', 'Size', 'PackedParams', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'Record', 'Message', 'Add',
+           'Abort', 'Utility', 'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead',
+           'sized', 'encode', 'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc']
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -41,11 +41,14 @@ class Message(Record, tag_field="tag", tag=str.upper):
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
+PackedParams = dict[str, bool | int | float | list[int]]
+
+
 class Add(Message):
     """A new request: the token ids of its prompt, and fields of `SamplingParams`."""
 
     token_ids: list[Size]
-    params: dict[str, bool | int | float | list[int]]
+    params: PackedParams
 
 
 class Abort(Message):
@@ -67,12 +70,13 @@ class Wave(Message, tag="START_DP_WAVE"):
 ToEngine = Add | Abort | Utility | Wave | Shutdown
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #f665954b
-def pack_params(params: SamplingParams) -> dict[str, Any]:
+def pack_params(params: SamplingParams) -> PackedParams:
     """The fields of a request's parameters that the engine needs. A number over 64 bits
     is sent as the largest that fits, which means the same."""
     most = 2**64 - 1
     numbers = {n: v for n, v in vars(params).items() if isinstance(v, int | float)}
-    sent: Any = {n: min(v, most) if type(v) is int else v for n, v in numbers.items()}
+    sent: PackedParams
+    sent = {n: min(v, most) if type(v) is int else v for n, v in numbers.items()}
     sent["stop_token_ids"] = [min(i, most) for i in params.stop_token_ids]
     if params.seed is not None:
         sent["seed"] = params.seed & most
@@ -152,7 +156,7 @@ def encode(message: Message) -> bytes:
     return sized(msgspec.msgpack.encode(message))
 
 
-def decode(frame: bytes, kind: Any) -> Any:
+def decode(frame: bytes, kind: object) -> Any:
     """The message in `frame`, one of the union `kind`; ValueError if it is not one."""
     try:
         return reader(kind).decode(sized(frame))
@@ -173,7 +177,9 @@ def read_id(frame: bytes) -> int:
 AHEAD = 16  # results that may queue at each end, besides the system's buffers
 
 
-def open_sockets(context: zmq.Context, path: str, is_engine: bool) -> tuple[Any, Any]:
+def open_sockets(
+    context: zmq.Context, path: str, is_engine: bool
+) -> tuple[zmq.Socket, zmq.Socket]:
     """(in, out) of one end of the sockets `path`.in and `path`.out. The front binds and
     the engine connects. No message is dropped: requests queue without a limit, and the
     engine can poll whether the queue of results has space."""
@@ -208,7 +214,7 @@ class EngineCoreProc:
     """
 
     def __init__(
-        self, core: EngineCore, inbox: Any, outbox: Any,
+        self, core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket,
         report: Callable[[], tuple[dict[int, bool], bool]] = no_report,
     ) -> None:
         self.core = core
@@ -238,7 +244,7 @@ class EngineCoreProc:
         params, block_size = SamplingParams(**options), config.kv_cache_block_size
         self.core.add(Sequence(ids, block_size, params, message.id))
 
-    def _handle(self, message: Any) -> None:
+    def _handle(self, message: ToEngine) -> None:
         match message:
             case Add():
                 self._add(message)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint import ModelSpec
 from ..errors import require
 from ..families.latent import LatentModel
 from ..families.mixture import ExpertLinear, MixtureMLP
@@ -19,23 +20,35 @@ from ..families.quantized import FamilyModel
 from ..families.specs import FamilySpec, LatentSpec, StateSpec
 from ..families.state import StateModel
 from ..loading import Readers
-from ..models import MODELS
+from ..models import MODELS, TorchOps
 
 # %% auto #0
-__all__ = ['EXPERT', 'DEALT', 'DealtMLP', 'own_experts', 'DealtSpec', 'DealtLatentSpec', 'DealtStateSpec', 'deal', 'DealtModel',
-           'DealtLatentModel', 'DealtStateModel']
+__all__ = ['EXPERT', 'DEALT', 'Ranks', 'DealtMLP', 'own_experts', 'DealtSpec', 'DealtLatentSpec', 'DealtStateSpec', 'deal',
+           'DealtModel', 'DealtLatentModel', 'DealtStateModel']
 
 # %% ../../nbs/parallel/72a_shards.ipynb #5a34114d
+class Ranks(Protocol):
+    """Those that share the experts, seen from one: a `Shard`, or an `Agreement`."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor, fill: int = 0) -> Tensor: ...
+    def sum_back(self, x: Tensor, count: int) -> Tensor: ...
+
+
 class DealtMLP(MixtureMLP):
     """A `MixtureMLP` with this rank's experts, which it computes for all ranks."""
 
-    def __init__(self, *args: Any, ranks: Any) -> None:
+    def __init__(self, spec: FamilySpec, ops: TorchOps, ranks: Ranks) -> None:
         self.ranks = ranks
-        super().__init__(*args)
+        super().__init__(spec, ops)
 
-    def linear(self, size: int, count: int, *rest: Any) -> ExpertLinear:  # type: ignore
+    def linear(  # type: ignore
+        self, size: int, count: int, parts: dict[str, int], bias: bool = False
+    ) -> ExpertLinear:
         """The weights of this rank's part of `count` experts."""
-        return ExpertLinear(size, count // self.ranks.size, *rest)
+        return ExpertLinear(size, count // self.ranks.size, parts, bias)
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What the chosen experts add: x [T, hidden], ids and weights [T, k] of this
@@ -51,7 +64,7 @@ class DealtMLP(MixtureMLP):
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
-def own_experts(ranks: Any, readers: Readers, spec: FamilySpec) -> Readers:
+def own_experts(ranks: Ranks, readers: Readers, spec: FamilySpec) -> Readers:
     """The readers without the other ranks' experts, and with this rank's numbers."""
     assert spec.experts is not None
     count = spec.experts.count // ranks.size
@@ -68,10 +81,9 @@ def own_experts(ranks: Any, readers: Readers, spec: FamilySpec) -> Readers:
 # %% ../../nbs/parallel/72a_shards.ipynb #6b21b9de
 @dataclass(frozen=True)
 class DealtSpec(FamilySpec):
-    """The spec of a model with the experts of one of `ranks` (rank, size, gather,
-    sum_back)."""
+    """The spec of a model with the experts of one of `ranks`."""
 
-    ranks: Any = None
+    ranks: Ranks = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -84,10 +96,12 @@ class DealtStateSpec(StateSpec, DealtSpec):
     """A `DealtSpec` with layers that keep a state."""
 
 
-DEALT = {FamilySpec: DealtSpec, LatentSpec: DealtLatentSpec, StateSpec: DealtStateSpec}
+DEALT: dict[type[ModelSpec], type[DealtSpec]] = {
+    FamilySpec: DealtSpec, LatentSpec: DealtLatentSpec, StateSpec: DealtStateSpec,
+}  # fmt: skip
 
 
-def deal(spec: FamilySpec, ranks: Any) -> DealtSpec:
+def deal(spec: ModelSpec, ranks: Ranks) -> DealtSpec:
     """`spec`, whose model has the experts of one of `ranks`."""
     what = f"no experts of a {type(spec).__name__} can be dealt"
     require(type(spec) in DEALT, f"{what}: set enable_expert_parallel=False")

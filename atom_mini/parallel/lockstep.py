@@ -9,11 +9,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import zmq
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -21,6 +22,7 @@ from ..engine_core import EngineCore
 from ..errors import require
 from ..fields import EngineFields
 from ..gpu.graphs import first_decodes
+from ..model_runner import ModelRunner
 from .engine_process import EngineCoreProc, no_report
 from .experts import deal
 from .ranks import WrappedRunner
@@ -68,7 +70,7 @@ def dummy_batch(spare: int) -> ScheduledBatch:
     return replace(first_decodes(1), block_tables=np.array([[spare]], np.int32))
 
 
-def with_spare_block(runner: Any) -> Any:
+def with_spare_block(runner: ModelRunner) -> ModelRunner:
     """`runner`, whose pool gets one more block if it has no spare one."""
     if not runner.num_spare_blocks:
         runner._set_kv_cache(0)
@@ -81,7 +83,7 @@ class LockstepRunner(WrappedRunner):
 
     agree: Callable[[int, bool], bool]  # of the process that it runs in
 
-    def __init__(self, runner: Any, ranks: Agreement) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Agreement) -> None:
         self.runner, self.ranks = runner, ranks
 
     @contextmanager
@@ -96,11 +98,11 @@ class LockstepProc(EngineCoreProc):
     has a `LockstepRunner`."""
 
     def __init__(
-        self, core: EngineCore, inbox: Any, outbox: Any,
+        self, core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket,
         report: Callable[[], tuple[dict[int, bool], bool]] = no_report,
     ) -> None:
         super().__init__(core, inbox, outbox, report)
-        outer: Any = core.runner
+        outer = cast(LockstepRunner, core.runner)
         outer.agree = self._agree
         self.runner, self.ranks = outer.runner, outer.ranks
         self.dummy = dummy_batch(core.config.num_kvcache_blocks or 0)
@@ -156,10 +158,10 @@ def make_member(
     if config.enable_expert_parallel:
         config = config.changed(spec=deal(config.spec, ranks))
     core = make_core(config)
-    with_spare_block(core.runner)
-    count = len(getattr(core.runner, "graphs", ()))
+    runner = with_spare_block(cast(ModelRunner, core.runner))
+    count = len(getattr(runner, "graphs", ()))
     most, fewest = ranks.agree(count, -count)
     wrong = f"the ranks recorded {-fewest} to {most} graphs: set num_kvcache_blocks"
     require(most == -fewest, wrong)
-    core.runner = LockstepRunner(core.runner, ranks)
+    core.runner = LockstepRunner(runner, ranks)
     return core

@@ -19,9 +19,10 @@ from typing import Any
 
 import zmq
 
-from ..fields import EngineFields
+from ..fields import EngineFields, Recipe
 from ..sequence import Sequence
-from .engine_process import AHEAD, Answer, Dead, FromEngine, Ready, Shutdown, Utility
+from .engine_process import AHEAD, Answer, Dead, FromEngine, Message, Output, Ready
+from .engine_process import Refused, Shutdown, Utility
 from .engine_process import decode, encode, open_sockets
 from .start import LOAD
 
@@ -70,7 +71,10 @@ class CoreManager(Thread):
     share = 1  # how many processes share our number of threads
     is_group = True  # the process leads a group, which ends with it
 
-    def __init__(self, number: int, recipe: Any, config: EngineFields, bell: Any) -> None:
+    def __init__(
+        self, number: int, recipe: Recipe, config: EngineFields,
+        bell: SimpleQueue[None],
+    ) -> None:  # fmt: skip
         super().__init__(name=f"{self.kind} {number}", daemon=True)
         own = {"name": self.name, "number": number, "load": self.entry}
         self.recipe = recipe | own
@@ -78,11 +82,12 @@ class CoreManager(Thread):
         self.ping = config.ping_timeout  # seconds
         self.bell = bell
         self.seqs: dict[int, Sequence] = {}  # its unfinished requests
-        self.messages: deque[Any] = deque()  # not used yet
-        self.answers: dict[int, SimpleQueue[Any]] = {}  # question -> who waits for it
+        self.messages: deque[Output | Refused] = deque()  # not used yet
+        # question -> the queue in which `ask` waits
+        self.answers: dict[int, SimpleQueue[dict[str, int | float]]] = {}
         self.sending = Lock()
         self.log = ""
-        self.outbox: Any = None
+        self.outbox: zmq.Socket | None = None
         self.process: Any = None
         self.ready: Ready | None = None
         self.is_refusal = False  # the process refused its options or its checkpoint
@@ -92,7 +97,7 @@ class CoreManager(Thread):
         self.closing = math.inf  # when it must have ended
         MANAGERS.add(self)
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Message | bytes) -> None:
         """Send a message or frame, if the process lives. ValueError if it is too large."""
         frame = message if isinstance(message, bytes) else encode(message)
         with self.sending, suppress(zmq.Again):  # it does not read: the thread will notice
@@ -125,6 +130,7 @@ class CoreManager(Thread):
         self.deadline = (math.inf, "")
         match message:
             case Ready():
+                assert self.outbox is not None
                 with self.sending:
                     self.outbox.poll(1000, zmq.POLLOUT)  # until both directions are open
                 self.ready = message
@@ -154,7 +160,7 @@ class CoreManager(Thread):
         waits = waits or self.process.poll() is not None  # it may have sent the cause
         return len(self.messages) >= AHEAD and not waits
 
-    def _listen(self, inbox: Any) -> str:
+    def _listen(self, inbox: zmq.Socket) -> str:
         """Read messages and the log until the process is dead; returns why."""
         log, logs = self.process.stdout.fileno(), 1  # 0 when its pipe is closed
         limit, why = self.config.ready_timeout, None
@@ -208,7 +214,7 @@ class CoreManager(Thread):
 
     def ask(self) -> dict[str, int | float]:
         """The engine's counts, from its loop."""
-        answer = SimpleQueue[Any]()
+        answer = SimpleQueue[dict[str, int | float]]()
         self.answers[id(answer)] = answer
         self.send(Utility(id(answer)))
         while True:

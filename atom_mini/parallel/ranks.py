@@ -18,17 +18,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+import zmq
 from torch import Tensor
 
 from ..config import SamplingParams
 from ..errors import require
-from ..fields import EngineFields
+from ..extras import Extras
+from ..fields import EngineFields, Recipe
+from ..gpu.graphs import DeviceGraph
 from ..model_runner import FillIn, choose_device
 from atom_mini.parallel.engine_process import (
     Message, Ready, Shutdown, Size, decode, encode, pack_params,
 )  # fmt: skip
 from .manager import TICK, CoreManager
-from .shards import Group, make_rank, open_group
+from .shards import Group, RankRunner, make_rank, open_group
+from ..sampler import Upload
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..scheduling.launcher import Launcher
 from ..sequence import SequenceType
@@ -68,7 +72,7 @@ def decode_params(data: bytes) -> SamplingParams:
 # %% ../../nbs/parallel/72c_ranks.ipynb #ffdd0efd
 def pack_batch(batch: ScheduledBatch) -> bytes:
     """The message of a step, as bytes."""
-    plain: Any = getattr(batch, "whole", batch)  # without rows for its drafts
+    plain: ScheduledBatch = getattr(batch, "whole", batch)  # without rows for its drafts
     arrays = [plain.scheduled_tokens, plain.num_scheduled_tokens, plain.context_lens]
     arrays += [plain.is_sampled, plain.block_tables]
     both = zip(arrays, KINDS, strict=True)
@@ -81,12 +85,13 @@ def pack_batch(batch: ScheduledBatch) -> bytes:
 def unpack_batch(step: Step) -> ScheduledBatch:
     """The batch in a message; ValueError if its arrays do not fit together."""
     both = zip(step.arrays, KINDS, strict=True)
-    *arrays, flags, tables = (np.frombuffer(x, kind).copy() for x, kind in both)
+    arrays = (np.frombuffer(x, kind).copy() for x, kind in both)
+    ids, counts, lens, flags, tables = arrays
     count = len(step.req_ids)
     tables = tables.reshape(count, len(tables) // max(count, 1))  # [B, W]
     params = [*map(decode_params, step.params)]
     past = step.histories, step.rows, step.prompt_lens
-    facts: Any = *arrays, tables, flags, params, *past
+    facts = ids, counts, lens, tables, flags, params, *past
     batch = ScheduledBatch(step.type, step.req_ids, *facts)
     if not step.has_drafts:
         return batch
@@ -102,7 +107,9 @@ class Meet(Message):
 ToRank = Meet | Step | Shutdown
 
 
-def join_ranks(config: EngineFields, inbox: Any, outbox: Any) -> Callable[[], None]:
+def join_ranks(
+    config: EngineFields, inbox: zmq.Socket, outbox: zmq.Socket
+) -> Callable[[], None]:
     """Load this rank's part and join the group. Returns the loop that runs steps."""
     rank, meeting = config.recipe["number"], config.recipe["meeting"]
     size, limit = config.tensor_parallel_size, config.collective_timeout
@@ -115,9 +122,10 @@ def join_ranks(config: EngineFields, inbox: Any, outbox: Any) -> Callable[[], No
         receive()  # MEET
         return open_group(meeting, rank, size, limit, device)
 
-    def make(config: EngineFields) -> Any:
+    def make(config: EngineFields) -> RankRunner:
         return make_rank(config, rank, meet)
 
+    runner: Launcher | RankRunner
     runner = Launcher(config, make) if config.overlap else make(config)
 
     def run() -> None:
@@ -134,7 +142,7 @@ class RankManager(CoreManager):
     entry = "atom_mini.options.process:load_rank"
     is_group = False
 
-    def __init__(self, rank: int, recipe: Any, config: EngineFields) -> None:
+    def __init__(self, rank: int, recipe: Recipe, config: EngineFields) -> None:
         super().__init__(rank, recipe, config, SimpleQueue())
         self.share, self.ping = config.tensor_parallel_size, math.inf
 
@@ -175,15 +183,17 @@ class WrappedRunner:
     def on_device(self) -> AbstractContextManager[None]:
         return self.runner.on_device()
 
-    def pack_output(self, *args: Any) -> ScheduledBatchOutput:
-        return self.runner.pack_output(*args)
+    def pack_output(
+        self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
+    ) -> ScheduledBatchOutput:
+        return self.runner.pack_output(batch, logits, token_ids)
 
     @property
-    def extras(self) -> Any:
+    def extras(self) -> Extras:
         return self.runner.extras
 
     @property
-    def upload(self) -> Any:
+    def upload(self) -> Upload:
         return self.runner.upload
 
 # %% ../../nbs/parallel/72c_ranks.ipynb #3e36d704
@@ -215,12 +225,12 @@ class Leader(WrappedRunner):
         self.model, self.kv_cache = runner.model, runner.kv_cache
 
     @property
-    def graphs(self) -> dict[int, Any]:
+    def graphs(self) -> dict[int, DeviceGraph]:
         """The decodes that rank 0 has recorded: size -> graph; empty without graphs."""
         return getattr(self.runner, "graphs", {})
 
     @graphs.setter
-    def graphs(self, graphs: dict[int, Any]) -> None:
+    def graphs(self, graphs: dict[int, DeviceGraph]) -> None:
         self.runner.graphs = graphs
 
     def _capture(self, sizes: list[int]) -> list[int]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from queue import SimpleQueue
+from typing import cast
+
+import zmq
 
 from ..block_manager import NO_HASH, Block, BlockManager
 from ..engine_core import EngineCore, StepOutput
 from ..errors import require
-from ..fields import EngineFields
+from ..fields import EngineFields, Recipe
 from .core_client import EngineCoreClient
 from atom_mini.parallel.engine_process import (
     EngineCoreProc, Output, Wave, no_report,
@@ -30,8 +33,11 @@ __all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 
 class Replica(CoreManager):
     """The `CoreManager` of one of several engines, with its cached blocks' `hashes`."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, number: int, recipe: Recipe, config: EngineFields,
+        bell: SimpleQueue[None],
+    ) -> None:  # fmt: skip
+        super().__init__(number, recipe, config, bell)
         self.hashes, self.num_given = set[int](), 0
 
     @property
@@ -84,13 +90,16 @@ class ReportingIndex(PrefixIndex):
 # %% ../../nbs/parallel/73a_replicas.ipynb #a0f6342e
 def report_of(manager: BlockManager) -> tuple[dict[int, bool], bool]:
     """The report of the manager's index now. (A rollback replaces the index.)"""
-    index: Any = manager.index
+    index = manager.index
+    assert isinstance(index, ReportingIndex)
     return index.report()
 
 
-def make_loop(core: EngineCore, inbox: Any, outbox: Any) -> EngineCoreProc:
+def make_loop(
+    core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket
+) -> EngineCoreProc:
     """The loop of one of several engines."""
-    config: Any = core.config
+    config = cast(EngineFields, core.config)
     manager, report = core.scheduler.block_manager, no_report
     if config.routing == "prefix":
         manager.use_index(ReportingIndex)  # the pool is still empty
@@ -112,7 +121,7 @@ def chain(seq: Sequence) -> list[int]:
 FEW, TENTH, HALF = 32, 1.1, 0.5  # requests; of the smallest load; of the prompt
 
 
-def best_match(replicas: list[Any], hashes: list[int]) -> Any:
+def best_match(replicas: list[Replica], hashes: list[int]) -> Replica:
     """The replica with the longest match, unless the match is short or it is busy."""
     emptiest = min(replicas, key=lambda replica: replica.load)
     low, high = emptiest.load[0], max(replica.load[0] for replica in replicas)
@@ -142,12 +151,13 @@ class Replicas(EngineCoreClient):
     def choose(self, seq: Sequence) -> Replica:
         """The replica that gets `seq`, by load or by prefix."""
         rule = longest_match if self.config.routing == "prefix" else least_loaded
-        replica = rule(self.engines, seq)
+        replica = rule(cast(list[Replica], self.engines), seq)
         replica.num_given += 1
         return replica
 
-    def _use(self, engine: Any, output: Any) -> StepOutput:
+    def _use(self, engine: CoreManager, output: Output) -> StepOutput:
         """Note what the engine's cache holds, and give its tokens to the sequences."""
+        assert isinstance(engine, Replica)
         engine.note(output)
         return super()._use(engine, output)
 

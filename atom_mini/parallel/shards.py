@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import atom_mini.families.models  # noqa: F401 - fills MODELS
 from ..assemble import choose_ops, choose_runner
-from ..checkpoint import ModelSpec
+from ..checkpoint import Fields, ModelSpec
 from ..errors import require
+from ..families.specs import Experts
 from ..fields import EngineFields
 from ..gpu.graphs import GraphRunner
 from atom_mini.loading import (
@@ -50,14 +51,16 @@ def cut(count: int, name: str, n: int, option: str = "tensor_parallel_size") -> 
     return count // n
 
 # %% ../../nbs/parallel/72a_shards.ipynb #4fdec326
-def check_dealt(spec: Any, n: int, option: str = "tensor_parallel_size") -> None:
+def check_dealt(spec: ModelSpec, n: int, option: str = "tensor_parallel_size") -> None:
     """ValueError if whole experts cannot be dealt to `n` ranks, set by `option`."""
     what = f"enable_expert_parallel=True, and {spec.model_type} has no experts"
     require(any(getattr(spec, "sparse", ())), f"{what}: leave it out")
-    cut(spec.experts.count, "num_experts", n, option)
+    experts = getattr(spec, "experts", None)
+    assert experts is not None
+    cut(experts.count, "num_experts", n, option)
 
 
-def cut_experts(experts: Any, n: int, is_dealt: bool) -> Any:
+def cut_experts(experts: Experts, n: int, is_dealt: bool) -> Experts:
     """The `Experts` of one of `n` ranks."""
     shared = cut(experts.shared, "shared_expert_intermediate_size", n)
     parts = 1 if is_dealt else n
@@ -73,14 +76,13 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     given = f"tensor_parallel_size={n}"
     kv, vocab = spec.num_key_value_heads, spec.vocab_size
     sparse = getattr(spec, "sparse", ())
-    more: dict[str, Any] = {"num_key_value_heads": max(1, kv // n)}
+    more: Fields = {"num_key_value_heads": max(1, kv // n)}
     heads = cut(spec.num_attention_heads, "num_attention_heads", n)
     if is_dealt:
         check_dealt(spec, n)
     if getattr(spec, "storage", None):
         more["storage"] = None  # packed weights are unpacked before they are cut
-    if any(sparse):
-        experts: Any = getattr(spec, "experts", None)
+    if (experts := getattr(spec, "experts", None)) and any(sparse):
         more["experts"] = cut_experts(experts, n, is_dealt)
     if not sparse or not all(sparse):
         width = cut(spec.intermediate_size, "intermediate_size", n)
@@ -99,12 +101,12 @@ class Group:
     A call raises RuntimeError if another rank has died or does not arrive in time.
     """
 
-    def __init__(self, backend: Any, limit: float = math.inf) -> None:
+    def __init__(self, backend: dist.ProcessGroup, limit: float = math.inf) -> None:
         self.backend = backend
         self.rank, self.size = backend.rank(), backend.size()
         self.limit = limit  # seconds
 
-    def _wait(self, work: Callable[[], Any]) -> None:
+    def _wait(self, work: Callable[[], dist.Work]) -> None:
         """Run a collective, and replace the backend's error message."""
         try:
             work().wait()
@@ -113,7 +115,9 @@ class Group:
             why = f"another rank has died, or {late}"
             raise RuntimeError(f"a collective failed: {why}") from None
 
-    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(
+        self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
         """Replace `x` by the sum of all ranks' `x`; with `op`, by their MIN or MAX."""
         self._wait(lambda: self.backend.allreduce(x, op))
         return x
@@ -125,7 +129,9 @@ class Group:
         return found
 
 # %% ../../nbs/parallel/72a_shards.ipynb #fa931991
-def make_backend(store: Any, rank: int, size: int, limit: timedelta, gpu: bool) -> Any:
+def make_backend(
+    store: dist.Store, rank: int, size: int, limit: timedelta, gpu: bool
+) -> dist.ProcessGroup:
     """NCCL (RCCL) or Gloo, on the loopback interface."""
     kind: Any = dist.ProcessGroupNCCL if gpu else dist.ProcessGroupGloo
     options = kind.Options() if gpu else kind._Options()
@@ -163,9 +169,9 @@ class Shard:
 
     rank: int
     size: int
-    whole: Any  # the checkpoint's spec
+    whole: ModelSpec  # the checkpoint's
     is_dealt: bool = False  # it has whole experts
-    group: Any = None  # a `Group`, once all ranks have loaded
+    group: Group = field(init=False, repr=False, compare=False)  # once all have loaded
 
     def cut_readers(self, readers: Readers, model: CausalLM) -> Readers:
         """Readers for the weights of a rank's model, from those of the files."""
@@ -182,7 +188,7 @@ class Shard:
                 ours[name] = partial(read_zeros, readers[name])
         return ours
 
-    def dealt(self, spec: Any) -> Any:
+    def dealt(self, spec: ModelSpec) -> ModelSpec:
         """`spec`, with this rank's experts if they are dealt."""
         if not self.is_dealt:
             return spec
@@ -239,7 +245,9 @@ def find_cut(
     return axis, start, start + n
 
 # %% ../../nbs/parallel/72a_shards.ipynb #1ab900cf
-def read_cut(read: Any, count: int, axis: int, start: int, end: int) -> Tensor:
+def read_cut(
+    read: Callable[..., Tensor], count: int, axis: int, start: int, end: int
+) -> Tensor:
     """Numbers `start` to `end` of a weight, whose `axis` has length `count`.
 
     From a file, only these bytes are read. Rows past the end are zeros.
@@ -250,7 +258,7 @@ def read_cut(read: Any, count: int, axis: int, start: int, end: int) -> Tensor:
     return F.pad(tensor, (0, 0, 0, end - count)) if end > count else tensor
 
 
-def read_zeros(read: Any) -> Tensor:
+def read_zeros(read: Callable[..., Tensor]) -> Tensor:
     """Zeros in place of a bias that another rank adds."""
     return torch.zeros_like(read())
 
@@ -301,7 +309,7 @@ class SharedNorm(nn.Module):
 def join_ranks(model: Any, shard: Shard) -> None:
     """Make a rank's loaded `CausalLM` compute what the whole one does."""
 
-    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def add(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         return shard.group.all_reduce(out)
 
     model.model.embed_tokens = SharedTable(model.model.embed_tokens, shard)
@@ -321,7 +329,7 @@ class RankRunner(ModelRunner):
 
     def __init__(
         self, config: EngineFields, ops: TorchOps, sampler: Sampler, shard: Shard,
-        meet: Callable[[torch.device], Any], beside: tuple[int, int] = (0, 0),
+        meet: Callable[[torch.device], Group], beside: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
         self.shard, self.meet = shard, meet
         super().__init__(config, ops, sampler, beside)
@@ -346,7 +354,7 @@ class GraphRankRunner(RankRunner, GraphRunner):
 
 # %% ../../nbs/parallel/72a_shards.ipynb #51a4b13b
 def make_rank(
-    config: EngineFields, rank: int, meet: Callable[[torch.device], Any],
+    config: EngineFields, rank: int, meet: Callable[[torch.device], Group],
     beside: tuple[int, int] = (0, 0),
 ) -> RankRunner:  # fmt: skip
     """The runner of one rank. `beside`: the bytes of a drafter, which only rank 0 has."""

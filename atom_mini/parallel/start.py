@@ -10,16 +10,16 @@ import sys
 import threading
 import traceback
 from importlib import import_module
-from typing import Any
 
 import zmq
 
+from ..fields import Recipe
 from .engine_process import Dead, encode, open_sockets
 
 LOAD = "atom_mini.options.process:load_engine"  # loaded by its process
 
 
-def serve(recipe: dict[str, Any], inbox: Any, outbox: Any) -> int:
+def serve(recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
     """Load and run; returns the exit code, 0 after SHUTDOWN."""
     is_loaded = False
     try:

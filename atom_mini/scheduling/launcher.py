@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +104,8 @@ class Launcher:
         torch.cuda.synchronize(device)  # weights and graphs were made on another stream
 
     def _copied(
-        self, batch: ScheduledBatch, logits: Tensor, host: Tensor, arrived: Any
+        self, batch: ScheduledBatch, logits: Tensor, host: Tensor,
+        arrived: torch.cuda.Event,
     ) -> ScheduledBatchOutput:
         """Wait for the event `arrived`, but not for later launches. Then `host` [R], in
         pinned memory, holds the tokens."""
@@ -138,7 +138,7 @@ class Launcher:
         """Run one step and wait for it."""
         return self.launch(batch)()
 
-    def on_device(self) -> AbstractContextManager[Any]:
+    def on_device(self) -> AbstractContextManager[object]:
         """The runner's context, which a core enters for each step."""
         return self.runner.on_device()
 

@@ -7,7 +7,7 @@ import traceback
 from base64 import b64decode
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ..options.help import Serve
 from ..parallel.manager import EngineDead
@@ -33,8 +34,8 @@ class Answer(StreamingResponse):
     """An answer in parts, until the client leaves. An error before the first part is an
     HTTP error."""
 
-    async def stream_response(self, send: Any) -> None:
-        parts: Any = self.body_iterator
+    async def stream_response(self, send: Send) -> None:
+        parts = cast(Parts, self.body_iterator)
 
         async def started() -> Parts:
             yield first
@@ -52,7 +53,7 @@ class JsonResponse(Response):
 
     media_type = JSON
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return msgspec.json.encode(content)
 
 
@@ -84,7 +85,7 @@ HEADERS = {401: {"www-authenticate": "Basic"}, 429: {"retry-after": "1"}}
 HEADERS |= {503: {"retry-after": "5"}}
 
 
-async def error_response(request: Any, error: Any) -> Response:
+async def error_response(request: Any, error: Exception) -> Response:
     """An error as JSON. Starlette calls it for whatever a route has raised."""
     if isinstance(error, HTTPException):  # Starlette's own: 404, 405
         where = f"{request.method} {request.url.path}: {error.detail}"
@@ -98,7 +99,7 @@ async def error_response(request: Any, error: Any) -> Response:
 DONE = b"data: [DONE]\n\n"
 
 
-def event(value: Any) -> bytes:
+def event(value: object) -> bytes:
     """A server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
@@ -150,7 +151,7 @@ class Api(Starlette):
         key = self.settings.api_key or token
         return hmac.compare_digest(token.encode(), key.encode())
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asks = bool(self.settings.allowed_origins) and scope["method"] == "OPTIONS"
         is_free = scope["path"] == "/health" or asks
         if is_free or self.has_key(Headers(scope=scope)):

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import require
-from ..llm import Chat, Params, Prompts, check_template_options
-from ..llm import read_messages, read_prompts
+from ..llm import Chat, Params, Prompts, TemplateOptions
+from ..llm import check_template_options, read_messages, read_prompts
 from ..options.build import LLM
 from ..text import Request, TextPiece
 
+if TYPE_CHECKING:  # annotations alone need them
+    from typing_extensions import Unpack
+
+    from atom_mini.options.args import EngineOptions
+
 # %% auto #0
-__all__ = ['T', 'joined', 'Stream', 'AsyncLLM', 'deliver']
+__all__ = ['T', 'Encoded', 'News', 'joined', 'Stream', 'AsyncLLM', 'deliver']
 
 # %% ../../nbs/serving/80_async_llm.ipynb #3333c1cb
 def joined(first: TextPiece | None, second: TextPiece) -> TextPiece:
@@ -65,6 +70,7 @@ class Stream:
 
 # %% ../../nbs/serving/80_async_llm.ipynb #fd738d08
 T = TypeVar("T")  # the result of a job
+Encoded = tuple[str | None, str | list[int]]  # a prompt's text, and its token ids
 
 
 class AsyncLLM:
@@ -74,7 +80,7 @@ class AsyncLLM:
     cancelled, or leaves its `async for`, aborts its requests.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
         self.llm = LLM(model, **options)
         self.thread = ThreadPoolExecutor(1, "engine loop")
         self.tokenizing = ThreadPoolExecutor(1, "tokenizer")
@@ -89,7 +95,7 @@ class AsyncLLM:
         self.llm._require_mine()
         require(self.closing is None, "this AsyncLLM is closed: make a new one")
 
-    def submit(self, job: Callable[..., T], *args: Any) -> Awaitable[T]:
+    def submit(self, job: Callable[..., T], *args: object) -> Awaitable[T]:
         """The result of `job(*args)`, which the engine's thread calls between two steps."""
         self.require_open()
         return asyncio.wrap_future(self.thread.submit(job, *args))
@@ -136,7 +142,7 @@ class AsyncLLM:
             del self.streams[id]
             self.llm.abort(id)
 
-    def _encode(self, prompts: Prompts) -> list[tuple[str | None, Any]]:
+    def _encode(self, prompts: Prompts) -> list[Encoded]:
         """(text or None, token ids) of each prompt. ValueError if a text is not Unicode."""
         encode = self.llm.processor.encode
         has_tokenizer = self.llm.tokenizer is not None  # else `_prepare` refuses text
@@ -144,13 +150,14 @@ class AsyncLLM:
                 for p in read_prompts(prompts)]  # fmt: skip
 
     def _encode_chat(
-        self, messages: Chat, generation: bool, more: dict[str, Any]
+        self, messages: Chat, generation: bool, more: TemplateOptions
     ) -> list[int]:
         """The token ids of a conversation, as `LLM.format_chat` makes them."""
         tokenizer, model = self.llm.tokenizer, self.llm.config.model
         has_template = getattr(tokenizer, "chat_template", None) is not None
         require(has_template, f"{model} has no chat template: use generate")
         check_template_options(more)
+        assert tokenizer is not None
         options = {"add_generation_prompt": generation} | more
         read = read_messages(messages)
         text = tokenizer.apply_chat_template(read, tokenize=False, **options)
@@ -158,7 +165,7 @@ class AsyncLLM:
 
     async def format_chat(
         self, messages: Chat, add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: TemplateOptions | None = None,
     ) -> list[int]:
         """The prompt of a conversation, as token ids for `generate`."""
         self.require_open()
@@ -166,7 +173,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self.tokenizing.submit(self._encode_chat, *args))
 
     def _begin(
-        self, stream: Stream, encoded: list[tuple[str | None, Any]],
+        self, stream: Stream, encoded: list[Encoded],
         params: Params,
     ) -> None:
         """Queue the requests of a call. ValueError, and nothing queued, if one is wrong."""
@@ -250,13 +257,17 @@ class AsyncLLM:
         await self.close()
 
 # %% ../../nbs/serving/80_async_llm.ipynb #071bf58e
-def deliver(news: list[tuple[Stream, Any]]) -> None:
+News = tuple[Stream, TextPiece | Exception]  # a piece or an error, and whose it is
+
+
+def deliver(news: Iterable[News]) -> None:
     """Put each piece or error into its stream, with one call per loop."""
-    loops: dict[Any, list[Any]] = defaultdict(list)
+    loops: dict[asyncio.AbstractEventLoop, list[News]] = defaultdict(list)
     for stream, piece in news:
+        assert stream.loop is not None  # `follow` has set it
         loops[stream.loop].append((stream, piece))
 
-    def put_all(own: Any) -> None:
+    def put_all(own: list[News]) -> None:
         for stream, piece in own:
             stream.put(piece)
 

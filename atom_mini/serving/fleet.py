@@ -15,12 +15,13 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
+from ..checkpoint import JsonObject
 from ..errors import install, require
 from ..options.args import EngineArgs
 from ..options.build import choose_scheduler
@@ -50,7 +51,7 @@ def start_ray(address: str | None) -> None:
         os.environ.setdefault(name, value)
     import ray
 
-    own: dict[str, Any] = {} if address else {"include_dashboard": False}
+    own: dict[str, bool] = {} if address else {"include_dashboard": False}
     ray.init(address or "local", log_to_driver=False, **own)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's, which aborts
 
@@ -63,7 +64,7 @@ class Engine:
 
     server: Server
 
-    def __init__(self, options: dict[str, Any], settings: Serve) -> None:
+    def __init__(self, options: JsonObject, settings: Serve) -> None:
         Engine.server = Server(AsyncLLM(**options), settings)
 
     async def check_health(self) -> None:
@@ -76,12 +77,13 @@ class Engine:
 
 def make_app() -> Starlette:
     """The server of this process, without the routes that show a single engine."""
-    router: Any = Engine.server.router
-    router.routes = [route for route in router.routes if route.path not in ONE_ENGINE]
+    router = Engine.server.router
+    kept = [r for r in router.routes if getattr(r, "path", "") not in ONE_ENGINE]
+    router.routes = kept
     return Starlette(routes=[Mount("", Engine.server)])
 
 # %% ../../nbs/serving/84_fleet.ipynb #5cf28a05
-def scaling(settings: Fleet) -> dict[str, Any]:
+def scaling(settings: Fleet) -> dict[str, float]:
     """Ray's `autoscaling_config`: how many engines, and when that changes."""
     return {
         "min_replicas": settings.replicas,
@@ -107,7 +109,7 @@ def resources(config: EngineArgs, settings: Fleet) -> dict[str, float]:
     return {"num_cpus": each["CPU"], "num_gpus": each["GPU"]}
 
 # %% ../../nbs/serving/84_fleet.ipynb #de7b9866
-def build(args: dict[str, Any]) -> Any:
+def build(args: JsonObject) -> object:
     """The fleet as an application of Ray Serve. `args`: fields of `Fleet`, and options
     of `LLM`."""
     from ray import serve
@@ -161,7 +163,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
     custom_id: str
     method: Literal["POST"]
     url: Literal["/v1/completions", "/v1/chat/completions"]
-    body: dict[str, Any]
+    body: JsonObject
 
 
 def read_work(source: Path, model: str) -> dict[str, Line]:
@@ -222,7 +224,7 @@ async def answer(server: Server, line: Line) -> bytes:
 
 
 async def answer_all(
-    lines: list[Line], options: dict[str, Any], size: int,
+    lines: list[Line], options: JsonObject, size: int,
     write: Callable[[bytes], object],
 ) -> None:
     """Answer all lines, `size` at a time; `write` gets each answer's line."""

@@ -13,10 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from ..checkpoint import JsonObject
 from ..config import SamplingParams
 from ..errors import NOT_HERE, shortened
-from ..llm import check_template_options
+from ..llm import TemplateOptions, check_template_options
 from ..text import Request as EngineRequest
+from ..text import Tokenizer
 
 
 class ApiError(Exception):
@@ -30,7 +32,7 @@ class ApiError(Exception):
         self.status, self.message = status, shortened(message)
         self.param, self.code = param and shortened(param, 100), code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The error in OpenAI's shape."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
@@ -98,10 +100,10 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ApiError(400, str(error), first_wrong(options)) from None
 
     def choice(
-        self, index: int, text: str, reason: str | None, logprobs: Any = None
-    ) -> dict[str, Any]:
+        self, index: int, text: str, reason: str | None, logprobs: JsonObject | None = None
+    ) -> JsonObject:
         """One answer, or a piece of it."""
-        content: dict[str, Any] = {"text": text}
+        content: JsonObject = {"text": text}
         if isinstance(self, ChatCompletionRequest) and self.stream:
             content = {"delta": {"content": text} if text else {}}
         elif isinstance(self, ChatCompletionRequest):
@@ -110,7 +112,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         ends = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index} | content | ends
 
-    def head(self, model: str) -> dict[str, Any]:
+    def head(self, model: str) -> JsonObject:
         """The fields that all chunks of an answer share."""
         short, whole, chunk = self.name
         return {
@@ -118,7 +120,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "created": int(time.time()), "model": model,
         }  # fmt: skip
 
-    def usage(self, requests: list[EngineRequest], new: int) -> dict[str, Any]:
+    def usage(self, requests: list[EngineRequest], new: int) -> JsonObject:
         """Token counts: of the prompts, each of which has `n` consecutive `requests`, and
         of `new` generated tokens."""
         seqs = [request.seq for request in requests[:: self.n]]
@@ -130,13 +132,15 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         }  # fmt: skip
 
     def logprobs_json(
-        self, found: Any, ids: list[int], tokenizer: Any, offset: int
-    ) -> dict[str, Any] | None:
+        self, found: list[dict[int, float]] | None, ids: list[int],
+        tokenizer: Tokenizer | None, offset: int
+    ) -> JsonObject | None:
         """Log probabilities `found` of the tokens `ids`, whose text begins at character
         `offset` of the answer; None if the request did not ask for them."""
         most = self.num_logprobs
         if most is None:
             return None
+        assert found is not None and tokenizer is not None
         rows = [named(*pair, most, tokenizer) for pair in zip(found, ids, strict=True)]
         if isinstance(self, ChatCompletionRequest):
             content = [first | {"top_logprobs": top} for first, *top in rows]
@@ -162,7 +166,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     send back."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | list[JsonObject]
     name: str | None = None
     refusal: None = None
     tool_calls: None = None
@@ -182,7 +186,7 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}  # more variables for the template
+    chat_template_kwargs: TemplateOptions = {}  # more variables for the template
 
     name = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
@@ -198,7 +202,7 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
             raise ApiError(400, str(error), "chat_template_kwargs") from None
 
 
-NEUTRAL: dict[str, list[Any]] = {  # field -> its values that ask for nothing
+NEUTRAL: dict[str, list[object]] = {  # field -> its values that ask for nothing
     "tools": [[]], "tool_choice": ["none", "auto"],
     "parallel_tool_calls": [True, False],
     "functions": [[]], "function_call": ["none"], "response_format": [{"type": "text"}],
@@ -212,7 +216,7 @@ NEUTRAL |= {  # vLLM's defaults, which its clients send
 }
 
 
-def check_neutral(name: str, value: Any) -> None:
+def check_neutral(name: str, value: object) -> None:
     """ApiError unless `value`, of a field that is not served, asks for nothing."""
     if value not in NEUTRAL.get(name, []):
         why = NOT_HERE.get(name, "leave it out")
@@ -220,7 +224,7 @@ def check_neutral(name: str, value: Any) -> None:
         raise ApiError(400, f"{wrong} is not served here: {why}", name)
 
 
-def read_field(name: str, value: Any, kind: Any) -> Any:
+def read_field(name: str, value: object, kind: object) -> Any:
     """`value` as `kind`; ApiError if it is something else."""
     try:
         return msgspec.convert(value, kind)
@@ -232,7 +236,7 @@ def read_request(body: bytes, kind: type[T]) -> T:
     """The request in `body`. ApiError names the field that is wrong; RecursionError, or
     UnicodeDecodeError, for a body that no parser reads."""
     try:
-        raw = msgspec.json.decode(body, type=dict[str, Any])
+        raw = msgspec.json.decode(body, type=JsonObject)
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not a JSON object: {error}") from None
     types = {field.name: field for field in msgspec.structs.fields(kind)}
@@ -249,9 +253,9 @@ def read_request(body: bytes, kind: type[T]) -> T:
     return kind(**{n: read_field(n, v, types[n].type) for n, v in given.items()})
 
 
-def first_wrong(options: dict[str, Any]) -> str | None:
+def first_wrong(options: JsonObject) -> str | None:
     """The first option that makes `SamplingParams` refuse those up to it."""
-    given: dict[str, Any] = {}
+    given: JsonObject = {}
     for name, value in options.items():
         given[name] = value
         try:
@@ -268,14 +272,14 @@ def named_field(message: str, request: ApiRequest) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def added_texts(tokenizer: Any) -> dict[int, str]:
+def added_texts(tokenizer: Tokenizer) -> dict[int, str]:
     """The tokens that were added to a vocabulary, by id."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {id: token.content for id, token in added.items()}
 
 
 @lru_cache(maxsize=8)
-def byte_letters(tokenizer: Any) -> dict[str, int]:
+def byte_letters(tokenizer: Tokenizer) -> dict[str, int]:
     """The byte for each letter of a byte-level vocabulary; empty for other kinds."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -285,7 +289,7 @@ def byte_letters(tokenizer: Any) -> dict[str, int]:
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
-def token_bytes(tokenizer: Any, id: int) -> bytes:
+def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     """The bytes of token `id`, which need not be whole characters."""
     token = tokenizer.convert_ids_to_tokens(id) or ""
     letters = byte_letters(tokenizer)
@@ -300,8 +304,8 @@ def token_bytes(tokenizer: Any, id: int) -> bytes:
 
 
 def named(
-    row: dict[int, float], chosen: int, most: int, tokenizer: Any
-) -> list[dict[str, Any]]:
+    row: dict[int, float], chosen: int, most: int, tokenizer: Tokenizer
+) -> list[JsonObject]:
     """The chosen token and the `most` likely ones of `row`, each with its text, its log
     probability, and its bytes."""
     best = sorted(row, key=row.__getitem__, reverse=True)[:most]

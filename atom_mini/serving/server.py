@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -27,7 +28,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from ..engine_core import StepOutput
+from ..checkpoint import JsonObject
+from ..engine_core import EngineCore, StepOutput
 from ..llm import as_list
 from ..options.args import EngineArgs
 from ..options.help import Serve, given
@@ -43,7 +45,8 @@ from .protocol import (
 )  # fmt: skip
 from ..text import RequestOutput, TextPiece
 
-COUNTED: dict[str, tuple[Any, str]] = {  # vLLM's name -> Prometheus type, its help
+Kind = type[Counter | Gauge | Histogram]  # of Prometheus
+COUNTED: dict[str, tuple[Kind, str]] = {  # vLLM's name -> its kind, its help
     "prompt_tokens": (Counter, "Tokens in the prompts of finished answers."),
     "generation_tokens": (Counter, "Generated tokens."),
     "prefix_cache_queries": (Counter, "Prompt tokens looked up in the prefix cache."),
@@ -63,16 +66,16 @@ class Meters:
     def __init__(self, model: str, engine: AsyncLLM) -> None:
         self.engine = engine
         self.registry = CollectorRegistry()
-        own: Any = {"registry": self.registry}
+        own = self.registry
         labels = ["model_name", "finished_reason"]
-        ends = Counter("vllm:request_success", "Finished answers.", labels, **own)
+        ends = Counter("vllm:request_success", "Finished answers.", labels, registry=own)
         self.ends = partial(ends.labels, model)
         self.of: dict[str, Any] = {
-            name: kind(f"vllm:{name}", about, ["model_name"], **own).labels(model)
+            name: kind(f"vllm:{name}", about, ["model_name"], registry=own).labels(model)
             for name, (kind, about) in COUNTED.items()
         }  # fmt: skip
         self.num_steps = 0
-        self.steps: deque[dict[str, Any]] = deque(maxlen=300)  # the last ones
+        self.steps: deque[JsonObject] = deque(maxlen=300)  # the last ones
         self.num_pages = 0  # open pages, which read the steps
 
     def waiting(self) -> list[Sequence]:
@@ -106,7 +109,7 @@ class Meters:
         self.of["request_time_per_output_token_seconds"].observe(out.tpot)
         self.of["e2e_request_latency_seconds"].observe(out.latency)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, int | float]:
         """The engine's state now. Raises the error of its last step, if that failed."""
         if self.engine.error is not None:
             raise self.engine.error
@@ -121,7 +124,7 @@ class Meters:
         return found | more
 
 
-def engine_counts(core: Any) -> dict[str, Any]:
+def engine_counts(core: EngineCore | EngineCoreClient) -> dict[str, int | float]:
     """Requests and free blocks of an engine core, in this process or in others."""
     if isinstance(core, EngineCoreClient):
         return core.metrics()
@@ -158,7 +161,7 @@ class Server(Api):
         self.meters = Meters(self.model, engine)
         engine.llm.listeners.append(self.meters)
 
-    async def prompts(self, request: ApiRequest) -> list[Any]:
+    async def prompts(self, request: ApiRequest) -> list[str | list[int]]:
         """The prompts for the engine. ApiError for a conversation that the checkpoint's
         template does not accept."""
         if isinstance(request, CompletionRequest):
@@ -272,7 +275,7 @@ class Server(Api):
         if options.include_usage:
             yield head | {"choices": [], "usage": request.usage(stream.requests, new)}
 
-    async def ask_state(self) -> dict[str, Any]:
+    async def ask_state(self) -> dict[str, int | float]:
         """The state that the engine reports. ApiError (503) if it does not answer."""
         limit = self.settings.health_timeout
         try:
@@ -305,7 +308,7 @@ class Server(Api):
             raise ApiError(404, wrong, "model", "model_not_found")
         return JsonResponse(self.about_model())
 
-    def about_model(self) -> dict[str, Any]:
+    def about_model(self) -> JsonObject:
         """What a client learns about the model."""
         length = self.engine.llm.config.max_model_len
         about = {"object": "model", "created": int(time.time()), "owned_by": "atom_mini"}
@@ -318,8 +321,8 @@ class Server(Api):
             ENDPOINTS.values(), ref_template="#/components/schemas/{name}"
         )
         answers = {"responses": {"default": {"description": "an answer, or an error"}}}
-        routes: Any = self.routes
-        paths: dict[str, Any] = {}
+        routes = cast(list[Route], self.routes)
+        paths: JsonObject = {}
         for route in routes:
             part = {"in": "path", "required": True, "schema": {"type": "string"}}
             names = [{"name": name} | part for name in route.param_convertors]
@@ -378,7 +381,7 @@ class GracefulServer(uvicorn.Server):
         ))  # fmt: skip
         self.app = app
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to shut down. A signal's handler, also before uvicorn runs."""
         if not self.should_exit:
             most = self.app.settings.grace + MARGIN
@@ -392,7 +395,7 @@ class GracefulServer(uvicorn.Server):
         for stream in self.app.streams:
             stream.put(ApiError(503, "the server is shutting down", code="leaving"))
 
-    async def shutdown(self, sockets: Any = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the socket, and wait for the answers."""
         self.app.is_leaving = True
         loop = asyncio.get_running_loop()
