@@ -1,4 +1,4 @@
-"""The options of the command line, made from the fields of dataclasses (chapter 31)."""
+"""The options of the command line, made from the fields of dataclasses (chapter 21)."""
 
 from __future__ import annotations
 
