@@ -49,8 +49,8 @@ def fill_in(ids, num_tokens, rows, pool):
 # %% 40_radix_cache 1
 prompt = [1, 2, 3, 4]
 # %% 40_radix_cache 2
-def by_shared_prefix(tree: RadixCache, prompts: list[list[int]]) -> list[list[int]]:
-    return sorted(prompts, key=lambda tokens: len(tree.match(tokens)), reverse=False)
+load = [[1] * 9, [2] * 9, [1] * 8 + [3], [2] * 8 + [4]]  # both find the same
+times = [0, 0, 0, 0]
 # %% 41_spyre 1
 class ByArrival(SpyreScheduler):
     def _unpaused(self, decoding):
