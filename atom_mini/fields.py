@@ -44,6 +44,8 @@ class EngineFields(Config):
     trace: bool = False  # record each step
     # other caches and schedulers (40, 41); None: "hash" if caching is on
     prefix_cache: Literal["hash", "radix", "none"] | None = None
+    # lpm: the longest cached prefix first; None: first come, first served
+    schedule_policy: Literal["lpm"] | None = None
     scheduler: Literal["atom", "spyre"] = "atom"
     chunk_size: Count = 512  # tokens per prefill step of Spyre's scheduler
     max_batch_tkv_limit: Count = 131_072  # sequences x tkv
@@ -62,7 +64,7 @@ class EngineFields(Config):
     lockstep: bool = False
     scheduler_options = (
         *Config.scheduler_options, "scheduler", "speculative_config", "overlap",
-        "interleave_decode", "scheduler_delay_factor",
+        "interleave_decode", "scheduler_delay_factor", "schedule_policy",
     )  # fmt: skip
 
     # no option: what another process must know, of a config that needs one (70)

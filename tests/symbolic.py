@@ -32,7 +32,7 @@ from atom_mini import EngineArgs, small
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.options.build import make_scheduler
-from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
+from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.scheduling.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler
@@ -410,13 +410,14 @@ def run_trial(
     tight: bool = False,
     drafts: bool = False,
     mixed: bool = False,
+    lpm: type[Scheduler] | None = None,
 ) -> Counter[str]:
     """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
 
     `strict=False` leaves out the checks of every step, so that only wrong outputs count (and exceptions).
     `cache` is the prefix cache of those trials that have one. `overlap`: the host is a step ahead.
     `tight`: most of the trials preempt. `drafts`: up to 8 per decode, of a drafter between always wrong and always right.
-    `mixed`: decodes and chunks of prompts share steps.
+    `mixed`: decodes and chunks of prompts share steps. `lpm`: the class that sorts the queue by cached prefixes.
     """
     trial = make_trial(seed)
     if tight:
@@ -446,6 +447,10 @@ def run_trial(
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()
             return stats
+        if lpm:
+            tree = {"enable_prefix_caching": True, "prefix_cache": "radix", "scheduler_cls": lpm}
+            in_turn = {"interleave_decode": False, "scheduler_delay_factor": 0.0}
+            trial.config = trial.config.changed(schedule_policy="lpm", **tree, **in_turn)
         if mixed:
             trial.config = trial.config.changed(enable_mixed_steps=True, **NOT_WITH_MIXED)
         if not overlap:

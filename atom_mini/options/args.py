@@ -153,6 +153,12 @@ TOGETHER: list[Need] = [
         {"enable_prefix_caching": (True,)}, "both are prefix caches"),
     Need("prefix_cache='none'", has("prefix_cache", "none"),
         {"enable_prefix_caching": (False,)}, "there is no prefix cache"),
+    Need("schedule_policy='lpm'", has("schedule_policy", "lpm"),
+        {"prefix_cache": ("radix",), "scheduler": ("atom",), "overlap": (False,),
+         "enable_mixed_steps": (False,), "speculative_config": (None,),
+         "interleave_decode": (False,), "scheduler_delay_factor": (0.0,),
+         "lockstep": (False,)},
+        "a scheduler of its own sorts the queue by what the tree has cached"),
     Need("scheduler='spyre'", has("scheduler", "spyre"),
         {"interleave_decode": (False,), "attention": ("torch",), "compiled": (False,),
          "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
@@ -290,6 +296,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: Literal["int8"] | None
     trace: bool
     prefix_cache: Literal["hash", "radix", "none"] | None
+    schedule_policy: Literal["lpm"] | None
     scheduler: Literal["atom", "spyre"]
     chunk_size: int
     max_batch_tkv_limit: int

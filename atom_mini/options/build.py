@@ -42,6 +42,10 @@ def choose_scheduler(config: EngineFields) -> type[BaseScheduler]:
         from atom_mini.scheduling.overlap import OverlapScheduler
 
         return check_scheduler(config, OverlapScheduler)
+    if config.schedule_policy == "lpm":
+        from atom_mini.scheduling.lpm import LpmScheduler
+
+        return check_scheduler(config, LpmScheduler)
     if config.interleave_decode or config.scheduler_delay_factor:
         from atom_mini.scheduling.turns import TurnScheduler
 

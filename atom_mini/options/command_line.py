@@ -1,4 +1,4 @@
-"""`atom-mini generate | chat | bench | trace | info`: the engine from a shell and for scripts (chapter 31)."""
+"""`atom-mini generate | chat | bench | trace | info`: the engine from a shell and for scripts (chapter 21)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the command line, made from the fields of dataclasses (chapter 31)."""
+"""The options of the command line, made from the fields of dataclasses (chapter 21)."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ HELP["Steps"] = {
     "enable_mixed_steps": "put decodes and chunks of prompts into one step",
     "interleave_decode": "alternate prefill and decode steps",
     "scheduler_delay_factor": "prompts wait this many times the last prefill's time",
+    "schedule_policy": "lpm: longest cached prefix first, in a radix cache",
     "scheduler": "atom or spyre",
     "scheduler_cls": "another scheduler, as module:Class",
     "chunk_size": "tokens of a prefill step (spyre)",

@@ -1,4 +1,4 @@
-"""What memory a checkpoint needs, and what fits, without reading a weight (chapter 31)."""
+"""What memory a checkpoint needs, and what fits, without reading a weight (chapter 08)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def round_up(x: int, step: int) -> int:
     return -(-x // step) * step
 
 # %% auto #0
-__all__ = ['Seqs', 'INTERLEAVE', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'check_spyre', 'remaining']
+__all__ = ['Seqs', 'INTERLEAVE', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'check_spyre', 'volume',
+           'LookAheadScheduler', 'remaining']
 
 # %% ../../nbs/scheduling/41_spyre.ipynb #a2ca6342
 def align(num_tokens: list[int], block_size: int) -> list[int]:
@@ -102,7 +103,7 @@ class SpyreScheduler(BaseScheduler):
     """One prefill at a time, in chunks, and padded decodes of limited volume.
 
     The volume is the number of sequences times the largest tkv; `tkv` is the largest of
-    the last step. Source: sendnn-inference, "Scheduling and Padding Logic".
+    the last step. Source: `ChunkedPrefillSpyreScheduler` of sendnn-inference.
     """
 
     config: EngineFields
@@ -114,6 +115,7 @@ class SpyreScheduler(BaseScheduler):
         self.prefilling: Sequence | None = None
         self.last_was_prefill = False
         self.tkv = 0
+        self.paused: dict[int, int] = {}  # request -> steps since its last decode
 
     def schedule(
         self,
@@ -130,7 +132,9 @@ class SpyreScheduler(BaseScheduler):
             batch, seqs = self._prefill(seq, decoding), [seq]
         else:
             assert decoding, "every step schedules something, or everything is finished"
-            batch, seqs = self._decode(decoding), decoding
+            seqs = self._unpaused(decoding)
+            self._pause([s for s in decoding if s not in seqs])
+            batch = self._decode(seqs)
         self._note_refusals(seq, reason)
         self.last_was_prefill = batch.type is SequenceType.PREFILL
         return batch, {s.id: s for s in seqs}
@@ -210,6 +214,84 @@ class SpyreScheduler(BaseScheduler):
         needed = used + sum(to_come) - sum(blocks[i].ref_count > 0 for i in cached)
         return f"num_kvcache_blocks: {needed} > {total}" if needed > total else None
 
+    def _unpaused(self, decoding: Seqs) -> Seqs:
+        """Those of `decoding` that the limit allows, the longest paused first."""
+        chosen: list[Sequence] = []
+        lens: list[int] = []
+        limit, waited = self.config.max_batch_tkv_limit, self.paused.get
+        turns = [(-waited(s.id, 0), s.num_completion_tokens, i) for i, s in enumerate(decoding)]
+        for *_, i in sorted(turns):
+            seq = decoding[i]
+            if volume([*lens, seq.num_tokens], self.size) <= limit:
+                chosen.append(seq)
+                lens.append(seq.num_tokens)
+        return [seq for seq in decoding if seq in chosen]
+
+    def _pause(self, left_out: Seqs) -> None:
+        """Count the steps of the paused ones. They go to the end of the queue."""
+        self.paused = {s.id: self.paused.get(s.id, 0) + 1 for s in left_out}
+        for seq in left_out:
+            self.running.remove(seq)
+            self.running.append(seq)
+
+    def _why_not(self, seq: Sequence, decoding: Seqs) -> str | None:
+        """The rule that forbids the next chunk of `seq` in this step, or None."""
+        if decoding and self.config.interleave and self.last_was_prefill:
+            return "interleaving: a decode comes first"
+        if decoding and self.paused:
+            return f"paused: request {next(iter(self.paused))} goes on first"
+        if seq is self.prefilling:
+            return None
+        if len(self.running) >= self.config.max_num_seqs:
+            return f"max_num_seqs: {len(self.running)} are running"
+        return self._no_blocks(seq, self._cached(seq))
+
+# %% ../../nbs/scheduling/41_spyre.ipynb #67011056
+INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
+
+
+def _check_shape(config: EngineFields) -> None:
+    size, chunk = config.kv_cache_block_size, config.chunk_size
+    rows, longest = config.max_num_seqs, config.max_model_len
+    budget, limit = config.max_num_batched_tokens, config.max_batch_tkv_limit
+    multiple = f"must be a multiple of kv_cache_block_size={size}"
+    require(chunk % size == 0, f"chunk_size={chunk} {multiple}")
+    over = f"exceeds max_num_batched_tokens={budget}"
+    require(chunk <= budget, f"chunk_size={chunk} {over}; raise the latter")
+    require(rows <= budget, f"max_num_seqs={rows} {over}; raise the latter")
+    needs = "scheduler='spyre' needs max_model_len"
+    require(longest is not None, f"{needs}: the limit must hold a sequence of that length")
+    require((longest or 0) % size == 0, f"max_model_len={longest} {multiple}")
+    small = f"cannot hold a request of max_model_len={longest}; raise the limit"
+    require(limit >= (longest or 0), f"max_batch_tkv_limit={limit} {small}")
+
+
+def check_spyre(config: EngineFields, given: set[str]) -> bool:
+    """Whether Spyre's scheduler interleaves: the environment says so unless `interleave`
+    is among the `given` options. ValueError for options that it refuses."""
+    _check_shape(config)
+    value = os.environ.get(INTERLEAVE)
+    if not value or "interleave" in given:
+        return config.interleave
+    require(value in ("0", "1"), f"{INTERLEAVE}={value!r} must be 0 or 1")
+    return value == "1"
+
+# %% ../../nbs/scheduling/41_spyre.ipynb #d24c5dcb
+def volume(num_tokens: list[int], block_size: int) -> int:
+    """The volume of a decode of sequences with `num_tokens` tokens."""
+    left = align(num_tokens, block_size)
+    return len(left) * max(n + pad for n, pad in zip(num_tokens, left, strict=True))
+
+# %% ../../nbs/scheduling/41_spyre.ipynb #5c3dc80e
+class LookAheadScheduler(SpyreScheduler):
+    """The rules until July 2026: it never pauses, and looks ahead at admission.
+
+    Source: sendnn-inference, "Scheduling and Padding Logic".
+    """
+
+    def _unpaused(self, decoding: Seqs) -> Seqs:
+        return decoding
+
     def staircase(
         self, seq: Sequence, decoding: Seqs
     ) -> list[tuple[int, int]]:
@@ -242,50 +324,17 @@ class SpyreScheduler(BaseScheduler):
 
     def _why_not(self, seq: Sequence, decoding: Seqs) -> str | None:
         """The rule that forbids the next chunk of `seq` in this step, or None."""
-        config, is_first = self.config, seq is not self.prefilling
-        if config.interleave and self.last_was_prefill and decoding:
-            return "interleaving: a decode comes first"
-        if is_first and len(self.running) >= config.max_num_seqs:
-            return f"max_num_seqs: {len(self.running)} are running"
-        plan, cached = self._plan(seq), self._cached(seq) if is_first else []
-        usable = plan.usable_tokens(len(cached))
-        computed = usable if is_first else seq.num_computed_tokens
-        is_last, reason = plan.end(computed) == seq.num_tokens, None
-        if decoding and (is_last if config.interleave else is_first):
+        reason = super()._why_not(seq, decoding)
+        is_first = seq is not self.prefilling
+        plan, computed = self._plan(seq), seq.num_computed_tokens
+        if is_first:
+            computed = plan.usable_tokens(len(self._cached(seq)))
+        is_last = plan.end(computed) == seq.num_tokens
+        if decoding and not reason and (is_last if self.config.interleave else is_first):
             reason = self._too_long(seq, decoding) or self._too_large(seq, decoding)
-        return reason or (self._no_blocks(seq, cached) if is_first else None)
-
-# %% ../../nbs/scheduling/41_spyre.ipynb #67011056
-INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
+        return reason
 
 
-def _check_shape(config: EngineFields) -> None:
-    size, chunk = config.kv_cache_block_size, config.chunk_size
-    rows, longest = config.max_num_seqs, config.max_model_len
-    budget, limit = config.max_num_batched_tokens, config.max_batch_tkv_limit
-    multiple = f"must be a multiple of kv_cache_block_size={size}"
-    require(chunk % size == 0, f"chunk_size={chunk} {multiple}")
-    over = f"exceeds max_num_batched_tokens={budget}"
-    require(chunk <= budget, f"chunk_size={chunk} {over}; raise the latter")
-    require(rows <= budget, f"max_num_seqs={rows} {over}; raise the latter")
-    needs = "scheduler='spyre' needs max_model_len"
-    require(longest is not None, f"{needs}: every admission looks ahead to it")
-    require((longest or 0) % size == 0, f"max_model_len={longest} {multiple}")
-    small = f"cannot hold a request of max_model_len={longest}; raise the limit"
-    require(limit >= (longest or 0), f"max_batch_tkv_limit={limit} {small}")
-
-
-def check_spyre(config: EngineFields, given: set[str]) -> bool:
-    """Whether Spyre's scheduler interleaves: the environment says so unless `interleave`
-    is among the `given` options. ValueError for options that it refuses."""
-    _check_shape(config)
-    value = os.environ.get(INTERLEAVE)
-    if not value or "interleave" in given:
-        return config.interleave
-    require(value in ("0", "1"), f"{INTERLEAVE}={value!r} must be 0 or 1")
-    return value == "1"
-
-# %% ../../nbs/scheduling/41_spyre.ipynb #5c3dc80e
 def remaining(seq: Sequence) -> int:
     """The number of tokens that `seq` may still generate."""
     return seq.limit - seq.num_tokens

@@ -37,6 +37,7 @@ VALUES: dict[str, list[Any]] = {
     "enable_chunked_prefill": [False, True], "dtype": ["float32"], "attention": ["torch", "triton"],
     "enforce_eager": [True], "enable_mixed_steps": [True], "interleave_decode": [True], "scheduler_delay_factor": [0.5],
     "overlap": [True], "trace": [True], "prefix_cache": ["hash", "radix", "none"], "scheduler": ["spyre"], "chunk_size": [64],
+    "schedule_policy": ["lpm"],
     "max_batch_tkv_limit": [4096], "interleave": [False], "speculative_config": [NGRAM], "device": ["cpu"],
     "compiled": [True, False], "packed": [True], "fuse_layers": [True], "quantization": ["int8"],
 }  # fmt: skip
@@ -100,6 +101,12 @@ ROWS: list[dict[str, Any]] = [
     {"kv_cache_block_size": 64, "overlap": True},
     {"prefix_cache": "hash", "packed": True},
     {"prefix_cache": "radix", "compiled": True},
+    {**EASY, "schedule_policy": "lpm", "kv_cache_block_size": 1, "max_num_batched_tokens": 64,
+     "enable_prefix_caching": True, "enable_chunked_prefill": True, "prefix_cache": "radix",
+     "attention": "torch", "packed": True, "compiled": False, "quantization": "int8"},
+    {"schedule_policy": "lpm", "kv_cache_block_size": 8, "enable_chunked_prefill": False,
+     "attention": "triton", "fuse_layers": True},
+    {"schedule_policy": "lpm", "kv_cache_block_size": 64, "compiled": True},
 ]  # fmt: skip
 PROCESS = {"engine_process": True, "ready_timeout": 100.0, "ping_timeout": 100.0}
 RANKS = {"tensor_parallel_size": 2, "collective_timeout": 100.0}
@@ -112,6 +119,7 @@ DEPLOYED: list[dict[str, Any]] = [
     {**RANKS, "enable_mixed_steps": True, "prefix_cache": "radix", "max_num_batched_tokens": 64},
     {**RANKS, "speculative_config": NGRAM, "interleave_decode": True, "prefix_cache": "none"},
     {**ENGINES, "routing": "load", "enable_mixed_steps": True, "prefix_cache": "radix"},
+    {**PROCESS, "schedule_policy": "lpm", "kv_cache_block_size": 8},
     {**ENGINES, "routing": "prefix", "overlap": True, "compiled": True},
     {**ENGINES, "lockstep": True, "speculative_config": NGRAM, "scheduler_delay_factor": 0.5},
 ]
@@ -374,6 +382,7 @@ def test_a_config_is_compared_copied_and_frozen_with_all_options() -> None:
 
 
 CHOSEN: list[tuple[dict[str, Any], str]] = [
+    ({"schedule_policy": "lpm"}, "LpmScheduler"),
     ({"prefix_cache": "radix"}, "RadixCache"), ({"interleave_decode": True}, "TurnScheduler"),
     ({"scheduler_delay_factor": 0.5}, "TurnScheduler"), ({"packed": True}, "CpuOps"),
     ({"overlap": True}, "OverlapScheduler"), ({"speculative_config": NGRAM}, "SpecScheduler"),

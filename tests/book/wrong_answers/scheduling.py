@@ -49,13 +49,17 @@ def fill_in(ids, num_tokens, rows, pool):
 # %% 40_radix_cache 1
 prompt = [1, 2, 3, 4]
 # %% 40_radix_cache 2
-def by_shared_prefix(tree: RadixCache, prompts: list[list[int]]) -> list[list[int]]:
-    return sorted(prompts, key=lambda tokens: len(tree.match(tokens)), reverse=False)
+load = [[1] * 9, [2] * 9, [1] * 8 + [3], [2] * 8 + [4]]  # both find the same
+times = [0, 0, 0, 0]
 # %% 41_spyre 1
-computed = 64
+class ByArrival(SpyreScheduler):
+    def _unpaused(self, decoding):
+        return super()._unpaused(sorted(decoding, key=lambda s: s.id))  # which takes turns
 # %% 41_spyre 2
 load = [(0, 6, 3, 2), (0, 6, 10, 10)]
-# %% 41_spyre 3
+# %% 41b_spyre_runner 1
+computed = 64
+# %% 41b_spyre_runner 2
 class ColumnPositions(RectangularRunner):
     def prepare_model(self, batch):
         ids, positions, meta, rows = super().prepare_model(batch)

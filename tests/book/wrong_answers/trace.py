@@ -10,7 +10,3 @@ def slices(trace: Trace) -> list[Event]:
 class Lying(Scheduler):
     def preempt(self, seq: Sequence) -> None:
         super().preempt(seq)  # which notes it
-# %% 30_timeline 3
-def first_sentence(llm: LLM, prompt: str) -> str:
-    text = llm.generate(prompt, SamplingParams(max_tokens=64))[0].text
-    return text[: text.index(".") + 1]
