@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec, read_dense
-from ..checkpoint import read_json, read_spec, resolve_model
+from ..checkpoint import resolve_model
 from ..config import SamplingParams
-from ..errors import require
 from ..fields import EngineFields
-from ..loading import Readers, blank_model, checkpoint_files, load_model
-from ..loading import load_weights, read_tensor, weight_targets
+from ..loading import Readers
 from ..model_runner import ModelRunner
 from ..models import MLP, MODELS, CausalLM, DecoderLayer, Linear, RMSNorm
 from ..models import RotaryEmbedding, SelfAttention, TorchOps
-from ..rope import check_rope
 from ..sampler import Sampler
 from ..scheduler import ScheduledBatch
 from ..sequence import SequenceType
 from .drafters import ModelDrafter, extend
+from .head_files import HeadSpec, load_head, read_head_spec
+from .head_files import unsharded_ends
 from .verify import Seqs, Tokens, as_rows
 
 # %% auto #0
-__all__ = ['STYLES', 'UNSUPPORTED', 'Taps', 'HeadSpec', 'Eagle3Head', 'find_taps', 'read_head_json', 'read_head_spec',
-           'map_drafts', 'load_head', 'follow', 'HeadRunner', 'unsharded_ends', 'HeadDrafter', 'EagleDrafter']
+__all__ = ['Taps', 'Eagle3Head', 'follow', 'HeadRunner', 'HeadDrafter', 'EagleDrafter']
 
 # %% ../../nbs/speculation/53_eagle.ipynb #b4d14104
 class Taps:
@@ -63,16 +60,6 @@ class Taps:
         return torch.cat([kept[i][:num_rows] for i in self.ids], -1)
 
 # %% ../../nbs/speculation/53_eagle.ipynb #53aeadc1
-@dataclass(frozen=True)
-class HeadSpec(ModelSpec):
-    """The spec of a head's one layer, with what only heads have."""
-
-    draft_vocab_size: int = 0
-    norm_before_residual: bool = False
-    taps: tuple[int, ...] = ()  # layers of the target whose inputs it reads
-    has_embedding: bool = False  # its own, not the target's
-
-
 class Eagle3Head(nn.Module):
     """An EAGLE-3 head (arXiv 2503.01840)."""
 
@@ -94,6 +81,11 @@ class Eagle3Head(nn.Module):
         if spec.has_embedding:
             self.embed_tokens = nn.Embedding(spec.vocab_size, size)
 
+    def weight_readers(self, readers: Readers) -> Readers:
+        """The weights by EAGLE's names, in either style, without the tables of ids."""
+        kept = {name: readers[name] for name in readers if name not in ("d2t", "t2d")}
+        return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
+
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """The next states [T, hidden], before the norm, from `x` [T, 2 hidden]: a token's
         embedding and the state before it. Stores their K/V."""
@@ -114,100 +106,9 @@ class Eagle3Head(nn.Module):
         """The likeliest token after each of `states` [R, hidden], as target ids [R]."""
         return self.target_ids[self.compute_logits(states).argmax(-1)]
 
-    def weight_readers(self, readers: Readers) -> Readers:
-        """Rename the weights of both styles to EAGLE's names; drop the tables of ids."""
-        kept = {name: readers[name] for name in readers if name not in ("d2t", "t2d")}
-        return {name.replace("layers.0.", "midlayer."): kept[name] for name in kept}
-
 
 # it has a `CausalLM`'s methods, as far as it is loaded and called
 MODELS[HeadSpec] = Eagle3Head  # type: ignore[assignment]
-
-# %% ../../nbs/speculation/53_eagle.ipynb #c1c7be67
-def find_taps(raw: dict[str, Any], num_layers: int) -> list[int]:
-    """The target's layers whose *inputs* the head reads; `num_layers`: its norm."""
-    key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
-    outputs = [i + 1 for i in nested.get(key) or []]
-    taps = raw.get(key) or outputs or [2, num_layers // 2, num_layers - 3]
-    fits = all(0 <= i <= num_layers for i in taps)
-    what = f"the head reads the inputs of layers {taps}, the target has {num_layers}"
-    require(fits, f"{what} layers: set model to a head that was trained for it")
-    return taps
-
-# %% ../../nbs/speculation/53_eagle.ipynb #8cc424ee
-STYLES: dict[str, bool | None]  # name -> norm_before_residual; None: the config says it
-STYLES = {"LlamaForCausalLMEagle3": False, "Eagle3LlamaForCausalLM": False}
-STYLES |= {"Eagle3DraftModel": None, "Eagle3Speculator": None}  # speculators'
-UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # EAGLE-3.1's
-
-
-def read_head_json(folder: Path) -> dict[str, Any]:
-    """The `config.json` of an EAGLE-3 head; ValueError if it is not supported."""
-    file = folder / "config.json"
-    require(file.is_file(), f"{folder} lacks config.json: set model to a head's folder")
-    raw = read_json(file)
-    name, *_ = raw.get("architectures") or ["no architecture"]
-    known = ", ".join(STYLES)
-    what = f"{folder} holds {name}, which is not supported; these are: {known}"
-    require(name in STYLES, what)
-    is_stated = STYLES[name] is not None or "norm_before_residual" in raw
-    require(is_stated, f"{file} does not say norm_before_residual: set it there")
-    for key in UNSUPPORTED:
-        require(not raw.get(key), f"{file} sets {key}: only false is supported")
-    how = "torch.load(file, weights_only=True), then safetensors.torch.save_file"
-    wrong = f"{folder} has no safetensors, and a pickle (pytorch_model.bin) is not read"
-    require(any(folder.glob("*.safetensors")), f"{wrong}: convert it once with {how}")
-    return raw
-
-# %% ../../nbs/speculation/53_eagle.ipynb #3b269e83
-def read_head_spec(folder: Path, target: ModelSpec) -> HeadSpec:
-    """The spec of a head; ValueError unless it fits the model of the spec `target`."""
-    from transformers import AutoConfig
-
-    raw, fits = read_head_json(folder), {"num_hidden_layers": 1}
-    layer = {"model_type": "llama"} | (raw.get("transformer_layer_config") or raw)
-    cfg = AutoConfig.for_model(**layer)
-    read_dense(cfg)
-    own = {
-        "draft_vocab_size": raw.get("draft_vocab_size") or cfg.vocab_size,
-        "norm_before_residual": raw.get("norm_before_residual", False),
-        "taps": tuple(find_taps(raw, target.num_hidden_layers)),
-        "has_embedding": "embed_tokens.weight" in checkpoint_files(folder),
-    }
-    spec = read_spec(cfg, HeadSpec, **own)
-    check_rope(spec.rope)
-    fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
-    for name, right in fits.items():
-        wrong = f"{folder}: {name} of the head is {getattr(spec, name)}, it must be "
-        how = f"{wrong}{right}: set model to a head that was trained for this target"
-        require(getattr(spec, name) == right, how)
-    return spec
-
-# %% ../../nbs/speculation/53_eagle.ipynb #14ec24e9
-def map_drafts(offsets: Tensor, spec: HeadSpec) -> Tensor:
-    """The target's id for each of the head's ids, from the offsets `d2t`."""
-    size, limit = spec.draft_vocab_size, spec.vocab_size
-    ids = torch.arange(len(offsets)) + offsets.long()
-    low, high = int(ids.min()), int(ids.max())
-    wrong = f"d2t maps {len(ids)} tokens to {low}..{high}, it must map "
-    right = f"draft_vocab_size={size} tokens to 0..{limit - 1}"
-    require(len(ids) == size and low >= 0 and high < limit, wrong + right)
-    return ids
-
-
-def load_head(
-    folder: Path, spec: HeadSpec, embed: nn.Embedding, longest: int, ops: TorchOps
-) -> Eagle3Head:
-    """The head in `folder`, for `longest` positions; device and dtype are `embed`'s."""
-    like, files = embed.weight, checkpoint_files(folder)
-    head: Any = load_model(spec, folder, longest, like.device, like.dtype, ops)
-    ops.prepare(head)
-    none = torch.zeros(spec.vocab_size, dtype=torch.int64)
-    offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
-    head.target_ids = map_drafts(offsets, spec).to(like.device)
-    if not spec.has_embedding:
-        head.embed_tokens = embed
-    return head
 
 # %% ../../nbs/speculation/53_eagle.ipynb #6fc7e8b2
 def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
@@ -240,22 +141,6 @@ class HeadRunner(ModelRunner):
         self.upload, self.model = self.target.upload, self.make_head(self)
         self._set_kv_cache(self.target.kv_cache.shape[2])
         self.kv_cache.zero_()  # a prefix hit may read a slot that was never written
-
-
-def unsharded_ends(config: EngineFields, runner: Any) -> Any:
-    """The target's model; with several ranks, only its embedding, norm, and output."""
-    if config.tensor_parallel_size == 1:
-        return runner.model
-    spec = replace(config.spec, num_hidden_layers=0)
-    ends = blank_model(spec, 1, runner.device, runner.dtype, runner.ops)
-    places = weight_targets(ends)
-
-    def ends_only(readers: Readers) -> Readers:
-        return {n: r for n, r in ends.weight_readers(readers).items() if n in places}
-
-    load_weights(ends, config.folder or Path(), ends_only)
-    runner.ops.prepare(ends)
-    return ends
 
 # %% ../../nbs/speculation/53_eagle.ipynb #5e4d1a04
 class HeadDrafter(ModelDrafter):

@@ -1,4 +1,4 @@
-"""The classes that draft: one table (the options of each are `config.METHODS`; chapters 50 to 53)."""
+"""The classes that draft: one table (the options of each are `config.METHODS`; chapters 50 to 53b)."""
 
 from __future__ import annotations
 

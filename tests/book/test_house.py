@@ -28,7 +28,7 @@ PART_ONE = [p for p in CHAPTERS if book.is_part_one(p)]
 MODULES = {p: m for p in CHAPTERS if (m := book.module_of(p))}
 # of every engine; a first reading can wait
 EXPLAINED_LATER = {
-    "cpu.decode", "cpu.products", "extras", "rope",
+    "cpu.decode", "cpu.products", "extras", "families.latent", "families.quantized", "rope",
     "gpu.sampling_kernels", "gpu.tile_configs", "thread_safe", "uploads",
 }  # fmt: skip
 PLAIN = {  # written by hand, not in a chapter

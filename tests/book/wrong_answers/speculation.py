@@ -34,18 +34,28 @@ text_for_latest = [1] * 8
 # %% 52_drafters 2
 brings_more = False
 # %% 53_eagle 1
-def draftable(head, ids):
-    return len(head.target_ids) / 958  # of the vocabulary, not of the text
+class Sure(EagleDrafter):
+    def guess(self, seqs, place):
+        drafts = super().guess(seqs, place)
+        shares = self.model.compute_logits(self.last[0]).softmax(-1).amax(-1)
+        for seq, share in zip(seqs, shares.tolist()):
+            self.num_sure[seq.id] += share >= 0.5  # also behind one that is not sure
+        return drafts
+
+    def propose(self, seqs, most):
+        self.num_sure = {seq.id: 0 for seq in seqs}
+        drafts = super().propose(seqs, most)
+        return [draft[: self.num_sure[seq.id]] for seq, draft in zip(seqs, drafts)]
 # %% 53_eagle 2
 class PostNorm(EagleDrafter):
     def run(self, step, hidden, ids=None):
         states, drafts = super().run(step, hidden, ids)
         return states * 0, drafts  # the later places suffer, too, but from no norm
-# %% 53_eagle 3
-def by_token(after):
-    matrix = torch.zeros(64, 128)
-    matrix[after, torch.arange(60)] = 1  # the successor, which the output matrix maps on again
-    return matrix
+# %% 53b_mtp 1
+second_proj = fit(  # from the target's states, which a second module does not get
+    [joined(ids[2:], states[1:-1]) for ids, _, states in train],
+    [entering[2:] for _, entering, _ in train],
+)
 # %% 54_when_it_pays 1
 fastest = 11  # the most tokens, whatever they cost
 # %% 54_when_it_pays 2
