@@ -26,9 +26,13 @@ def argmax_of_all(group, part):
 def share_of_sums(tokens):
     compute_ms = 2 * 70.6e9 * tokens / (2 * 989e12) * 1e3
     return bytes_ms(1, 2, 450e9) / compute_ms
-# %% 72a_shards 3
+# %% 72b_experts 1
 def visited(ranks: int, experts: int, k: int) -> float:
     return ranks * (1 - (1 - 1 / ranks) ** k)  # as if an expert could be chosen twice
+# %% 72b_experts 2
+def imbalance(ids, experts, ranks):
+    tokens = torch.bincount(ids.flatten(), minlength=experts)
+    return (tokens.max() / tokens.float().mean()).item()  # of the experts, not of the ranks
 # %% 72c_ranks 1
 def news(known, tables):
     old = {id: len(known.get(id, [])) for id in tables}
