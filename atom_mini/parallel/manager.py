@@ -1,4 +1,4 @@
-"""Starts another process, reads its messages and its log, and notices its death (chapter 70)."""
+"""Starts another process, reads its messages and its log, and notices its death (chapter 70b)."""
 
 from __future__ import annotations
 

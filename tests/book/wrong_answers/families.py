@@ -59,11 +59,14 @@ def share(n, chunk):
     pairs = n * (n + 1) / 2
     return (n * expand + pairs * plain) / (pairs * absorbing)  # as if all chunks shared the expanded keys
 # %% 65a_latent_attention 2
+def devices(kv_heads, dim, row=576):
+    return next((n for n in (1, 2, 4, 8, 16) if 2 * kv_heads / n * dim < row), None)  # as if heads were cut
+# %% 65b_latent_kernel 1
 def idle(heads, rows=16):
     return max(0.0, 1 - heads / rows)  # as if a tile held one token
-# %% 65a_latent_attention 3
+# %% 65b_latent_kernel 2
 times = {4: 2, 16: 5, 20: 5}
-# %% 65a_latent_attention 3
+# %% 65b_latent_kernel 2
 times = {}  # no answer
 # %% 66a_delta_rule 1
 def half_life(A_log, dt_bias, a=0.0):

@@ -8,12 +8,15 @@ class Matrix(Message):
 # %% 70_engine_process 2
 def merge(tokens: list[int], row: Row) -> list[int]:
     return tokens if row.start < len(tokens) else row.token_ids
-# %% 70_engine_process 3
+# %% 70b_deaths 1
 def worst(limit: float) -> float:
     return limit
-# %% 70_engine_process 3
+# %% 70b_deaths 1
 def worst(limit: float) -> float:
     return limit + 2 * TICK  # the clock was read before the last wait
+# %% 70b_deaths 2
+def named(ends: dict[int, float], pause: float) -> list[int]:
+    return [rank for rank, at in ends.items() if at <= pause]
 # %% 72a_shards 1
 def argmax_of_all(group, part):
     value, place = part.max(0)
@@ -23,12 +26,17 @@ def argmax_of_all(group, part):
 def share_of_sums(tokens):
     compute_ms = 2 * 70.6e9 * tokens / (2 * 989e12) * 1e3
     return bytes_ms(1, 2, 450e9) / compute_ms
-# %% 72a_shards 3
+# %% 72b_experts 1
 def visited(ranks: int, experts: int, k: int) -> float:
     return ranks * (1 - (1 - 1 / ranks) ** k)  # as if an expert could be chosen twice
+# %% 72b_experts 2
+def imbalance(ids, experts, ranks):
+    tokens = torch.bincount(ids.flatten(), minlength=experts)
+    return (tokens.max() / tokens.float().mean()).item()  # of the experts, not of the ranks
 # %% 72c_ranks 1
-def named(ends: dict[int, float], pause: float) -> list[int]:
-    return [rank for rank, at in ends.items() if at <= pause]
+def news(known, tables):
+    old = {id: len(known.get(id, [])) for id in tables}
+    return {id: (old[id], ids[old[id] :]) for id, ids in tables.items() if len(ids) > old[id]}  # as if tables only grew
 # %% 72c_ranks 2
 def follow(last: int, frame: bytes) -> int:
     return decode(frame, Step).id
