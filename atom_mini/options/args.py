@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
@@ -286,7 +286,7 @@ class EngineOptions(TypedDict, total=False):
     enable_mixed_steps: bool
     attention: Literal["triton", "torch"] | None
     enforce_eager: bool
-    scheduler_cls: type | str | None
+    scheduler_cls: Any | None
     interleave_decode: bool
     scheduler_delay_factor: float
     overlap: bool
@@ -301,7 +301,7 @@ class EngineOptions(TypedDict, total=False):
     chunk_size: int
     max_batch_tkv_limit: int
     interleave: bool
-    speculative_config: object
+    speculative_config: Any
     engine_process: bool
     ready_timeout: float
     ping_timeout: float
