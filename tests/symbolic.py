@@ -35,7 +35,8 @@ from atom_mini.options.build import make_scheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.scheduling.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler
+from atom_mini.speculation.turns import SpecTurnScheduler
+from atom_mini.speculation.verify import Drafter, SpecCore
 
 
 def mix(state: int, value: int) -> int:
@@ -438,7 +439,7 @@ def run_trial(
         if drafts:
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             runner.max_rows = trial.config.max_num_batched_tokens
-            trial.config = trial.config.changed(scheduler_cls=SpecScheduler)
+            trial.config = trial.config.changed(scheduler_cls=SpecTurnScheduler)
             scheduler: Any = make_scheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
             drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)

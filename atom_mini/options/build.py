@@ -34,10 +34,12 @@ def choose_scheduler(config: EngineFields) -> type[BaseScheduler]:
         from atom_mini.scheduling.spyre import SpyreScheduler
 
         return check_scheduler(config, SpyreScheduler)
+    takes_turns = config.interleave_decode or config.scheduler_delay_factor
     if config.speculative_config is not None:
+        from atom_mini.speculation.turns import SpecTurnScheduler
         from atom_mini.speculation.verify import SpecScheduler
 
-        return check_scheduler(config, SpecScheduler)
+        return check_scheduler(config, SpecTurnScheduler if takes_turns else SpecScheduler)
     if config.overlap:
         from atom_mini.scheduling.overlap import OverlapScheduler
 
@@ -46,7 +48,7 @@ def choose_scheduler(config: EngineFields) -> type[BaseScheduler]:
         from atom_mini.scheduling.lpm import LpmScheduler
 
         return check_scheduler(config, LpmScheduler)
-    if config.interleave_decode or config.scheduler_delay_factor:
+    if takes_turns:
         from atom_mini.scheduling.turns import TurnScheduler
 
         return check_scheduler(config, TurnScheduler)

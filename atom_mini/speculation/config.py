@@ -1,15 +1,16 @@
-"""The options of speculative decoding, and the ways to draft (chapter 50)."""
+"""The options of speculative decoding, the ways to draft, and what a draft model must fit (chapters 50 and 52)."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..config import STRICT, Count, Text, explained
+from ..config import STRICT, Config, Count, Text, explained
+from ..errors import require
 from ..fields import EngineFields
 
 METHODS: dict[str, tuple[str, ...]] = {  # method -> options that not every method has
@@ -103,3 +104,33 @@ def check_speculative(config: EngineFields) -> SpeculativeConfig | None:
             "lower num_speculative_tokens, or raise max_num_batched_tokens"
         )
     return given if k else None
+
+
+def check_same_tokens(target: Any, draft: Any) -> None:
+    """Raise ValueError if two tokenizers differ in a token; None is not compared."""
+    if target is None or draft is None:
+        return
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    differ = {word for word, _ in ours.items() ^ theirs.items()}
+    word = min(differ, default="")
+    first = f"{word!r} is {ours.get(word)} in the target and {theirs.get(word)} in it"
+    wrong = f"the draft model's tokenizer differs in {len(differ)} tokens: {first}"
+    require(not differ, f"{wrong}: set model to one of the same family")
+
+
+def read_draft_config(config: EngineFields) -> EngineFields:
+    """The draft model's config: the target's options, and another model."""
+    model = config.speculative_config.model
+    defaults = {f.name: f.default for f in fields(Config) if f.init}  # Part I's options
+    given = {n: getattr(config, n) for n in defaults}
+    changed = {n: value for n, value in given.items() if value != defaults[n]}
+    changed |= {n: True for n in ("compiled", "packed") if getattr(config, n)}
+    try:
+        own = type(config)(**changed | {"model": model})
+    except ValueError as error:
+        raise ValueError(f"the draft model {model}: {error}") from None
+    kinds = getattr(own.spec, "layer_types", ())
+    wrong = f"model={model!r} cannot draft: its layers keep a state, which cannot"
+    how = f"{wrong} forget rejected drafts; set another model"
+    require("linear_attention" not in kinds, how)
+    return own

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields
 from itertools import chain, takewhile
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import atom_mini.families.models  # noqa: F401 - fills MODELS
-from ..config import Config, SamplingParams
-from ..errors import require
+from ..config import SamplingParams
 from ..fields import EngineFields
 from ..loading import blank_model
 from ..memory import kvcache_block_bytes
@@ -26,13 +24,14 @@ from ..models import TorchOps
 from ..sampler import SamplingMetaData, without_broken
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence, SequenceType
+from .config import check_same_tokens, read_draft_config
 from .rejection import NO_DRAFT, RejectionSampler
 from .rejection import draft_tokens, final_probs
 from .verify import Drafter, Drafts, Rows, Seqs, Tokens, as_rows
 from ..text import load_tokenizer
 
 # %% auto #0
-__all__ = ['NgramDrafter', 'check_same_tokens', 'ModelDrafter', 'extend', 'read_draft_config', 'DraftModel']
+__all__ = ['NgramDrafter', 'ModelDrafter', 'extend', 'DraftModel']
 
 # %% ../../nbs/speculation/52_drafters.ipynb #4d930054
 class NgramDrafter(Drafter):
@@ -66,18 +65,6 @@ class NgramDrafter(Drafter):
         found = zip(seqs, places, most, strict=True)
         return [seq.token_ids[place : place + n] for seq, place, n in found]
 
-# %% ../../nbs/speculation/52_drafters.ipynb #1b0b6afa
-def check_same_tokens(target: Any, draft: Any) -> None:
-    """Raise ValueError if two tokenizers differ in a token; None is not compared."""
-    if target is None or draft is None:
-        return
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    differ = {word for word, _ in ours.items() ^ theirs.items()}
-    word = min(differ, default="")
-    first = f"{word!r} is {ours.get(word)} in the target and {theirs.get(word)} in it"
-    wrong = f"the draft model's tokenizer differs in {len(differ)} tokens: {first}"
-    require(not differ, f"{wrong}: set model to one of the same family")
-
 # %% ../../nbs/speculation/52_drafters.ipynb #e59810da
 class ModelDrafter(Drafter):
     """A drafter that is a model, of the checkpoint `source(config)`: (folder, spec).
@@ -85,7 +72,6 @@ class ModelDrafter(Drafter):
     Its K/V has its own pool, under the target's block ids.
     """
 
-    has_cache = True
     source: Any
     guess: Any  # (seqs, place) -> the draft of each sequence at this place: int64 [B]
 
@@ -96,19 +82,25 @@ class ModelDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
         """Up to `most[i]` drafts for `seqs[i]`. Waits for the device once, at the end."""
+        passes = [0] * len(seqs)
+        for i, seq in enumerate(seqs):
+            if seq.id in self.by_request:
+                passes[i] = max(most[i], self.lags(seq))
+        order = sorted(range(len(seqs)), key=lambda i: -passes[i])
+        guesses = []
+        for place in range(max(passes, default=0)):
+            active = [seqs[i] for i in order if passes[i] > place]
+            guesses.append(self.guess(active, place))
         drafts: Drafts = [[] for _ in seqs]
-        ready = [(i, s) for i, s in enumerate(seqs) if s.id in self.by_request]
-        passes = {i: max(most[i], self.lags(seq)) for i, seq in ready}
-        order = sorted(passes, key=lambda i: -passes[i])  # the first to drop out comes last
-        places = range(max(passes.values(), default=0))
-        rounds = ([seqs[i] for i in order if passes[i] > place] for place in places)
-        for tokens in [self.guess(active, place) for place, active in enumerate(rounds)]:
+        for tokens in guesses:
             for i, token in zip(order, tokens.tolist(), strict=False):
                 drafts[i].append(token)
         return [draft[:n] for draft, n in zip(drafts, most, strict=True)]
 
     @classmethod
-    def memory(cls, config: EngineFields, dtype: Any) -> tuple[int, int]:
+    def memory(
+        cls, config: EngineFields, dtype: Any
+    ) -> tuple[int, int]:
         """Bytes of the drafter's weights, and of a block of its K/V."""
         _, spec = cls.source(config)
         meta = torch.device("meta")  # 0 positions: angles on it need a slow import
@@ -130,24 +122,6 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
         lens, np.array(tables, np.int32), counts > 0, [params] * len(seqs),
     ))  # fmt: skip
 
-# %% ../../nbs/speculation/52_drafters.ipynb #e1e7b07f
-def read_draft_config(config: EngineFields) -> EngineFields:
-    """The draft model's config: the target's options, and another model."""
-    model = config.speculative_config.model
-    defaults = {f.name: f.default for f in fields(Config) if f.init}  # Part I's options
-    given = {n: getattr(config, n) for n in defaults}
-    changed = {n: value for n, value in given.items() if value != defaults[n]}
-    changed |= {n: True for n in ("compiled", "packed") if getattr(config, n)}
-    try:
-        own = type(config)(**changed | {"model": model})
-    except ValueError as error:
-        raise ValueError(f"the draft model {model}: {error}") from None
-    kinds = getattr(own.spec, "layer_types", ())
-    wrong = f"model={model!r} cannot draft: its layers keep a state, which cannot"
-    how = f"{wrong} forget rejected drafts; set another model"
-    require("linear_attention" not in kinds, how)
-    return own
-
 # %% ../../nbs/speculation/52_drafters.ipynb #67e7692e
 class DraftModel(ModelDrafter):
     """A second checkpoint, which drafts its likeliest tokens or samples its drafts.
@@ -158,7 +132,8 @@ class DraftModel(ModelDrafter):
     """
 
     def __init__(
-        self, config: EngineFields, runner: Any, make_runner: Callable[[EngineFields], Any]
+        self, config: EngineFields, runner: Any,
+        make_runner: Callable[[EngineFields], Any],
     ) -> None:
         super().__init__()  # by_request: how many tokens have K/V here
         self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)

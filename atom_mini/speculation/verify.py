@@ -5,10 +5,9 @@
 # %% ../../nbs/speculation/50_verify.ipynb #c05a15ea
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,12 +15,12 @@ import numpy as np
 
 from ..engine_core import EngineCore
 from ..fields import EngineFields
-from ..scheduler import ScheduledBatch, ScheduledBatchOutput
-from ..scheduling.turns import TurnScheduler
+from ..scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from ..sequence import Sequence, SequenceType
+from .stats import SpecStats
 
 # %% auto #0
-__all__ = ['Seqs', 'Drafts', 'Tokens', 'Rows', 'as_rows', 'accept', 'Drafter', 'SpecStats', 'SpecScheduler', 'SpecCore']
+__all__ = ['Seqs', 'Drafts', 'Tokens', 'Rows', 'as_rows', 'accept', 'Drafter', 'SpecScheduler', 'SpecCore']
 
 # %% ../../nbs/speculation/50_verify.ipynb #55c9d3e7
 @dataclass(frozen=True)
@@ -80,13 +79,7 @@ Tokens = dict[int, tuple[int, ...]]  # request id -> its new tokens of a step
 
 
 class Drafter:
-    """Proposes tokens that may come next; this one proposes none.
-
-    `has_cache`: it stores K/V of its own under the target's block ids, so its drafts
-    need blocks before it proposes them.
-    """
-
-    has_cache = False
+    """Proposes tokens that may come next; this one proposes none."""
 
     def __init__(
         self, config: Any = None, runner: Any = None, make_runner: Any = None
@@ -99,7 +92,8 @@ class Drafter:
         return 0, 0
 
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
-        """At most `most[i]` token ids that may follow those of `seqs[i]`."""
+        """At most `most[i]` token ids that may follow those of `seqs[i]`, which has the
+        blocks for their K/V."""
         return [[] for _ in seqs]
 
     def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
@@ -119,41 +113,9 @@ class Drafter:
         for id in self.by_request.keys() - alive:
             del self.by_request[id]
 
-# %% ../../nbs/speculation/50_verify.ipynb #6a60b852
-@dataclass
-class SpecStats:
-    """Counts of drafts (ATOM's name), per sequence and decode step."""
-
-    num_steps: int = 0
-    num_tokens: int = 0  # generated in these steps
-    proposed: Counter[int] = field(default_factory=Counter)  # by place, from 0
-    accepted: Counter[int] = field(default_factory=Counter)
-    histogram: Counter[int] = field(default_factory=Counter)  # accepted -> steps
-
-    def record(
-        self, drafted: int, accepted: int, num_tokens: int, times: int = 1
-    ) -> None:
-        """Count one sequence's part in a step, or that of `times` equal ones."""
-        self.num_steps += times
-        self.num_tokens += num_tokens * times
-        self.histogram[accepted] += times
-        for i in range(drafted):
-            self.proposed[i] += times
-            self.accepted[i] += times * (i < accepted)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean number of tokens per sequence and decode step; 0 without steps."""
-        return self.num_tokens / (self.num_steps or 1)
-
-    @property
-    def acceptance(self) -> list[float]:
-        """Share of the drafts in each place that were accepted."""
-        return [self.accepted[i] / self.proposed[i] for i in sorted(self.proposed)]
-
 # %% ../../nbs/speculation/50_verify.ipynb #b36ae087
-class SpecScheduler(TurnScheduler):
-    """`TurnScheduler` whose decodes hold up to `num_drafts` drafts per sequence.
+class SpecScheduler(Scheduler):
+    """`Scheduler` whose decodes hold up to `num_drafts` drafts per sequence.
 
     Drafts live within one step, so a preemption, an abort, or a rollback between two
     steps never meets one.
@@ -164,8 +126,7 @@ class SpecScheduler(TurnScheduler):
         options = config.speculative_config
         self.num_drafts = getattr(options, "num_speculative_tokens", 0)
         self.spec_stats = SpecStats()
-        # of this step: request id -> its drafts, if it has some or got blocks for some
-        self.drafts: dict[int, list[int]] = {}
+        self.drafts: dict[int, list[int]] = {}  # of each sequence that decodes now
         # tokens whose blocks may be shared: those that the drafter has read, too
         self.num_read: Callable[[Sequence], int] = lambda seq: seq.num_computed_tokens
 
@@ -187,6 +148,12 @@ class SpecScheduler(TurnScheduler):
         manager.may_append(seq, 1 + n)
         return n
 
+    def reserve(self, seqs: Seqs) -> list[int]:
+        """Take blocks for drafts of `seqs`, which decode; return how many each may have."""
+        self.drafts = {seq.id: [] for seq in seqs}
+        most = self.most_drafts(seqs)
+        return [self._reserve(seq, n) for seq, n in zip(seqs, most, strict=True)]
+
     def _give_back(self, seq: Sequence) -> int:
         """Return the blocks that hold no computed token; return their number."""
         before, kept = len(seq.block_table), -(-seq.num_computed_tokens // seq.block_size)
@@ -194,23 +161,17 @@ class SpecScheduler(TurnScheduler):
             self.block_manager.pool.release(seq.block_table.pop())
         return before - kept
 
-    def reserve(self, seqs: Seqs, most: list[int]) -> list[int]:
-        """Take blocks for up to `most[i]` drafts of `seqs[i]`; return how many fit."""
-        self.drafts = {seq.id: [] for seq in seqs}
-        return [self._reserve(seq, n) for seq, n in zip(seqs, most, strict=True)]
-
     def add_drafts(
         self, batch: ScheduledBatch, seqs: Seqs, drafts: Drafts
     ) -> ScheduledBatch:
-        """`batch`, a decode of `seqs`, with those drafts of each that fit."""
+        """`batch`, a decode of `seqs`, with the drafts of each, which have their blocks."""
         for seq, draft in zip(seqs, drafts, strict=True):
-            if draft:
-                self.drafts[seq.id] = draft[: self._reserve(seq, len(draft))]
-                seq.num_scheduled_tokens = 1 + len(self.drafts[seq.id])
-        if not any(self.drafts.values()):
+            self.drafts[seq.id] = draft
+            seq.num_scheduled_tokens = 1 + len(draft)
+        if not any(drafts):
             return batch
         full = ScheduledBatch.pack(batch.type, seqs, self.block_manager)
-        runs = [(seq.last_token, *self.drafts.get(seq.id, ())) for seq in seqs]
+        runs = [(seq.last_token, *self.drafts[seq.id]) for seq in seqs]
         ids = np.array([*chain(*runs)], np.int64)
         return replace(full, scheduled_tokens=ids, is_sampled=np.ones(len(seqs), bool))
 
@@ -262,8 +223,6 @@ class SpecScheduler(TurnScheduler):
         finished = super().postprocess(seqs, output)
         for seq in verified:
             self._verified(seq, len(output.token_ids[seq.id]))
-        if not self.last_was_prefill:
-            self.spec_stats.record(0, 0, 1, times=len(seqs) - len(verified))
         return finished
 
 # %% ../../nbs/speculation/50_verify.ipynb #5ec0c0e2
@@ -284,12 +243,10 @@ class SpecCore(EngineCore):
         """`batch` of `seqs`, with drafts if it is a decode."""
         if batch.type is SequenceType.PREFILL:
             return batch
-        most = self.scheduler.most_drafts(seqs)
-        if self.drafter.has_cache:
-            most = self.scheduler.reserve(seqs, most)
-        elif not any(most):
-            return batch
-        return self.scheduler.add_drafts(batch, seqs, self.drafter.propose(seqs, most))
+        most = self.scheduler.reserve(seqs)
+        proposed = zip(self.drafter.propose(seqs, most), most, strict=True)
+        drafts = [draft[:n] for draft, n in proposed]
+        return self.scheduler.add_drafts(batch, seqs, drafts)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """The new tokens of each request: one or, in a decode with drafts, more."""

@@ -23,7 +23,8 @@ from atom_mini.models import TorchOps
 from atom_mini.options.build import make_runner
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import Sequence, SequenceType
-from atom_mini.speculation.eagle import EagleDrafter, find_taps
+from atom_mini.speculation.eagle import EagleDrafter
+from atom_mini.speculation.head_files import find_taps
 from atom_mini.speculation.verify import SpecStats
 
 torch.set_num_threads(1)

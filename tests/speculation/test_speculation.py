@@ -90,8 +90,8 @@ def rolls_back_one_too_few(patch: Patch) -> None:
 
 def publishes_drafts(patch: Patch) -> None:
     """nano-vLLM's PR 147, vLLM 41838: blocks enter the index before their tokens are known."""
-    old = "            seq.num_scheduled_tokens = 1 + len(self.drafts[seq.id])"
-    new = old + "\n            self._publish_drafts(seq, self.drafts[seq.id])"
+    old = "        seq.num_scheduled_tokens = 1 + len(draft)"
+    new = old + "\n        self._publish_drafts(seq, self.drafts[seq.id])"
 
     def publish(self: SpecScheduler, seq: Sequence, draft: list[int]) -> None:
         seq.token_ids += draft

@@ -1,5 +1,15 @@
 # %% 50_verify 1
-mean_tokens = sum(0.8**i for i in range(1, 5))  # without the token that is not a draft
+def speculate_until(draft, n, end):  # nano-vLLM's PR 147: only a step's last token is checked
+    tokens, steps = list(prompt), 0
+    while len(tokens) < len(prompt) + n and tokens[-1] != end:
+        drafts = draft(tokens)
+        found = likeliest([*tokens, *drafts], 1 + len(drafts))
+        right = 0
+        while right < len(drafts) and drafts[right] == found[right]:
+            right += 1
+        tokens += found[: right + 1]
+        steps += 1
+    return tokens[len(prompt) :][:n], steps
 # %% 50_verify 2
 class Pairs(Drafter):
     def __init__(self, *given):
@@ -32,7 +42,18 @@ class Latest(NgramDrafter):
 
 text_for_latest = [1] * 8
 # %% 52_drafters 2
-brings_more = False
+class Both(DraftModel):
+    def __init__(self, config, runner, make_runner):
+        super().__init__(config, runner, make_runner)
+        self.lookup = NgramDrafter(EngineArgs(speculative_config={}))
+
+    def propose(self, seqs, most):
+        made = super().propose(seqs, most)  # also for those for which the lookup finds something
+        return [a or b for a, b in zip(self.lookup.propose(seqs, most), made)]
+
+    def keep(self, alive):
+        super().keep(alive)
+        self.lookup.keep(alive)
 # %% 53_eagle 1
 class Sure(EagleDrafter):
     def guess(self, seqs, place):
@@ -56,6 +77,10 @@ second_proj = fit(  # from the target's states, which a second module does not g
     [joined(ids[2:], states[1:-1]) for ids, _, states in train],
     [entering[2:] for _, entering, _ in train],
 )
+# %% 53b_mtp 2
+def module_alone(ids, states):
+    rows = [module(ids[i : i + 1], states[i : i + 1]) for i in range(len(ids))]
+    return torch.cat(rows)  # right, but one pass per row
 # %% 54_when_it_pays 1
 fastest = 11  # the most tokens, whatever they cost
 # %% 54_when_it_pays 2
