@@ -1,9 +1,9 @@
-"""Folds the methods that notebooks add with `@patch` (see patch.py) into their classes: the package is plain Python.
+"""Folds the methods that notebooks add with `@patch` (atom_mini/patch.py) into their classes: the package is plain Python.
 
 `fold` takes a module as nbdev has written it, in which a method still stands in the cell where the chapter adds it.
 The method moves behind the body of its class, in the order of the cells, with all comments above it in its cell; the
-cell disappears if nothing else is in it. Text is moved, not rewritten: only `@patch`, the class in the first
-parameter's annotation and the class in `@SomeClass.name.setter` go, because inside the class they are known.
+cell disappears if nothing else is in it. Text is moved, not rewritten: only `@patch` and its import, the class in the
+first parameter's annotation and the class in `@SomeClass.name.setter` go, because inside the class they are known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeGuard
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-ONLY_NOTEBOOKS = {"patch", "fastcore", "nbdev", "execnb"}  # what the package must not import
+ONLY_NOTEBOOKS = {"fastcore", "nbdev", "execnb"}  # what the package must not import
+IMPORT = re.compile(r"\n\n?from (?:\.+|\w+\.)patch import patch(?=\n)")
 MARKER = "# %% "  # nbdev's line above each cell
 
 
@@ -47,14 +48,15 @@ def fold(text: str) -> str:
 
     Raises ValueError, naming class and method, for what would not mean the same inside the class: see `check`.
     """
-    tree, lines = ast.parse(text), text.split("\n")
+    plain = IMPORT.sub("", text)
+    tree, lines = ast.parse(plain), plain.split("\n")
     check_imports(tree)
     methods = [Method(node, owner(node)) for node in tree.body if is_patched(node)]
     strays = [node for node in ast.walk(tree) if is_patched(node) and node not in tree.body]
     if strays:
         raise ValueError(f"{strays[0].name}: @patch works at the top level of a cell only")
     if not methods:
-        return text
+        return text if plain == text else tidy(lines)
     behind, gone = defaultdict(list), set()
     seats = {id(node): seat for node, seat in find_seats(tree, lines)}
     for method in methods:
@@ -95,7 +97,7 @@ def owner(node: Function) -> str:
 
 
 def check_imports(tree: ast.Module) -> None:
-    """Only notebooks use `patch` and nbdev's libraries."""
+    """Only notebooks use nbdev's libraries."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []

@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import nbformat
 import pytest
-from book import FoldingMaker
+from book import folded
 from execnb.shell import CaptureShell
 from fold import fold
 from nbdev.export import nb_export
@@ -30,7 +30,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch"""
+import torch
+
+from atom_mini.patch import patch"""
 POINT = '''\
 @dataclass(frozen=True)
 class Point:
@@ -48,7 +50,6 @@ class Pair(NamedTuple):
     b: int
 '''
 CELLS = [
-    "#| hide\nfrom patch import patch",
     HEAD,
     '''
 #| export
@@ -285,7 +286,7 @@ three"""
     def limit(self, value: int) -> None:
         self.size = value // TWO
 
-# %% ../nbs/01_demo.ipynb #c8
+# %% ../nbs/01_demo.ipynb #c7
 TWO = 2
 '''
 
@@ -326,8 +327,8 @@ def notebook(path: Path, cells: list[str], module: str = "demo") -> Path:
 
 def exported(tmp_path: Path, cells: list[str]) -> str:
     """The module that these cells become."""
-    nb_export(notebook(tmp_path / "nbs/01_demo.ipynb", cells), lib_path=tmp_path / "demo", mod_maker=FoldingMaker)
-    return (tmp_path / "demo/demo.py").read_text()
+    nb_export(notebook(tmp_path / "nbs/01_demo.ipynb", cells), lib_path=tmp_path / "demo")
+    return folded((tmp_path / "demo/demo.py").read_text())
 
 
 def run_live(tmp_path: Path, cells: list[str]) -> CaptureShell:
@@ -349,7 +350,8 @@ def test_text_of_a_method_in_its_class(text: str) -> None:
     assert FOLDED.lstrip("\n") in text
     head = text.split("# %%")
     assert "__all__ = ['TWO', 'THREE', 'Base', 'Derived', 'Point', 'Pair', 'Runner', 'Made']" in head[2]
-    assert head[1].endswith(HEAD.removeprefix("#| export\n") + "\n\n") and "patch" not in text
+    kept = HEAD.removeprefix("#| export\n").partition("\n\nfrom atom_mini")[0]
+    assert head[1].endswith(kept + "\n\n") and "patch" not in text
 
 
 def test_notebook_and_module_do_the_same(tmp_path: Path, text: str) -> None:
@@ -394,7 +396,6 @@ REFUSED = {
     r"g: @patch\(SomeClass\) is for static": f"{A}\n@patch(A)\ndef g(self): ...",
     r"h: @patch\(SomeClass\) is for static": f"{A}\n@patch(as_prop=True)\ndef h(self: A): ...",
     "f: @patch works at the top level": f"{A}\nif A:\n    @patch\n    def f(self: A): ...",
-    "the package must not import patch": f"from patch import patch\n\n{A}",
     "the package must not import fastcore.basics": "import fastcore.basics",
 }
 
@@ -405,24 +406,18 @@ def test_refused(message: str, source: str) -> None:
         fold(source)
 
 
-def test_a_refused_module_stays_as_it_was(tmp_path: Path) -> None:
-    good = exported(tmp_path, ["#| export\nx = 1"])
-    with pytest.raises(SystemExit, match=r"01_demo\.ipynb: the package must not import patch"):
-        exported(tmp_path, ["#| export\nfrom patch import patch"])
-    assert (tmp_path / "demo/demo.py").read_text() == good
-
-
 def test_export_of_a_project(tmp_path: Path) -> None:
     """Modules in a folder, their relative imports, `__init__.py`, and no index of nbdev's."""
     (tmp_path / TOOLS).mkdir(parents=True)
-    for name in ("book.py", "fold.py", "patch.py", "places.py"):
+    for name in ("book.py", "fold.py", "places.py"):
         shutil.copy(ROOT / TOOLS / name, tmp_path / TOOLS)
     (tmp_path / "settings.ini").write_text((ROOT / "settings.ini").read_text().replace("atom_mini", "demo"))
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo/__init__.py").write_text('__version__ = "0.1.0"\n')
-    floor = "#| export\nclass Floor:\n    height = 3"
+    shutil.copy(ROOT / "atom_mini" / "patch.py", tmp_path / "demo")
+    floor = "#| export\nfrom demo.patch import patch\n\n\nclass Floor:\n    height = 3"
     method = "#| export\n@patch\ndef double(self: {0}) -> int:\n    return 2 * self.height"
-    room = "#| export\nfrom demo.floor import Floor\n\n\nclass Room(Floor):\n    width = 4"
+    room = "#| export\nfrom demo.floor import Floor\nfrom demo.patch import patch\n\n\nclass Room(Floor):\n    width = 4"
     notebook(tmp_path / "nbs/01_floor.ipynb", [floor, method.format("Floor")], "floor")
     notebook(tmp_path / "nbs/02_room.ipynb", [room, method.format("Room")], "tower.room")
     top = ["#| export\nfrom demo.tower.room import Room\nfrom demo.floor import Floor\n\nROOMS = [Room()]"]
@@ -434,8 +429,9 @@ def test_export_of_a_project(tmp_path: Path) -> None:
         return {p.relative_to(tmp_path).as_posix(): p.read_text() for p in sorted((tmp_path / "demo").rglob("*.py"))}
 
     files = export()
-    assert [*files] == ["demo/__init__.py", "demo/floor.py", "demo/tower/__init__.py",
+    assert [*files] == ["demo/__init__.py", "demo/floor.py", "demo/patch.py", "demo/tower/__init__.py",
                         "demo/tower/roof.py", "demo/tower/room.py"]  # fmt: skip
+    assert "patch" not in files["demo/floor.py"] + files["demo/tower/room.py"]
     assert "from ..floor import Floor" in files["demo/tower/room.py"]
     assert "from .room import Room\nfrom ..floor import Floor" in files["demo/tower/roof.py"]
     code = dedent("""

@@ -48,7 +48,7 @@ def fill_in(ids, num_tokens, rows, pool):
     return filled
 # %% 40_radix_cache 1
 prompt = [1, 2, 3, 4]
-# %% 40_radix_cache 2
+# %% 40b_longest_prefix 1
 load = [[1] * 9, [2] * 9, [1] * 8 + [3], [2] * 8 + [4]]  # both find the same
 times = [0, 0, 0, 0]
 # %% 41_spyre 1

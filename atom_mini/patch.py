@@ -1,4 +1,7 @@
-"""`@patch` adds a method to its class from a cell of its own; `fold.py` moves it into the class when exporting.
+"""`@patch` adds a method to its class from a cell of its own: for the notebooks.
+
+`make export` moves each method into its class (nbs/_book/fold.py), so the package itself is without it. As `nbdev_export`
+writes the package, methods are added when a module is imported.
 
 It stands above all other decorators, which are written as inside a class. The first parameter names the class:
 
@@ -13,7 +16,7 @@ It stands above all other decorators, which are written as inside a class. The f
 Everything else is as in a class: `super()`, `@abstractmethod`, `@contextmanager`, `@torch.inference_mode()`, `async`,
 `__init__`, `__new__` (whose `cls` is annotated as above), a dataclass's `__post_init__`, methods of a NamedTuple.
 Two things are not: names like `self.__x`, which only a class body mangles (refused when exporting), and `super()` in a
-function inside the method. Import it in a cell that is not exported: `from patch import patch`.
+function inside the method.
 """
 
 from __future__ import annotations
