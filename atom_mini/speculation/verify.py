@@ -17,6 +17,7 @@ from ..engine_core import EngineCore
 from ..fields import EngineFields
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from ..sequence import Sequence, SequenceType
+from .histories import row_histories
 from .stats import SpecStats
 
 # %% auto #0
@@ -40,19 +41,15 @@ def as_rows(batch: ScheduledBatch) -> Rows:
 
     Row r has request id r, and a context that ends with its own token.
     """
-    counts, histories = batch.num_scheduled_tokens, batch.histories
+    counts = batch.num_scheduled_tokens
     owners, ends = np.repeat(np.arange(len(counts)), counts), counts.cumsum()
-    first, tokens = (ends - counts)[owners], batch.scheduled_tokens
     lens = (batch.context_lens - ends)[owners] + np.arange(1, len(owners) + 1)
-    ones, owner_of = np.ones(len(owners), np.int32), owners.tolist()
-    penalized = [(r, i) for r, i in enumerate(owner_of) if i in histories]
-    drafts = {r: tokens[first[r] + 1 : r + 1].tolist() for r, _ in penalized}
-    past = {r: histories[i] + drafts[r] for r, i in penalized}
+    params = [batch.sampling_params[i] for i in owners]
+    ones, (past, prompt_lens) = np.ones(len(owners), np.int32), row_histories(batch)
     return Rows(
-        batch.type, [*range(len(owner_of))], tokens, ones, lens.astype(np.int32),
-        batch.block_tables[owners], ones > 0,
-        [batch.sampling_params[i] for i in owner_of], past, whole=batch,
-        prompt_lens={r: batch.prompt_lens.get(i, 0) for r, i in penalized},
+        batch.type, [*range(len(owners))], batch.scheduled_tokens, ones,
+        lens.astype(np.int32), batch.block_tables[owners], ones > 0, params, past,
+        whole=batch, prompt_lens=prompt_lens,
     )
 
 # %% ../../nbs/speculation/50_verify.ipynb #7f4224c1
@@ -192,6 +189,15 @@ class SpecScheduler(Scheduler):
             self._publish(seq)
         super()._finish(seq, now)
 
+    def postprocess(self, seqs: Seqs, output: ScheduledBatchOutput) -> Seqs:
+        verified = [seq for seq in seqs if seq.id in self.drafts]
+        for seq in verified:  # the rows that saw the right context
+            seq.num_scheduled_tokens = len(output.token_ids[seq.id])
+        finished = super().postprocess(seqs, output)
+        for seq in verified:
+            self._verified(seq, len(output.token_ids[seq.id]))
+        return finished
+
     def _count(self, seq: Sequence, num_kept: int) -> tuple[int, int]:
         """Count a step that brought `seq` `num_kept` tokens; return (drafts, accepted).
         Drafts after its end count as not proposed."""
@@ -215,15 +221,6 @@ class SpecScheduler(Scheduler):
             rejected = drafted - accepted
             facts = {"accepted": accepted, "rejected": rejected, "returned": spare}
             self.note("verified", seq, **facts)
-
-    def postprocess(self, seqs: Seqs, output: ScheduledBatchOutput) -> Seqs:
-        verified = [seq for seq in seqs if seq.id in self.drafts]
-        for seq in verified:  # the rows that saw the right context
-            seq.num_scheduled_tokens = len(output.token_ids[seq.id])
-        finished = super().postprocess(seqs, output)
-        for seq in verified:
-            self._verified(seq, len(output.token_ids[seq.id]))
-        return finished
 
 # %% ../../nbs/speculation/50_verify.ipynb #5ec0c0e2
 class SpecCore(EngineCore):
