@@ -26,7 +26,7 @@ import builtins
 import functools
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -43,7 +43,7 @@ def patch(target: Any) -> Any:
     return functools.partial(_add, cls=target) if isinstance(target, type) else _add(target)
 
 
-def _add(member: Any, cls: Any = None) -> Any:
+def _add(member: object, cls: object = None) -> object:
     layers = list(_layers(member))
     function, name = layers[-1], layers[-1].__name__
     cls = cls or _owner(function)
@@ -52,12 +52,13 @@ def _add(member: Any, cls: Any = None) -> Any:
     _bind_super(function, cls)
     for layer in layers:
         layer.__qualname__ = f"{cls.__qualname__}.{name}"
-    _set(cls, name, _WRAPPED.get(name, lambda function: function)(member))
+    _set(cls, name, _WRAPPED[name](function) if name in _WRAPPED else member)
     return function.__globals__.get(name, getattr(builtins, name, None))
 
 
-def _layers(member: Any) -> Iterator[Any]:
+def _layers(member: object) -> Iterator[FunctionType]:
     """The function that a property (its newest part), a classmethod or the like holds, and all that it wraps."""
+    function: Any
     if isinstance(member, property):
         function = member.fset or member.fget
     else:
@@ -67,7 +68,7 @@ def _layers(member: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _owner(function: FunctionType) -> Any:
+def _owner(function: FunctionType) -> object:
     """The class in the first parameter's annotation, `C` or `type[C]`, written out or as text."""
     first = function.__code__.co_varnames[: function.__code__.co_argcount][:1]
     hint = function.__annotations__.get(first[0]) if first else None
@@ -84,7 +85,7 @@ def _bind_super(function: FunctionType, cls: type) -> None:
     if "super" not in code.co_names or "__class__" in code.co_freevars:
         return
 
-    def super_of(*args: Any) -> Any:
+    def super_of(*args: type) -> object:
         caller = sys._getframe(1)
         return super(*(args or (cls, caller.f_locals[caller.f_code.co_varnames[0]])))
 
@@ -92,7 +93,7 @@ def _bind_super(function: FunctionType, cls: type) -> None:
     function.__code__ = code.replace(co_names=tuple(name if n == "super" else n for n in code.co_names))
 
 
-def _set(cls: type, name: str, member: Any) -> None:
+def _set(cls: type, name: str, member: object) -> None:
     """`setattr`, and what Python does only once, when a class statement ends."""
     late = name == "__post_init__" and "__dataclass_fields__" in cls.__dict__ and not hasattr(cls, name)
     setattr(cls, name, member)
@@ -106,9 +107,9 @@ def _set(cls: type, name: str, member: Any) -> None:
     cls.__dict__.get("__protocol_attrs__", set()).add(name)
 
 
-def _then_post_init(init: Any) -> Any:
+def _then_post_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
+    def __init__(self: Any, *args: object, **options: object) -> None:
         init(self, *args, **options)
         self.__post_init__()
 

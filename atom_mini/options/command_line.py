@@ -28,6 +28,9 @@ from ..text import RequestOutput
 from ..trace.trace import Metrics, Trace
 
 
+Figures = dict[str, Any]  # name -> a number, or a list of numbers
+
+
 def answers_in(outs: list[RequestOutput]) -> list[RequestOutput]:
     """All answers in the results `outs`. With `n` above 1, a result has several."""
     return [answer for out in outs for answer in out.outputs]
@@ -38,7 +41,7 @@ def draft_stats(llm: LLM) -> Any:
     return getattr(llm.engine_core.scheduler, "spec_stats", None)
 
 
-def figures(llm: LLM, outs: list[RequestOutput]) -> dict[str, Any]:
+def figures(llm: LLM, outs: list[RequestOutput]) -> Figures:
     """The engine's counts, seconds, and tokens/s, and the mean TTFT and TPOT of `outs`
     in milliseconds. With speculation, also the tokens per step and sequence, the share
     accepted at each place, and how many steps accepted 0, 1, 2, ... drafts."""
@@ -68,7 +71,7 @@ def took(number: int, out: RequestOutput) -> str:
     return f"{number}: {prompt}, {len(out.token_ids)} new, {times}, {out.finish_reason}"
 
 
-def print_report(report: dict[str, Any], as_json: bool = False) -> None:
+def print_report(report: Figures, as_json: bool = False) -> None:
     """Print a report as one JSON document, or as lines."""
     if as_json:
         return print(json.dumps(report))
@@ -86,7 +89,7 @@ def save_trace(trace: Trace, path: Path) -> None:
 
 
 def show_texts(
-    llm: LLM, prompts: list[Any], params: SamplingParams
+    llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams
 ) -> list[RequestOutput]:
     """Generate and print: one prompt piece by piece, several at the end."""
     if len(prompts) != 1 or params.n > 1:
@@ -118,7 +121,7 @@ def prompts_of(typed: list[str]) -> list[str]:
 
 def run_generate(args: argparse.Namespace) -> None:
     """Complete prompts, and print the texts."""
-    prompts: list[Any] = prompts_of(args.prompts)
+    prompts: list[str] | list[list[int]] = prompts_of(args.prompts)
     if args.trace:
         args.output.open("a").close()  # a bad path fails now, not after the run
     complete = LLM.generate if args.json else show_texts
@@ -138,7 +141,7 @@ def run_generate(args: argparse.Namespace) -> None:
             save_trace(llm.trace, args.output)
 
 
-def measure(llm: LLM, prompts: list[Any], params: SamplingParams) -> dict[str, Any]:
+def measure(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Figures:
     """Generate, and return the `figures` of this run alone."""
     llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
     llm.metrics = Metrics()

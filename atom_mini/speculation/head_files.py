@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import ModelSpec, read_dense, read_json, read_spec
+from ..checkpoint import JsonObject, ModelSpec, read_dense, read_json, read_spec
 from ..errors import require
 from ..fields import EngineFields
 from ..loading import Readers, blank_model, checkpoint_files, load_model
@@ -28,7 +28,7 @@ class HeadSpec(ModelSpec):
     has_embedding: bool = False  # its own, not the target's
 
 
-def find_taps(raw: dict[str, Any], num_layers: int) -> list[int]:
+def find_taps(raw: JsonObject, num_layers: int) -> list[int]:
     """The target's layers whose *inputs* the head reads; `num_layers`: its norm."""
     key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
     outputs = [i + 1 for i in nested.get(key) or []]
@@ -45,7 +45,7 @@ STYLES |= {"Eagle3DraftModel": None, "Eagle3Speculator": None}  # speculators'
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")  # EAGLE-3.1's
 
 
-def read_head_json(folder: Path) -> dict[str, Any]:
+def read_head_json(folder: Path) -> JsonObject:
     """The `config.json` of an EAGLE-3 head; ValueError if it is not supported."""
     file = folder / "config.json"
     require(file.is_file(), f"{folder} lacks config.json: set model to a head's folder")

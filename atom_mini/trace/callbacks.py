@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from ..config import STRICT, SamplingParams, explained
 from ..engine_core import StepOutput
+from ..llm import LLM
 from ..sequence import Sequence
 from ..text import Request, TextPiece
 
@@ -31,7 +32,7 @@ class StreamParams(SamplingParams):
 class Callbacks:
     """A listener of an `LLM` that calls the functions of its requests."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = proxy(llm)
         self._requests: dict[Sequence, Request] = {}  # those with a function
 
@@ -72,7 +73,7 @@ LIMITS = {"max_model_len": "max_model_len", "kv_cache": "num_kvcache_blocks"}
 class Log:
     """A listener of an `LLM` that logs texts cut by a limit, and accepted drafts."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._scheduler = llm.engine_core.scheduler
         self._thousands = 0  # of drafts that were logged
 
