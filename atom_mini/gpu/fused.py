@@ -115,7 +115,7 @@ class FusedOps(TritonOps):
         """Columns per program: as many as leave a program for each unit, 16 to 64."""
         return next((c for c in (64, 32) if n >= c * self.units), 16)
 
-    def tile(self, x: Tensor, columns: int) -> dict[str, object]:
+    def tile(self, x: Tensor, columns: int) -> dict[str, Any]:
         """The constants of a kernel for x [rows, size] and this many columns."""
         rows, size = x.shape
         launch = self.products[rows > self.products[0].rows]

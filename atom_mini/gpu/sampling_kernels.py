@@ -171,7 +171,7 @@ def _search(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr,
 ):
     """The largest key in [low, high] that tokens of weight `target` reach, and the
-    weight of the tokens above it. Ranks are multiples of `STEP`, a power of 4."""
+    weight of the tokens above it. Keys are multiples of `STEP`, a power of 4."""
     above = target * 0
     step = tl.full([], 2**30, tl.int64)
     while step > tl.maximum(high - low, 0):

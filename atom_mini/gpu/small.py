@@ -5,7 +5,7 @@
 # %% ../../nbs/gpu/10_paged_decode.ipynb #67a1c001
 from __future__ import annotations
 
-import gc
+import gc  # this and some others are for the second half of the module, in 12a
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class KernelOps(TorchOps):
             return super().attend(q, kv_cache, meta, scale)
         q = q.contiguous()  # of the model's q, k, and v, which are one tensor
         (B, H, D), (K, S), out = q.shape, kv_cache.shape[2:4], torch.empty_like(q)
+        require(abs(scale * D**0.5 - 1) < 1e-4, f"scale {scale}: this kernel has {D}**-0.5")
         for name, n in (("numbers in a head", D), ("tokens in a block", S)):
             good = n >= 16 and n & (n - 1) == 0
             require(good, f"{n} {name}: this kernel needs 16 or a larger power of two")

@@ -27,7 +27,7 @@ def windowed_kernel(
         new_m = tl.maximum(m, tl.max(scores, 1))
         weights, alpha = tl.exp(scores - new_m[:, None]), tl.exp(m - new_m)
         v = tl.load(cache_ptr + v_offset + at, mask=exists[:, None], other=0.0)
-        acc = tl.dot(weights, v, acc * alpha[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         l, m = l * alpha + tl.sum(weights, 1), new_m
     tl.store(out_ptr + q_at, acc / l[:, None], mask=valid)
 # %% 10b_triton_attention 1
