@@ -1,7 +1,7 @@
 """`@patch` adds a method to its class from a cell of its own: for the notebooks.
 
-Chapter 06a is the first to use it. `make export` moves each method into its class (nbs/_book/fold.py), so the package is
-without it. As `nbdev_export` writes the package, methods are added when a module is imported.
+The first to use it is chapter 00c. `make export` moves each method into its class (nbs/_book/fold.py), so the
+package is without it. As `nbdev_export` writes the package, methods are added when a module is imported.
 
 It stands above all other decorators, which are written as inside a class. The first parameter names the class:
 

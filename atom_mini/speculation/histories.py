@@ -8,7 +8,8 @@ from ..scheduler import ScheduledBatch
 
 
 def row_histories(batch: ScheduledBatch) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """(the tokens up to and including a row's own, its prompt's length), by row, for the penalized requests of a decode."""
+    """By row of a decode, for penalized requests: the tokens up to and including the
+    row's own, and the prompt's length."""
     counts, histories, tokens = batch.num_scheduled_tokens, batch.histories, batch.scheduled_tokens
     owners, ends = np.repeat(np.arange(len(counts)), counts), counts.cumsum()
     first = (ends - counts)[owners]
