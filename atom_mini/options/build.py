@@ -28,12 +28,22 @@ if TYPE_CHECKING:  # torch loads when an engine is made
     from atom_mini.trace.trace import Metrics
 
 
+def check_not_spyre(config: EngineFields) -> None:
+    """ValueError for a scheduler of padded batches with a runner that does not know them."""
+    own = config.scheduler_cls
+    spyre = sys.modules.get("atom_mini.scheduling.spyre")  # which a subclass has imported
+    if spyre and isinstance(own, type) and issubclass(own, spyre.SpyreScheduler):
+        wrong = f"scheduler_cls={own.__name__} needs the runner of padded batches"
+        raise ValueError(f"{wrong}: set scheduler='spyre', too")
+
+
 def choose_scheduler(config: EngineFields) -> type[BaseScheduler]:
     """The scheduler's class for `config`. ValueError: see `check_scheduler`."""
     if config.scheduler == "spyre":
         from atom_mini.scheduling.spyre import SpyreScheduler
 
         return check_scheduler(config, SpyreScheduler)
+    check_not_spyre(config)
     takes_turns = config.interleave_decode or config.scheduler_delay_factor
     if config.speculative_config is not None:
         from atom_mini.speculation.turns import SpecTurnScheduler

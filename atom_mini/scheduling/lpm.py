@@ -33,12 +33,13 @@ class LpmScheduler(Scheduler):
         return True, -len(self.block_manager.index.find(seq))
 
     def _admit(self, budget: int, seqs: list[Sequence]) -> None:
-        """Sort the queue, and admit from its front."""
-        queue = [s for s in self.seqs.values() if s.status is SequenceStatus.WAITING]
-        self.passed = Counter({s.id: self.passed[s.id] for s in queue})
-        if len(queue) <= self.max_sorted:
-            queue.sort(key=self._key)  # equal ones stay in order of arrival
-        self.waiting = deque(queue)
+        """Sort the queue if a request can be admitted, and admit from its front."""
+        if budget and len(self.running) < self.config.max_num_seqs:
+            queue = [s for s in self.seqs.values() if s.status is SequenceStatus.WAITING]
+            self.passed = Counter({s.id: self.passed[s.id] for s in queue})
+            if len(queue) <= self.max_sorted:
+                queue.sort(key=self._key)  # equal ones stay in order of arrival
+            self.waiting = deque(queue)
         super()._admit(budget, seqs)
 
     def admit(self, seq: Sequence, cached: list[int]) -> None:

@@ -226,6 +226,9 @@ class Server(Api):
         if request.model not in (None, self.model):
             wrong = f"model={request.model!r} is not served here, {self.model!r} is"
             raise ApiError(404, wrong, "model", "model_not_found")
+        if request.num_logprobs is not None and self.engine.llm.tokenizer is None:
+            wrong = f"{self.model} has no tokenizer to name tokens with: leave logprobs out"
+            raise ApiError(400, wrong, "logprobs")
         if request.stream:
             return Answer(event_stream(self.chunks(request)), media_type=EVENTS)
         return Answer(self.whole(request), media_type=JSON)

@@ -238,7 +238,7 @@ class SpecCore(EngineCore):
 
     def before_step(self, batch: ScheduledBatch, seqs: Seqs) -> ScheduledBatch:
         """`batch` of `seqs`, with drafts if it is a decode."""
-        if batch.type is SequenceType.PREFILL:
+        if batch.type is not SequenceType.DECODE:
             return batch
         most = self.scheduler.reserve(seqs)
         proposed = zip(self.drafter.propose(seqs, most), most, strict=True)
@@ -248,7 +248,7 @@ class SpecCore(EngineCore):
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """The new tokens of each request: one or, in a decode with drafts, more."""
         has_drafts = batch.total_tokens_num > batch.total_seqs_num
-        if batch.type is SequenceType.PREFILL or not has_drafts:
+        if batch.type is not SequenceType.DECODE or not has_drafts:
             return self.runner.forward(batch)
         return accept(batch, self.drafter.judge(self.runner, as_rows(batch)))
 

@@ -285,6 +285,14 @@ def test_what_is_not_a_scheduler_is_refused(wrong: Any) -> None:
             choose(kind(scheduler_cls=wrong))
 
 
+def test_a_scheduler_of_padded_batches_needs_its_runner() -> None:
+    """The ordinary runner would read its tables wrongly, without an error."""
+    from atom_mini.scheduling.spyre import LookAheadScheduler
+
+    with pytest.raises(ValueError, match=r"scheduler_cls=LookAheadScheduler needs .*set scheduler='spyre', too"):
+        LLM("tiny", device="cpu", scheduler_cls=LookAheadScheduler)
+
+
 class TakesNothing(Scheduler):
     def __init__(self) -> None: ...
 

@@ -480,6 +480,13 @@ def test_a_refusal_does_not_wait_for_the_tokenizer(
     assert "characters" in complain(served.post(TEXT, X | {"prompt": "a" * 10**6}), 400, "prompt")
 
 
+def test_log_probabilities_need_a_tokenizer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens have no text without one: refused before an answer is computed."""
+    monkeypatch.setattr(served.engine.llm, "tokenizer", None)
+    body = {"prompt": [5, 6, 7], "max_tokens": 3, "logprobs": 1}
+    assert "no tokenizer" in complain(served.post(TEXT, body), 400, "logprobs")
+
+
 def test_a_server_that_waits_for_ever_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr("atom_mini.serving.server.MARGIN", 0.01)

@@ -20,6 +20,7 @@ import atom_mini.speculation.verify as verify
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.model_runner import made_up_batch
 from atom_mini.options.build import choose_scheduler
+from atom_mini.scheduler import MixedScheduler
 from atom_mini.scheduling.overlap import OverlapScheduler
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler, as_rows
@@ -337,3 +338,20 @@ def test_zero_drafts_is_off() -> None:
     config = EngineArgs("tiny", speculative_config='{"num_speculative_tokens": 0}', overlap=True)
     assert choose_scheduler(config) is OverlapScheduler and config.speculative_config is None
     EngineArgs("tiny", tensor_parallel_size=2, speculative_config={"method": "eagle3", "num_speculative_tokens": 0})
+
+
+class MixedSpecScheduler(SpecScheduler, MixedScheduler):
+    """Of a user: drafts, and prompts beside decodes."""
+
+
+def test_a_scheduler_with_drafts_and_mixed_steps() -> None:
+    """A mixed step has no drafts, and a prompt's chunk keeps its tokens."""
+    prompts = ["Once upon a time", "the cat and the cat and the cat and", "One day Tom saw a dog"]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    small = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_seqs": 2}
+    more = {"scheduler_cls": MixedSpecScheduler, "speculative_config": {"method": "ngram"}, "max_num_batched_tokens": 12}
+    answers = []
+    for options in (small, small | more):
+        with LLM("tiny", **options) as llm:
+            answers.append([out.token_ids for out in llm.generate(prompts, params, use_tqdm=False)])
+    assert answers[0] == answers[1]
