@@ -3,7 +3,7 @@
 The first to use it is chapter 00c. `make export` moves each method into its class (nbs/_book/fold.py), so the
 package is without it. As `nbdev_export` writes the package, methods are added when a module is imported.
 
-It stands above all other decorators, which are written as inside a class. The first parameter names the class:
+It stands above all other decorators, which are written as inside a class. The first parameter names the class::
 
     @patch                            @patch                          @patch
     def step(self: LLM) -> None:      @property                       @LLM.limit.setter
