@@ -43,7 +43,7 @@ def patch(target: Any) -> Any:
     return functools.partial(_add, cls=target) if isinstance(target, type) else _add(target)
 
 
-def _add(member: object, cls: object = None) -> object:
+def _add(member: Any, cls: object = None) -> object:
     layers = list(_layers(member))
     function, name = layers[-1], layers[-1].__name__
     cls = cls or _owner(function)
@@ -52,7 +52,7 @@ def _add(member: object, cls: object = None) -> object:
     _bind_super(function, cls)
     for layer in layers:
         layer.__qualname__ = f"{cls.__qualname__}.{name}"
-    _set(cls, name, _WRAPPED[name](function) if name in _WRAPPED else member)
+    _set(cls, name, _WRAPPED[name](member) if name in _WRAPPED else member)
     return function.__globals__.get(name, getattr(builtins, name, None))
 
 

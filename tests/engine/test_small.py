@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from places import ROOT
-from show import random_checkpoint, real_model
+from show import make_step, random_checkpoint, real_model
 from symbolic import make_trial, small_tokens
 from test_fuzz import mutate
 from transformers import AutoModelForCausalLM
@@ -242,3 +242,12 @@ def test_its_half_for_a_gpu_gives_the_same_in_the_interpreter() -> None:
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", REHEARSAL], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_first_kernel_refuses_another_scale() -> None:
+    """It has 1 / sqrt(D) inside, and a model with another scale would be computed wrongly."""
+    from atom_mini.gpu.small import KernelOps
+
+    q, cache, meta, *_ = make_step([(1, 20)], D=64, S=16)
+    with pytest.raises(ValueError, match=r"scale 0\.3: this kernel has 64\*\*-0\.5"):
+        KernelOps().attend(q, cache, meta, 0.3)
