@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -37,6 +37,7 @@ def are_names(value: object) -> bool:
 COUNTED = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
 COUNTED += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
 COUNTED += ["head_dim"]
+Rules = Mapping[str, tuple[Callable[[object], bool], str]]  # field -> (its rule, in words)
 FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "eos_token_id": (is_end, "a token id (0 or above) or a list of them"),
     "architectures": (are_names, "a list of strings"),
@@ -48,14 +49,14 @@ FIELDS |= dict.fromkeys(ABOVE, (lambda v: is_number(v) and v > 0, "a number abov
 FIELDS["rope_type"] = (lambda v: isinstance(v, str), "a string")
 
 
-def check_fields(file: Path, raw: JsonObject) -> None:
+def check_fields(file: Path, raw: JsonObject, rules: Rules = FIELDS) -> None:
     """Raise ValueError (file, field, value) for a field that breaks its rule."""
     for name, value in raw.items():
-        if name in FIELDS and value is not None:
-            holds, words = FIELDS[name]
+        if name in rules and value is not None:
+            holds, words = rules[name]
             require(holds(value), f"{file}: {name}={value!r} must be {words}")
-        elif isinstance(value, dict):
-            check_fields(file, value)
+        if isinstance(value, dict):
+            check_fields(file, value, rules)
 
 
 def check_index(file: Path, raw: JsonObject) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..checkpoint import JsonObject, ModelSpec, read_dense, read_json, read_spec
 from ..errors import require
 from ..fields import EngineFields
+from ..file_checks import Rules, check_fields, is_count, is_number
 from ..loading import Readers, blank_model, checkpoint_files, load_model
 from ..loading import load_weights, read_tensor, weight_targets
 from ..models import TorchOps
@@ -28,11 +29,26 @@ class HeadSpec(ModelSpec):
     has_embedding: bool = False  # its own, not the target's
 
 
+def are_layers(value: object) -> bool:
+    """Whether `value` is a list of layers' numbers."""
+    return type(value) is list and all(is_number(i, int) for i in value)
+
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+RULES: Rules = {
+    "draft_vocab_size": (is_count, "a whole number from 1"),
+    "norm_before_residual": (lambda v: type(v) is bool, "true or false"),
+    "eagle_config": (lambda v: isinstance(v, dict), "an object"),
+    "transformer_layer_config": (lambda v: isinstance(v, dict), "an object"),
+    TAPS: (are_layers, "a list of layers' numbers"),
+}
+
+
 def find_taps(raw: JsonObject, num_layers: int) -> list[int]:
     """The target's layers whose *inputs* the head reads; `num_layers`: its norm."""
-    key, nested = "eagle_aux_hidden_state_layer_ids", raw.get("eagle_config") or {}
-    outputs = [i + 1 for i in nested.get(key) or []]
-    taps = raw.get(key) or outputs or [2, num_layers // 2, num_layers - 3]
+    nested = raw.get("eagle_config") or {}
+    outputs = [i + 1 for i in nested.get(TAPS) or []]
+    taps = raw.get(TAPS) or outputs or [2, num_layers // 2, num_layers - 3]
     fits = all(0 <= i <= num_layers for i in taps)
     what = f"the head reads the inputs of layers {taps}, the target has {num_layers}"
     require(fits, f"{what} layers: set model to a head that was trained for it")
@@ -50,6 +66,8 @@ def read_head_json(folder: Path) -> JsonObject:
     file = folder / "config.json"
     require(file.is_file(), f"{folder} lacks config.json: set model to a head's folder")
     raw = read_json(file)
+    check_fields(file, raw)
+    check_fields(file, raw, RULES)
     name, *_ = raw.get("architectures") or ["no architecture"]
     known = ", ".join(STYLES)
     what = f"{folder} holds {name}, which is not supported; these are: {known}"

@@ -180,6 +180,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "draft vocabulary": ({"draft_vocab_size": 71}, r"lm_head.weight is \[70, 64\] in the file, \[71, 64\] in"),
     "another model": ({"architectures": ["LlamaForCausalLM"]}, "holds LlamaForCausalLM, which is not supported"),
     "EAGLE-3.1": ({"norm_before_fc": True}, "norm_before_fc: only false"),
+    "a size as text": ({"hidden_size": "64"}, "hidden_size='64' must be a whole number from 1"),
+    "a text of names": ({"architectures": "LlamaForCausalLMEagle3"}, "architectures='.*' must be a list of strings"),
+    "taps as text": ({"eagle_aux_hidden_state_layer_ids": "1,2"}, "'1,2' must be a list of layers' numbers"),
+    "nested taps": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [True]}}, r"=\[True\] must be a list of"),
+    "a vocabulary as text": ({"draft_vocab_size": "70"}, "draft_vocab_size='70' must be a whole number from 1"),
+    "flag": ({"norm_before_residual": "false"}, "norm_before_residual='false' must be true or false"),
     "untold": ({"architectures": ["Eagle3DraftModel"]}, "does not say norm_before_residual: set it"),
 }
 
