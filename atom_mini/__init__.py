@@ -16,3 +16,8 @@ else:  # the first part alone
     from atom_mini.llm import LLM
 
 __all__ = ["LLM", "RequestOutput", "Config", "EngineArgs", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING or find_spec("atom_mini.structured"):
+    from atom_mini.structured import StructuredOutputsParams
+
+    __all__ += ["StructuredOutputsParams"]

@@ -19,6 +19,7 @@ from typing_extensions import Self
 from .checkpoint import JsonObject, read_defaults, read_model, resolve_model
 from .errors import explained, require
 from .file_checks import check_files
+from .forms import Allowed, AnyForm, Biases, Vocabulary, Words
 
 # %% auto #0
 __all__ = ['Count', 'STRICT', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds', 'as_token_ids',
@@ -78,7 +79,9 @@ class SamplingParams:
     part of the distribution. `repetition_penalty`: Keskar et al. 2019. `seed` fixes the
     random numbers, whatever else is in the batch. `logprobs=k` adds the k most likely
     tokens. `presence_penalty` and `frequency_penalty` are OpenAI's. A text does not end
-    before `min_tokens`. With `n` answers, answer i uses `seed + i`.
+    before `min_tokens`. With `n` answers, answer i uses `seed + i`. `logit_bias` is added
+    to the logits of tokens, `allowed_token_ids` allows no others, and `bad_words` are never
+    generated. `structured_outputs` is the form that an answer must have.
 
     Raises ValueError with the value, the limit, and the field.
     """
@@ -98,11 +101,18 @@ class SamplingParams:
     frequency_penalty: Penalty = 0.0
     min_tokens: Annotated[int, Field(ge=0, lt=10**38)] = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
+    logit_bias: Biases = ()  # {token id: -100 to 100}
+    allowed_token_ids: Allowed | None = None  # None: all
+    bad_words: Words = ()  # each a text or a list of token ids
+    structured_outputs: AnyForm = None
 
     def __post_init__(self) -> None:
         least, most = self.min_tokens, self.max_tokens or self.min_tokens
         wrong = f"min_tokens={least} is over max_tokens={most}: lower it"
         require(least <= most, wrong)
+        ends = self.structured_outputs is None or not self.ignore_eos
+        wrong = "ignore_eos=True does not go with structured_outputs: a form ends with a "
+        require(ends, f"{wrong}token that ends a text: set ignore_eos=False")
 
     def resolve(self, defaults: JsonObject) -> SamplingParams:
         """A copy in which each `None` is replaced by its value in `defaults`, if any."""
@@ -111,9 +121,11 @@ class SamplingParams:
 
     @property
     def is_penalized(self) -> bool:
-        """Whether the tokens so far change the scores of the next one."""
-        more = self.presence_penalty or self.frequency_penalty or self.min_tokens
-        return bool(more) or self.repetition_penalty not in (None, 1)
+        """Whether the request changes the scores of its next token."""
+        more = [self.presence_penalty, self.frequency_penalty, self.min_tokens]
+        more += [self.repetition_penalty not in (None, 1), len(self.bad_words)]
+        more += [len(self.logit_bias), len(self.allowed_token_ids or ())]
+        return any(more) or self.structured_outputs is not None
 
 # %% ../nbs/01b_config.ipynb #288426cc
 @explained
@@ -185,6 +197,11 @@ class Config:
     def max_decode_rows(self) -> int:
         """The largest decode, in sequences, for which a graph is recorded."""
         return self.max_num_seqs
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of the checkpoint, for the form of an answer."""
+        return Vocabulary(self.folder, self.spec.vocab_size, self.eos_token_ids)
 
     def _set(self, **values: object) -> None:
         """Set what follows from other options, while they are being checked."""

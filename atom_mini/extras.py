@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import compress
+from itertools import chain, compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .config import SamplingParams
+from .forms import Vocabulary, barred_by, has_more, keep_only, mask_of
 from .scheduler import ScheduledBatch
 
 if TYPE_CHECKING:  # only `gather_logprobs` imports torch, when it is called
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['penalize', 'Extras', 'sampled_rows', 'as_pairs', 'subtract', 'gather_logprobs']
+__all__ = ['Masks', 'penalize', 'Extras', 'sampled_rows', 'as_pairs', 'subtract', 'gather_logprobs']
 
 # %% ../nbs/24_what_every_engine_does.ipynb #a237e730
 def penalize(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
@@ -33,17 +35,23 @@ def penalize(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
 
 # %% ../nbs/24_what_every_engine_does.ipynb #d4988069
 class Extras:
-    """Penalties before sampling, and log probabilities after it."""
+    """Penalties and masks before sampling, and log probabilities after it."""
 
     newest: Tensor | None = None  # [R]: the tokens that are -1 in the histories
 
-    def __init__(self, ends: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, ends: tuple[int, ...] = (), folder: Path | None = None
+    ) -> None:
         self.ends = ends  # token ids that end a text, unless a request ignores them
+        self.folder = folder  # of the tokenizer
 
     def find_seen(self, batch: ScheduledBatch) -> np.ndarray:
-        """The distinct tokens of penalized requests, as (row, token id) pairs [2, N]."""
-        rows = sampled_rows(batch)
-        return as_pairs((row, token) for row, _, past, _ in rows for token in set(past))
+        """The distinct tokens of requests with a repetition penalty, as (row, token id)
+        pairs [2, N]."""
+        return as_pairs(
+            (row, token) for row, params, past, _ in sampled_rows(batch)
+            if params.repetition_penalty not in (None, 1) for token in set(past)
+        )  # fmt: skip
 
     def find_generated(self, batch: ScheduledBatch) -> np.ndarray:
         """The generated tokens of requests with one of these penalties, as (row, token id)
@@ -54,24 +62,52 @@ class Extras:
             for token in past[prompt:]
         )  # fmt: skip
 
-    def find_barred(self, batch: ScheduledBatch) -> np.ndarray:
+    def find_barred(
+        self, batch: ScheduledBatch, masks: Masks | None = None
+    ) -> np.ndarray:
         """The tokens that would end a request before its `min_tokens`, as (row, token id)
-        pairs [2, N]."""
+        pairs [2, N]. Where a mask allows no other token, they stay."""
+        found: list[tuple[int, int]] = []
+        for row, params, past, prompt in sampled_rows(batch):
+            if len(past) - prompt < params.min_tokens:
+                ends = {*(() if params.ignore_eos else self.ends), *params.stop_token_ids}
+                mask = (masks or {}).get(row)
+                if mask is None or has_more(mask, ends):
+                    found += [(row, token) for token in ends]
+        return as_pairs(found)
+
+    def find_masks(self, batch: ScheduledBatch, size: int) -> Masks:
+        """The masks of `size` tokens, of requests with a form or a list of allowed tokens."""
+        vocabulary = Vocabulary(self.folder, size, self.ends)
+        rows = sampled_rows(batch)
+        masks = {r: mask_of(p, vocabulary, past[prompt:]) for r, p, past, prompt in rows}
+        return {row: mask for row, mask in masks.items() if mask is not None}
+
+    def find_bad(self, batch: ScheduledBatch) -> np.ndarray:
+        """The tokens that would complete a bad word, as (row, token id) pairs [2, N]."""
         return as_pairs(
             (row, token) for row, params, past, prompt in sampled_rows(batch)
-            if len(past) - prompt < params.min_tokens
-            for token in {*(() if params.ignore_eos else self.ends), *params.stop_token_ids}
+            for token in barred_by(params.bad_words, past[prompt:])
         )  # fmt: skip
+
+    def find_biases(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens with a bias, as (row, token id) pairs [2, N], and their biases [N]."""
+        rows = [(row, dict(params.logit_bias)) for row, params, *_ in sampled_rows(batch)]
+        pairs = as_pairs((row, token) for row, biases in rows for token in biases)
+        values = chain(*(biases.values() for _, biases in rows))
+        return pairs, np.array([*values], np.float32)
 
     def change(
         self, logits: Tensor, costs: Tensor, *found: Tensor
     ) -> Tensor:
         """Apply the penalties `costs` [R, 3] to float32 `logits` [R, V]. `found`: the seen,
-        the generated, and the barred tokens, each [2, N]."""
-        seen, generated, barred = found
+        the generated, and the barred tokens, each [2, N]; the tokens with a bias, and it."""
+        seen, generated, barred, biased, by = found
         if (newest := self.newest) is not None:
             for pairs in (seen, generated):
                 pairs[1] = newest[pairs[0]].where(pairs[1] < 0, pairs[1])
+        if by.numel():
+            logits = logits.index_put((*biased,), by, accumulate=True)
         logits = penalize(logits, costs[:, 0], seen)
         if generated.numel():
             logits = subtract(logits, costs[:, 1:], generated)
@@ -80,17 +116,22 @@ class Extras:
     def adjust(
         self, batch: ScheduledBatch, logits: Tensor, upload: Any
     ) -> Tensor:
-        """The logits to sample from: a float32 copy with the penalties, or `logits` [R, V]
-        itself if no request has any."""
-        seen = self.find_seen(batch) if batch.histories else np.empty((2, 0))
-        if not seen.size:
+        """The logits to sample from: a float32 copy with all that requests change, or
+        `logits` [R, V] itself if none of them changes any."""
+        if not any(batch.is_sampled[place] for place in batch.histories):
             return logits
-        barred = self.find_barred(batch)
+        masks = self.find_masks(batch, logits.shape[-1])
+        barred = np.hstack([self.find_barred(batch, masks), self.find_bad(batch)])
         barred = barred[:, barred[1] < logits.shape[-1]]
         costs = [(p.repetition_penalty or 1, p.presence_penalty, p.frequency_penalty)
                  for p in compress(batch.sampling_params, batch.is_sampled)]
-        arrays = [np.array(costs, np.float32), seen, self.find_generated(batch), barred]
-        return self.change(logits.float(), *upload(arrays))
+        found = [self.find_seen(batch), self.find_generated(batch), barred]
+        arrays = [np.array(costs, np.float32), *found, *self.find_biases(batch)]
+        if masks:
+            arrays += [np.array([*masks]), np.stack([*masks.values()])]
+        costs, *found = upload(arrays)
+        changed = self.change(logits.float(), costs, *found[:5])
+        return keep_only(changed, *found[5:]) if masks else changed
 
     def report(
         self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
@@ -120,6 +161,9 @@ def as_pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     return np.array([*pairs], np.int64).reshape(-1, 2).T
 
 # %% ../nbs/24_what_every_engine_does.ipynb #5c383532
+Masks = dict[int, np.ndarray]  # row of the logits -> its mask
+
+
 def subtract(logits: Tensor, by: Tensor, generated: Tensor) -> Tensor:
     """Return `logits` [R, V] minus the penalties of the generated tokens.
 

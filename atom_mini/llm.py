@@ -97,7 +97,7 @@ class LLM(ThreadSafe):
         with self._in_line():
             requests = [*chain(*map(self.processor.answers, many, params))]
             for request in requests:
-                self.engine_core.scheduler.check_prompt(request.seq.num_prompt_tokens)
+                self.engine_core.scheduler.check(request.seq)
         return requests
 
     def _take_back(self) -> None:

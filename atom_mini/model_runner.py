@@ -251,7 +251,7 @@ class ModelRunner:
         self.beside = beside  # bytes in all, and for each block
         self.device = numbered(choose_device(config.device))
         self.dtype = choose_dtype(config, self.device)
-        self.extras = Extras(config.eos_token_ids)
+        self.extras = Extras(config.eos_token_ids, config.folder)
         with self.on_device():
             self._load()
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from .config import Config, SamplingParams
 from .errors import require
+from .forms import spell
 from .sequence import Sequence
 
 # %% auto #0
@@ -331,6 +332,16 @@ class InputOutputProcessor:
         wrong = f"min_tokens={least} with all {len(ends)} tokens as ends leaves none to "
         require(may_go_on, f"{wrong}generate: leave some out of stop_token_ids")
 
+    def _check_tokens(self, params: SamplingParams) -> None:
+        """ValueError for a token outside the vocabulary, or a form that no answer can have."""
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", dict(params.logit_bias))
+        for word in params.bad_words:
+            word.encode() if isinstance(word, str) else self._check_ids("bad_words", word)
+        if params.structured_outputs is not None:
+            params.structured_outputs.check(self.config.vocabulary)
+
     def _check(
         self, prompt: str | list[int], params: SamplingParams
     ) -> None:
@@ -340,6 +351,7 @@ class InputOutputProcessor:
         good, kind = isinstance(prompt, str | list | tuple), type(prompt).__name__
         require(good, f"a prompt is text or token ids, not {kind}")
         has_text = isinstance(prompt, str) or len(params.stop) > 0
+        has_text = has_text or any(isinstance(word, str) for word in params.bad_words)
         wrong = f"{self.config.model} has no tokenizer: pass token ids"
         require(self.tokenizer is not None or not has_text, wrong)
         most = self.config.max_model_len or len(prompt)
@@ -347,8 +359,8 @@ class InputOutputProcessor:
         require(isinstance(prompt, str) or len(prompt) <= most, f"{wrong}: shorten it")
         for stop in params.stop:
             stop.encode()  # as `encode` checks a prompt
-        self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_least(params)
+        self._check_tokens(params)
 
     def _settle(self, params: SamplingParams) -> SamplingParams:
         """`params`, with all defaults filled in."""
@@ -356,6 +368,8 @@ class InputOutputProcessor:
         params = params.resolve(self.config.sampling_defaults | longest)
         if params.temperature and params.seed is None:
             params = replace(params, seed=self.random.getrandbits(63))
+        if params.bad_words:
+            params = replace(params, bad_words=spell(params.bad_words, self.encode))
         return params
 
     def reader(
@@ -430,7 +444,8 @@ class Request:
 
 # %% ../nbs/09b_text.ipynb #3557cdf5
 NOT_FINITE = "the model's logits are not finite: its weights are broken, or "
-NOT_FINITE += "dtype is too small for them (try dtype='float32')"
+NOT_FINITE += "dtype is too small for them (try dtype='float32'), or no token is left: "
+NOT_FINITE += "bad_words, allowed_token_ids, and structured_outputs bar all of them"
 
 
 def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:

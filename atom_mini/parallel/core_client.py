@@ -14,6 +14,7 @@ from ..engine_core import CLOSED, StepOutput
 from ..errors import require
 from ..fields import EngineFields, Recipe
 from ..scheduler import BaseScheduler, ScheduledBatchOutput
+from ..scheduling.overlap import OverlapScheduler
 from ..sequence import Sequence, SequenceStatus
 from .engine_process import Abort, Add, Output, Row, encode, pack_params
 from .manager import CoreManager, close_all, meeting_place
@@ -44,7 +45,8 @@ class EngineCoreClient:
         sizes = [engine.ready for engine in self.engines if engine.ready]
         least = min(sizes, key=lambda ready: ready.max_len)
         self.config = config.changed(num_kvcache_blocks=least.num_kvcache_blocks)
-        self.scheduler = BaseScheduler(self.config)  # for its checks
+        kind = OverlapScheduler if config.overlap else BaseScheduler
+        self.scheduler: BaseScheduler = kind(self.config)  # for its checks
         self.scheduler.max_len = least.max_len
         self.scheduler.seqs = cast(dict[int, Sequence], self.seqs)  # only read
 

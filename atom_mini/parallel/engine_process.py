@@ -16,12 +16,13 @@ import zmq
 from ..config import SamplingParams
 from ..engine_core import EngineCore, StepOutput
 from ..errors import require
+from .packed_form import PackedParams, pack_form, unpack_params
 from ..sequence import Sequence, SequenceType
 
 # %% auto #0
-__all__ = ['Id', 'Size', 'PackedParams', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'Record', 'Message', 'Add',
-           'Abort', 'Utility', 'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead',
-           'sized', 'encode', 'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc']
+__all__ = ['Id', 'Size', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'Record', 'Message', 'Add', 'Abort', 'Utility',
+           'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead', 'sized', 'encode',
+           'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc']
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -39,9 +40,6 @@ class Message(Record, tag_field="tag", tag=str.upper):
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #e6b1864c
 Size = Annotated[int, msgspec.Meta(ge=0)]
-
-
-PackedParams = dict[str, bool | int | float | list[int]]
 
 
 class Add(Message):
@@ -80,7 +78,7 @@ def pack_params(params: SamplingParams) -> PackedParams:
     sent["stop_token_ids"] = [min(i, most) for i in params.stop_token_ids]
     if params.seed is not None:
         sent["seed"] = params.seed & most
-    return sent
+    return sent | pack_form(params)
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #494ea0a7
 class Row(Record):
@@ -240,8 +238,7 @@ class EngineCoreProc:
         ids, config = message.token_ids, self.core.config
         size, top = config.spec.vocab_size, max(ids, default=0)
         require(top < size, f"token id {top} exceeds the vocabulary of {size}: lower it")
-        options: Any = message.params
-        params, block_size = SamplingParams(**options), config.kv_cache_block_size
+        params, block_size = unpack_params(message.params), config.kv_cache_block_size
         self.core.add(Sequence(ids, block_size, params, message.id))
 
     def _handle(self, message: ToEngine) -> None:

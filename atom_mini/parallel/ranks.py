@@ -31,6 +31,7 @@ from atom_mini.parallel.engine_process import (
     Message, Ready, Shutdown, Size, decode, encode, pack_params,
 )  # fmt: skip
 from .manager import TICK, CoreManager
+from .packed_form import unpack_params
 from .shards import Group, RankRunner, make_rank, open_group
 from ..sampler import Upload
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -67,7 +68,7 @@ def encode_params(params: SamplingParams) -> bytes:
 @lru_cache(4096)
 def decode_params(data: bytes) -> SamplingParams:
     """The parameters that `encode_params` wrote."""
-    return SamplingParams(**msgspec.msgpack.decode(data))
+    return unpack_params(msgspec.msgpack.decode(data))
 
 # %% ../../nbs/parallel/72c_ranks.ipynb #ffdd0efd
 def pack_batch(batch: ScheduledBatch) -> bytes:

@@ -81,6 +81,14 @@ class OverlapScheduler(TurnScheduler):
             return []  # a preempted sequence would lose the token that is being computed
         return super()._schedule_decode(decodable)
 
+    def check(self, seq: Sequence) -> None:
+        """As in the base class. ValueError also for what needs the newest token on the host."""
+        super().check(seq)
+        for name in ("structured_outputs", "bad_words"):
+            wrong = f"{name} needs the newest token, and overlap=True plans a step before it "
+            is_set = bool(getattr(seq.sampling_params, name))
+            require(not is_set, f"{wrong}is known: set overlap=False")
+
     def rollback(self) -> None:
         """Forget all launched steps, and let all sequences start again."""
         self.num_launched = 0

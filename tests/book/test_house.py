@@ -72,7 +72,7 @@ def read_imports() -> dict[str, set[str]]:
     return found
 
 
-ORDER = ["", "gpu", "cpu", "scheduling", "families", "speculation", "parallel", "trace", "options", "serving"]
+ORDER = ["", "gpu", "cpu", "scheduling", "structured", "families", "speculation", "parallel", "trace", "options", "serving"]
 CHOOSING = {f"atom_mini.{name}" for name in ("__init__", "__main__", "assemble", "small")}
 
 

@@ -1,0 +1,146 @@
+"""What else changes the scores: biases, bad words, allowed tokens, and the masks of a form (chapters 01b and 24)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from pydantic import BeforeValidator
+
+from .errors import require
+
+if TYPE_CHECKING:  # `Extras` imports torch when it is called
+    from torch import Tensor
+
+MOST_BIAS = 100.0  # OpenAI's limit
+Ids = tuple[int, ...]
+Encode = Callable[..., list[int]]
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of an engine: what a form has to know of them."""
+
+    folder: Path | None  # of the tokenizer
+    size: int  # of the logits
+    ends: Ids  # the tokens that end a text
+
+
+@runtime_checkable
+class Form(Protocol):
+    """What an answer must look like. It is compared and hashed by its content."""
+
+    def check(self, vocabulary: Vocabulary) -> None:
+        """ValueError if no answer of this vocabulary can have the form."""
+
+    def mask(self, vocabulary: Vocabulary, tokens: Ids) -> np.ndarray | None:
+        """The tokens that may follow the answer `tokens`: a bit for each, uint8 [size / 8];
+        None if they do not have the form. (Such an answer is a draft, and is dropped.)"""
+
+
+def as_form(value: Any) -> Form | None:
+    """`value`, if it is a form or None; ValueError for anything else."""
+    write = "write StructuredOutputsParams(json=...), from atom_mini"
+    wrong = f"structured_outputs={value!r} of type {type(value).__name__} is not a form: {write}"
+    require(value is None or (isinstance(value, Form) and not isinstance(value, type)), wrong)
+    return value
+
+
+def is_id(value: object) -> bool:
+    """Whether `value` can be a token id."""
+    return isinstance(value, Integral) and type(value) is not bool and int(value) >= 0
+
+
+def as_biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """{token id: bias}, or pairs, as pairs. ValueError for anything else."""
+    wrong = f"logit_bias={value!r} must be a dict of token ids and numbers from -100 to 100"
+    require(isinstance(value, Mapping | list | tuple), wrong)
+    try:
+        pairs = [(id, by) for id, by in (value.items() if isinstance(value, Mapping) else value)]
+    except (TypeError, ValueError):
+        raise ValueError(wrong) from None
+    for id, by in pairs:
+        is_number = isinstance(by, int | float) and type(by) is not bool and abs(by) <= MOST_BIAS
+        require(is_id(id) and is_number, f"logit_bias has {id!r}: {by!r}, and {wrong.partition(' ')[2]}")
+    require(len({id for id, _ in pairs}) == len(pairs), f"logit_bias={value!r} has a token id twice")
+    return tuple((int(id), float(by)) for id, by in pairs)
+
+
+def as_allowed(value: Any) -> Ids | None:
+    """A list of token ids as a tuple, or None. ValueError for anything else."""
+    good = value is None or (isinstance(value, list | tuple) and len(value) > 0 and all(map(is_id, value)))
+    require(good, f"allowed_token_ids={value!r} must be a list of at least one token id, or None")
+    return None if value is None else tuple(map(int, value))
+
+
+def as_bad_words(value: Any) -> tuple[str | Ids, ...]:
+    """Words, each a text or its token ids. ValueError for anything else."""
+    wrong = f"bad_words={value!r} must be a list of words, each a text or a list of token ids"
+    require(isinstance(value, list | tuple), wrong)
+    for word in value:
+        is_text = isinstance(word, str) and bool(word.strip())
+        is_list = isinstance(word, list | tuple) and len(word) > 0 and all(map(is_id, word))
+        require(is_text or is_list, wrong)
+    return tuple(word if isinstance(word, str) else tuple(map(int, word)) for word in value)
+
+
+Biases = Annotated[Mapping[int, float] | tuple[tuple[int, float], ...], BeforeValidator(as_biases)]
+Allowed = Annotated[list[int] | Ids, BeforeValidator(as_allowed)]
+Words = Annotated[list[str | list[int]] | tuple[str | Ids, ...], BeforeValidator(as_bad_words)]
+AnyForm = Annotated[Any, BeforeValidator(as_form)]
+
+
+def spell(words: Iterable[str | list[int] | Ids], encode: Encode) -> tuple[Ids, ...]:
+    """The token ids of each word, without and with a space before it. (vLLM leaves the second out if it has another
+    number of tokens; then " word" may still be generated.)"""
+    found: list[Ids] = []
+    for word in words:
+        if not isinstance(word, str):
+            found.append(tuple(word))
+            continue
+        plain, spaced = (tuple(encode(p + word.lstrip(), add_special_tokens=False)) for p in ("", " "))
+        found += [plain, spaced]
+    return tuple(filter(None, found))
+
+
+def barred_by(words: Iterable[Any], answer: list[int]) -> set[int]:
+    """The tokens that would complete one of `words` after `answer`, a list of tokens."""
+    heads = ((tuple(word[:-1]), word[-1]) for word in words)
+    return {last for head, last in heads if not head or tuple(answer[-len(head) :]) == head}
+
+
+@lru_cache(64)
+def packed(ids: Ids, size: int) -> np.ndarray:
+    """A bit for each of `size` tokens, set for `ids`: uint8 [size / 8]."""
+    bits = np.zeros(size, np.uint8)
+    bits[[id for id in ids if id < size]] = 1
+    return np.packbits(bits, bitorder="little")
+
+
+def mask_of(params: Any, vocabulary: Vocabulary, answer: list[int]) -> np.ndarray | None:
+    """The mask of one request, whose tokens so far are `answer`; None: any token."""
+    form, allowed = params.structured_outputs, params.allowed_token_ids
+    mask = None if form is None else form.mask(vocabulary, tuple(answer))
+    if allowed is not None:
+        own = packed(allowed, vocabulary.size)
+        mask = own if mask is None else mask & own
+    return mask
+
+
+def has_more(mask: np.ndarray, ends: Iterable[int]) -> bool:
+    """Whether a mask allows a token besides `ends`."""
+    return bool((mask & ~packed(tuple(sorted(ends)), 8 * len(mask))).any())
+
+
+def keep_only(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """`logits` [R, V] with -inf where a bit of `masks` [M, V / 8] is 0, for `rows` [M]. It
+    changes `logits`."""
+    import torch
+
+    places = torch.arange(8, device=masks.device, dtype=torch.uint8)
+    allowed = ((masks[:, :, None] >> places) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+    return logits

@@ -1,0 +1,5 @@
+"""Answers in a form: a grammar decides which tokens may come next (chapters 24 and 26)."""
+
+from .params import StructuredOutputsParams
+
+__all__ = ["StructuredOutputsParams"]

@@ -1,0 +1,71 @@
+"""Which tokens may come next: a mask for each state of a grammar (chapters 24 and 26).
+
+What decides is the grammar and the tokens so far, and nothing else. A draft that is refused, a step that fails, a
+request that starts again after a preemption: none of them has anything to undo here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import RLock
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MOST_STATES = 4096  # of all requests together
+
+
+class State(NamedTuple):
+    """A grammar after some tokens. Nobody changes it."""
+
+    matcher: LLMatcher
+    mask: np.ndarray  # a bit for each token, uint8 [W]: those that may come next
+
+
+def state_of(matcher: LLMatcher, ends: np.ndarray) -> State:
+    """The state of a matcher. Its mask is empty if the library gives up, or if no token continues the text."""
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    is_stuck = matcher.is_error() or not ((mask & ~ends).any() or matcher.is_accepting())
+    return State(matcher, np.zeros_like(mask) if is_stuck else mask)
+
+
+class Masks:
+    """The masks of one grammar. A state is made from the state one token before, which is kept for a while."""
+
+    kept: ClassVar[OrderedDict[tuple[Masks, tuple[int, ...]], State | None]] = OrderedDict()  # the newest last
+    lock = RLock()  # the kept states are those of all grammars
+
+    def __init__(self, start: LLMatcher, ends: np.ndarray) -> None:
+        self.ends = ends  # the tokens that end a text, as a mask
+        self.start = state_of(start, ends)
+
+    def _state(self, tokens: tuple[int, ...]) -> State | None:
+        """The state after `tokens`; None if the grammar does not accept them."""
+        if not tokens:
+            return self.start
+        if (self, tokens) in self.kept:
+            return self.kept[self, tokens]
+        is_known = (self, tokens[:-1]) in self.kept
+        before = self.kept[self, tokens[:-1]] if is_known else self.start
+        if before is None:
+            return None
+        matcher, new = before.matcher.deep_copy(), tokens[-1:] if is_known else tokens
+        is_accepted = matcher.try_consume_tokens([*new]) == len(new) or matcher.is_error()
+        return state_of(matcher, self.ends) if is_accepted else None
+
+    def second(self) -> State:
+        """A state after one token, or the first one if the text may end there only."""
+        first = np.flatnonzero(np.unpackbits(self.start.mask & ~self.ends, bitorder="little"))
+        return self._state((int(first[0]),)) or self.start if len(first) else self.start
+
+    def after(self, tokens: tuple[int, ...]) -> np.ndarray | None:
+        """The mask after `tokens`; None if the grammar does not accept them."""
+        with self.lock:
+            state = self.kept[self, tokens] = self._state(tokens)
+            self.kept.move_to_end((self, tokens))
+            while len(self.kept) > MOST_STATES:
+                self.kept.popitem(last=False)
+        return None if state is None else state.mask

@@ -1,0 +1,159 @@
+"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapters 24 and 26)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from functools import lru_cache
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BeforeValidator
+from pydantic.dataclasses import dataclass
+
+from ..config import STRICT
+from ..errors import explained, require
+from ..forms import Ids, Vocabulary, packed
+from .keywords import check_keywords
+from .matcher import Masks
+from .vocabulary import read_vocabulary, single_bytes
+
+MOST_CHARACTERS = 100_000  # of a form
+LIMITS: dict[str, Any] = {  # a form is refused, or ends its request, in a fraction of a second
+    "initial_lexer_fuel": 100_000, "step_lexer_fuel": 200_000, "step_max_items": 20_000, "max_grammar_size": 100_000,
+    "max_lexer_states": 20_000, "verbose_errors": False,
+}  # fmt: skip
+NO_TEXT = "no text has this form, or the vocabulary cannot spell it"
+SPACES = r"( |\n {0,16}|\n\t{0,8})?"  # between two parts of JSON: no model can go on with spaces forever
+
+
+def as_schema(value: Any) -> str | None:
+    """A JSON schema, as a dict or as JSON, as JSON. ValueError for anything else."""
+    if value is None:
+        return None
+    wrong = "json must be a JSON schema, as a dict or as JSON: "
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema, allow_nan=False)
+    except RecursionError:
+        raise ValueError(f"{wrong}this one is nested too deeply: make it flatter") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{wrong}{error}") from None
+    require(isinstance(schema, dict), f"{wrong}it is {text[:80]}")
+    require(len(text) <= MOST_CHARACTERS, f"json has {len(text)} characters: {MOST_CHARACTERS} are the most")
+    check_keywords(schema)
+    return text
+
+
+def as_choice(value: Any) -> tuple[str, ...] | None:
+    """A list of texts as a tuple. ValueError for anything else."""
+    wrong = f"choice={value!r} must be a list of different texts, none of them empty"
+    require(value is None or isinstance(value, list | tuple), wrong)
+    if value is None:
+        return None
+    require(len(value) > 0 and all(isinstance(text, str) and text for text in value), wrong)
+    require(len({*value}) == len(value), wrong)
+    return tuple(value)
+
+
+def as_text(value: Any) -> Any:
+    """A text that is neither empty nor too long; pydantic checks that it is one."""
+    if isinstance(value, str):
+        require(value != "", "an empty regex or grammar allows nothing: leave it out")
+        wrong = f"{len(value)} characters of a regex or a grammar: {MOST_CHARACTERS} are the most"
+        require(len(value) <= MOST_CHARACTERS, wrong)
+        value.encode()  # raises for half of a surrogate pair
+    return value
+
+
+@explained
+@dataclass(frozen=True, config=STRICT)
+class StructuredOutputsParams:
+    """The form of an answer (vLLM's class): set exactly one field.
+
+    `json`: a JSON schema. `regex`: the whole answer matches it. `choice`: one of these texts. `grammar`: a
+    context-free grammar in llguidance's dialect of Lark, from its rule `start`. `json_object=True`: any object.
+
+    Raises ValueError for a form that cannot be read.
+    """
+
+    json: Annotated[str | dict[str, Any] | None, BeforeValidator(as_schema)] = None  # kept as JSON
+    regex: Annotated[str | None, BeforeValidator(as_text)] = None
+    choice: Annotated[list[str] | tuple[str, ...] | None, BeforeValidator(as_choice)] = None
+    grammar: Annotated[str | None, BeforeValidator(as_text)] = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name)]
+        names = ", ".join(f.name for f in fields(self))
+        wrong = f"StructuredOutputsParams has {given or 'nothing'} set: set exactly one of {names}"
+        require(len(given) == 1, wrong)
+
+    def check(self, vocabulary: Vocabulary) -> None:
+        """ValueError if no answer of this vocabulary can have the form."""
+        masks_of(self, vocabulary)
+
+    def mask(self, vocabulary: Vocabulary, tokens: Ids) -> np.ndarray | None:
+        """The tokens that may follow `tokens`: a bit for each, uint8 [size / 8]."""
+        mask = masks_of(self, vocabulary).after(tokens)
+        return None if mask is None else mask[: -(-vocabulary.size // 8)]
+
+    def __repr__(self) -> str:
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"StructuredOutputsParams({', '.join(f'{name}={value!r}' for name, value in given if value)})"
+
+
+def as_grammar(form: StructuredOutputsParams) -> str:
+    """The form in the library's own language."""
+    from llguidance import LLMatcher
+
+    spaces: Any = {"whitespace_pattern": SPACES}
+    if form.regex:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.choice:
+        quoted = (json.dumps(text, ensure_ascii=False) for text in form.choice)
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+    if form.grammar:
+        return LLMatcher.grammar_from_lark(form.grammar)
+    schema: Any = form.json or '{"type": "object"}'
+    return LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
+
+
+def needed_bytes(form: StructuredOutputsParams) -> set[int]:
+    """Bytes that an answer may need: those of the form, and those of JSON."""
+    if form.choice:
+        return {*"".join(form.choice).encode()}
+    if form.regex or form.grammar:
+        return set()
+    return {*b'{}[]":,0123456789', *json.dumps(json.loads(str(form.json or "{}")), ensure_ascii=False).encode()}
+
+
+def check_bytes(form: StructuredOutputsParams, vocabulary: Vocabulary) -> None:
+    """ValueError for a vocabulary in which a needed byte is not a token."""
+    missing = bytes(sorted(needed_bytes(form) - single_bytes(vocabulary)))
+    wrong = f"structured_outputs={form!r:.200} needs {missing!r}"
+    require(not missing, f"{wrong}, which the vocabulary of {vocabulary.folder} cannot spell: take another form")
+
+
+@lru_cache(256)
+def masks_of(form: StructuredOutputsParams, vocabulary: Vocabulary) -> Masks:
+    """The masks of a form. ValueError if it is wrong, too large, or allows no answer."""
+    tokenizer = read_vocabulary(vocabulary)
+    from llguidance import LLMatcher, LLParserLimits
+
+    check_bytes(form, vocabulary)
+    limits = LLParserLimits(**LIMITS)
+    what = f"structured_outputs={form!r:.200}"
+    try:
+        grammar = as_grammar(form)
+    except ValueError as error:
+        raise ValueError(f"{what} is refused: {error}: make it simpler") from None
+    is_wrong, notes = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=limits)
+    require(not notes, f"{what} {'is refused' if is_wrong else 'is not certain'}: {' '.join(' '.join(notes).split())}")
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    masks = Masks(matcher, packed(vocabulary.ends, tokenizer.vocab_size))
+    for state in (masks.start, masks.second()):  # the second computes what the first has put off
+        why = state.matcher.get_error().partition("\n")[0]
+        why = NO_TEXT if not why or "NoExtension" in why else why
+        require(bool(state.mask.any()), f"{what} is refused: {why}: change it")
+    return masks

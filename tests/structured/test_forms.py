@@ -1,0 +1,384 @@
+"""Biases, allowed tokens, bad words, and forms: each changes its own request exactly, and no other one."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atom_mini import LLM, Config, SamplingParams, StructuredOutputsParams
+from atom_mini.extras import Extras
+from atom_mini.forms import Form, Vocabulary, barred_by, packed, spell
+from atom_mini.sampler import Sampler, SamplingMetaData, on_cpu
+from atom_mini.scheduler import ScheduledBatch
+from atom_mini.sequence import SequenceType
+from atom_mini.structured import matcher as matchers
+from atom_mini.structured.params import masks_of
+
+pytest.importorskip("llguidance")
+S = StructuredOutputsParams
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"], "additionalProperties": False,
+}  # fmt: skip
+SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 200, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", **SMALL) as engine:
+        yield engine
+
+
+def answer(llm: LLM, prompt: Any = "12 + 7 =", **options: Any) -> Any:
+    return llm.generate(prompt, SamplingParams(**{"max_tokens": 60} | options), use_tqdm=False)[0]
+
+
+def vocabulary() -> Vocabulary:
+    return Config("tiny").vocabulary
+
+
+def allowed(form: Form, tokens: tuple[int, ...] = ()) -> set[int]:
+    """The ids that may follow."""
+    mask = form.mask(vocabulary(), tokens)
+    assert mask is not None
+    return {*np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()}
+
+
+def batch_of(params: list[SamplingParams], answers: list[list[int]]) -> ScheduledBatch:
+    """A decode of requests with these parameters and answers, all after a prompt [7, 8]."""
+    B = len(params)
+    ones, table = np.ones(B, np.int32), np.zeros((B, 1), np.int32)
+    lens = np.array([2 + len(tokens) for tokens in answers], np.int32)
+    past = {i: [7, 8, *answers[i]] for i, p in enumerate(params) if p.is_penalized}
+    return ScheduledBatch(
+        SequenceType.DECODE, [*range(B)], np.zeros(B, np.int64), ones, lens, table, ones > 0, params, past,
+        prompt_lens=dict.fromkeys(past, 2),
+    )  # fmt: skip
+
+
+def adjusted(params: list[SamplingParams], logits: torch.Tensor, answers: list[list[int]] | None = None) -> torch.Tensor:
+    extras = Extras((2, 0), Config("tiny").folder)
+    return extras.adjust(batch_of(params, answers or [[]] * len(params)), logits, on_cpu)
+
+
+FINISHED: list[tuple[Any, Any]] = [
+    ({"json": PERSON}, lambda text: set(json.loads(text)) == {"name", "age"}),
+    ({"json": json.dumps(PERSON)}, lambda text: 0 <= json.loads(text)["age"] <= 99),
+    ({"regex": r" [a-z]{3}-[0-9]{2}"}, lambda text: re.fullmatch(r" [a-z]{3}-[0-9]{2}", text)),
+    ({"choice": ["perhaps", "never", "日本", 'a "b"\\n\n']}, lambda text: text in ["perhaps", "never", "日本", 'a "b"\\n\n']),
+    ({"grammar": 'start: "(" start ")" | "x"'}, lambda text: re.fullmatch(r"\(*x\)*", text) and text.count("(") == text.count(")")),
+    ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "fits"), FINISHED, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_a_finished_answer_has_the_form(llm: LLM, fields: dict[str, Any], fits: Any) -> None:
+    """Greedy and with seeds. What does not finish is cut off by its length, and says so."""
+    form, finished = S(**fields), 0
+    hot = [SamplingParams(temperature=1.0, seed=seed, max_tokens=100, structured_outputs=form) for seed in range(8)]
+    params = [SamplingParams(temperature=0, max_tokens=100, structured_outputs=form), *hot]
+    for out in llm.generate(["The answer is"] * len(params), params, use_tqdm=False):
+        assert out.finish_reason in ("stop", "length")
+        if out.finish_reason == "stop":
+            assert fits(out.text), out.text
+            finished += 1
+    assert finished >= 3
+
+
+def test_one_choice_is_spelled_and_then_the_text_ends(llm: LLM) -> None:
+    for text in ("never", "été", "日本", "😀", "\x01", '"\\'):
+        out = answer(llm, structured_outputs=S(choice=[text]))
+        assert (out.text, out.finish_reason, out.token_ids[-1] in (0, 2)) == (text, "stop", True)
+    cut = answer(llm, structured_outputs=S(json=PERSON), max_tokens=3)
+    assert cut.finish_reason == "length" and len(cut.token_ids) == 3
+
+
+def test_scores_outside_the_mask_are_minus_infinity_and_all_others_are_unchanged() -> None:
+    """A restricted softmax is the softmax of the allowed logits: exactly what torch computes from them alone."""
+    form, plain = S(regex="[0-9]+ cats"), SamplingParams(temperature=0.7, seed=1)
+    logits = torch.randn(3, 958, generator=torch.Generator().manual_seed(0))
+    only = SamplingParams(temperature=0.7, seed=2, allowed_token_ids=[5, 6, 700])
+    with_form = replace(plain, structured_outputs=form)
+    out = adjusted([with_form, plain, only], logits)
+    for row, ids in ((0, allowed(form)), (2, {5, 6, 700})):
+        kept = sorted(ids)
+        assert torch.equal(out[row, kept], logits[row, kept])
+        assert out[row].isfinite().nonzero()[:, 0].tolist() == kept
+        assert torch.equal(out[row].softmax(-1)[kept], logits[row, kept].softmax(-1)) or torch.allclose(
+            out[row].softmax(-1)[kept], logits[row, kept].softmax(-1), rtol=1e-6, atol=0
+        )
+    assert torch.equal(out[1], logits[1])
+
+
+def test_ten_thousand_samples_stay_inside_and_follow_the_restricted_distribution() -> None:
+    form = S(regex="[a-f0-9]{4}")
+    ids = sorted(allowed(form))
+    logits = torch.randn(1, 958, generator=torch.Generator().manual_seed(3))
+    params = [SamplingParams(temperature=1.0, seed=seed, structured_outputs=form) for seed in range(10_000)]
+    out = adjusted(params, logits.expand(10_000, -1))
+    meta = SamplingMetaData.pack(params, np.full(10_000, 2), 958)
+    counts = Sampler()(out, meta).bincount(minlength=958)
+    assert counts[ids].sum() == 10_000
+    wanted = logits[0, ids].softmax(-1)
+    assert (counts[ids] / 10_000 - wanted).abs().max() < 5 * (wanted.max() / 10_000).sqrt()
+
+
+def test_a_bias_is_added_to_its_logit_before_penalties() -> None:
+    logits = torch.zeros(2, 958)
+    params = SamplingParams(logit_bias={5: 2.5, 6: -100}, repetition_penalty=2.0)
+    out = adjusted([params, SamplingParams()], logits, [[5], []])
+    assert out[0, [5, 6, 9]].tolist() == [1.25, -100, 0] and not out[1].any()
+
+
+def test_a_bias_forces_a_token_and_bars_it(llm: LLM) -> None:
+    free = answer(llm, max_tokens=4, temperature=0).token_ids
+    assert answer(llm, max_tokens=4, temperature=0, logit_bias={50: 100.0}).token_ids == [50] * 4
+    barred = answer(llm, max_tokens=4, temperature=0, logit_bias={free[0]: -100}).token_ids
+    assert free[0] not in barred
+    assert SamplingParams(logit_bias={50: 1}) == SamplingParams(logit_bias=((50, 1.0),))
+
+
+def test_only_allowed_tokens_are_sampled(llm: LLM) -> None:
+    out = answer(llm, max_tokens=20, temperature=1.5, seed=1, allowed_token_ids=[50, 60, 957])
+    assert {*out.token_ids} <= {50, 60, 957} and out.finish_reason == "length"
+
+
+def test_the_last_token_of_a_bad_word_is_barred_after_the_others(llm: LLM) -> None:
+    """As in vLLM: the beginning counts only if it was generated just before, and a space may come first."""
+    assert barred_by([(4,), (5, 6), (6, 5, 6)], [6, 5]) == {4, 6}
+    assert barred_by([(5, 6)], []) == set() and barred_by([(5, 6)], [5, 7]) == set()
+    free = answer(llm, "Once upon a time", max_tokens=40, temperature=0)
+    word = free.text.split()[3]
+    out = answer(llm, "Once upon a time", max_tokens=40, temperature=0, bad_words=[word])
+    assert f" {word} " in free.text and f" {word} " not in out.text
+    first, second = free.token_ids[:2]
+    out = answer(llm, "Once upon a time", max_tokens=2, temperature=0, bad_words=[[first, second]])
+    assert out.token_ids[0] == first and out.token_ids[1] != second
+    tokenizer: Any = llm.get_tokenizer()
+    words = spell(["there", " there"], tokenizer.encode)
+    assert words[:2] == words[2:] and {tokenizer.decode([*w]) for w in words} == {"there", " there"}
+
+
+def test_requests_without_a_mask_keep_their_tokens(llm: LLM) -> None:
+    """Alone, and beside requests with masks; those with masks are the same alone, too."""
+    plain = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12) for seed in range(4)]
+    forms = [S(json=PERSON), S(regex="[a-z ]+"), S(choice=["yes", "no"]), S(json_object=True)]
+    masked = [replace(p, structured_outputs=form) for p, form in zip(plain, forms, strict=True)]
+    both = [p for pair in zip(plain, masked, strict=True) for p in pair]
+    together = llm.generate(["A cat"] * 8, both, use_tqdm=False)
+    alone = [llm.generate("A cat", p, use_tqdm=False)[0] for p in both]
+    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+
+
+def test_a_batch_without_masks_pays_nothing() -> None:
+    """The logits are not even copied."""
+    logits = torch.zeros(2, 958)
+    assert adjusted([SamplingParams(), SamplingParams(temperature=1.0)], logits) is logits
+
+
+def test_log_probabilities_are_the_models(llm: LLM) -> None:
+    """They are taken before masks, as before penalties."""
+    out = answer(llm, max_tokens=1, temperature=0, logprobs=1, structured_outputs=S(choice=["never"]))
+    assert out.logprobs[0].keys() > {out.token_ids[0]} and max(out.logprobs[0].values()) > out.logprobs[0][out.token_ids[0]]
+
+
+def test_min_tokens_gives_way_where_only_an_end_is_allowed(llm: LLM) -> None:
+    """Elsewhere the ends are barred."""
+    out = answer(llm, structured_outputs=S(choice=["no"]), min_tokens=20, temperature=0)
+    assert out.text == "no" and out.finish_reason == "stop"
+    longer = answer(llm, structured_outputs=S(regex="(no)+"), min_tokens=20, temperature=0)
+    assert len(longer.token_ids) >= 20
+    assert answer(llm, allowed_token_ids=[0, 2], min_tokens=3).token_ids in ([0], [2])
+
+
+def test_stop_strings_and_n_and_penalties_go_with_forms(llm: LLM) -> None:
+    out = answer(llm, structured_outputs=S(regex="[a-z ]{30}"), stop="e", temperature=0)
+    assert out.finish_reason == "stop" and "e" not in out.text
+    many = answer(llm, structured_outputs=S(choice=["red", "green", "blue"]), n=6, temperature=2.0, seed=1)
+    assert {o.text for o in many.outputs} <= {"red", "green", "blue"} and len(many.outputs) == 6
+    once = answer(llm, structured_outputs=S(regex="[0-9]{8}"), frequency_penalty=2.0, repetition_penalty=50.0, temperature=0)
+    assert re.fullmatch("[0-9]{8}", once.text) and len({*once.text}) > 4
+    streamed = [piece.text for piece in llm.stream("A", SamplingParams(structured_outputs=S(json=PERSON), max_tokens=60))]
+    assert json.loads("".join(streamed))
+
+
+INSIDE = {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}
+WRONG: list[tuple[Any, str]] = [
+    ({}, "nothing set: set exactly one of json, regex"),
+    ({"json": {}, "regex": "a"}, "'json', 'regex'"),
+    ({"json_object": False}, "set exactly one"),
+    ({"json": 5}, "JSON schema, as a dict or as JSON: it is 5"),
+    ({"json": "{"}, "as a dict or as JSON: Expecting"),
+    ({"json": {"a": {1}}}, "as a dict or as JSON"),
+    ({"json": {"minimum": float("nan")}}, "as a dict or as JSON"),
+    ({"json": "[" * 5000}, "nested too deeply"),
+    ({"json": {"type": "object", "requierd": ["a"]}}, r"keyword \['requierd'\], which JSON Schema does not have"),
+    ({"json": {"properties": {"a": {"items": {"frob": 1}}}}}, r"keyword \['frob'\]"),
+    ({"json": {"$ref": "https://example.org/x"}}, "in another document"),
+    ({"json": {"$defs": {"a": INSIDE}, "$ref": "#/$defs/a"}}, r"holds itself, by \['#/\$defs/a'\], in any text"),
+    ({"json": {"$ref": "#"}}, "holds itself"),
+    ({"json": {"description": "x" * 200_000}}, "characters: 100000 are the most"),
+    ({"regex": ""}, "allows nothing"), ({"grammar": ""}, "allows nothing"), ({"regex": "a" * 200_000}, "100000 are the most"),
+    ({"regex": 5}, "regex=5"), ({"choice": "yes"}, "list of different texts"), ({"choice": []}, "list of different texts"),
+    ({"choice": ["a", "a"]}, "different"), ({"choice": ["a", ""]}, "none of them empty"), ({"regexp": "a"}, "no option 'regexp'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "says"), WRONG, ids=lambda x: str(x)[:40])
+def test_a_wrong_form_is_refused_when_it_is_made(fields: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        S(**fields)
+
+
+IMPOSSIBLE: list[tuple[Any, str]] = [
+    ({"regex": "[0-9"}, "unclosed character class"), ({"regex": "(?=a)b"}, "look-ahead"),
+    ({"regex": "(a{1000}){1000}"}, "too many"),
+    ({"regex": "b(a{1000}){1000}"}, "too many"), ({"grammar": "start: /((a{100}){100}){100}/"}, "too many"),
+    ({"regex": "[^\\x00-\\x{10FFFF}]"}, "no text has this form"),
+    ({"json": {"$ref": "#/$defs/a"}}, "does not exist"), ({"json": {"type": "strin"}}, "Invalid type: strin"),
+    ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum .5. is greater than maximum"),
+    ({"json": {"enum": []}}, "Unsatisfiable"), ({"json": {"not": {}}}, "Unimplemented keys"),
+    ({"json": {"allOf": [{"type": "integer"}, {"type": "string"}]}}, "Unsatisfiable"),
+    ({"json": {"type": "string", "format": "frob"}}, "Unknown format"),
+    ({"grammar": "root ::= x"}, "Expected token"), ({"grammar": 'start: start "a"'}, "no text has this form"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "says"), IMPOSSIBLE, ids=lambda x: str(x)[:40])
+def test_a_form_that_no_answer_can_have_is_refused_before_anything_is_queued(llm: LLM, fields: Any, says: str) -> None:
+    """In bounded time, in one line, with the form: an engine full of other requests goes on."""
+    params = [SamplingParams(), SamplingParams(structured_outputs=S(**fields))]
+    start = time.thread_time()
+    with pytest.raises(ValueError, match=says) as caught:
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    assert time.thread_time() - start < 3 and "\n" not in str(caught.value)
+    assert "structured_outputs=StructuredOutputsParams" in str(caught.value) and not llm.engine_core.scheduler.seqs
+
+
+PARAMS: list[tuple[Any, str]] = [
+    ({"structured_outputs": {"regex": "a"}}, "write StructuredOutputsParams"),
+    ({"structured_outputs": S}, "is not a form"),
+    ({"structured_outputs": S(regex="a"), "ignore_eos": True}, "set ignore_eos=False"),
+    ({"logit_bias": {5: 101}}, "from -100 to 100"),
+    ({"logit_bias": {-1: 5}}, "logit_bias has -1"), ({"logit_bias": {"5": 5}}, "'5'"),
+    ({"logit_bias": 5}, "must be a dict"), ({"logit_bias": {5: True}}, "True"), ({"logit_bias": [(5, 1), (5, 2)]}, "twice"),
+    ({"logit_bias": {5: float("nan")}}, "nan"), ({"logit_bias": [5]}, "must be a dict"),
+    ({"allowed_token_ids": []}, "at least one"),
+    ({"allowed_token_ids": [-1]}, "token id"), ({"allowed_token_ids": [True]}, "token id"),
+    ({"bad_words": "cat"}, "list of words"), ({"bad_words": [" "]}, "list of words"), ({"bad_words": [[]]}, "list of words"),
+    ({"guided_json": {}}, "StructuredOutputsParams.json"), ({"guided_decoding": 1}, "it is called structured_outputs here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "says"), PARAMS, ids=lambda x: str(x)[:40])
+def test_a_wrong_option_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SamplingParams(**options)
+
+
+OUTSIDE: list[dict[str, Any]] = [{"logit_bias": {958: 1}}, {"allowed_token_ids": [5, 958]}, {"bad_words": [[5, 958]]}]
+
+
+@pytest.mark.parametrize("options", OUTSIDE, ids=lambda x: next(iter(x)))
+def test_a_token_outside_the_vocabulary_is_refused(llm: LLM, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} has token id \[958\]"):
+        answer(llm, **options)
+
+
+def test_what_contradicts_a_form_ends_the_request_with_a_reason(llm: LLM) -> None:
+    with pytest.warns(UserWarning, match="no token is left"):
+        out = answer(llm, structured_outputs=S(choice=["yes"]), allowed_token_ids=[5])
+    assert out.finish_reason == "error" and not out.token_ids
+    assert not llm.engine_core.scheduler.seqs
+
+
+def test_a_mask_depends_on_the_tokens_alone() -> None:
+    """In any order of questions, after a state was dropped, and for drafts that the grammar does not accept."""
+    form, rng = S(json=PERSON), np.random.default_rng(0)
+    paths: list[tuple[int, ...]] = [()]
+    while len(paths) < 40:
+        paths.append((*paths[-1], int(rng.choice(sorted(allowed(form, paths[-1]))))))
+        if paths[-1][-1] in (0, 2):
+            paths.append(())
+    usual = [form.mask(vocabulary(), path) for path in paths]
+    for i in rng.permutation(len(paths)):
+        matchers.Masks.kept.clear()
+        found, wanted = form.mask(vocabulary(), paths[i]), usual[i]
+        assert (found is None and wanted is None) or np.array_equal(found, wanted)  # type: ignore[arg-type]
+    outside = next(id for id in range(958) if id not in allowed(form))
+    assert form.mask(vocabulary(), (outside,)) is None and form.mask(vocabulary(), (outside, 5)) is None
+
+
+def test_kept_states_are_bounded_and_belong_to_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matchers, "MOST_STATES", 5)
+    first, second = S(regex="[0-9]*"), S(regex="[a-z]*")
+    ids = sorted(allowed(first) - {0, 2})
+    assert not allowed(second) & {*ids}
+    for n in range(20):
+        assert {*ids} <= allowed(first, (ids[0],) * n)
+        assert second.mask(vocabulary(), (ids[0],) * (n + 1)) is None
+    assert len(matchers.Masks.kept) <= 5
+
+
+def test_after_the_end_of_the_grammar_only_ends_are_allowed() -> None:
+    form = S(regex="x")
+    (x,) = allowed(form)
+    assert allowed(form, (x,)) == {0, 2}
+
+
+def test_a_vocabulary_that_cannot_spell_a_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from atom_mini.structured import params
+
+    monkeypatch.setattr(params, "single_bytes", lambda vocabulary: frozenset(range(128)))
+    masks_of.cache_clear()
+    with pytest.raises(ValueError, match=r"needs b'.*xc3.*', which the vocabulary of .* cannot spell"):
+        S(choice=["été"]).check(vocabulary())
+    S(choice=["ete"]).check(vocabulary())
+    monkeypatch.setattr(params, "single_bytes", lambda vocabulary: frozenset(b'{}[]":,0123456789'))
+    with pytest.raises(ValueError, match="cannot spell"):
+        S(json=PERSON).check(vocabulary())
+    masks_of.cache_clear()
+
+
+def test_a_model_without_an_end_or_a_tokenizer_has_no_forms() -> None:
+    from atom_mini.structured.vocabulary import read_vocabulary
+
+    with pytest.raises(ValueError, match="names no token that ends a text"):
+        S(regex="a").check(vocabulary()._replace(ends=()))
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        S(regex="a").check(Vocabulary(None, 5, (2,)))
+    read_vocabulary.cache_clear()
+
+
+def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from atom_mini.structured import vocabulary as module
+
+    module.read_vocabulary.cache_clear()
+    masks_of.cache_clear()
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs llguidance: run pip install -e \"\.\[structured\]\""):
+        S(regex="a").check(vocabulary())
+
+
+def test_a_step_ahead_is_refused_by_name() -> None:
+    """A bias and a list of tokens need no newest token, so they go with overlap."""
+    with LLM("tiny", **SMALL, overlap=True) as ahead, LLM("tiny", **SMALL) as plain:
+        for options in ({"structured_outputs": S(regex="a")}, {"bad_words": ["a"]}):
+            with pytest.raises(ValueError, match=f"{next(iter(options))} needs the newest token.*set overlap=False"):
+                answer(ahead, **options)
+        for more in ({"logit_bias": {60: 9.5}}, {"allowed_token_ids": [*range(300)]}):
+            options = {"temperature": 1.0, "seed": 3, "max_tokens": 10} | more
+            assert answer(ahead, **options).token_ids == answer(plain, **options).token_ids
+
+
+def test_a_packed_mask_has_a_bit_for_each_token() -> None:
+    assert packed((0, 9, 99), 12).tolist() == [1, 2]
