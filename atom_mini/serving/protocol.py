@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
 from itertools import accumulate
@@ -19,6 +20,8 @@ from ..errors import NOT_HERE, shortened
 from ..llm import TemplateOptions, check_template_options
 from ..text import Request as EngineRequest
 from ..text import Tokenizer
+from .tools import NamedTool, PlainReader, ResponseFormat, Tool, ToolCall, ToolChoice
+from .tools import calls_grammar, joined, make_reader
 
 
 class ApiError(Exception):
@@ -74,6 +77,11 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] = []
     ignore_eos: bool = False
     logprobs: int | None = None  # how many besides the chosen token's
+    logit_bias: Annotated[dict[int, float], Meta(max_length=1024)] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[Stop], Meta(max_length=64)] = []
+    structured_outputs: JsonObject | None = None  # vLLM's: fields of `StructuredOutputsParams`
+    response_format: ResponseFormat = ResponseFormat("text")
     user: str = ""  # changes nothing, nor do the next two
     metadata: dict[str, str] = {}
     store: bool = False
@@ -91,7 +99,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def params(self, choice: int = 0) -> SamplingParams:
         """The options of answer `choice`. ApiError names one that is wrong."""
         options = {f.name: getattr(self, f.name) for f in fields(SamplingParams)}
-        options |= {"logprobs": self.num_logprobs, "n": 1}
+        options |= {"logprobs": self.num_logprobs, "n": 1, "structured_outputs": self.form()}
         if self.seed is not None:
             options["seed"] = self.seed + choice
         try:
@@ -99,15 +107,46 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         except ValueError as error:
             raise ApiError(400, str(error), first_wrong(options)) from None
 
+    def wanted_forms(self) -> dict[str, JsonObject]:
+        """The forms that the request asks for, by the field that does: those of `StructuredOutputsParams`."""
+        found: dict[str, JsonObject] = {}
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs
+        if self.response_format.json_schema is not None:
+            found["response_format"] = {"json": self.response_format.json_schema.schema}
+        if self.response_format.type == "json_object":
+            found["response_format"] = {"json_object": True}
+        return found
+
+    def form(self) -> Any:
+        """The form of the answer, or None. ApiError if it is wrong, or if two fields ask for one."""
+        wanted = self.wanted_forms()
+        if len(wanted) > 1:
+            wrong = f"{' and '.join(wanted)} ask for different forms: leave all but one out"
+            raise ApiError(400, wrong, [*wanted][-1])
+        for name, fields_of_form in wanted.items():
+            from atom_mini.structured import StructuredOutputsParams
+
+            try:
+                return StructuredOutputsParams(**fields_of_form)
+            except (ValueError, TypeError) as error:
+                raise ApiError(400, f"{name}: {error}", name) from None
+        return None
+
+    def reader(self) -> PlainReader:
+        """What finds calls in the text of an answer."""
+        return PlainReader()
+
     def choice(
-        self, index: int, text: str, reason: str | None, logprobs: JsonObject | None = None
+        self, index: int, text: str, reason: str | None, logprobs: JsonObject | None = None,
+        delta: JsonObject | None = None,
     ) -> JsonObject:
-        """One answer, or a piece of it."""
+        """One answer, or a piece of it. `delta`: what a reader has made of its text."""
         content: JsonObject = {"text": text}
         if isinstance(self, ChatCompletionRequest) and self.stream:
-            content = {"delta": {"content": text} if text else {}}
+            content = {"delta": delta or {}}
         elif isinstance(self, ChatCompletionRequest):
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message = {"role": "assistant", "content": text, "refusal": None} | (delta or {})
             content = {"message": message | {"annotations": []}}
         ends = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index} | content | ends
@@ -165,17 +204,28 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One message of a conversation. The null fields come with answers that clients
     send back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[JsonObject]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[JsonObject] | None = None  # None: calls alone
     name: str | None = None
     refusal: None = None
-    tool_calls: None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None  # of a result: the call that it answers
     function_call: None = None
     audio: None = None
     annotations: Annotated[list[None], Meta(max_length=0)] | None = None
 
     def __post_init__(self) -> None:
         self.role = "system" if self.role == "developer" else self.role
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing, and there are no tool_calls: add it")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("tool_call_id goes with the role 'tool', and only with it")
+
+    def as_json(self) -> JsonObject:
+        """As templates read it."""
+        calls = [call.as_json() for call in self.tool_calls or ()]
+        more: JsonObject = {"tool_calls": calls} if calls else {}
+        return {**msgspec.to_builtins(self), "content": self.content or "", **more}
 
 
 class ChatCompletionRequest(ApiRequest, kw_only=True):
@@ -187,6 +237,9 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateOptions = {}  # more variables for the template
+    tools: Annotated[list[Tool], Meta(max_length=128)] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True  # changes nothing
 
     name = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
@@ -200,17 +253,71 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
             check_template_options(self.chat_template_kwargs)
         except ValueError as error:
             raise ApiError(400, str(error), "chat_template_kwargs") from None
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        """ApiError for two tools of one name, and for a choice of a tool that is not there."""
+        names = [tool.function.name for tool in self.tools]
+        if len({*names}) < len(names):
+            raise ApiError(400, f"tools has two functions of one name among {names}: rename one", "tools")
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            wrong = f"tool_choice names {choice.function.name!r}, and tools has {names}"
+            raise ApiError(400, f"{wrong}: name one of these", "tool_choice")
+        if choice == "required" and not names:
+            raise ApiError(400, "tool_choice='required' needs tools: add one", "tool_choice")
+
+    def wanted_forms(self) -> dict[str, JsonObject]:
+        """Also the form of a call that the model has to make."""
+        found, choice = super().wanted_forms(), self.tool_choice
+        if isinstance(choice, NamedTool):
+            (tool,) = (tool for tool in self.tools if tool.function.name == choice.function.name)
+            found["tool_choice"] = {"json": tool.schema}
+        elif choice == "required":
+            from atom_mini.structured.params import SPACES, as_schema
+
+            for tool in self.tools:
+                check_schema(tool, as_schema)
+            found["tool_choice"] = {"grammar": calls_grammar(self.tools, SPACES)}
+        return found
+
+    def reader(self) -> PlainReader:
+        return make_reader(self.tools, self.tool_choice)
+
+    def template_options(self) -> TemplateOptions:
+        """The variables for the template, with the tools that the model may call."""
+        tools = [tool.as_json() for tool in self.tools if self.tool_choice != "none"]
+        return self.chat_template_kwargs | ({"tools": tools} if tools else {})
+
+
+def check_schema(tool: Tool, check: Callable[[JsonObject], object]) -> None:
+    """ApiError if the parameters of a tool are no JSON schema."""
+    try:
+        check(tool.schema)
+    except ValueError as error:
+        raise ApiError(400, f"tools: {tool.function.name}: {error}", "tools") from None
+
+
+def read_answer(request: ApiRequest, text: str, reason: str | None) -> tuple[JsonObject, str | None]:
+    """A whole answer: (the fields of its message, why it ended)."""
+    reader = request.reader()
+    message = joined(reader.read(text, reason))
+    return message, end_reason(reader, reason)
+
+
+def end_reason(reader: PlainReader, reason: str | None) -> str | None:
+    """Why an answer ended, in OpenAI's words."""
+    return "tool_calls" if reason == "stop" and reader.num_calls and reader.is_call_reason else reason
 
 
 NEUTRAL: dict[str, list[object]] = {  # field -> its values that ask for nothing
-    "tools": [[]], "tool_choice": ["none", "auto"],
-    "parallel_tool_calls": [True, False],
-    "functions": [[]], "function_call": ["none"], "response_format": [{"type": "text"}],
-    "modalities": [["text"]], "audio": [], "logit_bias": [{}], "reasoning_effort": [],
+    "tools": [[]], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False],  # of the older endpoint
+    "functions": [[]], "function_call": ["none"],
+    "modalities": [["text"]], "audio": [], "reasoning_effort": [],
     "best_of": [1], "suffix": [""], "echo": [False], "service_tier": ["auto"],
 }  # fmt: skip
 NEUTRAL |= {  # vLLM's defaults, which its clients send
-    "bad_words": [[]], "detokenize": [True], "include_stop_str_in_output": [False],
+    "detokenize": [True], "include_stop_str_in_output": [False],
     "length_penalty": [1], "logits_processors": [[]], "skip_special_tokens": [True],
     "spaces_between_special_tokens": [True], "use_beam_search": [False],
 }
@@ -227,7 +334,7 @@ def check_neutral(name: str, value: object) -> None:
 def read_field(name: str, value: object, kind: object) -> Any:
     """`value` as `kind`; ApiError if it is something else."""
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise ApiError(400, f"{name}: {error}", name) from None
 

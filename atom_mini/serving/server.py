@@ -40,9 +40,10 @@ from .api import EVENTS, JSON, Answer, Api, JsonResponse, Parts
 from .api import event_stream, read_body
 from .async_llm import AsyncLLM, Stream
 from .protocol import (
-    ApiError, ApiRequest, ChatCompletionRequest, CompletionRequest, named_field,
-    read_request,
+    ApiError, ApiRequest, ChatCompletionRequest, CompletionRequest, end_reason, named_field,
+    read_answer, read_request,
 )  # fmt: skip
+from .tools import PlainReader
 from ..text import RequestOutput, TextPiece
 
 Kind = type[Counter | Gauge | Histogram]  # of Prometheus
@@ -167,8 +168,8 @@ class Server(Api):
         if isinstance(request, CompletionRequest):
             return as_list(request.prompt)
         assert isinstance(request, ChatCompletionRequest)
-        chat = msgspec.to_builtins(request.messages)
-        options = request.add_generation_prompt, request.chat_template_kwargs
+        chat = [message.as_json() for message in request.messages]
+        options = request.add_generation_prompt, request.template_options()
         try:
             return [await self.engine.format_chat(chat, *options)]
         except Exception as error:  # a template may raise anything
@@ -189,6 +190,12 @@ class Server(Api):
             wrong = f"{unfinished} answers are unfinished, of max_queue={limits.max_queue}"
             raise ApiError(429, f"{wrong}: try again later", code="queue_full")
 
+    async def check_form(self, form: Any) -> None:
+        """ValueError if no answer can have the form. It is read in the tokenizer's thread, while the engine runs."""
+        if form is not None:
+            checked = self.engine.tokenizing.submit(form.check, self.engine.llm.config.vocabulary)
+            await asyncio.wrap_future(checked)
+
     async def pieces(
         self, request: ApiRequest, stream: Stream
     ) -> AsyncIterator[TextPiece]:
@@ -198,6 +205,7 @@ class Server(Api):
         params = [request.params(i) for _ in range(count) for i in range(request.n)]
         self.streams[stream] = len(params)
         try:
+            await self.check_form(params[0].structured_outputs)
             prompts = await self.prompts(request)
             many = [prompt for prompt in prompts for _ in range(request.n)]
             async for piece in self.engine.follow(stream, many, params):
@@ -242,7 +250,8 @@ class Server(Api):
         choices = []
         for i, out in sorted(outs.items()):
             logprobs = request.logprobs_json(out.logprobs, out.token_ids, tokenizer, 0)
-            choices.append(request.choice(i, out.text, out.finish_reason, logprobs))
+            message, reason = read_answer(request, out.text, out.finish_reason)
+            choices.append(request.choice(i, out.text, reason, logprobs, message))
         new = sum(len(out.token_ids) for out in outs.values())
         counts = request.usage(stream.requests, new)
         document = request.head(self.model) | {"choices": choices, "usage": counts}
@@ -257,9 +266,11 @@ class Server(Api):
         head = request.head(self.model) | counts
         first = {"delta": {"role": "assistant", "content": ""}}
         sent: list[tuple[int, int]] = []  # tokens and characters of each answer
+        readers: list[PlainReader] = []
         async for piece in self.pieces(request, stream):
             if not sent:
                 sent = [(0, 0)] * len(stream.requests)
+                readers = [request.reader() for _ in sent]
                 for i in range(len(sent) * is_chat):
                     yield head | {"choices": [request.choice(i, "", None) | first]}
             i, ids = piece.index, piece.token_ids
@@ -269,9 +280,13 @@ class Server(Api):
             logprobs = request.logprobs_json(
                 rows, ids, self.engine.llm.tokenizer, characters
             )
-            choice = request.choice(i, piece.text, piece.finish_reason, logprobs)
-            chunk = head | {"choices": [choice]}
             new += len(ids)
+            reason = piece.finish_reason
+            *earlier, last = readers[i].read(piece.text, reason) or [{}]
+            for delta in earlier:
+                yield head | {"choices": [request.choice(i, "", None, None, delta)]}
+            reason = end_reason(readers[i], reason)
+            chunk = head | {"choices": [request.choice(i, piece.text, reason, logprobs, last)]}
             if options.include_usage and options.continuous_usage_stats:
                 chunk["usage"] = request.usage(stream.requests, new)
             yield chunk
