@@ -108,7 +108,8 @@ class Extras:
                 pairs[1] = newest[pairs[0]].where(pairs[1] < 0, pairs[1])
         if by.numel():
             logits = logits.index_put((*biased,), by, accumulate=True)
-        logits = penalize(logits, costs[:, 0], seen)
+        if seen.numel():
+            logits = penalize(logits, costs[:, 0], seen)
         if generated.numel():
             logits = subtract(logits, costs[:, 1:], generated)
         return logits.index_put((*barred,), logits.new_tensor(float("-inf")))

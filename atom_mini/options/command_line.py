@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import atom_mini
+from ..checkpoint import JsonObject
 from ..config import SamplingParams
 from ..errors import require
 from ..llm import Chat
@@ -355,8 +356,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         found = get_close_matches(unknown[0], flags, n=1)
         hint = f" (did you mean {found[0]}?)" if found else ""
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    args.params = SamplingParams(**given(args, SamplingParams))
+    args.params = read_params(given(args, SamplingParams))
     return args
+
+
+def read_object(name: str, text: str) -> JsonObject:
+    """The JSON object of an option. ValueError if it is none."""
+    wrong = f"{name}={text!r} must be a JSON object"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{wrong}: {error}") from None
+    require(isinstance(value, dict), wrong)
+    return value
+
+
+def read_params(values: dict[str, Any]) -> SamplingParams:
+    """The options of a request, of which a bias and a form are JSON. ValueError for a wrong one."""
+    if "logit_bias" in values:
+        biases = read_object("logit_bias", values["logit_bias"])
+        values["logit_bias"] = {int(id) if id.isdigit() else id: by for id, by in biases.items()}
+    if "structured_outputs" in values:
+        from atom_mini.structured import StructuredOutputsParams
+
+        form = read_object("structured_outputs", values["structured_outputs"])
+        values["structured_outputs"] = StructuredOutputsParams(**form)
+    return SamplingParams(**values)
 
 
 def as_flag(found: re.Match[str]) -> str:

@@ -32,6 +32,10 @@ HELP["Sampling"] = {
     "stop_token_ids": "end with this token; may be given several times",
     "ignore_eos": "do not stop at the end-of-text token",
     "logprobs": "log probabilities of the K likeliest tokens (--json)",
+    "logit_bias": "JSON, {token id: -100 to 100}: added to a logit",
+    "allowed_token_ids": "no other tokens; may be given several times",
+    "bad_words": "never generated; may be given several times",
+    "structured_outputs": 'JSON: {"json": ...}, "regex", "choice", or "grammar"',
 }
 
 
@@ -135,8 +139,17 @@ def kinds_in(hint: Any) -> set[Any]:
     return set().union(*map(kinds_in, inner)) if inner else {hint}
 
 
+TYPED: dict[str, tuple[type, str]] = {  # whose types say little: how they are typed in a shell
+    "logit_bias": (str, "store"), "structured_outputs": (str, "store"),  # JSON
+    "allowed_token_ids": (int, "append"), "bad_words": (str, "append"),
+}  # fmt: skip
+
+
 def reading(cls: Any, f: Field[Any]) -> dict[str, Any]:
     """The `add_argument` options for a field, by its type."""
+    if f.name in TYPED:
+        kind, action = TYPED[f.name]
+        return {"type": kind, "action": action, "metavar": kind.__name__.upper()}
     found = kinds_in(get_type_hints(cls)[f.name])
     kind = next((t for t in (bool, int, float) if t in found), str)
     if kind is bool:

@@ -156,6 +156,9 @@ def test_the_last_token_of_a_bad_word_is_barred_after_the_others(llm: LLM) -> No
     """As in vLLM: the beginning counts only if it was generated just before, and a space may come first."""
     assert barred_by([(4,), (5, 6), (6, 5, 6)], [6, 5]) == {4, 6}
     assert barred_by([(5, 6)], []) == set() and barred_by([(5, 6)], [5, 7]) == set()
+    params = SamplingParams(bad_words=[[8, 5]])  # the prompt ends with 8
+    out = adjusted([params] * 2, torch.zeros(2, 958), [[], [8]])
+    assert out[0].isfinite().all() and out[1].isinf().nonzero().tolist() == [[5]]
     free = answer(llm, "Once upon a time", max_tokens=40, temperature=0)
     word = free.text.split()[3]
     out = answer(llm, "Once upon a time", max_tokens=40, temperature=0, bad_words=[word])
