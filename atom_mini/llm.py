@@ -29,7 +29,7 @@ from .thread_safe import ThreadSafe
 
 # %% auto #0
 __all__ = ['PromptDict', 'Prompts', 'Params', 'Chat', 'TemplateOptions', 'Listener', 'LLM', 'as_list', 'as_outputs',
-           'check_template_options', 'unwrap', 'read_prompts', 'part_text', 'content_text', 'read_messages']
+           'check_template_options', 'chat_tokenizer', 'unwrap', 'read_prompts', 'part_text', 'content_text', 'read_messages']
 
 # %% ../nbs/09c_llm.ipynb #b2c07960
 class Listener(Protocol):
@@ -236,14 +236,12 @@ class LLM(ThreadSafe):
         `chat_template_kwargs`: more variables for the template.
         """
         self._require_mine()
-        has_template = getattr(self.tokenizer, "chat_template", None) is not None
-        require(has_template, f"{self.config.model} has no chat template: use generate")
+        tokenizer = chat_tokenizer(self.tokenizer, self.config.model)
         own = {} if chat_template_kwargs is None else chat_template_kwargs
         check_template_options(own)
         options = {"add_generation_prompt": add_generation_prompt} | own
-        assert self.tokenizer is not None
         with self._lock:
-            apply = self.tokenizer.apply_chat_template
+            apply = tokenizer.apply_chat_template
             text = apply(read_messages(messages), tokenize=False, **options)
             return self.processor.encode(text, add_special_tokens=False)
 
@@ -330,6 +328,19 @@ def check_template_options(options: TemplateOptions) -> None:
     ours |= {"return_tensors", "tokenize", "tokenizer_kwargs"}
     bad = sorted(ours & options.keys())
     require(not bad, f"{wrong}not have {bad}: leave it out")
+
+
+def chat_tokenizer(tokenizer: Tokenizer | None, model: object) -> Tokenizer:
+    """`tokenizer`. ValueError if it has no chat template, or one whose answers come in
+    harmony's channels."""
+    template = getattr(tokenizer, "chat_template", None)
+    require(template is not None, f"{model} has no chat template: use generate")
+    is_harmony = "<|channel|>" in str(template)
+    wrong = f"{model} answers in harmony's channels, which chat does not read"
+    what = "use generate with the token ids of the package openai-harmony"
+    require(not is_harmony, f"{wrong}: {what}")
+    assert tokenizer is not None
+    return tokenizer
 
 # %% ../nbs/24_what_every_engine_does.ipynb #00963268
 def unwrap(prompt: Any) -> Any:

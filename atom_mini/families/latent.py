@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Attention, AttentionMetaData, get_forward_context
-from .mixture import sort_rows
+from .disk_names import sort_rows
 from .quantized import FamilyModel
 from .specs import LatentSpec
 from ..loading import Readers

@@ -5,17 +5,15 @@
 # %% ../../nbs/families/61_mixture.ipynb #d0e9863c
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import get_forward_context
+from .disk_names import rename_weights, sort_rows, split_experts
 from .specs import FamilySpec, Routing
 from ..loading import Readers
 from atom_mini.models import (
@@ -23,10 +21,8 @@ from atom_mini.models import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['NUM_ROWS', 'RENAMED', 'FUSED', 'PARTS', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate',
-           'MixtureMLP', 'VariedAttention', 'rotary_order', 'PartialRotary', 'rename', 'is_announced', 'rename_weights',
-           'read_expert', 'in_halves', 'interleaved', 'split_experts', 'reorder', 'sort_rows', 'sort_heads',
-           'MixtureModel']
+__all__ = ['NUM_ROWS', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate', 'MixtureMLP', 'VariedAttention',
+           'rotary_order', 'PartialRotary', 'MixtureModel']
 
 # %% ../../nbs/families/61_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -225,100 +221,6 @@ class PartialRotary(RotaryEmbedding):
         self.cos = F.pad(cos, rest, value=1.0).flatten(1)
         self.sin = F.pad(sin, rest).flatten(1)
 
-# %% ../../nbs/families/61_mixture.ipynb #37ae337c
-RENAMED = {
-    ".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.",
-    ".w2.": ".down_proj.", ".router.": ".gate.", ".shared_expert.": ".shared.",
-    ".shared_experts.": ".shared.", ".gate.e_score_correction_bias": ".correction",
-}  # fmt: skip
-
-
-def rename(name: str) -> str:
-    """Our name of a weight, from the checkpoint's name."""
-    for theirs, ours in RENAMED.items():
-        name = name.replace(theirs, ours)
-    return name
-
-
-def is_announced(name: str, spec: FamilySpec) -> bool:
-    """Whether a weight belongs to an MTP layer that the config announces."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    last = spec.num_hidden_layers
-    return found is not None and last <= int(found[1]) < last + spec.mtp_layers
-
-
-def rename_weights(readers: Readers, spec: FamilySpec) -> Readers:
-    """The checkpoint's weights under our names, without those of MTP layers."""
-    return {rename(n): r for n, r in readers.items() if not is_announced(n, spec)}
-
-# %% ../../nbs/families/61_mixture.ipynb #1d3df701
-def read_expert(read: Callable[..., Tensor], e: int, count: int) -> Tensor:
-    """Expert `e` [1, ...] of a tensor [count, ...]. The last slice is open, so that a
-    tensor with more experts has a wrong shape and is refused."""
-    return read(part=slice(e, e + 1 if e + 1 < count else None))
-
-
-def in_halves(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
-    """Part i of the n contiguous parts of an expert [1, all rows, size]."""
-    return read().chunk(n, 1)[i].flatten(0, 1)
-
-
-def interleaved(read: Callable[[], Tensor], i: int, n: int) -> Tensor:
-    """Rows i, i + n, ... of an expert.
-
-    The expert is [1, size, all rows] (transposed), a bias [1, all rows], or packed
-    bytes [1, all rows, ...], whose groups are joined.
-    """
-    expert = read()
-    is_packed = expert.dtype == torch.uint8
-    rows = expert.flatten(2) if is_packed else expert.movedim(-1, 1)
-    return rows[:, i::n].flatten(0, 1)
-
-
-FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj_?(bias|blocks|scales|)")
-PARTS = {"gate_up": ["gate_proj", "up_proj"], "down": ["down_proj"]}
-
-# %% ../../nbs/families/61_mixture.ipynb #1f5b7a9c
-def split_experts(readers: Readers, spec: FamilySpec) -> Readers:
-    """`readers`, with one per expert and part instead of one for all experts."""
-    if (experts := spec.experts) is None:
-        return readers
-    take = interleaved if experts.is_interleaved else in_halves
-    split, read_one = Readers(), lru_cache(maxsize=1)(read_expert)  # for gate, then up
-    for name, read in readers.items():
-        if not (match := FUSED.fullmatch(name)):
-            split[name] = read
-            continue
-        where, fused, kind = match.groups()
-        ours, parts = kind if kind in ("bias", "scales") else "weight", PARTS[fused]
-        for e, (i, part) in product(range(experts.count), enumerate(parts)):
-            one = partial(read_one, read, e, experts.count)
-            split[f"{where}.{e}.{part}.{ours}"] = partial(take, one, i, len(parts))
-    return split
-
-# %% ../../nbs/families/61_mixture.ipynb #ae60e888
-def reorder(read: Callable[..., Tensor], order: Tensor) -> Tensor:
-    """The rows of q or k, or a norm's weights, sorted by `order` within each head."""
-    return read().unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
-
-
-def sort_rows(readers: Readers, orders: dict[str, Tensor]) -> Readers:
-    """`readers` that sort the rows of some modules: `orders` is name -> order."""
-    ours = dict(readers)
-    for name in ours:
-        if (order := orders.get(name.split(".")[-2:][0])) is not None:
-            ours[name] = partial(reorder, ours[name], order)
-    return ours
-
-
-def sort_heads(readers: Readers, spec: FamilySpec) -> Readers:
-    """`readers`, with the rotated rows first in each half of a head."""
-    if spec.rotated_dim == spec.head_dim:
-        return readers
-    names = ("q_proj", "k_proj", "q_norm", "k_norm")
-    order = rotary_order(spec.head_dim, spec.rotated_dim)
-    return sort_rows(readers, dict.fromkeys(names, order))
-
 # %% ../../nbs/families/61_mixture.ipynb #8f60a4c9
 class MixtureModel(CausalLM):
     """A `CausalLM` with experts and with the attention of these families."""
@@ -343,5 +245,10 @@ class MixtureModel(CausalLM):
         return rename_weights(readers, self.spec)
 
     def weight_readers(self, readers: Readers) -> Readers:
-        readers = split_experts(self.rename(readers), self.spec)
-        return sort_heads(readers, self.spec)
+        spec = self.spec
+        readers = split_experts(self.rename(readers), spec)
+        if spec.rotated_dim == spec.head_dim:
+            return readers
+        names = ("q_proj", "k_proj", "q_norm", "k_norm")
+        order = rotary_order(spec.head_dim, spec.rotated_dim)
+        return sort_rows(readers, dict.fromkeys(names, order))

@@ -261,6 +261,14 @@ class StateRunner(ModelRunner):
         meta = StateMetaData(**vars(meta), state_slots=all_slots)
         return ids, positions, meta, last
 
+    def _make_pool(self, slots: int) -> None:
+        """Allocate the states of all layers."""
+        layers = [m for m in self.model.modules() if isinstance(m, GatedDeltaNet)]
+        self.pool = StatePool(layers, slots, self.dtype, self.device)
+        self.upload_slots = choose_upload(self.device)
+        what = "%d states; torch's attention, no graphs, no prefix cache"
+        _log.info(what, slots - 1)
+
     def _free_bytes(self) -> int:
         """The bytes left for keys and values after the states, which are allocated here.
 
@@ -273,11 +281,7 @@ class StateRunner(ModelRunner):
         free = free_host_bytes() if on_host else torch.cuda.mem_get_info(self.device)[0]
         wrong = f"max_num_seqs={count} needs {taken} bytes of states, but {free} are free"
         require(taken < free, f"{wrong}; set it to at most {free // each - 1}")
-        layers = [m for m in self.model.modules() if isinstance(m, GatedDeltaNet)]
-        self.pool = StatePool(layers, count + 1, self.dtype, self.device)
-        self.upload_slots = choose_upload(self.device)
-        what = "%d states of %d bytes; torch's attention, no graphs, no prefix cache"
-        _log.info(what, count, each)
+        self._make_pool(count + 1)
         return min(super()._free_bytes(), free - taken)
 
 # %% ../../nbs/families/66b_state_slots.ipynb #7562ee14

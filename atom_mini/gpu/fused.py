@@ -99,7 +99,7 @@ TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # up to 16 rows, up to 64
     "float32": (TileConfig(16, 2**13, 4, 1, 2), TileConfig(64, 2**13, 8, 1, 2)),
 }
 
-
+# %% ../../nbs/gpu/25_half_the_launches.ipynb #12124339
 class FusedOps(TritonOps):
     """`TritonOps` with fused products of up to `MOST_ROWS` rows."""
 

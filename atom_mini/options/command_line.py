@@ -21,7 +21,7 @@ import atom_mini
 from ..checkpoint import JsonObject
 from ..config import SamplingParams
 from ..errors import require
-from ..llm import Chat
+from ..llm import Chat, chat_tokenizer
 from .args import EngineArgs
 from .build import LLM, choose_scheduler
 from .help import add_fields, given
@@ -237,8 +237,7 @@ def run_chat(args: argparse.Namespace, read: Any = input) -> None:
     with suppress(ImportError):  # not on Windows
         import readline  # noqa: F401 - `input` uses it
     with LLM(**given(args, EngineArgs)) as llm, suppress(EOFError):  # Ctrl-D
-        has_template = getattr(llm.tokenizer, "chat_template", None) is not None
-        require(has_template, f"{llm.config.model} has no chat template: use generate")
+        chat_tokenizer(llm.tokenizer, llm.config.model)
         size = f"up to {llm.config.max_model_len:,} tokens of conversation"
         print(f"{llm.config.model}, {size}. Ask something; /help lists the commands.")
         while (line := read("> ").strip()) != "/exit":

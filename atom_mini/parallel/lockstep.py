@@ -92,7 +92,7 @@ class LockstepRunner(WrappedRunner):
         self.agree(batch.total_tokens_num, batch.type is SequenceType.PREFILL)
         yield
 
-
+# %% ../../nbs/parallel/73b_lockstep.ipynb #03e74767
 class LockstepProc(EngineCoreProc):
     """An `EngineCoreProc` that steps together with those of the other engines. The core
     has a `LockstepRunner`."""

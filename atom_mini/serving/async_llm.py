@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import require
 from ..llm import Chat, Params, Prompts, TemplateOptions
-from ..llm import check_template_options, read_messages, read_prompts
+from ..llm import chat_tokenizer, check_template_options
+from ..llm import read_messages, read_prompts
 from ..options.build import LLM
 from ..text import Request, TextPiece
 
@@ -153,11 +154,8 @@ class AsyncLLM:
         self, messages: Chat, generation: bool, more: TemplateOptions
     ) -> list[int]:
         """The token ids of a conversation, as `LLM.format_chat` makes them."""
-        tokenizer, model = self.llm.tokenizer, self.llm.config.model
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        require(has_template, f"{model} has no chat template: use generate")
+        tokenizer = chat_tokenizer(self.llm.tokenizer, self.llm.config.model)
         check_template_options(more)
-        assert tokenizer is not None
         options = {"add_generation_prompt": generation} | more
         read = read_messages(messages)
         text = tokenizer.apply_chat_template(read, tokenize=False, **options)

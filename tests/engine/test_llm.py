@@ -182,6 +182,15 @@ def test_chat_equals_generate_on_the_template(llm: LLM) -> None:
     assert llm.format_chat([{"role": "user", "content": halves}]) == ids[0]
 
 
+def test_chat_refuses_answers_in_channels(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss answers in harmony's format, which would come out as one text without its special tokens."""
+    template = "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|>analysis or final #}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    for call in (llm.chat, llm.format_chat):
+        refused(partial(call, [{"role": "user", "content": "hi"}]), "harmony's channels.*use generate.*openai-harmony")
+
+
 def test_chat_adds_no_second_first_token(tmp_path: Path) -> None:
     """Where the tokenizer puts a token before every text, and the template has it too: once."""
     from tokenizers.processors import TemplateProcessing

@@ -23,7 +23,7 @@ from small_models import ROOMY, SEVENS, TIGHT, assert_parity, make_prompts, text
 from test_fuzz import mutate
 
 from atom_mini import EngineArgs, families
-from atom_mini.families import latent, mixture, state, windows
+from atom_mini.families import disk_names, latent, mixture, state, windows
 from atom_mini.families.specs import Routing
 
 torch.set_num_threads(1)
@@ -214,12 +214,12 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {  # the case, whose funct
     "turns everywhere": ("SmolLM3", mixture.VariedAttention, "forward", "not self.turns", "False"),
     "no norm of all heads": (
         "OLMoE", mixture.VariedAttention, "project", "if self.has_whole_norm:", "if False:"),
-    "rows as they come": ("GLM-4.5", mixture, "reorder", "[:, order]", ""),
+    "rows as they come": ("GLM-4.5", disk_names, "reorder", "[:, order]", ""),
     "no sinks": ("windows: gpt-oss", windows, "sink_attention", "sinks is not None", "False"),
     "one key more": ("windows: Qwen3", windows, "seen_keys", "length - n + 1", "length - n"),
     "plain SwiGLU": ("windows: gpt-oss", mixture, "activate", "not limit", "True"),
     "halves, not in turns": (
-        "windows: gpt-oss", mixture, "interleaved", "rows[:, i::n]", "rows.chunk(n, 1)[i]"),
+        "windows: gpt-oss", disk_names, "interleaved", "rows[:, i::n]", "rows.chunk(n, 1)[i]"),
     "mscale once": ("latent: V3", latent, "softmax_scale", "m**2", "m"),
     "neighbors, not halves": (
         "latent: V3", latent, "halves_first", "pairs[::2], pairs[1::2]", "pairs"),

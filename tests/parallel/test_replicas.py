@@ -45,7 +45,7 @@ from atom_mini.parallel.lockstep import (
     make_member,
     with_spare_block,
 )
-from atom_mini.parallel.replicas import Replica, chain, devices, longest_match, make_loop
+from atom_mini.parallel.replicas import Replica, Replicas, chain, devices, longest_match, make_loop
 from atom_mini.parallel.shards import open_group
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 from atom_mini.sequence import Sequence, SequenceType
@@ -138,6 +138,22 @@ def test_the_rule(loads: tuple[int, int], length: int, where: int) -> None:
     pair = [stub(loads[0], known), stub(loads[1])]
     prompt = Sequence([1] * 17 + [2] * 90, 4).token_ids[:length]
     assert pair.index(longest_match(pair, Sequence(prompt, 4))) == where
+
+
+@pytest.mark.parametrize("routing", ["load", "prefix"])
+def test_the_balance_does_not_depend_on_speed(routing: str) -> None:
+    """Four requests are two and two, even if one engine has sent all results of its own before the next is added."""
+    front = Replicas.__new__(Replicas)
+    front.config = EngineArgs("tiny", data_parallel_size=2, routing=routing)
+    front.engines = [Replica.__new__(Replica) for _ in range(2)]
+    for engine in front.engines:
+        engine.seqs, engine.messages, engine.hashes, engine.num_given = {}, deque(), set(), 7
+    for i in range(4):
+        seq = Sequence([40, 206, 75], 8, id=i)
+        engine = front.choose(seq)
+        engine.seqs[seq.id] = seq
+        front.engines[0].messages.extend([Output(0, SequenceType.DECODE, 1, 0.0, [], {}, False, 1)] * 150)
+    assert [len(engine.seqs) for engine in front.engines] == [2, 2]
 
 
 # Lockstep

@@ -316,6 +316,14 @@ def test_an_invalid_body_is_a_400(served: Served) -> None:
         assert response.status_code == 400 and response.json()["error"]["message"], body[:20]
 
 
+def test_a_chat_in_channels_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gpt-oss: the error says why, and completions are answered."""
+    monkeypatch.setattr(served.engine.llm.tokenizer, "chat_template", "<|start|>assistant<|channel|>final<|message|>")
+    answer = served.post(TALK, CHAT)
+    assert answer.status_code == 400 and "harmony" in answer.json()["error"]["message"]
+    assert served.post(TEXT, {"prompt": PROMPT, "max_tokens": 1}).status_code == 200
+
+
 def test_requests_of_vllm_users(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's answers are the engine's own: penalties, a least length, a template's options;
     no model is the model, a developer's message the system's, and text comes in parts."""
