@@ -49,4 +49,10 @@ def describe(config: EngineArgs) -> JsonObject:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         left = int(total * config.gpu_memory_utilization) - (total - free) - held
+    if config.kv_offloading_size is not None:
+        from atom_mini.scheduling.offload import block_bytes, count_slots
+
+        slots = count_slots(config)
+        report["host_pool_bytes"] = slots * block_bytes(config)
+        report["host_pool_tokens"] = slots * config.kv_cache_block_size
     return report | {"fitting_tokens": max(0, left) // each}
