@@ -148,21 +148,21 @@ class SymbolicRunner:
 
 
 class SymbolicCopies:
-    """The second pool: slots of as many hashes as a block has in both layers. A device may fail between two copies."""
+    """The second pool: host blocks of as many hashes as a block has in both layers. A device may fail between two copies."""
 
-    def __init__(self, runner: SymbolicRunner, num_slots: int, fails: Callable[[], bool] = bool) -> None:
-        self.runner, self.num_slots, self.fails = runner, num_slots, fails
-        self.slots: list[list[list[int]]] = [[[], []] for _ in range(num_slots)]
+    def __init__(self, runner: SymbolicRunner, num_host_blocks: int, fails: Callable[[], bool] = bool) -> None:
+        self.runner, self.num_host_blocks, self.fails = runner, num_host_blocks, fails
+        self.held: list[list[list[int]]] = [[[], []] for _ in range(num_host_blocks)]
 
     def run(self, saves: Seq[tuple[int, int]], loads: Seq[tuple[int, int]]) -> None:
-        for block, slot in saves:
+        for block, host_id in saves:
             at = self.runner.block_slots[block]
-            self.slots[slot] = [layer[at.start : at.stop] for layer in self.runner.layers]
+            self.held[host_id] = [layer[at.start : at.stop] for layer in self.runner.layers]
             if self.fails():
                 raise StepFailed
-        for slot, block in loads:
+        for host_id, block in loads:
             at = self.runner.block_slots[block]
-            for layer, numbers in zip(self.runner.layers, self.slots[slot], strict=True):
+            for layer, numbers in zip(self.runner.layers, self.held[host_id], strict=True):
                 layer[at.start : at.stop] = numbers
             if self.fails():
                 raise StepFailed
@@ -170,13 +170,13 @@ class SymbolicCopies:
         self.runner.stats["loaded"] += len(loads)
 
 
-def check_host(manager: OffloadManager, slots: list[list[list[int]]] | None = None) -> None:
-    """Between two steps: each slot is free or holds one content, nothing is under way, and all `slots` hold what they
-    should."""
+def check_host(manager: OffloadManager, held: list[list[list[int]]] | None = None) -> None:
+    """Between two steps: each host block is free or holds one content, nothing is under way, and all that is `held` is what it
+    should be."""
     host = manager.host
-    assert sorted([*host.free, *host.slots.values()]) == [*range(host.num_slots)], "a slot is lost, or used twice"
+    assert sorted([*host.free, *host.saved.values()]) == [*range(host.num_host_blocks)], "a host block is lost, or used twice"
     assert not (host.saving or host.loading or manager.saves or manager.loads), "a copy is under way"
-    for content, slot in host.slots.items() if slots else ():
+    for content, host_id in host.saved.items() if held else ():
         tokens: list[int] = []
         above: Content | None = content
         while above:
@@ -184,7 +184,7 @@ def check_host(manager: OffloadManager, slots: list[list[list[int]]] | None = No
         first = [embed(token, position) for position, token in enumerate(tokens)]
         second = [*accumulate(first, mix, initial=0)][1:]
         size = len(content.token_ids)
-        assert slots and slots[slot] == [first[-size:], second[-size:]], f"slot {slot} holds something else"
+        assert held and held[host_id] == [first[-size:], second[-size:]], f"host block {host_id} holds something else"
 
 
 class LaunchingSymbolicRunner(SymbolicRunner):
@@ -584,7 +584,7 @@ def play(
         if strict:
             check_blocks(manager, scheduler.running)
             if isinstance(core, OffloadCore) and isinstance(core.copies, SymbolicCopies):
-                check_host(core.manager, core.copies.slots)
+                check_host(core.manager, core.copies.held)
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"

@@ -50,9 +50,9 @@ def describe(config: EngineArgs) -> JsonObject:
         free, total = torch.cuda.mem_get_info(device)
         left = int(total * config.gpu_memory_utilization) - (total - free) - held
     if config.kv_offloading_size is not None:
-        from atom_mini.scheduling.offload import block_bytes, count_slots
+        from atom_mini.scheduling.offload import block_bytes, count_host_blocks
 
-        slots = count_slots(config)
-        report["host_pool_bytes"] = slots * block_bytes(config)
-        report["host_pool_tokens"] = slots * config.kv_cache_block_size
+        num_blocks = count_host_blocks(config)
+        report["host_pool_bytes"] = num_blocks * block_bytes(config)
+        report["host_pool_tokens"] = num_blocks * config.kv_cache_block_size
     return report | {"fitting_tokens": max(0, left) // each}

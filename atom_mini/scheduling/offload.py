@@ -1,4 +1,4 @@
-"""Copies of blocks between a device and host memory, and whether a second pool fits there (chapter 40)."""
+"""Copies of blocks between a device and host memory, and whether a second pool fits there (chapter 42)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def block_bytes(config: EngineFields) -> int:
     return kvcache_block_bytes(config.spec, config.kv_cache_block_size, dtype)
 
 
-def count_slots(config: EngineFields) -> int:
+def count_host_blocks(config: EngineFields) -> int:
     """How many blocks the second pool holds."""
     return int((config.kv_offloading_size or 0) * GIB) // block_bytes(config)
 
@@ -38,11 +38,11 @@ def check_offloading(config: EngineFields) -> None:
     over = f"{what}{each} exceeds the host's {free / GIB:.2f} GiB of free memory"
     require(size * engines * GIB <= free, f"{over}: lower it")
     small = f"{what} holds no block of {block_bytes(config)} bytes"
-    require(count_slots(config) > 0, f"{small}: raise it, or lower kv_cache_block_size")
+    require(count_host_blocks(config) > 0, f"{small}: raise it, or lower kv_cache_block_size")
 
 
 class HostCopies:
-    """The second pool's tensor [slots, layers, 2, K, S, D], and copies from and to it.
+    """The second pool's tensor [host blocks, layers, 2, K, S, D], and copies from and to it.
 
     On a CPU it is ordinary memory, which is taken when the engine is made. On a GPU it is
     pinned. There, a save is first gathered into a staging buffer on the compute stream, and
@@ -55,9 +55,9 @@ class HostCopies:
         self.on_gpu = self.device.type == "cuda"
         halves, heads, dim = config.spec.kv_shape
         shape = config.spec.kv_layers, halves, heads, config.kv_cache_block_size, dim
-        self.num_slots = count_slots(config)
+        self.num_host_blocks = count_host_blocks(config)
         dtype = choose_dtype(config, self.device)
-        self.host = torch.empty(self.num_slots, *shape, dtype=dtype, pin_memory=self.on_gpu)
+        self.host = torch.empty(self.num_host_blocks, *shape, dtype=dtype, pin_memory=self.on_gpu)
         if self.on_gpu:
             self.stream = torch.cuda.Stream(self.device)
             self.staging = torch.empty(NUM_STAGED, *shape, dtype=dtype, device=self.device)
@@ -73,25 +73,25 @@ class HostCopies:
 
     @torch.inference_mode()
     def run(self, saves: Pairs, loads: Pairs) -> None:
-        """Copy (block, slot) pairs to the host, then (slot, block) pairs to the device."""
+        """Copy (block, host block) pairs to the host, then (host block, block) pairs to the device."""
         if self.on_gpu:
             self._run_on_gpu(saves, loads)
             return
         if saves:
-            blocks, slots = map(list, zip(*saves, strict=True))
-            self.host[slots] = self.kv_cache[:, :, blocks].movedim(2, 0)
+            blocks, host_ids = map(list, zip(*saves, strict=True))
+            self.host[host_ids] = self.kv_cache[:, :, blocks].movedim(2, 0)
         if loads:
-            slots, blocks = map(list, zip(*loads, strict=True))
-            self.kv_cache[:, :, blocks] = self.host[slots].movedim(0, 2)
+            host_ids, blocks = map(list, zip(*loads, strict=True))
+            self.kv_cache[:, :, blocks] = self.host[host_ids].movedim(0, 2)
 
     def _run_on_gpu(self, saves: Pairs, loads: Pairs) -> None:
         compute = torch.cuda.current_stream(self.device)
         for start in range(0, len(saves), NUM_STAGED):
             self._save(saves[start : start + NUM_STAGED], compute)
         if loads:
-            compute.wait_stream(self.stream)  # a slot may have been saved just now
-        for slot, block in loads:
-            self.kv_cache[:, :, block].copy_(self.host[slot], non_blocking=True)
+            compute.wait_stream(self.stream)  # a host block may have been saved just now
+        for host_id, block in loads:
+            self.kv_cache[:, :, block].copy_(self.host[host_id], non_blocking=True)
 
     def _save(self, saves: Pairs, compute: torch.cuda.Stream) -> None:
         """Copy at most `NUM_STAGED` blocks to the host, without a wait for them."""
@@ -100,5 +100,5 @@ class HostCopies:
             self.staging[i].copy_(self.kv_cache[:, :, block])
         self.stream.wait_stream(compute)
         with torch.cuda.stream(self.stream):
-            for i, (_, slot) in enumerate(saves):
-                self.host[slot].copy_(self.staging[i], non_blocking=True)
+            for i, (_, host_id) in enumerate(saves):
+                self.host[host_id].copy_(self.staging[i], non_blocking=True)

@@ -36,7 +36,7 @@ SLOW = [pytest.param(name, range(100, 1000), marks=pytest.mark.slow) for name in
 
 @pytest.mark.parametrize(("variant", "seeds"), [(name, range(100)) for name in VARIANTS] + SLOW)
 def test_outputs_equal_the_oracle_with_two_pools(variant: str, seeds: range) -> None:
-    """Each slot of the second pool is compared with the oracle after each step, too."""
+    """Each block of the second pool is compared with the oracle after each step, too."""
     stats = run_many(seeds, host=True, **VARIANTS[variant])
     least = {"saved": 3, "loaded": 0.4, "failures": 0.4, "prefix_hits": 0.5, "aborts_running": 0.04}
     check_often(stats, {name: int(n * len(seeds)) for name, n in least.items()})
@@ -49,16 +49,16 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
         "    return super().forward(batch)",
     ),
     "a save is found before its copy is made": (
-        HostPool, "save", "self.saving[content] = slot",
-        "self.slots[content] = slot",
+        HostPool, "save", "self.saving[content] = host_id",
+        "self.saved[content] = host_id",
     ),
     "a failed save is found": (
         HostPool, "rollback", "self.saving: dict[Content, int] = {}",
         "self.saving = vars(self).get('saving', {})",
     ),
-    "a slot is freed during a copy": (HostPool, "_take_slot", " if c not in self.loading", ""),
-    "a slot is held too late": (HostPool, "hold", "self.loading.update(contents)", "pass"),
-    "a lost slot is still found": (HostPool, "_take_slot", "self.slots.pop(victim)", "self.slots[victim]"),
+    "a host block is freed during a copy": (HostPool, "_take_host_block", " if c not in self.loading", ""),
+    "a host block is held too late": (HostPool, "hold", "self.loading.update(contents)", "pass"),
+    "a lost content is still found": (HostPool, "_take_host_block", "self.saved.pop(victim)", "self.saved[victim]"),
     "a reused block is saved as what it was": (
         OffloadManager, "_fresh_block", "self.contents.pop(",
         "self.contents.get(",
@@ -74,7 +74,7 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
     "parents are not compared": (HostPool, "content", "key = parent, ", "key = None, "),
     "a last token is found": (OffloadManager, "find", "(seq.num_tokens - 1)", "seq.num_tokens"),
     "an order is carried out twice": (OffloadManager, "publish", "self.saves, self.loads = [], []", "self.loads = []"),
-    "slots are lost": (HostPool, "rollback", "if i not in used", "if i not in used and i"),
+    "host blocks are lost": (HostPool, "rollback", "if i not in used", "if i not in used and i"),
 }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_an_abort_in_the_middle_leaves_what_was_saved() -> None:
         assert (core.runner.stats["loaded"] > 0) == (i == 2)  # type: ignore[attr-defined]
         core.abort(i)
         assert isinstance(core.copies, SymbolicCopies)
-        check_host(core.manager, core.copies.slots)
+        check_host(core.manager, core.copies.held)
         check_blocks(core.manager, [])
 
 
@@ -248,14 +248,14 @@ def test_a_copy_that_fails_is_never_found() -> None:
     for i in range(2):
         core.add(Sequence([i] * 20, 4, SamplingParams(max_tokens=1), id=i))
         core.step()
-    kept = core.manager.host.slots.copy()
+    kept = core.manager.host.saved.copy()
     assert len(kept) == 4
     core.copies.fails = lambda: True
     core.add(Sequence([2] * 20, 4, SamplingParams(max_tokens=1), id=2))
     with pytest.raises(symbolic.StepFailed):
         core.step()
-    assert core.manager.host.slots.items() <= kept.items() and core.manager.host.slots != kept  # one was to be replaced
-    check_host(core.manager, core.copies.slots)
+    assert core.manager.host.saved.items() <= kept.items() and core.manager.host.saved != kept  # one was to be replaced
+    check_host(core.manager, core.copies.held)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -302,7 +302,7 @@ def test_closing_gives_the_memory_back() -> None:
 def test_info_counts_the_second_pool() -> None:
     config = EngineArgs("tiny", device="cpu", kv_offloading_size=0.01)
     report = describe(config)
-    assert report["host_pool_tokens"] == 16 * offload.count_slots(config) > 0
+    assert report["host_pool_tokens"] == 16 * offload.count_host_blocks(config) > 0
     assert report["host_pool_bytes"] == report["host_pool_tokens"] * report["kvcache_bytes_per_token"]
     assert "host_pool_bytes" not in describe(EngineArgs("tiny", device="cpu"))
 
