@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -226,6 +227,51 @@ def test_copies_bring_back_what_was_there() -> None:
     assert torch.equal(cache[:, :, 0], before[:, :, 2])
     for same in (1, 3, 4):
         assert torch.equal(cache[:, :, same], before[:, :, same])
+
+
+class FakeStream:
+    """Notes which stream waits for which."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waits.append((self.name, other.name))
+
+
+def test_a_gpus_copies_go_through_the_staging_buffer_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with made-up streams: the numbers, and who waits for whom."""
+    waits: list[tuple[str, str]] = []
+    compute = FakeStream("compute", waits)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    copies: Any = HostCopies(EngineArgs("tiny", device="cpu", kv_offloading_size=0.01))
+    shape = list(copies.host.shape)
+    copies.attach(cache := torch.randn(shape[1], shape[2], 50, *shape[3:]))
+    before = cache.clone()
+    copies.on_gpu, copies.stream = True, FakeStream("copy", waits)
+    copies.staging = torch.empty(offload.NUM_STAGED, *shape[1:])
+    copies.run([(i, i + 2) for i in range(40)], [])
+    assert torch.equal(copies.host[2:42], before[:, :, :40].movedim(2, 0))
+    assert waits == [("compute", "copy"), ("copy", "compute")] * 3
+    waits.clear()
+    copies.run([(45, 0)], [(5, 45), (6, 46)])
+    assert torch.equal(copies.host[0], before[:, :, 45])
+    assert torch.equal(cache[:, :, 45:47], before[:, :, 3:5])
+    assert waits == [("compute", "copy"), ("copy", "compute"), ("compute", "copy")]
+
+
+@pytest.mark.gpu
+def test_a_gpu_brings_back_what_was_there() -> None:
+    copies = HostCopies(EngineArgs("tiny", device="cuda", kv_offloading_size=0.01))
+    shape = list(copies.host.shape)
+    cache = torch.randn(shape[1], shape[2], 50, *shape[3:]).to("cuda", copies.host.dtype)
+    copies.attach(cache)
+    before = cache.clone()
+    copies.run([(i, i + 2) for i in range(40)], [])
+    cache.zero_()
+    copies.run([], [(i + 2, i) for i in range(40)])
+    assert torch.equal(cache[:, :, :40], before[:, :, :40]) and not cache[:, :, 40:].any()
 
 
 def test_an_abort_in_the_middle_leaves_what_was_saved() -> None:
