@@ -46,6 +46,8 @@ class EngineFields(Config):
     prefix_cache: Literal["hash", "radix", "none"] | None = None
     # lpm: the longest cached prefix first; None: first come, first served
     schedule_policy: Literal["lpm"] | None = None
+    # GiB of host memory for blocks that the prefix cache would lose (42)
+    kv_offloading_size: Annotated[float, Field(gt=0)] | None = None
     scheduler: Literal["atom", "spyre"] = "atom"
     chunk_size: Count = 512  # tokens per prefill step of Spyre's scheduler
     max_batch_tkv_limit: Count = 131_072  # sequences x tkv

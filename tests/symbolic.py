@@ -33,6 +33,7 @@ from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
 from atom_mini.options.build import make_scheduler
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
+from atom_mini.scheduling.host_pool import Content, OffloadCore, OffloadManager
 from atom_mini.scheduling.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.speculation.turns import SpecTurnScheduler
@@ -144,6 +145,46 @@ class SymbolicRunner:
             return
         for context, n in zip(contexts, batch.num_scheduled_tokens.tolist(), strict=True):
             self.stats["same_step_hits"] += len(context) > n and context[-n - 1] in written
+
+
+class SymbolicCopies:
+    """The second pool: host blocks of as many hashes as a block has in both layers. A device may fail between two copies."""
+
+    def __init__(self, runner: SymbolicRunner, num_host_blocks: int, fails: Callable[[], bool] = bool) -> None:
+        self.runner, self.num_host_blocks, self.fails = runner, num_host_blocks, fails
+        self.held: list[list[list[int]]] = [[[], []] for _ in range(num_host_blocks)]
+
+    def run(self, saves: Seq[tuple[int, int]], loads: Seq[tuple[int, int]]) -> None:
+        for block, host_id in saves:
+            at = self.runner.block_slots[block]
+            self.held[host_id] = [layer[at.start : at.stop] for layer in self.runner.layers]
+            if self.fails():
+                raise StepFailed
+        for host_id, block in loads:
+            at = self.runner.block_slots[block]
+            for layer, numbers in zip(self.runner.layers, self.held[host_id], strict=True):
+                layer[at.start : at.stop] = numbers
+            if self.fails():
+                raise StepFailed
+        self.runner.stats["saved"] += len(saves)
+        self.runner.stats["loaded"] += len(loads)
+
+
+def check_host(manager: OffloadManager, held: list[list[list[int]]] | None = None) -> None:
+    """Between two steps: each host block is free or holds one content, nothing is under way, and all that is `held` is what it
+    should be."""
+    host = manager.host
+    assert sorted([*host.free, *host.saved.values()]) == [*range(host.num_host_blocks)], "a host block is lost, or used twice"
+    assert not (host.saving or host.loading or manager.saves or manager.loads), "a copy is under way"
+    for content, host_id in host.saved.items() if held else ():
+        tokens: list[int] = []
+        above: Content | None = content
+        while above:
+            tokens, above = [*above.token_ids, *tokens], above.parent
+        first = [embed(token, position) for position, token in enumerate(tokens)]
+        second = [*accumulate(first, mix, initial=0)][1:]
+        size = len(content.token_ids)
+        assert held and held[host_id] == [first[-size:], second[-size:]], f"host block {host_id} holds something else"
 
 
 class LaunchingSymbolicRunner(SymbolicRunner):
@@ -412,6 +453,7 @@ def run_trial(
     drafts: bool = False,
     mixed: bool = False,
     lpm: type[Scheduler] | None = None,
+    host: bool = False,
 ) -> Counter[str]:
     """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
 
@@ -419,8 +461,11 @@ def run_trial(
     `cache` is the prefix cache of those trials that have one. `overlap`: the host is a step ahead.
     `tight`: most of the trials preempt. `drafts`: up to 8 per decode, of a drafter between always wrong and always right.
     `mixed`: decodes and chunks of prompts share steps. `lpm`: the class that sorts the queue by cached prefixes.
+    `host`: there is a second pool of 1 to 12 blocks.
     """
     trial = make_trial(seed)
+    if host:
+        trial.config = trial.config.changed(enable_prefix_caching=True)
     if tight:
         tighten(trial, random.Random(seed + 1))
     if trial.config.enable_prefix_caching:
@@ -457,6 +502,9 @@ def run_trial(
         if not overlap:
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             core = EngineCore(trial.config, runner, make_scheduler(trial.config))
+            if host:
+                copies = SymbolicCopies(runner, luck.randint(1, 12), fails)
+                core = OffloadCore(trial.config, runner, core.scheduler, copies)
             return play(trial, core, runner, strict, clock.perf_counter)
         trial.config = trial.config.changed(overlap=True, scheduler_delay_factor=0.0)  # refused together
         late = luck.choice((0.0, 0.5, 1.0))
@@ -535,6 +583,8 @@ def play(
         step += 1
         if strict:
             check_blocks(manager, scheduler.running)
+            if isinstance(core, OffloadCore) and isinstance(core.copies, SymbolicCopies):
+                check_host(core.manager, core.copies.held)
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"

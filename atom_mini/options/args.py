@@ -81,6 +81,10 @@ class EngineArgs(EngineFields):
             from atom_mini.cpu.compiled import check_cpu
 
             check_cpu(self)
+        if self.spec is not None and self.kv_offloading_size is not None:
+            from atom_mini.scheduling.offload import check_offloading
+
+            check_offloading(self)
         if self.scheduler == "spyre":
             from atom_mini.scheduling.spyre import check_spyre
 
@@ -159,6 +163,11 @@ TOGETHER: list[Need] = [
          "interleave_decode": (False,), "scheduler_delay_factor": (0.0,),
          "lockstep": (False,)},
         "a scheduler of its own sorts the queue by what the tree has cached"),
+    Need("kv_offloading_size", lambda c: c.kv_offloading_size is not None,
+        {"enable_prefix_caching": (True,), "prefix_cache": ("hash", "radix"),
+         "scheduler": ("atom",), "overlap": (False,), "speculative_config": (None,),
+         "tensor_parallel_size": (1,), "lockstep": (False,)},
+        "blocks that the prefix cache loses are copied between two steps of one device"),
     Need("scheduler='spyre'", has("scheduler", "spyre"),
         {"interleave_decode": (False,), "attention": ("torch",), "compiled": (False,),
          "enable_chunked_prefill": (True,), "scheduler_delay_factor": (0.0,)},
@@ -297,6 +306,7 @@ class EngineOptions(TypedDict, total=False):
     trace: bool
     prefix_cache: Literal["hash", "radix", "none"] | None
     schedule_policy: Literal["lpm"] | None
+    kv_offloading_size: float | None
     scheduler: Literal["atom", "spyre"]
     chunk_size: int
     max_batch_tkv_limit: int

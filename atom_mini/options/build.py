@@ -141,9 +141,23 @@ def make_core(config: EngineFields) -> EngineCore:
         launcher = Launcher(config, make_runner)
         config = config.changed(num_kvcache_blocks=launcher.runner.num_kvcache_blocks)
         return OverlapCore(config, launcher, make_scheduler(config))
+    if config.kv_offloading_size is not None:
+        return make_offloading(config)
     runner = make_runner(config)
     config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
     return EngineCore(config, runner, make_scheduler(config))
+
+
+def make_offloading(config: EngineFields) -> EngineCore:
+    """Make the core with a second pool in host memory, which is taken first."""
+    from atom_mini.scheduling.host_pool import OffloadCore
+    from atom_mini.scheduling.offload import HostCopies
+
+    copies = HostCopies(config)
+    runner = make_runner(config)
+    copies.attach(runner.kv_cache)
+    config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
+    return OffloadCore(config, runner, make_scheduler(config), copies)
 
 
 def make_speculating(config: EngineFields) -> EngineCore:

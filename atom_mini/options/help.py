@@ -59,6 +59,7 @@ HELP["Steps"] = {
     "enable_mixed_steps": "put decodes and chunks of prompts into one step",
     "interleave_decode": "alternate prefill and decode steps",
     "scheduler_delay_factor": "prompts wait this many times the last prefill's time",
+    "kv_offloading_size": "GiB of host memory that keep blocks the cache loses",
     "schedule_policy": "lpm: longest cached prefix first, in a radix cache",
     "scheduler": "atom or spyre",
     "scheduler_cls": "another scheduler, as module:Class",

@@ -49,4 +49,10 @@ def describe(config: EngineArgs) -> JsonObject:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         left = int(total * config.gpu_memory_utilization) - (total - free) - held
+    if config.kv_offloading_size is not None:
+        from atom_mini.scheduling.offload import block_bytes, count_host_blocks
+
+        num_blocks = count_host_blocks(config)
+        report["host_pool_bytes"] = num_blocks * block_bytes(config)
+        report["host_pool_tokens"] = num_blocks * config.kv_cache_block_size
     return report | {"fitting_tokens": max(0, left) // each}

@@ -31,11 +31,15 @@ class Metrics:
     num_decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    num_saved_blocks: int = 0  # copied to the second pool
+    num_loaded_blocks: int = 0  # copied back
 
     def record(self, step: StepOutput) -> None:
         """Count a step. The seconds of a mixed step are shared out by its tokens."""
         self.num_steps += 1
         batch = step.batch
+        self.num_saved_blocks += len(getattr(batch, "saves", ()))
+        self.num_loaded_blocks += len(getattr(batch, "loads", ()))
         if batch.type is SequenceType.DECODE:
             self.num_decode_tokens += sum(map(len, step.output.token_ids.values()))
             self.decode_seconds += step.seconds

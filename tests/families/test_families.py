@@ -152,11 +152,13 @@ def test_logits_equal_transformers(name: str, saved: Any) -> None:
         ("latent: V2-Lite", SEVENS),
         ("state: dense", SEVENS),
         ("latent: GLM-4.7-Flash", TIGHT | {"prefix_cache": "radix"}),
+        ("latent: V3", TIGHT | {"kv_offloading_size": 0.001}),
+        ("windows: gpt-oss", TIGHT | {"kv_offloading_size": 0.001}),
     ],
     ids=str,
 )
 def test_other_paths_equal_transformers(name: str, engine: dict[str, Any], saved: Any) -> None:
-    """Packed products, chunks of 7 tokens, and prefix hits in a tree."""
+    """Packed products, chunks of 7 tokens, prefix hits in a tree, and blocks that come back from host memory."""
     assert_parity(*saved(name), engine, limit=limit_of(name))
 
 

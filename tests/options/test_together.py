@@ -37,7 +37,7 @@ VALUES: dict[str, list[Any]] = {
     "enable_chunked_prefill": [False, True], "dtype": ["float32"], "attention": ["torch", "triton"],
     "enforce_eager": [True], "enable_mixed_steps": [True], "interleave_decode": [True], "scheduler_delay_factor": [0.5],
     "overlap": [True], "trace": [True], "prefix_cache": ["hash", "radix", "none"], "scheduler": ["spyre"], "chunk_size": [64],
-    "schedule_policy": ["lpm"],
+    "schedule_policy": ["lpm"], "kv_offloading_size": [0.01],
     "max_batch_tkv_limit": [4096], "interleave": [False], "speculative_config": [NGRAM], "device": ["cpu"],
     "compiled": [True, False], "packed": [True], "fuse_layers": [True], "quantization": ["int8"],
 }  # fmt: skip
@@ -79,7 +79,7 @@ ROWS: list[dict[str, Any]] = [
     {"kv_cache_block_size": 8, "enable_prefix_caching": False, "enable_chunked_prefill": False,
      "overlap": True, "prefix_cache": "none", "compiled": True, "attention": "torch",
      "interleave_decode": True, "quantization": "int8"},
-    {"prefix_cache": "hash", "kv_cache_block_size": 8, "enable_mixed_steps": True,
+    {"prefix_cache": "hash", "kv_cache_block_size": 8, "enable_mixed_steps": True, "kv_offloading_size": 0.01,
      "attention": "triton", "fuse_layers": True, "max_num_batched_tokens": 64,
      "enable_prefix_caching": True, "enable_chunked_prefill": True, "compiled": False},
     {"kv_cache_block_size": 64, "enable_prefix_caching": True, "compiled": True,
@@ -89,7 +89,7 @@ ROWS: list[dict[str, Any]] = [
      "enable_chunked_prefill": False, "scheduler_delay_factor": 0.5, "prefix_cache": "none",
      "speculative_config": NGRAM},
     {"prefix_cache": "radix", "kv_cache_block_size": 64, "enable_mixed_steps": True,
-     "packed": True},
+     "packed": True, "kv_offloading_size": 0.01},
     {"prefix_cache": "radix", "enable_chunked_prefill": False, "attention": "triton",
      "scheduler_delay_factor": 0.5, "kv_cache_block_size": 8, "speculative_config": NGRAM,
      "fuse_layers": True},
@@ -101,12 +101,13 @@ ROWS: list[dict[str, Any]] = [
     {"kv_cache_block_size": 64, "overlap": True},
     {"prefix_cache": "hash", "packed": True},
     {"prefix_cache": "radix", "compiled": True},
-    {**EASY, "schedule_policy": "lpm", "kv_cache_block_size": 1, "max_num_batched_tokens": 64,
+    {"kv_offloading_size": 0.01, "interleave_decode": True, "scheduler_delay_factor": 0.5},
+    {**EASY, "schedule_policy": "lpm", "kv_cache_block_size": 1, "max_num_batched_tokens": 64, "kv_offloading_size": 0.01,
      "enable_prefix_caching": True, "enable_chunked_prefill": True, "prefix_cache": "radix",
      "attention": "torch", "packed": True, "compiled": False, "quantization": "int8"},
-    {"schedule_policy": "lpm", "kv_cache_block_size": 8, "enable_chunked_prefill": False,
+    {"schedule_policy": "lpm", "kv_cache_block_size": 8, "enable_chunked_prefill": False, "kv_offloading_size": 0.01,
      "attention": "triton", "fuse_layers": True},
-    {"schedule_policy": "lpm", "kv_cache_block_size": 64, "compiled": True},
+    {"schedule_policy": "lpm", "kv_cache_block_size": 64, "compiled": True, "kv_offloading_size": 0.01},
 ]  # fmt: skip
 PROCESS = {"engine_process": True, "ready_timeout": 100.0, "ping_timeout": 100.0}
 RANKS = {"tensor_parallel_size": 2, "collective_timeout": 100.0}
@@ -119,7 +120,8 @@ DEPLOYED: list[dict[str, Any]] = [
     {**RANKS, "enable_mixed_steps": True, "prefix_cache": "radix", "max_num_batched_tokens": 64},
     {**RANKS, "speculative_config": NGRAM, "interleave_decode": True, "prefix_cache": "none"},
     {**ENGINES, "routing": "load", "enable_mixed_steps": True, "prefix_cache": "radix"},
-    {**PROCESS, "schedule_policy": "lpm", "kv_cache_block_size": 8},
+    {**PROCESS, "schedule_policy": "lpm", "kv_cache_block_size": 8, "kv_offloading_size": 0.01},
+    {**ENGINES, "routing": "prefix", "kv_offloading_size": 0.01, "compiled": True},
     {**ENGINES, "routing": "prefix", "overlap": True, "compiled": True},
     {**ENGINES, "lockstep": True, "speculative_config": NGRAM, "scheduler_delay_factor": 0.5},
 ]
@@ -390,7 +392,7 @@ def test_a_config_is_compared_copied_and_frozen_with_all_options() -> None:
 
 
 CHOSEN: list[tuple[dict[str, Any], str]] = [
-    ({"schedule_policy": "lpm"}, "LpmScheduler"),
+    ({"schedule_policy": "lpm"}, "LpmScheduler"), ({"kv_offloading_size": 0.01}, "OffloadManager"),
     ({"prefix_cache": "radix"}, "RadixCache"), ({"interleave_decode": True}, "TurnScheduler"),
     ({"scheduler_delay_factor": 0.5}, "TurnScheduler"), ({"packed": True}, "CpuOps"),
     ({"overlap": True}, "OverlapScheduler"), ({"speculative_config": NGRAM}, "SpecScheduler"),
@@ -404,9 +406,10 @@ def test_options_choose_the_parts(options: dict[str, Any], part: str) -> None:
     """One that does nothing gives the plain engine's tokens, too."""
     with LLM("tiny", device="cpu", num_kvcache_blocks=50, **options) as llm:
         core: Any = llm.engine_core
-        index = getattr(getattr(core.scheduler, "block_manager", None), "index", None)
         ops = getattr(core.runner, "ops", None)
-        made = " ".join(type(x).__name__ for x in (core.scheduler, core.runner, index, ops))
+        manager = getattr(core.scheduler, "block_manager", None)
+        index = getattr(manager, "index", None)
+        made = " ".join(type(x).__name__ for x in (core.scheduler, core.runner, manager, index, ops))
         assert part in made
 
 

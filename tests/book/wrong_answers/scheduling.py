@@ -66,3 +66,9 @@ class ColumnPositions(RectangularRunner):
         return ids, positions * 0, meta, rows  # other logits, but not those of the columns
 
 first_length = 23
+# %% 42_host_pool 1
+def position(weights, numbers, layers, heads, dim, link=LINK, peak=PEAK):
+    needed = 2 * numbers / link * peak
+    return max(0, (needed - 2 * weights) / (2 * layers * heads * dim))  # one product of two
+# %% 42_host_pool 2
+load = [[n] * 17 for n in range(2)] * 6  # both pools hold them
