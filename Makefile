@@ -172,7 +172,7 @@ figures: $(VENV)/dev real
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
 	$(PY) tests/bench/eight_bits.py --json tests/bench/results/eight_bits.json
 	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb nbs/cpu/92b_eight_bits.ipynb \
-		nbs/cpu/93_cpu_decode.ipynb nbs/speculation/53_eagle.ipynb nbs/speculation/54_when_it_pays.ipynb
+		nbs/cpu/92_cpu_decode.ipynb nbs/speculation/53_eagle.ipynb nbs/speculation/54_when_it_pays.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; docs/figures.md's table and README's figure are made from it. Then the
 # same load with three policies for prompts beside decodes.
@@ -181,7 +181,7 @@ score: $(VENV)/dev
 	$(PY) tests/bench/policies.py --json tests/bench/results/policies.json
 	$(PY) nbs/_book/book.py run nbs/index.ipynb nbs/scheduling/20_turns.ipynb nbs/scheduling/23b_launching.ipynb \
 		nbs/speculation/50_verify.ipynb nbs/parallel/70_engine_process.ipynb nbs/parallel/72c_ranks.ipynb \
-		nbs/serving/82_server.ipynb nbs/cpu/93_cpu_decode.ipynb
+		nbs/serving/82_server.ipynb nbs/cpu/92_cpu_decode.ipynb
 	$(PY) nbs/_book/book.py readme
 
 # EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what docs/machines.md says of each GPU.

@@ -29,7 +29,7 @@ def run_serving(args: argparse.Namespace) -> None:
             case "fleet":
                 from atom_mini.serving.fleet import run_fleet as run
             case _:
-                from atom_mini.serving.fleet import run_batch as run
+                from atom_mini.serving.batch import run_batch as run
     except ModuleNotFoundError as error:
         needed = install("ray" if args.name == "fleet" else "server")
         if str(error.name).startswith("atom_mini"):

@@ -1,4 +1,4 @@
-"""The options `compiled` and `packed`: where they apply (chapter 93)."""
+"""The options `compiled` and `packed`: where they apply (chapter 92)."""
 
 from __future__ import annotations
 

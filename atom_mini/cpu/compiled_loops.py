@@ -1,4 +1,4 @@
-"""Loops on a CPU that Numba compiles: a decode, and the attention of prompts (chapters 92 to 93)."""
+"""Loops on a CPU that Numba compiles: a decode, and the attention of prompts (chapter 92)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled decode of a CPU (chapter 93): fewer bits beside float32, and what it costs at the start.
+"""The compiled decode of a CPU (chapter 92): fewer bits beside float32, and what it costs at the start.
 
 Decodes of one, eight and 32 sequences of 64 tokens, of two shapes with random weights: the 29 M of `cpu.py`, and
 Qwen3-0.6B's. Steps in float32, in bfloat16 and in int8 (embedding, head and cache in bfloat16) take turns in one

@@ -64,3 +64,12 @@ def test_a_card_takes_the_row_whose_tiles_fit_it(capability: tuple[int, int], mo
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major, minor=minor))
     assert tile_configs.architecture(torch.device("cuda", 1)) == CARDS[capability]
+
+
+def test_a_gpu_of_no_row_takes_its_nearest_relative() -> None:
+    rows = {"gfx1200": "gfx1201", "gfx1151": "gfx1100", "gfx1150": "gfx1102", "gfx908": "gfx942", "gfx1101": "gfx1100"}
+    rows |= {"gfx950": "gfx950"}
+    assert {name: tile_configs.nearest(name) for name in rows} == rows
+    table, cpu = tile_configs.TILE_CONFIGS, torch.device("cpu")
+    assert tile_configs.configs_for(cpu, torch.float32, table) == table["float32"]
+    assert tile_configs.configs_for(cpu, torch.bfloat16, table) == table["sm_80"]

@@ -82,7 +82,9 @@ def module_alone(ids, states):
     rows = [module(ids[i : i + 1], states[i : i + 1]) for i in range(len(ids))]
     return torch.cat(rows)  # right, but one pass per row
 # %% 54_when_it_pays 1
-fastest = 11  # the most tokens, whatever they cost
+def share_of(accepted, k):
+    # as if every step had looked at one draft more than it accepted
+    return sum(accepted) / sum(count + 1 for count in accepted)
 # %% 54_when_it_pays 2
 pays_from = 0.2  # as if each draft counted alone: 1 + 3 a
 # %% 91_tiny_head 1
