@@ -370,7 +370,7 @@ def read_object(name: str, text: str) -> JsonObject:
     return value
 
 
-def read_params(values: dict[str, Any]) -> SamplingParams:
+def read_params(values: JsonObject) -> SamplingParams:
     """The options of a request, of which a bias and a form are JSON. ValueError for a wrong one."""
     if "logit_bias" in values:
         biases = read_object("logit_bias", values["logit_bias"])

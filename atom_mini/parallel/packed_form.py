@@ -24,7 +24,7 @@ def pack_form(params: SamplingParams) -> PackedParams:
         found["bad_words"] = [[*word] for word in params.bad_words]
     form = params.structured_outputs
     if form is not None:
-        kind = type(form).__name__
+        kind = form.__class__.__name__
         good = is_dataclass(form) and kind == "StructuredOutputsParams"
         require(good, f"structured_outputs of type {kind} cannot be sent to another process: set engine_process=False")
         found["structured_outputs"] = asdict(form)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
+from ..checkpoint import JsonObject
 from ..errors import require
 
 HOLDS_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # name -> schema
@@ -24,9 +24,9 @@ SAYS_NOTHING = {  # about the answer
 KNOWN = HOLDS_SCHEMAS | IS_SCHEMA | LIMITS | SAYS_NOTHING
 
 
-def inner_schemas(schema: dict[str, Any]) -> list[Any]:
+def inner_schemas(schema: JsonObject) -> list[object]:
     """The schemas directly inside of a schema."""
-    found: list[Any] = []
+    found: list[object] = []
     for name, value in schema.items():
         if name in HOLDS_SCHEMAS and isinstance(value, dict):
             found += value.values()
@@ -35,9 +35,10 @@ def inner_schemas(schema: dict[str, Any]) -> list[Any]:
     return found
 
 
-def check_keywords(schema: Any) -> None:
+def check_keywords(schema: JsonObject) -> None:
     """ValueError for a keyword that JSON Schema does not have, and for a reference that leads away or in a circle."""
-    left, refs = [schema], set()
+    left: list[object] = [schema]
+    refs: set[str] = set()
     while left:
         one = left.pop()
         if isinstance(one, dict):
@@ -52,14 +53,14 @@ def check_keywords(schema: Any) -> None:
         check_end(schema, refs)
 
 
-def find(schema: Any, ref: str) -> Any:
+def find(schema: object, ref: str) -> object:
     """The schema that `ref` names, such as "#/$defs/a"; True, which allows anything, if there is none."""
     for name in filter(None, ref.lstrip("#").split("/")):
         schema = schema.get(name.replace("~1", "/").replace("~0", "~"), True) if isinstance(schema, dict) else True
     return schema
 
 
-def may_end(schema: Any, known: set[str]) -> bool:
+def may_end(schema: object, known: set[str]) -> bool:
     """Whether a text can have the schema, if one can have each of the references in `known`."""
     if not isinstance(schema, dict):
         return True
@@ -74,7 +75,7 @@ def may_end(schema: Any, known: set[str]) -> bool:
     return all(may_end(one, known) for one in needed) and any(may_end(one, known) for one in choices)
 
 
-def check_end(schema: dict[str, Any], refs: set[str]) -> None:
+def check_end(schema: JsonObject, refs: set[str]) -> None:
     """ValueError for a schema that holds itself in any text, which would never end."""
     known: set[str] = set()
     while more := {ref for ref in refs - known if may_end(find(schema, ref), known)}:
