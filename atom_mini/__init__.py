@@ -18,6 +18,6 @@ else:  # the first part alone
 __all__ = ["LLM", "RequestOutput", "Config", "EngineArgs", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING or find_spec("atom_mini.structured"):
-    from atom_mini.structured import StructuredOutputsParams
+    from atom_mini.structured.params import StructuredOutputsParams
 
     __all__ += ["StructuredOutputsParams"]

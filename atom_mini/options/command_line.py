@@ -376,7 +376,7 @@ def read_params(values: JsonObject) -> SamplingParams:
         biases = read_object("logit_bias", values["logit_bias"])
         values["logit_bias"] = {int(id) if id.isdigit() else id: by for id, by in biases.items()}
     if "structured_outputs" in values:
-        from atom_mini.structured import StructuredOutputsParams
+        from atom_mini.structured.params import StructuredOutputsParams
 
         form = read_object("structured_outputs", values["structured_outputs"])
         values["structured_outputs"] = StructuredOutputsParams(**form)

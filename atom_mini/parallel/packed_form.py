@@ -36,6 +36,6 @@ def unpack_params(packed: Any) -> SamplingParams:
     form = packed.get("structured_outputs")
     if form is None:
         return SamplingParams(**packed)
-    from atom_mini.structured import StructuredOutputsParams
+    from atom_mini.structured.params import StructuredOutputsParams
 
     return SamplingParams(**packed | {"structured_outputs": StructuredOutputsParams(**form)})

@@ -125,7 +125,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             wrong = f"{' and '.join(wanted)} ask for different forms: leave all but one out"
             raise ApiError(400, wrong, [*wanted][-1])
         for name, fields_of_form in wanted.items():
-            from atom_mini.structured import StructuredOutputsParams
+            from atom_mini.structured.params import StructuredOutputsParams
 
             try:
                 return StructuredOutputsParams(**fields_of_form)

@@ -1,5 +1,1 @@
 """Answers in a form: a grammar decides which tokens may come next (chapters 24 and 26)."""
-
-from .params import StructuredOutputsParams
-
-__all__ = ["StructuredOutputsParams"]
