@@ -78,7 +78,7 @@ NOT_HERE = {  # names that vLLM's users try: the reason, or what to use
     "skip_special_tokens": "the text never has them; out.token_ids does",
     "skip_tokenizer_init": "the tokenizer is always loaded; prompts may be token ids",
     "spaces_between_special_tokens": "the text never has them; out.token_ids does",
-    "swap_space": "blocks are not swapped; preempted requests are recomputed",
+    "swap_space": "it is called kv_offloading_size here",
     "tokenizer": "the checkpoint's own is used; put another into its folder",
     "tokenizer_mode": "AutoTokenizer chooses the kind; leave it out",
     "truncate_prompt_tokens": "prompts stay whole; cut the token ids yourself",

@@ -102,8 +102,9 @@ HOST = -1  # in a list of cached blocks: this one is in the second pool
 class OffloadManager(BlockManager):
     """`BlockManager` that saves blocks before they are overwritten, and loads them again.
 
-    Its second pool has `num_host_blocks`. `saves` has (block, host block) pairs and `loads` (host
-    block, block) pairs: all saves, then all loads, must be copied before the step runs.
+    Its second pool has `num_host_blocks`. `saves` has (block, host block) pairs, and
+    `loads` has (host block, block) pairs. All saves, then all loads, must be copied
+    before the step runs.
     """
 
     num_host_blocks: int = 0

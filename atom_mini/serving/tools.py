@@ -167,7 +167,7 @@ class RequiredReader(PlainReader):
             found.append(new_call(0, json.loads(head[1]), ""))
         if not self.num_calls:  # cut off before the name's end
             return [{"content": self.held}] if reason and self.held else []
-        keep = 0 if reason == "length" else 1
+        keep = reason in (None, "stop")  # the last brace, which is not of the arguments
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return [*found, more_arguments(shown)] if shown else found
 

@@ -1,4 +1,4 @@
-"""The keywords of a JSON schema: one that is misspelled would be ignored, and the answer wrong (chapters 24 and 26)."""
+"""The keywords of a JSON schema: one that is misspelled would be ignored, and the answer wrong (chapter 24)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens may come next: a mask for each state of a grammar (chapters 24 and 26).
+"""Which tokens may come next: a mask for each state of a grammar (chapter 24).
 
 What decides is the grammar and the tokens so far, and nothing else. A draft that is refused, a step that fails, a
 request that starts again after a preemption: none of them has anything to undo here.
@@ -59,7 +59,8 @@ class Masks:
     def second(self) -> State:
         """A state after one token, or the first one if the text may end there only."""
         first = np.flatnonzero(np.unpackbits(self.start.mask & ~self.ends, bitorder="little"))
-        return self._state((int(first[0]),)) or self.start if len(first) else self.start
+        with self.lock:
+            return self._state((int(first[0]),)) or self.start if len(first) else self.start
 
     def after(self, tokens: tuple[int, ...]) -> np.ndarray | None:
         """The mask after `tokens`; None if the grammar does not accept them."""

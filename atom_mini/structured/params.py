@@ -1,4 +1,4 @@
-"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapters 24 and 26)."""
+"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapter 24)."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def masks_of(form: StructuredOutputsParams, vocabulary: Vocabulary) -> Masks:
     is_wrong, notes = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=limits)
     require(not notes, f"{what} {'is refused' if is_wrong else 'is not certain'}: {' '.join(' '.join(notes).split())}")
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    masks = Masks(matcher, packed(vocabulary.ends, tokenizer.vocab_size))
+    words = -(-tokenizer.vocab_size // 32)  # of the library's masks
+    masks = Masks(matcher, packed(vocabulary.ends, 32 * words))
     for state in (masks.start, masks.second()):  # the second computes what the first has put off
         why = state.matcher.get_error().partition("\n")[0]
         why = NO_TEXT if not why or "NoExtension" in why else why

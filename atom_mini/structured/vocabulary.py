@@ -1,4 +1,4 @@
-"""A tokenizer as the library of grammars reads it: the bytes of each token (chapters 24 and 26)."""
+"""A tokenizer as the library of grammars reads it: the bytes of each token (chapter 24)."""
 
 from __future__ import annotations
 

@@ -53,6 +53,20 @@ def allowed(form: Form, tokens: tuple[int, ...] = ()) -> set[int]:
     return {*np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()}
 
 
+@pytest.mark.parametrize("more", [0, 3, 42, 43])
+def test_any_number_of_logits(more: int) -> None:
+    """The library's masks are whole words of 32 bits, ours whole bytes."""
+    known = vocabulary()
+    wider = known._replace(size=known.size + more)
+    for tokens in ((), (9,)):
+        before, mask = S(regex="[a-z ]+").mask(known, tokens), S(regex="[a-z ]+").mask(wider, tokens)
+        if before is None or mask is None:
+            assert before is mask
+            continue
+        assert len(mask) == -(-wider.size // 8) and (mask[: len(before)] == before).all()
+        assert not mask[len(before) :].any()
+
+
 def batch_of(params: list[SamplingParams], answers: list[list[int]]) -> ScheduledBatch:
     """A decode of requests with these parameters and answers, all after a prompt [7, 8]."""
     B = len(params)

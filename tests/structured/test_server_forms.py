@@ -137,7 +137,7 @@ def test_calls_between_tags_are_found_in_pieces_of_any_size(text: str, size: int
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 def test_a_required_call_is_read_in_pieces_of_any_size(size: int, reason: str) -> None:
     arguments = '{"city": "Oslo}"}'
     text = '{"name": "weather", "arguments": ' + arguments + ("}" if reason == "stop" else "")
