@@ -110,10 +110,10 @@ serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
 # Files are side by side, JOBS at a time; tests that look at other processes come after them, one by one.
-TOGETHER := -n $(JOBS) --dist loadfile -m "not alone and not large and not ray and not real
-ALONE := -m "alone and not large and not ray and not real
+TOGETHER := -n $(JOBS) --dist loadfile -m "not alone and not large and not ray and not real and not site
+ALONE := -m "alone and not large and not ray and not real and not site
 
-# CI runs `make test-rest` as well, which has the slow tests.
+# CI runs `make test-rest` as well, which has the slow tests, and `make test-docs`, which builds the site once for those that read it.
 test: $(VENV)/dev
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
 	$(PY) -m pytest $(TOGETHER) and not slow"

@@ -24,8 +24,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels then run without a GPU
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests are skipped without a GPU, with this reason."""
+    """GPU tests are skipped without a GPU, with this reason. Tests that read the site are marked: `make test-docs` builds
+    it once for all of them."""
+    for item in items:
+        if "pages" in getattr(item, "fixturenames", ()):
+            item.add_marker("site")
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # a folder of that name is a keyword, too

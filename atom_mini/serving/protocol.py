@@ -144,7 +144,8 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """One answer, or a piece of it. `delta`: what a reader has made of its text."""
         content: JsonObject = {"text": text}
         if isinstance(self, ChatCompletionRequest) and self.stream:
-            content = {"delta": delta or {}}
+            plain = {"content": text} if text else {}
+            content = {"delta": plain if delta is None else delta}
         elif isinstance(self, ChatCompletionRequest):
             message = {"role": "assistant", "content": text, "refusal": None} | (delta or {})
             content = {"message": message | {"annotations": []}}

@@ -1,1 +1,0 @@
-"""Answers in a form: a grammar decides which tokens may come next (chapter 24)."""
