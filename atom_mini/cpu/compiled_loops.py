@@ -346,13 +346,14 @@ def add_pairs(typing, x, y, sums):
 def quantize(x, codes, scales):
     """Codes [R, size] int16 and scales [R] of the rows of x [R, size]."""
     least = np.float32(1e-30).view(np.int32)
+    most = np.float32(min(2**14 - 1, (2**31 - 1) // (127 * x.shape[1])))  # `largest_code`
     for r in range(len(x)):
         bits, top = x[r].view(np.int32), least
         for i in range(len(bits)):
             top = np.int32(max(top, bits[i] & np.int32(0x7FFFFFFF)))
         largest = np.int32(top).view(np.float32)
-        scales[r] = largest / np.float32(127)
-        inverse = np.float32(127) / largest
+        scales[r] = largest / most
+        inverse = most / largest
         for i in range(len(bits)):
             codes[r, i] = np.int16(np.rint(x[r, i] * inverse))
 
@@ -453,9 +454,10 @@ def multiply_codes(start, end, codes, row_scales, w, scales, bias, y):
     """Outputs [start, end) of y [R, O], from codes [R, I] int16 with a scale per row,
     and w [O, I] int8 with a scale per output.
 
-    I is a multiple of 2 * LANES, `start` and O of 4; `end` may be above O."""
+    I is a multiple of 2 * LANES, `start` of 4, and O >= 4; `end` may be above O."""
     rest, scales = len(codes) % 2, scales[:]  # an array even for Numba, never None
-    for o in range(start, min(end, len(w)), 4):
+    for first in range(start, min(end, len(w)), 4):
+        o = min(first, len(w) - 4)
         if len(codes) == 1:
             code_row(w, scales, o, codes, row_scales, bias, y)
             continue
@@ -705,6 +707,7 @@ class Weights(NamedTuple):
     """The weights of a decode, as arrays."""
 
     table: np.ndarray  # embeddings [V, size]
+    table_scales: np.ndarray | None  # [1, V] if they are int8
     norms: np.ndarray  # [2 * layers + 1, size]
     head_norms: np.ndarray  # of queries and keys [layers, 2, D], or [layers, 2, 0]
     cos: np.ndarray  # [positions, D]
@@ -713,16 +716,19 @@ class Weights(NamedTuple):
     biases: tuple[np.ndarray, ...]  # theirs [layers, O]
     scales: tuple[np.ndarray | None, ...]  # theirs if they are int8 [layers, O]
     head: np.ndarray  # [V, size]
+    head_scales: np.ndarray | None  # [1, V] if it is int8
     no_bias: np.ndarray  # [V]
 
 
 @kernel
-def embed(counts, ids, table, x, residual):
+def embed(counts, ids, table, scales, x, residual):
     """x [B, size] = the rows `ids` [B] of the table [V, size]; residual = 0."""
+    zero = broadcast(np.float32(0))
     for r in pieces(counts, len(ids)):
+        scale = broadcast(np.float32(1) if scales is None else scales[0, ids[r]])
         for i in range(0, x.shape[1], LANES):
-            store(x, r, i, load(table, ids[r], i))
-            store(residual, r, i, broadcast(np.float32(0)))
+            store(x, r, i, fma(load(table, ids[r], i), scale, zero))
+            store(residual, r, i, zero)
 
 
 @kernel
@@ -742,7 +748,7 @@ def decode_step(counters, num_pieces, w, eps, ids, cache, lens, tables, buffers)
     x, residual, normed, qkv, attended, gate_up, act, logits = buffers
     qkv_w, o_w, gate_up_w, down_w = w.matrices
     qkv_bias, o_bias, gate_up_bias, down_bias = w.biases
-    embed(counters[-3], ids, w.table, x, residual)
+    embed(counters[-3], ids, w.table, w.table_scales, x, residual)
     for i in range(len(cache)):
         counts, kv = counters[9 * i :], cache[i]
         add_norm(counts[0], x, residual, w.norms[2 * i], eps, normed)
@@ -761,7 +767,8 @@ def decode_step(counters, num_pieces, w, eps, ids, cache, lens, tables, buffers)
         scale = scales_at(w.scales[3], i)
         linear(counts[8], num_pieces, act, down_w[i], down_bias[i], x, scale)
     add_norm(counters[-1], x, residual, w.norms[-1], eps, normed)
-    linear(counters[-2], num_pieces, normed, w.head, w.no_bias, logits)
+    scale = scales_at(w.head_scales, 0)
+    linear(counters[-2], num_pieces, normed, w.head, w.no_bias, logits, scale)
 
 
 TALL = 96  # a multiple of 6 and of 2 * LANES

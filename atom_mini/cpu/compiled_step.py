@@ -16,7 +16,7 @@ from ..attention import AttentionMetaData
 from .compiled_loops import LANES, TALL, Weights, attend_prompts, decode_step
 from .decode import CpuOps
 from .products import lacks_products, prepare
-from .int8_model import Int8Linear
+from .int8_model import Int8Embedding, Int8Linear
 from ..fields import EngineFields
 from ..gpu.graphs import first_decodes
 from ..model_runner import ModelRunner, made_up_batch
@@ -73,9 +73,9 @@ def stack(layers: list[Linear]) -> Tensor:
     return whole
 
 
-def scales_of(layers: list[Linear]) -> np.ndarray | None:
+def scales_of(*layers: nn.Module) -> np.ndarray | None:
     """Scales [L, O] of weights in int8 (chapter 92b); None for floats."""
-    int8 = [layer for layer in layers if isinstance(layer, Int8Linear)]
+    int8 = [layer for layer in layers if isinstance(layer, Int8Linear | Int8Embedding)]
     return floats([layer.weight_scale[:, 0] for layer in int8]) if int8 else None
 
 
@@ -104,14 +104,16 @@ def collect(model: Any) -> Weights:
     kinds += [[m.gate_up for m in mlps], [m.down for m in mlps]]
     return Weights(
         table=as_numpy(decoder.embed_tokens.weight),
+        table_scales=scales_of(decoder.embed_tokens),
         norms=floats([n.weight for n in [*norms, decoder.norm]]),
         head_norms=floats([*map(norms_of, attns)]),
         cos=decoder.rotary.cos.numpy(),
         sin=decoder.rotary.sin.numpy(),
         matrices=tuple(as_numpy(stack(kind)) for kind in kinds),
         biases=tuple(floats([bias_of(x) for x in kind]) for kind in kinds),
-        scales=tuple(map(scales_of, kinds)),
+        scales=tuple(scales_of(*kind) for kind in kinds),
         head=as_numpy(head),
+        head_scales=scales_of(model.head),
         no_bias=np.zeros(len(head), np.float32),
     )
 

@@ -10,11 +10,11 @@ from ..errors import require
 from ..fields import EngineFields, is_on_cpu
 
 DENSE = "llama", "qwen2", "qwen3"  # model types whose layers have eight bits, too
-LONGEST = 2**31 // (127 * 128) - 1  # products in a sum of 32 bits
+LONGEST = 2**31 // 127**2 - 1  # products in a sum of 32 bits, with codes of eight bits
 
 
 def int8_spec(spec: ModelSpec) -> Int8Spec:
-    """`spec` with layers in eight bits. ValueError if it has others, or is stored in
+    """`spec` with weights in eight bits. ValueError if it has other layers, or is stored in
     fewer bits already."""
     storage = getattr(spec, "storage", None)
     is_ours = type(spec).__module__.startswith("atom_mini.")  # not a user's

@@ -16,22 +16,28 @@ from ..checkpoint import ModelSpec
 from .products import multiply_wide
 from ..errors import require
 from ..loading import Readers, weight_targets
-from ..models import MLP, MODELS, CausalLM, Linear, SelfAttention
+from ..models import MLP, MODELS, CausalLM, Linear, SelfAttention, TorchOps
 
 # %% auto #0
-__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales', 'Int8Spec',
-           'Int8Model']
+__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'largest_code', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales',
+           'Int8Embedding', 'Int8Spec', 'Int8Model']
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #6e7facb3
 LEAST = 1e-30  # instead of the largest number of a row of zeros
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, largest: int = 127) -> tuple[Tensor, Tensor]:
     """Codes [R, size] and scales [R, 1] of x [R, size], float32: x is about their
-    product. The codes are whole numbers from -127 to 127."""
+    product. The codes are whole numbers from -largest to largest."""
     x = x.float()
     top = x.abs().amax(-1, keepdim=True).clamp_min(LEAST)
-    return (x * (127 / top)).round(), top / 127
+    return (x * (largest / top)).round(), top / largest
+
+# %% ../../nbs/cpu/92b_eight_bits.ipynb #b4d96f9b
+def largest_code(size: int) -> int:
+    """Of activations [T, size]: its products with `size` codes of eight bits add up to
+    less than 2**31. At most 15 bits, with the sign."""
+    return min(2**14 - 1, (2**31 - 1) // (127 * size))
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #b9da2927
 HAS_BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)()  # private
@@ -39,9 +45,12 @@ HAS_BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)()  # private
 
 def multiply_bytes(x: Tensor, weight: Tensor) -> Tensor:
     """Codes x [T, size] float32 @ weight.T [size, rows] int8 -> [T, rows] float32."""
-    if HAS_BYTES:
-        return torch._int_mm(x.to(torch.int8), weight.T).float()
-    return multiply_wide(x, weight)
+    if not HAS_BYTES:
+        return multiply_wide(x, weight)
+    high = ((x + 128) / 256).floor()
+    halves = high.to(torch.int8), (x - 256 * high).to(torch.int8)
+    first, second = (torch._int_mm(half, weight.T) for half in halves)
+    return (256 * first + second).float()
 
 
 class Int8Linear(Linear):
@@ -57,7 +66,7 @@ class Int8Linear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, size] -> [T, sum of parts], in x's dtype."""
-        codes, scales = quantize_rows(x)
+        codes, scales = quantize_rows(x, largest_code(x.shape[1]))
         out = multiply_bytes(codes, self.weight) * (scales * self.weight_scale.T)
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
@@ -78,14 +87,38 @@ def read_scales(read: Callable[..., Tensor]) -> Tensor:
     """The scales [out, 1] of a weight that is stored as floats [out, in]."""
     return quantize_rows(read())[1]
 
+# %% ../../nbs/cpu/92b_eight_bits.ipynb #3abae8c3
+class Int8Embedding(nn.Module):
+    """An embedding in eight bits: codes [V, size] int8, and a scale per row."""
+
+    def __init__(self, like: nn.Embedding) -> None:
+        super().__init__()
+        codes = torch.empty(like.weight.shape, dtype=torch.int8)
+        scales = torch.empty(len(codes), 1, dtype=torch.float32)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = nn.Parameter(scales, requires_grad=False)
+        self.dtype = like.weight.dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [T] -> [T, size], in the model's dtype."""
+        return (self.weight[ids] * self.weight_scale[ids]).to(self.dtype)
+
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #78ed12f8
 @dataclass(frozen=True)
 class Int8Spec(ModelSpec):
-    """A `ModelSpec` whose layers multiply in eight bits."""
+    """A `ModelSpec` whose weights have eight bits."""
 
 
 class Int8Model(CausalLM):
-    """A `CausalLM` whose layers multiply in eight bits; embedding and head do not."""
+    """A `CausalLM` whose matrices have eight bits."""
+
+    def __init__(self, spec: ModelSpec, max_position: int, ops: TorchOps) -> None:
+        super().__init__(spec, max_position, ops)
+        table = Int8Embedding(self.model.embed_tokens)
+        self.model.embed_tokens, self.head = table, Int8Linear(self.head)
+        if spec.tie_word_embeddings:
+            self.head.weight = table.weight
+            self.head.weight_scale = table.weight_scale
 
     def make_attention(self, layer: int) -> nn.Module:
         """The first half of this layer."""

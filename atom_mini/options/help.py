@@ -43,7 +43,7 @@ HELP["Model and memory"] = {
     "model": "'tiny' (built in), a folder, or a hub id",
     "device": "cuda, cuda:1 or cpu (default: a GPU if there is one)",
     "dtype": "float32, bfloat16 or float16; float32 on a CPU",
-    "quantization": "int8: weights and activations of layers in 8 bits, on a CPU",
+    "quantization": "int8: weights in 8 bits, activations in up to 15, on a CPU",
     "kv_cache_block_size": "tokens per block of the KV cache",
     "num_kvcache_blocks": "blocks in the pool (default: as many as fit)",
     "gpu_memory_utilization": "share of a GPU's memory to use",

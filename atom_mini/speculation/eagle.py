@@ -41,8 +41,8 @@ class Taps:
 
     def __init__(self, model: CausalLM, ids: list[int], max_rows: int = 0) -> None:
         self.ids, self.found, self.max_rows = ids, dict[int, Tensor](), max_rows
-        like = model.model.embed_tokens.weight
-        self.fixed = {i: like.new_zeros(max_rows, like.shape[1]) for i in ids}
+        like = model.model.norm.weight
+        self.fixed = {i: like.new_zeros(max_rows, len(like)) for i in ids}
         for i, layer in enumerate([*model.model.layers, model.model.norm]):
             if i in ids:
                 layer.register_forward_pre_hook(partial(self.note, i))

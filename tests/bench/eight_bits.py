@@ -5,8 +5,8 @@ Nothing here is a time, so the machine may be busy.
 * How likely the model finds three texts (tests/real_prompts.py): the mean log probability of their tokens, the
   perplexity, and by how much the log probabilities differ from those in float32. Also at how many places the likeliest
   token is the same.
-* The same, computed in float32 with rounded numbers, of two other ways to round: only the weights; and weights and
-  activations with a scale for each 32 numbers, as in llama.cpp's Q8_0.
+* The same, computed in float32 with rounded numbers, of two other ways to round: activations in eight bits as well; and
+  weights and activations with a scale for each 32 numbers, as in llama.cpp's Q8_0.
 * The greedy answers to 24 prompts, 32 tokens each at most: how many are the same, and how many of all tokens come
   before an answer's first different token. The products of prompts go through torch here, and decodes
   through the compiled function.
@@ -42,7 +42,7 @@ from real_prompts import TEXTS, prompts
 from real_weights import FOLDER, is_whole
 
 from atom_mini import LLM, SamplingParams
-from atom_mini.cpu.int8_model import quantize_rows
+from atom_mini.cpu.int8_model import largest_code, quantize_rows
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8 and bfloat16": {"quantization": "int8", "dtype": "bfloat16"},
 }
 FAULT = "int8, a wrong scale"
-FAULTY = "layers.15.mlp.down"  # the matrix whose scales are moved
+FAULTY = "model.layers.15.mlp.down"  # the matrix whose scales are moved
 MAX_TOKENS = 32
 
 
@@ -67,14 +67,14 @@ def model_of(llm: LLM) -> Any:
 
 def plant(llm: LLM) -> None:
     """Give every row of one matrix the scale of the row before."""
-    scales = model_of(llm).model.get_submodule(FAULTY).weight_scale
+    scales = model_of(llm).get_submodule(FAULTY).weight_scale
     scales.copy_(scales.roll(1, 0))
 
 
 def projections(llm: LLM) -> dict[str, Any]:
     """The layers that have eight bits with the option, by name."""
-    names = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down")
-    return {name: module for name, module in model_of(llm).model.named_modules() if name.endswith(names)}
+    names = ("attn.qkv", "attn.o", "mlp.gate_up", "mlp.down", "head")
+    return {name: module for name, module in model_of(llm).named_modules() if name.endswith(names)}
 
 
 def in_groups(x: Tensor, size: int = 32) -> Tensor:
@@ -83,16 +83,16 @@ def in_groups(x: Tensor, size: int = 32) -> Tensor:
     return (codes * scales).view_as(x)
 
 
-def weights_only(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    codes, scales = quantize_rows(w)
-    return torch.nn.functional.linear(x, codes * scales, bias)
+def both_in_eight(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    rounded = [codes * scales for codes, scales in (quantize_rows(x), quantize_rows(w))]
+    return torch.nn.functional.linear(*rounded, bias)
 
 
 def groups_of_32(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(in_groups(x), in_groups(w), bias)
 
 
-ROUNDED: dict[str, Callable[..., Tensor]] = {"int8 weights only": weights_only, "int8 in groups of 32": groups_of_32}
+ROUNDED: dict[str, Callable[..., Tensor]] = {"activations too": both_in_eight, "in groups of 32": groups_of_32}
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def crest(x: Tensor) -> Tensor:
 def predicted_error(x: Tensor, w: Tensor) -> float:
     """The relative error of x @ w.T that rounding to steps t and s predicts: a variance of t**2 / 12 in each number of x,
     times the squares of the weights that multiply it, and the same of w."""
-    t, s = quantize_rows(x)[1], quantize_rows(w)[1]
+    t, s = quantize_rows(x, largest_code(x.shape[1]))[1], quantize_rows(w)[1]
     variance = (t.square() * w.square().sum(1) + x.square().sum(1, keepdim=True) * s.square().T) / 12
     return (variance.sum().sqrt() / (x @ w.T).norm()).item()
 
@@ -210,7 +210,7 @@ def by_kind(errors: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Medians over the layers."""
     found: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(name.rpartition(".")[2] for name in errors):
-        columns = [*zip(*(row for name, row in errors.items() if name.endswith(f".{kind}")), strict=True)]
+        columns = [*zip(*(row for name, row in errors.items() if name.rpartition(".")[2] == kind), strict=True)]
         found[kind] = dict(zip(("measured", "predicted", "crest"), map(statistics.median, columns), strict=True))
     return found
 

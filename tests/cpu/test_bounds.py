@@ -78,12 +78,14 @@ def decode(shape: Shape, kind: str, has_norms: bool, at_end: bool) -> np.ndarray
     qkv, wide = (heads + 2 * kv_heads) * dim, heads * dim
     matrices = [(qkv, size), (size, wide), (2 * inner, size), (size, inner)]
     w = Weights(
-        table=make.weights(plain, vocab, size), norms=make.floats(5, size),
+        table=make.weights(kind, vocab, size), table_scales=make.floats(1, vocab) if kind == "int8" else None,
+        norms=make.floats(5, size),
         head_norms=make.floats(2, 2, dim if has_norms else 0), cos=make.floats(rows, dim), sin=make.floats(rows, dim),
         matrices=tuple(make.weights(kind, 2, *m) for m in matrices),
         biases=tuple(make.floats(2, m[0]) for m in matrices),
         scales=tuple(make.floats(2, m[0]) if kind == "int8" else None for m in matrices),
-        head=make.weights(plain, vocab, size), no_bias=make.zeros(vocab, dtype=np.float32),
+        head=make.weights(kind, vocab, size), head_scales=make.floats(1, vocab) if kind == "int8" else None,
+        no_bias=make.zeros(vocab, dtype=np.float32),
     )  # fmt: skip
     ids = make.indices(np.arange(rows) % vocab, np.int64)
     cache = make.weights(plain, 2, 2, rows * blocks, kv_heads, block, dim)

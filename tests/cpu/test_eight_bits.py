@@ -43,17 +43,24 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def test_bytes_and_floats_give_the_same_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On processors with instructions for products of bytes, and on others; a NaN stays in its row."""
     x, w = torch.randn(rows, 576), torch.randint(-127, 128, (200, 576), dtype=torch.int8)
-    (codes, _), found = quantize_rows(x), []
+    (codes, _), found = quantize_rows(x, int8_model.largest_code(576)), []
     layer = Int8Linear(int8_model.Linear(576, {"w": 200}))
     layer.weight.copy_(w)
     layer.weight_scale.fill_(1)
     x[1:2, 5], x[2:3] = torch.nan, 0
     for has_bytes in (True, False):
         monkeypatch.setattr(int8_model, "HAS_BYTES", has_bytes)
-        assert torch.equal(int8_model.multiply_bytes(codes, w).long(), codes.long() @ w.long().T)
+        sums = codes.double() @ w.double().T
+        torch.testing.assert_close(int8_model.multiply_bytes(codes, w).double(), sums, rtol=1e-6, atol=2e-6 * 2**31)
         found.append(layer(x))
-    assert torch.equal(found[0].nan_to_num(7), found[1].nan_to_num(7))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5 * 127, equal_nan=True)
     assert found[0][1:2].isnan().all() and found[0][2:].isfinite().all()
+
+
+def nearest(x: Tensor, largest: int = 127) -> Tensor:
+    """The numbers that codes of up to `largest` mean."""
+    step = x.abs().amax(-1, keepdim=True) / largest
+    return (x / step).round() * step
 
 
 class Rounding(nn.Module):
@@ -62,15 +69,10 @@ class Rounding(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         self.bias, weight = layer.bias, layer.weight.double()
-        self.weight = self.nearest(weight)
-
-    @staticmethod
-    def nearest(x: Tensor) -> Tensor:
-        step = x.abs().amax(-1, keepdim=True) / 127
-        return (x / step).round() * step
+        self.weight = nearest(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.nearest(x) @ self.weight.T
+        out = nearest(x, int8_model.largest_code(x.shape[-1])) @ self.weight.T
         return out if self.bias is None else out + self.bias
 
 
@@ -78,6 +80,10 @@ class Rounding(nn.Module):
 def exact_logits(model: Any, ids: list[int]) -> Tensor:
     """[tokens, vocabulary] float64 of a transformers model whose layers round as ours."""
     model = model.double()  # what is a `Rounding` already stays one
+    if isinstance(model.lm_head, nn.Linear):
+        table = nearest(model.model.embed_tokens.weight)
+        model.lm_head = Rounding(model.lm_head)
+        model.model.embed_tokens.weight = nn.Parameter(table)
     for layer in model.model.layers:
         for half in (layer.self_attn, layer.mlp):
             for name, child in [*half.named_children()]:
@@ -94,9 +100,10 @@ def logits(folder: Path, **options: Any) -> Tensor:
 
 
 def check(found: Tensor, exact: Tensor) -> None:
-    """Nearly all tokens agree as float32 does. In a few, a number was next to the middle between two codes."""
+    """They agree to a few steps of 15 bits: where a number is next to the middle between two codes, float32 may take the other
+    one, and all later numbers are a little different."""
     apart = (found - exact).abs().amax(-1) / exact.std()
-    assert apart.median() < 2e-5 and apart.max() < 0.2, apart
+    assert apart.median() < 1e-3 and apart.max() < 5e-3, apart
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama, biases"])
@@ -107,7 +114,7 @@ def test_the_logits_are_those_of_a_float64_model_that_rounds_alike(name: str, tm
     found = logits(tmp_path)
     exact = exact_logits(model, IDS)
     check(found, exact)
-    assert (plain - exact).abs().median() > 1000 * (found - exact).abs().median()
+    assert (plain - exact).abs().median() > 30 * (found - exact).abs().median()
 
 
 def store(folder: Path, home: Path, dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
@@ -135,8 +142,8 @@ def test_a_file_in_int8(tmp_path: Path) -> None:
     with LLM(str(stored), **INT8) as llm:
         model = llm.engine_core.runner.model
         layers = [m for m in model.modules() if isinstance(m, Int8Linear)]
-        assert len(layers) == 8 and all(m.weight.dtype == torch.int8 for m in layers)
-        assert model.head.weight.dtype == model.model.embed_tokens.weight.dtype == torch.float32
+        assert len(layers) == 9 and all(m.weight.dtype == torch.int8 for m in layers)  # with the head
+        assert model.model.embed_tokens.weight.dtype == torch.int8
 
 
 BROKEN: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ pytestmark = [
 MAX_TOKENS = 32
 TIE = 1e-3  # of two logits
 BF16_BOUND = 0.4  # of a log probability: bfloat16 has 8 bits, and there are 30 layers
-INT8_BOUND = 0.27  # of the mean change of a log probability: 0.24 was measured, and 0.30 with one wrong scale in 120
+INT8_BOUND = 0.12  # of the mean change of a log probability: 0.08 was measured, and 0.19 with one wrong scale in 121
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ENGINES: dict[str, dict[str, Any]] = {
     "default": {},  # with the hash index
@@ -195,7 +195,7 @@ def test_int8(reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
     same, total = likeliest_in_float32(reference, outs)
     with capsys.disabled():
         print(f"\nint8: {same / total:.1%} of {total} tokens are float32's choice")
-    assert same / total > 0.8
+    assert same / total > 0.9
 
 
 def test_what_int8_costs_and_that_a_wrong_scale_is_noticed(eight_bits: Any, reference: Reference) -> None:
@@ -210,8 +210,8 @@ def test_what_int8_costs_and_that_a_wrong_scale_is_noticed(eight_bits: Any, refe
         after = eight_bits.compare(eight_bits.score_texts(eight, tokenizer), wanted)
         wrong = eight_bits.largest_ratio(eight_bits.layer_errors(exact, eight, ids))
     assert before["mean_absolute_difference"] < INT8_BOUND < after["mean_absolute_difference"]
-    assert abs(before["mean_difference"]) < 0.06 and before["same_choice"] > 0.83
-    assert ratio < 1.25 and wrong > 5
+    assert abs(before["mean_difference"]) < 0.02 and before["same_choice"] > 0.9
+    assert ratio < 1.25 and wrong > 20
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(default: LLM, reference: Reference) -> None:
