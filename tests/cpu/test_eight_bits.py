@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, recorded, save_checkpoint, save_family
@@ -55,6 +56,22 @@ def test_bytes_and_floats_give_the_same_sums(rows: int, monkeypatch: pytest.Monk
         found.append(layer(x))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5 * 127, equal_nan=True)
     assert found[0][1:2].isnan().all() and found[0][2:].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [576, 2048, 14336])
+def test_the_largest_sum_fits_into_32_bits(size: int) -> None:
+    """In torch and compiled: all weights and all activations are the largest."""
+    x, wanted = torch.ones(2, size), torch.full((2, 8), 127.0 * size)
+    layer = Int8Linear(int8_model.Linear(size, {"w": 8}))
+    layer.weight.fill_(127)
+    layer.weight_scale.fill_(1)
+    torch.testing.assert_close(layer(x), wanted)
+    if find_spec("numba") is not None:
+        from atom_mini.cpu.compiled_loops import linear
+
+        ones, bias, found = np.ones(8, "f4"), np.zeros(8, "f4"), np.empty((2, 8), "f4")
+        linear(np.zeros(16, "i8"), 1, x.numpy(), layer.weight.numpy(), bias, found, ones)
+        torch.testing.assert_close(torch.from_numpy(found), wanted)
 
 
 def nearest(x: Tensor, largest: int = 127) -> Tensor:
