@@ -202,7 +202,7 @@ class Recorder:
         running, free = len(self.scheduler.running), self.manager.num_free_blocks
         if left and running >= (limit := self.scheduler.config.max_num_seqs):
             return f"max_num_seqs: {running} sequences run, and the limit is {limit}"
-        needed = self.manager.num_needed(seq, self.manager.index.find(seq))
+        needed = self.manager.num_needed(seq, self.manager.find(seq))
         if left and free < needed + reserve:
             need = f"{needed} are needed, and {reserve} are reserved for running sequences"
             return f"no blocks: {free} are free, {need}"
