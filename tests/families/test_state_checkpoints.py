@@ -138,6 +138,15 @@ def test_an_abort_between_two_chunks_leaves_what_was_kept() -> None:
         check_blocks(core.manager, [])
 
 
+def test_what_a_cut_leaves_goes_to_others() -> None:
+    """A step that ends a prompt at a border has the rest of its budget for the next one."""
+    core = make_core(max_num_batched_tokens=10, num_kvcache_blocks=12)
+    for i, prompt in enumerate(([1] * 9, [2] * 6)):
+        core.add(Sequence(prompt, 4, SamplingParams(max_tokens=1), id=i))
+    step = core.step()
+    assert step is not None and step.batch.num_scheduled_tokens.tolist() == [4, 4]
+
+
 # The model
 
 
@@ -168,10 +177,14 @@ def test_a_hit_changes_no_bit_of_the_logits(folder: Path) -> None:
 
 
 MODES: list[tuple[dict[str, Any], int]] = [({}, 4), ({"enable_mixed_steps": True}, 4), ({"interleave_decode": True}, 4), ({}, 2)]
+DEPLOYED: list[dict[str, Any]] = [
+    {"trace": True}, {"engine_process": True}, {"data_parallel_size": 2, "lockstep": True},
+    {"data_parallel_size": 2, "routing": "prefix"},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("mode", "count"), [*MODES, pytest.param({"engine_process": True}, 4, marks=pytest.mark.slow)], ids=str
+    ("mode", "count"), [*MODES, *(pytest.param(mode, 4, marks=pytest.mark.slow) for mode in DEPLOYED)], ids=str
 )
 def test_the_tokens_are_the_same(mode: dict[str, Any], count: int, folder: Path) -> None:
     """With chunks, preemptions, several answers, prompts that come again, and an abort between."""
@@ -181,11 +194,11 @@ def test_the_tokens_are_the_same(mode: dict[str, Any], count: int, folder: Path)
     said = []
     kept: dict[str, Any] = {INTERVAL: 8, "num_state_checkpoints": count}
     for cached in ({"enable_prefix_caching": False}, kept):
-        with LLM(str(folder), device="cpu", dtype="float32", **TIGHT | cached | mode) as llm:
+        with LLM(str(folder), device="cpu", dtype="float32", **TIGHT | cached | (mode if cached is kept else {})) as llm:
             llm.abort(llm.add_request(stem, GREEDY))
             outs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
             said.append([out.token_ids for out in outs[0] + outs[1]])
-            if INTERVAL in cached and "engine_process" not in mode:
+            if INTERVAL in cached and not {"engine_process", "data_parallel_size"} & {*mode}:
                 core: Any = llm.engine_core
                 assert type(core) is StateCore and type(core.runner) is StateCacheRunner
                 assert llm.metrics.num_saved_states > 20 and llm.metrics.num_loaded_states > 5
