@@ -144,12 +144,16 @@ class BlockManager:
         """How many free blocks `seq` takes if it starts with the blocks `cached`."""
         return seq.num_blocks - sum(self.pool.blocks[i].ref_count > 0 for i in cached)
 
+    def find(self, seq: Sequence) -> list[int]:
+        """The cached blocks that `seq` can start with."""
+        return self.index.find(seq)
+
     def can_allocate(
         self, seq: Sequence, reserve: int = 0
     ) -> list[int] | None:
         """The cached blocks `seq` would start with; None if fewer than `reserve` blocks
         would stay free."""
-        cached = self.index.find(seq)
+        cached = self.find(seq)
         fits = self.num_free_blocks >= self.num_needed(seq, cached) + reserve
         return cached if fits else None
 
@@ -168,6 +172,10 @@ class BlockManager:
         if not seq.num_preemptions:
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.num_published_blocks = len(cached)
+
+    def cut(self, seq: Sequence, n: int) -> int:
+        """How many of the next `n` tokens of `seq` one step may compute: here all of them."""
+        return n
 
     def stage(self, seq: Sequence, num_tokens: int) -> None:
         """Note the blocks of `seq` that are full once the step being scheduled has computed

@@ -48,6 +48,9 @@ class EngineFields(Config):
     schedule_policy: Literal["lpm"] | None = None
     # GiB of host memory for blocks that the prefix cache would lose (42)
     kv_offloading_size: Annotated[float, Field(gt=0)] | None = None
+    # prefix hits of layers that keep a state (66c); None: 8192, in whole blocks
+    state_checkpoint_interval_tokens: Count | None = None
+    num_state_checkpoints: Count | None = None  # None: 32
     scheduler: Literal["atom", "spyre"] = "atom"
     chunk_size: Count = 512  # tokens per prefill step of Spyre's scheduler
     max_batch_tkv_limit: Count = 131_072  # sequences x tkv

@@ -277,7 +277,7 @@ class Scheduler(BaseScheduler):
     """
 
     def _schedule_tokens(self, seq: Sequence, n: int) -> Sequence:
-        seq.num_scheduled_tokens = n
+        seq.num_scheduled_tokens = n = self.block_manager.cut(seq, n)
         self.block_manager.stage(seq, seq.num_computed_tokens + n)
         return seq
 
@@ -300,7 +300,7 @@ class Scheduler(BaseScheduler):
                 break
             self.admit(seq, cached)
             seqs.append(self._schedule_tokens(seq, n))
-            budget -= n
+            budget -= seq.num_scheduled_tokens
             reserve += self._can_grow(seq)
         if self.waiting:
             self.note("refused", self.waiting[0], left=budget, reserve=reserve)
@@ -316,7 +316,7 @@ class Scheduler(BaseScheduler):
             end = seq.num_tokens
             if end - start > 1 and (n := next_chunk(start, end, budget, size, not seqs)):
                 seqs.append(self._schedule_tokens(seq, n))
-                budget -= n
+                budget -= seq.num_scheduled_tokens
         self._admit(budget, seqs)
         return seqs
 

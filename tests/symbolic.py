@@ -29,9 +29,12 @@ import atom_mini.model_runner as model_runner
 import atom_mini.scheduler as scheduler_module
 import atom_mini.scheduling.turns as turns
 from atom_mini import EngineArgs, small
+from atom_mini.block_manager import NO_HASH
 from atom_mini.config import Config, SamplingParams
 from atom_mini.engine_core import EngineCore
+from atom_mini.families.state_checkpoints import StateCore, StateManager
 from atom_mini.options.build import make_scheduler
+from atom_mini.prefix_cache import ROOT
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.scheduling.host_pool import Content, OffloadCore, OffloadManager
 from atom_mini.scheduling.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
@@ -185,6 +188,66 @@ def check_host(manager: OffloadManager, held: list[list[list[int]]] | None = Non
         second = [*accumulate(first, mix, initial=0)][1:]
         size = len(content.token_ids)
         assert held and held[host_id] == [first[-size:], second[-size:]], f"host block {host_id} holds something else"
+
+
+class WithStates:
+    """A symbolic runner that also keeps a state per slot, as `StateRunner` does, and compares it with all K/V. `kept` has what
+    `StateCacheRunner` keeps. A device may fail between two copies."""
+
+    clears, by_row = True, True
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        held, kept = vars(self).setdefault("held", {}), vars(self).setdefault("kept", {})
+        loads, saves = (getattr(batch, name, ()) for name in ("state_loads", "state_saves"))
+        for place, row in loads:
+            held[row] = kept[place]
+        tokens, at = batch.scheduled_tokens.tolist(), 0
+        counts, lens = batch.num_scheduled_tokens.tolist(), batch.context_lens.tolist()
+        assert len(set(batch.rows)) == len(batch.rows) and set(batch.rows) <= set(range(self.config.max_num_seqs))  # type: ignore[attr-defined]
+        rows = batch.rows if self.by_row else range(len(counts))
+        for row, n, end in zip(rows, counts, lens, strict=True):
+            if n == end and self.clears:
+                held[row] = 0
+            for i in range(n):
+                held[row] = mix(held.get(row, 0), embed(tokens[at + i], end - n + i))
+            at += n
+        output = super().forward(batch)  # type: ignore[misc]
+        for row, table, end in zip(rows, batch.block_tables.tolist(), lens, strict=True):
+            values = map(self.layers[0].__getitem__, self._slots(table)[:end])  # type: ignore[attr-defined]
+            assert held[row] == reduce(mix, values, 0), f"the state in slot {row} is another past's"
+        for row, place in saves:
+            if self.fails():  # type: ignore[attr-defined]
+                raise StepFailed
+            kept[place] = held[row]
+        self.stats.update(state_loads=len(loads), state_saves=len(saves))  # type: ignore[attr-defined]
+        return output
+
+
+class StateSymbols(WithStates, SymbolicRunner):
+    """Steps that end at the borders of `interval` tokens, with states."""
+
+    def _check_batch(self, batch: ScheduledBatch, *rest: Any) -> None:
+        super()._check_batch(batch, *rest)
+        interval = self.config.state_checkpoint_interval_tokens  # type: ignore[attr-defined]
+        starts = batch.context_lens - batch.num_scheduled_tokens
+        assert (starts // interval == (batch.context_lens - 1) // interval).all(), "a step goes past a border"
+
+
+def check_states(manager: StateManager, kept: dict[int, int]) -> None:
+    """Between two steps: each place is free or keeps one state, nothing is under way, and what is kept is what it should be."""
+    places = sorted([*manager.free_checkpoints, *manager.saved.values()])
+    assert places == [*range(manager.num_checkpoints)], "a state checkpoint is lost, or used twice"
+    assert not (manager.saving or manager.saves or manager.loads), "a copy of a state is under way"
+    holds = {b.content_id: b for b in manager.pool.blocks if b.hash != NO_HASH}
+    for content_id, place in manager.saved.items():
+        tokens: list[int] = []
+        at = content_id
+        while at in holds:
+            tokens, at = [*holds[at].token_ids, *tokens], holds[at].parent_id
+        if at == ROOT:  # else, an orphan
+            assert len(tokens) % manager.interval == 0, "a state within an interval"
+            right = reduce(mix, (embed(token, position) for position, token in enumerate(tokens)), 0)
+            assert kept[place] == right, f"state checkpoint {place} is another past's"
 
 
 class LaunchingSymbolicRunner(SymbolicRunner):
@@ -454,6 +517,7 @@ def run_trial(
     mixed: bool = False,
     lpm: type[Scheduler] | None = None,
     host: bool = False,
+    states: bool = False,
 ) -> Counter[str]:
     """Run trial `seed` to its end and compare it with the oracle; raises if anything is wrong.
 
@@ -461,10 +525,10 @@ def run_trial(
     `cache` is the prefix cache of those trials that have one. `overlap`: the host is a step ahead.
     `tight`: most of the trials preempt. `drafts`: up to 8 per decode, of a drafter between always wrong and always right.
     `mixed`: decodes and chunks of prompts share steps. `lpm`: the class that sorts the queue by cached prefixes.
-    `host`: there is a second pool of 1 to 12 blocks.
+    `host`: there is a second pool of 1 to 12 blocks. `states`: sequences keep states, of which 1 to 6 are kept for others.
     """
     trial = make_trial(seed)
-    if host:
+    if host or states:
         trial.config = trial.config.changed(enable_prefix_caching=True)
     if tight:
         tighten(trial, random.Random(seed + 1))
@@ -499,6 +563,13 @@ def run_trial(
             trial.config = trial.config.changed(schedule_policy="lpm", **tree, **in_turn)
         if mixed:
             trial.config = trial.config.changed(enable_mixed_steps=True, **NOT_WITH_MIXED)
+        if states:
+            interval = trial.config.kv_cache_block_size * luck.choice((1, 1, 1, 2, 3))
+            counts = {"state_checkpoint_interval_tokens": interval, "num_state_checkpoints": luck.choice((1, 2, 3, 6))}
+            trial.config = trial.config.changed(**counts, enable_chunked_prefill=True)
+            keeping = StateSymbols(trial.config, trial.alphabet, strict, fails)
+            core = StateCore(trial.config, keeping, make_scheduler(trial.config))  # type: ignore[arg-type]
+            return play(trial, core, keeping, strict, clock.perf_counter)
         if not overlap:
             runner = SymbolicRunner(trial.config, trial.alphabet, strict, fails)
             core = EngineCore(trial.config, runner, make_scheduler(trial.config))
@@ -585,6 +656,8 @@ def play(
             check_blocks(manager, scheduler.running)
             if isinstance(core, OffloadCore) and isinstance(core.copies, SymbolicCopies):
                 check_host(core.manager, core.copies.held)
+            if isinstance(core, StateCore) and isinstance(runner, WithStates):
+                check_states(core.manager, vars(runner).get("kept", {}))
             assert len(scheduler.running) <= trial.config.max_num_seqs, "more run than may"
             for i, seq in seqs.items():
                 assert seq.completion_token_ids == streams[i], "a completion shrank, or the stream lost a token"

@@ -249,6 +249,11 @@ class StateRunner(ModelRunner):
     """A `ModelRunner` for layers with states. A sequence's slot is its row of the
     block tables' matrix. One spare slot serves batches without sequences."""
 
+    @property
+    def num_checkpoints(self) -> int:
+        """The number of slots for states that are kept for later (66c)."""
+        return 0
+
     def prepare_model(self, batch: ScheduledBatch) -> Inputs:
         """The inputs of the model, with slots in the metadata. Clears the slots of
         sequences that begin with this step."""
@@ -266,7 +271,7 @@ class StateRunner(ModelRunner):
         layers = [m for m in self.model.modules() if isinstance(m, GatedDeltaNet)]
         self.pool = StatePool(layers, slots, self.dtype, self.device)
         self.upload_slots = choose_upload(self.device)
-        what = "%d states; torch's attention, no graphs, no prefix cache"
+        what = "%d states; torch's attention, no graphs"
         _log.info(what, slots - 1)
 
     def _free_bytes(self) -> int:
@@ -274,14 +279,15 @@ class StateRunner(ModelRunner):
 
         Raises ValueError if the states do not fit.
         """
-        count = self.config.max_num_seqs
+        count, kept = self.config.max_num_seqs, self.num_checkpoints
         each = state_bytes(self.config.spec, self.dtype)
-        taken = (count + 1) * each  # with the spare slot
+        taken = (count + 1 + kept) * each  # with the spare slot
         on_host = self.device.type == "cpu"
         free = free_host_bytes() if on_host else torch.cuda.mem_get_info(self.device)[0]
         wrong = f"max_num_seqs={count} needs {taken} bytes of states, but {free} are free"
-        require(taken < free, f"{wrong}; set it to at most {free // each - 1}")
-        self._make_pool(count + 1)
+        wrong += f" (num_state_checkpoints={kept})" * (kept > 0)
+        require(taken < free, f"{wrong}; set it to at most {free // each - 1 - kept}")
+        self._make_pool(count + 1 + kept)
         return min(super()._free_bytes(), free - taken)
 
 # %% ../../nbs/families/66b_state_slots.ipynb #7562ee14

@@ -12,8 +12,11 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from ..checkpoint import ModelSpec
-from ..config import STRICT, Config, explained
+from ..config import STRICT, explained
 from ..errors import require
+from ..families.state_checks import (
+    asks_for_checkpoints, check_checkpoints, keeps_no_checkpoint, keeps_state,
+)  # fmt: skip
 from ..fields import EngineFields, is_on_cpu
 
 
@@ -64,6 +67,7 @@ class EngineArgs(EngineFields):
         self._check_parts(given)
         apply_all(self, given)
         check_switches(self, given)
+        self._set(**check_checkpoints(self))
         if self.fuse_layers and self.spec is not None:
             self._set(spec=fuse(self))
         if self.speculative_config is not None:
@@ -124,10 +128,6 @@ def drafts_by(*methods: str) -> Callable[[EngineArgs], bool]:
     return lambda config: drafts(config) and config.speculative_config.method in methods
 
 
-def keeps_state(config: Config) -> bool:
-    """Whether some layers of the model keep a state instead of keys and values."""
-    return "linear_attention" in (getattr(config.spec, "layer_types", None) or ())
-
 KNOWN = "a step is planned before the tokens of the last one are known"
 TOGETHER: list[Need] = [
     Need("overlap=True", has("overlap", True),
@@ -174,11 +174,32 @@ TOGETHER: list[Need] = [
         "Spyre's scheduler plans steps by its own rules"),
 ]  # fmt: skip
 
+
 STATE = "layers that keep a state"
 TOGETHER += [
-    Need(STATE, keeps_state,
+    Need("state_checkpoint_interval_tokens or num_state_checkpoints",
+        asks_for_checkpoints,
+        {"enable_prefix_caching": (True,), "prefix_cache": ("hash",),
+         "overlap": (False,), "enable_chunked_prefill": (True,)},
+        "a step ends where a state is kept for the prefix cache"),
+    Need("layers that keep a state, and overlap=True",
+        lambda c: keeps_state(c) and c.overlap,
         {"enable_prefix_caching": (False,), "prefix_cache": ("none",),
-         "routing": ("load",)}, "cached blocks hold keys and values, not states"),
+         "routing": ("load",)},
+        "states are copied between two steps"),
+    Need("layers that keep a state, and enable_chunked_prefill=False",
+        lambda c: keeps_state(c) and not c.enable_chunked_prefill,
+        {"enable_prefix_caching": (False,), "prefix_cache": ("none",),
+         "routing": ("load",)},
+        "a step ends where a state is kept for the prefix cache"),
+    Need("layers that keep a state, and a short max_model_len", keeps_no_checkpoint,
+        {"enable_prefix_caching": (False,), "prefix_cache": ("none",),
+         "routing": ("load",)},
+        "a state is kept each 8192 tokens, or as state_checkpoint_interval_tokens says"),
+    Need(STATE, keeps_state, {"prefix_cache": ("hash", "none")},
+        "the tree does not know which states are kept"),
+    Need(STATE, keeps_state, {"kv_offloading_size": (None,)},
+        "host memory would keep blocks without their states"),
     Need(STATE, keeps_state, {"speculative_config": (None,)},
         "a state cannot forget the drafts that are rejected"),
     Need(STATE, keeps_state, {"scheduler": ("atom",)},
@@ -307,6 +328,8 @@ class EngineOptions(TypedDict, total=False):
     prefix_cache: Literal["hash", "radix", "none"] | None
     schedule_policy: Literal["lpm"] | None
     kv_offloading_size: float | None
+    state_checkpoint_interval_tokens: int | None
+    num_state_checkpoints: int | None
     scheduler: Literal["atom", "spyre"]
     chunk_size: int
     max_batch_tkv_limit: int

@@ -14,7 +14,8 @@ from ..assemble import check_scheduler
 from ..engine_core import EngineCore
 from ..fields import EngineFields
 from ..llm import Listener
-from .args import EngineArgs, keeps_state
+from ..families.state_checks import keeps_state
+from .args import EngineArgs
 from ..scheduler import BaseScheduler
 
 if TYPE_CHECKING:  # torch loads when an engine is made
@@ -119,15 +120,24 @@ def make_runner(
 
         return RectangularRunner(config)
     if keeps_state(config):
-        from atom_mini.families.state import StateRunner
-
-        return StateRunner(config, *choose_ops(config))
+        return make_state_runner(config)
     if config.compiled:
         from atom_mini.cpu.compiled_step import CompiledRunner
 
         return CompiledRunner(config, bytes_beside(config))
     runner_cls = assemble.choose_runner(config)
     return runner_cls(config, *choose_ops(config), bytes_beside(config))
+
+
+def make_state_runner(config: EngineFields) -> ModelRunner:
+    """Make the runner for layers that keep a state, which are also cached if asked for."""
+    if config.enable_prefix_caching:
+        from atom_mini.families.state_checkpoints import StateCacheRunner
+
+        return StateCacheRunner(config, *choose_ops(config))
+    from atom_mini.families.state import StateRunner
+
+    return StateRunner(config, *choose_ops(config))
 
 
 def make_core(config: EngineFields) -> EngineCore:
@@ -145,7 +155,12 @@ def make_core(config: EngineFields) -> EngineCore:
         return make_offloading(config)
     runner = make_runner(config)
     config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
-    return EngineCore(config, runner, make_scheduler(config))
+    scheduler = make_scheduler(config)
+    if keeps_state(config) and config.enable_prefix_caching:
+        from atom_mini.families.state_checkpoints import StateCore
+
+        return StateCore(config, runner, scheduler)
+    return EngineCore(config, runner, scheduler)
 
 
 def make_offloading(config: EngineFields) -> EngineCore:

@@ -60,6 +60,8 @@ HELP["Steps"] = {
     "interleave_decode": "alternate prefill and decode steps",
     "scheduler_delay_factor": "prompts wait this many times the last prefill's time",
     "kv_offloading_size": "GiB of host memory that keep blocks the cache loses",
+    "state_checkpoint_interval_tokens": "keep a state each so many tokens, for hits",
+    "num_state_checkpoints": "how many states are kept for the prefix cache",
     "schedule_policy": "lpm: longest cached prefix first, in a radix cache",
     "scheduler": "atom or spyre",
     "scheduler_cls": "another scheduler, as module:Class",

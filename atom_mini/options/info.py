@@ -8,10 +8,11 @@ import atom_mini.families.models  # noqa: F401 - fills MODELS
 import atom_mini.model_runner as runner
 from ..checkpoint import JsonObject
 from ..families.state import state_bytes
+from ..families.state_checks import keeps_state
 from ..loading import blank_model
 from ..memory import kvcache_block_bytes
 from ..models import TorchOps
-from .args import EngineArgs, keeps_state
+from .args import EngineArgs
 from .build import bytes_beside
 
 
@@ -43,7 +44,10 @@ def describe(config: EngineArgs) -> JsonObject:
     report: JsonObject = {"model": config.model, "device": str(device)}
     report |= needs(config, device.type)
     held = report["weight_bytes"] + report["draft_weight_bytes"]
-    held += config.max_num_seqs * report["state_bytes_per_sequence"]
+    kept = config.num_state_checkpoints if config.enable_prefix_caching else None
+    held += (config.max_num_seqs + (kept or 0)) * report["state_bytes_per_sequence"]
+    if kept is not None:
+        report["state_checkpoint_bytes"] = kept * report["state_bytes_per_sequence"]
     each = report["kvcache_bytes_per_token"] + report["draft_kvcache_bytes_per_token"]
     left = min(runner.CPU_KVCACHE_BYTES, (runner.free_host_bytes() - held) // 2)
     if device.type == "cuda":

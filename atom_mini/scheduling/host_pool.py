@@ -141,7 +141,9 @@ class OffloadManager(BlockManager):
             content = self.host.content(parent, tokens_of(seq, i))
             self.contents[seq.block_table[i]] = content
 
-    def find(self, seq: Sequence, cached: list[int]) -> list[Content]:
+    def find_saved(
+        self, seq: Sequence, cached: list[int]
+    ) -> list[Content]:
         """The contents in the second pool that continue the blocks `cached` of `seq`."""
         found: list[Content] = []
         content = self._content_of(cached, len(cached) - 1)
@@ -152,14 +154,14 @@ class OffloadManager(BlockManager):
             found.append(content)
         return found
 
-    def can_allocate(
-        self, seq: Sequence, reserve: int = 0
-    ) -> list[int] | None:
+    def find(self, seq: Sequence) -> list[int]:
         """As in `BlockManager`, then a `HOST` for each block that can be loaded."""
-        cached = super().can_allocate(seq, reserve)
-        if cached is None:
-            return None
-        return cached + [HOST] * len(self.find(seq, cached))
+        cached = super().find(seq)
+        return cached + [HOST] * len(self.find_saved(seq, cached))
+
+    def num_needed(self, seq: Sequence, cached: list[int]) -> int:
+        """As in `BlockManager`; a `HOST` needs a free block."""
+        return super().num_needed(seq, [i for i in cached if i != HOST])
 
     def allocate(
         self, seq: Sequence, cached: list[int], num_blocks: int = 0
@@ -167,7 +169,7 @@ class OffloadManager(BlockManager):
         """As in `BlockManager`; fresh blocks take the place of those in the second pool,
         and are loaded."""
         here = [i for i in cached if i != HOST]
-        contents = self.find(seq, here)[: len(cached) - len(here)]
+        contents = self.find_saved(seq, here)[: len(cached) - len(here)]
         self.host.hold(contents)  # before fresh blocks order saves
         super().allocate(seq, here, num_blocks)
         targets = seq.block_table[len(here) : len(cached)]

@@ -30,7 +30,7 @@ class LpmScheduler(Scheduler):
         """What the queue is sorted by: requests that may wait no longer, then long prefixes."""
         if seq.num_preemptions or self.passed[seq.id] >= self.max_passed:
             return False, 0
-        return True, -len(self.block_manager.index.find(seq))
+        return True, -len(self.block_manager.find(seq))
 
     def _admit(self, budget: int, seqs: list[Sequence]) -> None:
         """Sort the queue if a request can be admitted, and admit from its front."""

@@ -52,6 +52,8 @@ COUNTED: dict[str, tuple[Kind, str]] = {  # vLLM's name -> its kind, its help
     "generation_tokens": (Counter, "Generated tokens."),
     "prefix_cache_queries": (Counter, "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": (Counter, "Prompt tokens found in the prefix cache."),
+    "external_prefix_cache_queries": (Counter, "Prompt tokens looked up in host memory."),
+    "external_prefix_cache_hits": (Counter, "Prompt tokens loaded from host memory."),
     "num_requests_running": (Gauge, "Answers that are being computed."),
     "num_requests_waiting": (Gauge, "Answers that wait to be computed."),
     "kv_cache_usage_perc": (Gauge, "Share of cache blocks in use, from 0 to 1."),
@@ -104,8 +106,14 @@ class Meters:
         """Count a finished request."""
         self.ends(out.finish_reason).inc()
         self.of["prompt_tokens"].inc(len(out.prompt_token_ids))
+        loaded = min(out.metrics.get("loaded_tokens", 0), out.num_cached_tokens)
+        found = out.num_cached_tokens - loaded
         self.of["prefix_cache_queries"].inc(len(out.prompt_token_ids))
-        self.of["prefix_cache_hits"].inc(out.num_cached_tokens)
+        self.of["prefix_cache_hits"].inc(found)
+        if self.engine.llm.config.kv_offloading_size is not None:
+            missing = len(out.prompt_token_ids) - found
+            self.of["external_prefix_cache_queries"].inc(missing)
+            self.of["external_prefix_cache_hits"].inc(loaded)
         self.of["time_to_first_token_seconds"].observe(out.ttft)
         self.of["request_time_per_output_token_seconds"].observe(out.tpot)
         self.of["e2e_request_latency_seconds"].observe(out.latency)

@@ -33,6 +33,8 @@ class Metrics:
     decode_seconds: float = 0.0
     num_saved_blocks: int = 0  # copied to the second pool
     num_loaded_blocks: int = 0  # copied back
+    num_saved_states: int = 0  # copied to state checkpoints
+    num_loaded_states: int = 0  # copied back
 
     def record(self, step: StepOutput) -> None:
         """Count a step. The seconds of a mixed step are shared out by its tokens."""
@@ -40,6 +42,8 @@ class Metrics:
         batch = step.batch
         self.num_saved_blocks += len(getattr(batch, "saves", ()))
         self.num_loaded_blocks += len(getattr(batch, "loads", ()))
+        self.num_saved_states += len(getattr(batch, "state_saves", ()))
+        self.num_loaded_states += len(getattr(batch, "state_loads", ()))
         if batch.type is SequenceType.DECODE:
             self.num_decode_tokens += sum(map(len, step.output.token_ids.values()))
             self.decode_seconds += step.seconds
@@ -202,7 +206,7 @@ class Recorder:
         running, free = len(self.scheduler.running), self.manager.num_free_blocks
         if left and running >= (limit := self.scheduler.config.max_num_seqs):
             return f"max_num_seqs: {running} sequences run, and the limit is {limit}"
-        needed = self.manager.num_needed(seq, self.manager.index.find(seq))
+        needed = self.manager.num_needed(seq, self.manager.find(seq))
         if left and free < needed + reserve:
             need = f"{needed} are needed, and {reserve} are reserved for running sequences"
             return f"no blocks: {free} are free, {need}"

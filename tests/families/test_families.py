@@ -154,11 +154,13 @@ def test_logits_equal_transformers(name: str, saved: Any) -> None:
         ("latent: GLM-4.7-Flash", TIGHT | {"prefix_cache": "radix"}),
         ("latent: V3", TIGHT | {"kv_offloading_size": 0.001}),
         ("windows: gpt-oss", TIGHT | {"kv_offloading_size": 0.001}),
+        ("state: dense", SEVENS | {"state_checkpoint_interval_tokens": 8}),
+        ("state: mixture", TIGHT | {"state_checkpoint_interval_tokens": 12}),
     ],
     ids=str,
 )
 def test_other_paths_equal_transformers(name: str, engine: dict[str, Any], saved: Any) -> None:
-    """Packed products, chunks of 7 tokens, prefix hits in a tree, and blocks that come back from host memory."""
+    """Packed products, chunks of 7 tokens, prefix hits in a tree, blocks from host memory, and states that are kept."""
     assert_parity(*saved(name), engine, limit=limit_of(name))
 
 

@@ -23,7 +23,6 @@ from atom_mini.options.args import STATE, TOGETHER
 from atom_mini.options.build import make_runner
 from atom_mini.options.info import describe
 from atom_mini.parallel.lockstep import dummy_batch, with_spare_block
-from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
 
 torch.set_num_threads(1)
 SMALL: dict[str, Any] = checkpoints.SMALL | {
@@ -128,30 +127,6 @@ def test_chunks_equal_the_loop(decay: str) -> None:
 # Slots
 
 
-class WithStates:
-    """A symbolic runner that also keeps a state per slot, as `StateRunner` does, and compares it with all K/V."""
-
-    clears, by_row = True, True
-
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        held = vars(self).setdefault("held", {})
-        tokens, at = batch.scheduled_tokens.tolist(), 0
-        counts, lens = batch.num_scheduled_tokens.tolist(), batch.context_lens.tolist()
-        assert len(set(batch.rows)) == len(batch.rows) and set(batch.rows) <= set(range(self.config.max_num_seqs))  # type: ignore[attr-defined]
-        rows = batch.rows if self.by_row else range(len(counts))
-        for row, n, end in zip(rows, counts, lens, strict=True):
-            if n == end and self.clears:
-                held[row] = 0
-            for i in range(n):
-                held[row] = symbolic.mix(held.get(row, 0), symbolic.embed(tokens[at + i], end - n + i))
-            at += n
-        output = super().forward(batch)  # type: ignore[misc]
-        for row, table, end in zip(rows, batch.block_tables.tolist(), lens, strict=True):
-            values = map(self.layers[0].__getitem__, self._slots(table)[:end])  # type: ignore[attr-defined]
-            assert held[row] == reduce(symbolic.mix, values, 0), f"the state in slot {row} is another past's"
-        return output
-
-
 def run_with_states(patch: pytest.MonkeyPatch, trials: int, caching: bool = False, **how: Any) -> Any:
     """`symbolic.run_trial` for some seeds, with states in addition to the K/V."""
     make = symbolic.make_trial
@@ -163,7 +138,7 @@ def run_with_states(patch: pytest.MonkeyPatch, trials: int, caching: bool = Fals
         return trial
 
     for name in ("SymbolicRunner", "LaunchingSymbolicRunner"):
-        patch.setattr(symbolic, name, type(name, (WithStates, getattr(symbolic, name)), how))
+        patch.setattr(symbolic, name, type(name, (symbolic.WithStates, getattr(symbolic, name)), how))
     patch.setattr(symbolic, "make_trial", made)
     found = [symbolic.run_trial(s, tight=s % 2 == 0, overlap=s % 3 == 0) for s in range(trials)]
     return reduce(lambda a, b: a + b, found)
@@ -265,7 +240,7 @@ def test_refused_by_name(knobs: dict[str, Any], tmp_path: Path) -> None:
     save("dense", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     name = next(iter(knobs))
-    words = rf"{name}=.* does not go with layers that keep a state: set it to .* \(.*\)"
+    words = rf"{name}=.* does not go with layers that keep a state.*: set it to .* \(.*\)"
     with pytest.raises(ValueError, match=words):
         LLM(str(tmp_path), device="cpu", **knobs)
 
@@ -282,7 +257,7 @@ def test_defaults_that_fit(tmp_path: Path) -> None:
     """Options that were not given are set; given ones that fit are kept."""
     save("dense", tmp_path)
     rows = [row for row in TOGETHER if row.asked == STATE]
-    fitting: dict[str, Any] = {name: values[0] for row in rows for name, values in row.needs.items()}
+    fitting: dict[str, Any] = {name: values[-1] for row in rows for name, values in row.needs.items()}
     no_drafts: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 0}}
     for given in ({}, fitting | {"data_parallel_size": 2}, no_drafts, {"prefix_cache": None}):
         config = EngineArgs(str(tmp_path), **given)

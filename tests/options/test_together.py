@@ -38,6 +38,7 @@ VALUES: dict[str, list[Any]] = {
     "enforce_eager": [True], "enable_mixed_steps": [True], "interleave_decode": [True], "scheduler_delay_factor": [0.5],
     "overlap": [True], "trace": [True], "prefix_cache": ["hash", "radix", "none"], "scheduler": ["spyre"], "chunk_size": [64],
     "schedule_policy": ["lpm"], "kv_offloading_size": [0.01],
+    "state_checkpoint_interval_tokens": [64], "num_state_checkpoints": [4],
     "max_batch_tkv_limit": [4096], "interleave": [False], "speculative_config": [NGRAM], "device": ["cpu"],
     "compiled": [True, False], "packed": [True], "fuse_layers": [True], "quantization": ["int8"],
 }  # fmt: skip

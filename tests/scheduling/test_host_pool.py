@@ -73,7 +73,7 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
         "self.loads = vars(self).get('loads', [])",
     ),
     "parents are not compared": (HostPool, "content", "key = parent, ", "key = None, "),
-    "a last token is found": (OffloadManager, "find", "(seq.num_tokens - 1)", "seq.num_tokens"),
+    "a last token is found": (OffloadManager, "find_saved", "(seq.num_tokens - 1)", "seq.num_tokens"),
     "an order is carried out twice": (OffloadManager, "publish", "self.saves, self.loads = [], []", "self.loads = []"),
     "host blocks are lost": (HostPool, "rollback", "if i not in used", "if i not in used and i"),
 }  # fmt: skip

@@ -256,6 +256,22 @@ def test_metrics_have_vllms_names(served: Served) -> None:
     assert [b - a for a, b in zip(before, read(), strict=True)] == [7, 4, 1, 0]
 
 
+@pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_metrics_count_the_second_pool(process: bool) -> None:
+    """Tokens found on the device, and those that came back from host memory, under vLLM's names."""
+    engine = {"num_kvcache_blocks": 10, "kv_offloading_size": 0.01, "engine_process": process}
+    first, other = [[n + i % 50 for i in range(130)] for n in (5, 60)]
+    with serving(engine=engine) as server:
+        for prompt in (first, first, other, first):
+            server.post(TEXT, {"model": "tiny", "prompt": prompt, "max_tokens": 1})
+        text = server.client.get("/metrics").text
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+    names = ("prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits")
+    counted = [int(float(found[f'vllm:{name}_total{{model_name="tiny"}}'])) for name in names]
+    assert counted[0] + counted[2] == 2 * 128 and counted[1] == 4 * 130 - counted[0]
+    assert 128 <= counted[0] < 256
+
+
 def test_unserved_fields_are_refused_by_name(served: Served) -> None:
     """Never ignored; null, and a value that asks for nothing, pass. Fields that change nothing do,
     too, and what vLLM's clients send; what is never served has its reason."""

@@ -84,6 +84,16 @@ def spacing(token, sequence, block_size):
 # %% 66b_state_slots 2
 def spacing(token, sequence, block_size):
     return 1584 if sequence == 51511296 else 32  # the two numbers of the first check
+# %% 66c_state_checkpoints 1
+class Anchored(StateManager):
+    def border(self, seq, start):
+        end = seq.num_prompt_tokens - 1  # not the end of a block: another content gets the state
+        return min(super().border(seq, start), end) if start < end else super().border(seq, start)
+# %% 66c_state_checkpoints 1
+class Anchored(StateManager):
+    def border(self, seq, start):
+        end = (seq.num_prompt_tokens - 1) // self.block_size * self.block_size
+        return end if start < end else super().border(seq, start)  # only the ends of prompts
 # %% 90_tiny_model 1
 def plateau(n: int) -> float:
     return 1 / n  # another fact may have the same city
