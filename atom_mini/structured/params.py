@@ -146,7 +146,7 @@ def start(grammar: str, vocabulary: Vocabulary) -> Masks:
 
     tokenizer = read_vocabulary(vocabulary)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-    bits = 32 * -(-tokenizer.vocab_size // 32)  # of the library's masks
+    bits = 8 * len(matcher.compute_bitmask())  # whole words, and one too many if the tokens fill their last one
     return Masks(matcher, packed(vocabulary.ends, bits), packed(tuple(range(vocabulary.size)), bits))
 
 
