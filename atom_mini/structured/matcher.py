@@ -1,4 +1,4 @@
-"""Which tokens may come next: a mask for each state of a grammar (chapter 24).
+"""Which tokens may come next: a mask for each state of a grammar (chapter 26).
 
 What decides is the grammar and the tokens so far, and nothing else. A draft that is refused, a step that fails, a
 request that starts again after a preemption: none of them has anything to undo here.

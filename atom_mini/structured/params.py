@@ -1,4 +1,4 @@
-"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapter 24)."""
+"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapter 26)."""
 
 from __future__ import annotations
 

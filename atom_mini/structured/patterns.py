@@ -1,4 +1,4 @@
-"""The patterns inside a form, and how long they are with all repetitions written out (chapter 24).
+"""The patterns inside a form, and how long they are with all repetitions written out (chapter 26).
 
 The library reads a pattern when an answer reaches it. One that is too large would end its request there, so it is
 refused when the form is made.
