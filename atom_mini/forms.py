@@ -130,6 +130,20 @@ def mask_of(params: Any, vocabulary: Vocabulary, answer: list[int]) -> np.ndarra
     return mask
 
 
+def forced_tokens(params: Any, vocabulary: Vocabulary, answer: list[int], most: int) -> list[int]:
+    """Up to `most` tokens after `answer`, each the only one that its mask allows."""
+    found: list[int] = []
+    while len(found) < most:
+        mask = mask_of(params, vocabulary, answer + found)
+        if mask is None or np.count_nonzero(mask) != 1:
+            break
+        ids = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if len(ids) != 1:
+            break
+        found.append(int(ids[0]))
+    return found
+
+
 def has_more(mask: np.ndarray, ends: Iterable[int]) -> bool:
     """Whether a mask allows a token besides `ends`."""
     return bool((mask & ~packed(tuple(sorted(ends)), 8 * len(mask))).any())

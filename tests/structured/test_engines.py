@@ -161,6 +161,22 @@ def test_forms_with_drafts_are_accepted_drafts_too() -> None:
         assert out.metrics["num_accepted_tokens"] > 5
 
 
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_forced_token_is_a_draft(kind: str, tmp_path: Path) -> None:
+    """It is never rejected. A draft model keeps keys and values of its own drafts, so there it is none."""
+    model = with_mtp(tmp_path) if kind == "layer" else "tiny"
+    text = "Greta has 12 apples, and Leo has 3. "
+    params = SamplingParams(temperature=0, max_tokens=90, structured_outputs=S(choice=[text + "Yes.", text + "No."]))
+    with LLM(model, **SMALL | {"dtype": "float32"}) as plain:
+        (wanted,) = plain.generate("?", params, use_tqdm=False)
+    with LLM(model, **SMALL | {"dtype": "float32"}, speculative_config=DRAFTS[kind]) as llm:
+        (out,) = llm.generate("?", params, use_tqdm=False)
+        stats = llm.engine_core.scheduler.spec_stats
+    assert out.token_ids == wanted.token_ids and out.text.startswith(text)
+    if kind != "model":
+        assert stats.tokens_per_step > 0.7 * (1 + DRAFTS[kind]["num_speculative_tokens"]), stats
+
+
 def test_interrupted_at_any_line() -> None:
     """Ctrl-C in a step with masks: the engine rolls back, and the answers are those without it."""
     asked = [(prompt, replace(params, max_tokens=6, min_tokens=0)) for prompt, params in drawn(3, 6, 8)]
