@@ -15,7 +15,7 @@ import torch
 
 from atom_mini import LLM, Config, SamplingParams, StructuredOutputsParams
 from atom_mini.extras import Extras
-from atom_mini.forms import Form, Vocabulary, barred_by, packed, spell
+from atom_mini.forms import Form, Vocabulary, barred_by, forced_tokens, packed, spell
 from atom_mini.sampler import Sampler, SamplingMetaData, on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
@@ -384,6 +384,18 @@ def test_after_the_end_of_the_grammar_only_ends_are_allowed() -> None:
     form = S(regex="x")
     (x,) = allowed(form)
     assert allowed(form, (x,)) == {0, 2}
+
+
+def test_forced_tokens_end_before_a_choice() -> None:
+    """Also before one between neighbors in a mask, at the end of the text, and after so many as may be used."""
+    params, (zero, one, x) = SamplingParams(structured_outputs=S(regex="00[12]xx")), (18, 19, 90)
+    assert {one, one + 1} == allowed(S(regex="[12]")) and {x} == allowed(S(regex="x")), "the tokens of 1, 2 and x"
+    forced = [forced_tokens(params, vocabulary(), answer, 5) for answer in ([], [zero], [zero, zero], [zero, zero, one])]
+    assert forced == [[zero, zero], [zero], [], [x, x]]
+    assert forced_tokens(params, vocabulary(), [], 1) == [zero] and forced_tokens(params, vocabulary(), [one], 5) == []
+    assert forced_tokens(SamplingParams(), vocabulary(), [], 5) == []
+    only = SamplingParams(structured_outputs=S(regex="[0-9]"), allowed_token_ids=[one])
+    assert forced_tokens(only, vocabulary(), [], 5) == [one]
 
 
 def test_a_vocabulary_that_cannot_spell_a_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
