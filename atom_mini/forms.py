@@ -1,4 +1,4 @@
-"""What else changes the scores: biases, bad words, allowed tokens, and the masks of a form (chapters 01b, 24, and 26)."""
+"""What else changes scores: biases, bad words, allowed tokens, and the masks of a form (chapters 01b, 24, and 26)."""
 
 from __future__ import annotations
 
