@@ -148,6 +148,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/busy.py
 	test ! -d build/smollm2 || $(PY) tests/bench/real.py $(PEERS)
 	test ! -d build/smollm2 || $(PY) tests/bench/eight_bits.py
+	test ! -d build/smollm2 || $(PY) tests/bench/masks.py
 	$(PY) tests/bench/speculation.py
 	$(PY) tests/bench/families.py
 	$(PY) tests/bench/host_step.py
@@ -157,7 +158,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/policies.py
 	$(PY) tests/bench/server.py
 
-# docs/figures.md's tables, and those of chapters 53, 54, 82, 92b and 93: the benchmarks behind them, on a quiet machine; recorded with
+# docs/figures.md's tables, and those of chapters 26, 53, 54, 82, 92b and 93: the benchmarks behind them, on a quiet machine; recorded with
 # machine, date and commit, and written into the pages. OPENVINO= and LLAMA= as above.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
@@ -171,7 +172,8 @@ figures: $(VENV)/dev real
 	$(PY) nbs/_book/book.py readme
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
 	$(PY) tests/bench/eight_bits.py --json tests/bench/results/eight_bits.json
-	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb nbs/cpu/92b_eight_bits.ipynb \
+	$(PY) tests/bench/masks.py --json tests/bench/results/masks.json
+	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb nbs/cpu/92b_eight_bits.ipynb nbs/structured/26_structured_outputs.ipynb \
 		nbs/cpu/92_cpu_decode.ipynb nbs/speculation/53_eagle.ipynb nbs/speculation/54_when_it_pays.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; docs/figures.md's table and README's figure are made from it. Then the

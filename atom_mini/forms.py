@@ -1,4 +1,4 @@
-"""What else changes the scores: biases, bad words, allowed tokens, and the masks of a form (chapters 01b and 24)."""
+"""What else changes scores: biases, bad words, allowed tokens, and the masks of a form (chapters 01b, 24, and 26)."""
 
 from __future__ import annotations
 
@@ -128,6 +128,20 @@ def mask_of(params: Any, vocabulary: Vocabulary, answer: list[int]) -> np.ndarra
         own = packed(allowed, vocabulary.size)
         mask = own if mask is None else mask & own
     return mask
+
+
+def forced_tokens(params: Any, vocabulary: Vocabulary, answer: list[int], most: int) -> list[int]:
+    """Up to `most` tokens after `answer`, each the only one that its mask allows."""
+    found: list[int] = []
+    while len(found) < most:
+        mask = mask_of(params, vocabulary, answer + found)
+        if mask is None or np.count_nonzero(mask) != 1:
+            break
+        ids = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        if len(ids) != 1:
+            break
+        found.append(int(ids[0]))
+    return found
 
 
 def has_more(mask: np.ndarray, ends: Iterable[int]) -> bool:

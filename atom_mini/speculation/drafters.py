@@ -131,6 +131,8 @@ class DraftModel(ModelDrafter):
     Source: Leviathan et al. 2023; Chen et al. 2023.
     """
 
+    own_only = True
+
     def __init__(
         self, config: EngineFields, runner: Any,
         make_runner: Callable[[EngineFields], Any],

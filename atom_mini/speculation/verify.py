@@ -15,6 +15,7 @@ import numpy as np
 
 from ..engine_core import EngineCore
 from ..fields import EngineFields
+from ..forms import forced_tokens
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from ..sequence import Sequence, SequenceType
 from .histories import row_histories
@@ -77,6 +78,8 @@ Tokens = dict[int, tuple[int, ...]]  # request id -> its new tokens of a step
 
 class Drafter:
     """Proposes tokens that may come next; this one proposes none."""
+
+    own_only = False  # whether it keeps K/V of its drafts, so that no others may be used
 
     def __init__(
         self, config: Any = None, runner: Any = None, make_runner: Any = None
@@ -236,13 +239,22 @@ class SpecCore(EngineCore):
         self.drafter = drafter
         self.scheduler.num_read = lambda seq: self.drafter.num_read(seq)
 
+    def drafts_of(self, seq: Sequence, draft: list[int], most: int) -> list[int]:
+        """`draft`, or the tokens that the form of `seq` forces, if these are others."""
+        params = seq.sampling_params
+        if self.drafter.own_only or params.structured_outputs is None:
+            return draft[:most]
+        answer, vocabulary = seq.completion_token_ids, self.config.vocabulary
+        forced = forced_tokens(params, vocabulary, answer, most)
+        return draft[:most] if draft[: len(forced)] == forced else forced
+
     def before_step(self, batch: ScheduledBatch, seqs: Seqs) -> ScheduledBatch:
         """`batch` of `seqs`, with drafts if it is a decode."""
         if batch.type is not SequenceType.DECODE:
             return batch
         most = self.scheduler.reserve(seqs)
-        proposed = zip(self.drafter.propose(seqs, most), most, strict=True)
-        drafts = [draft[:n] for draft, n in proposed]
+        proposed = zip(seqs, self.drafter.propose(seqs, most), most, strict=True)
+        drafts = [self.drafts_of(*each) for each in proposed]
         return self.scheduler.add_drafts(batch, seqs, drafts)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:

@@ -1,4 +1,4 @@
-"""The keywords of a JSON schema: one that is misspelled would be ignored, and the answer wrong (chapter 24)."""
+"""The keywords of a JSON schema: one that is misspelled would be ignored, and the answer wrong (chapter 26)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens may come next: a mask for each state of a grammar (chapter 24).
+"""Which tokens may come next: a mask for each state of a grammar (chapter 26).
 
 What decides is the grammar and the tokens so far, and nothing else. A draft that is refused, a step that fails, a
 request that starts again after a preemption: none of them has anything to undo here.
@@ -25,9 +25,9 @@ class State(NamedTuple):
     mask: np.ndarray  # a bit for each token, uint8 [W]: those that may come next
 
 
-def state_of(matcher: LLMatcher, ends: np.ndarray) -> State:
+def state_of(matcher: LLMatcher, ends: np.ndarray, known: np.ndarray) -> State:
     """The state of a matcher. Its mask is empty if the library gives up, or if no token continues the text."""
-    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) & known
     is_stuck = matcher.is_error() or not ((mask & ~ends).any() or matcher.is_accepting())
     return State(matcher, np.zeros_like(mask) if is_stuck else mask)
 
@@ -38,9 +38,10 @@ class Masks:
     kept: ClassVar[OrderedDict[tuple[Masks, tuple[int, ...]], State | None]] = OrderedDict()  # the newest last
     lock = RLock()  # the kept states are those of all grammars
 
-    def __init__(self, start: LLMatcher, ends: np.ndarray) -> None:
+    def __init__(self, start: LLMatcher, ends: np.ndarray, known: np.ndarray) -> None:
         self.ends = ends  # the tokens that end a text, as a mask
-        self.start = state_of(start, ends)
+        self.known = known  # the tokens that have a logit: a tokenizer may have more
+        self.start = state_of(start, ends, known)
 
     def _state(self, tokens: tuple[int, ...]) -> State | None:
         """The state after `tokens`; None if the grammar does not accept them."""
@@ -54,7 +55,7 @@ class Masks:
             return None
         matcher, new = before.matcher.deep_copy(), tokens[-1:] if is_known else tokens
         is_accepted = matcher.try_consume_tokens([*new]) == len(new) or matcher.is_error()
-        return state_of(matcher, self.ends) if is_accepted else None
+        return state_of(matcher, self.ends, self.known) if is_accepted else None
 
     def second(self) -> State:
         """A state after one token, or the first one if the text may end there only."""

@@ -1,4 +1,4 @@
-"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapter 24)."""
+"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapter 26)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..errors import explained, require
 from ..forms import Ids, Vocabulary, packed
 from .keywords import check_keywords
 from .matcher import Masks
+from .patterns import check_pattern, lark_patterns, schema_patterns
 from .vocabulary import read_vocabulary, single_bytes
 
 MOST_CHARACTERS = 100_000  # of a form
@@ -42,6 +43,8 @@ def as_schema(value: Any) -> str | None:
     require(isinstance(schema, dict), f"{wrong}it is {text[:80]}")
     require(len(text) <= MOST_CHARACTERS, f"json has {len(text)} characters: {MOST_CHARACTERS} are the most")
     check_keywords(schema)
+    for pattern in schema_patterns(schema):
+        check_pattern(pattern)
     return text
 
 
@@ -88,6 +91,8 @@ class StructuredOutputsParams:
         names = ", ".join(f.name for f in fields(self))
         wrong = f"StructuredOutputsParams has {given or 'nothing'} set: set exactly one of {names}"
         require(len(given) == 1, wrong)
+        for pattern in [self.regex, *lark_patterns(self.grammar or "")]:
+            check_pattern(pattern)
 
     def check(self, vocabulary: Vocabulary) -> None:
         """ValueError if no answer of this vocabulary can have the form."""
@@ -135,6 +140,22 @@ def check_bytes(form: StructuredOutputsParams, vocabulary: Vocabulary) -> None:
     require(not missing, f"{wrong}, which the vocabulary of {vocabulary.folder} cannot spell: take another form")
 
 
+def start(grammar: str, vocabulary: Vocabulary) -> Masks:
+    """The masks of a grammar in the library's language."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    tokenizer = read_vocabulary(vocabulary)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    bits = 8 * len(matcher.compute_bitmask())  # whole words, and one too many if the tokens fill their last one
+    return Masks(matcher, packed(vocabulary.ends, bits), packed(tuple(range(vocabulary.size)), bits))
+
+
+def faults(masks: Masks) -> list[str]:
+    """What is wrong with the first states of a form. The second computes what the first has put off."""
+    stuck = (state.matcher for state in (masks.start, masks.second()) if not state.mask.any())
+    return [matcher.get_error().partition("\n")[0] for matcher in stuck]
+
+
 @lru_cache(256)
 def masks_of(form: StructuredOutputsParams, vocabulary: Vocabulary) -> Masks:
     """The masks of a form. ValueError if it is wrong, too large, or allows no answer."""
@@ -142,19 +163,15 @@ def masks_of(form: StructuredOutputsParams, vocabulary: Vocabulary) -> Masks:
     from llguidance import LLMatcher, LLParserLimits
 
     check_bytes(form, vocabulary)
-    limits = LLParserLimits(**LIMITS)
     what = f"structured_outputs={form!r:.200}"
     try:
         grammar = as_grammar(form)
     except ValueError as error:
         raise ValueError(f"{what} is refused: {error}: make it simpler") from None
-    is_wrong, notes = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=limits)
+    is_wrong, notes = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LLParserLimits(**LIMITS))
     require(not notes, f"{what} {'is refused' if is_wrong else 'is not certain'}: {' '.join(' '.join(notes).split())}")
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    words = -(-tokenizer.vocab_size // 32)  # of the library's masks
-    masks = Masks(matcher, packed(vocabulary.ends, 32 * words))
-    for state in (masks.start, masks.second()):  # the second computes what the first has put off
-        why = state.matcher.get_error().partition("\n")[0]
-        why = NO_TEXT if not why or "NoExtension" in why else why
-        require(bool(state.mask.any()), f"{what} is refused: {why}: change it")
+    masks = start(grammar, vocabulary)
+    for why in faults(masks):
+        said = NO_TEXT if not why or "NoExtension" in why else why
+        raise ValueError(f"{what} is refused: {said}: change it")
     return masks

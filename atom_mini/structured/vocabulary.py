@@ -1,4 +1,4 @@
-"""A tokenizer as the library of grammars reads it: the bytes of each token (chapter 24)."""
+"""A tokenizer as the library of grammars reads it: the bytes of each token (chapter 26)."""
 
 from __future__ import annotations
 

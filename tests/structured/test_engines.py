@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from test_interrupt import Tripwire
+from test_mtp import save_module
 from test_together import DEPLOYED, ROWS, SMALL, whole
 
 from atom_mini import LLM, Config, SamplingParams, StructuredOutputsParams
@@ -58,11 +59,17 @@ def one_layer(folder: Path) -> Path:
     """A small model with the built-in one's tokenizer, for Triton's interpreter."""
     save_checkpoint("qwen3", folder, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
                     max_position_embeddings=320, vocab_size=958, eos_token_id=0)  # fmt: skip
+    with_tokenizer(folder)
+    return folder
+
+
+def with_tokenizer(folder: Path) -> str:
+    """The folder, with the built-in model's tokenizer."""
     home = Config("tiny").folder
     assert home is not None
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(home / name, folder)
-    return folder
+    return str(folder)
 
 
 @cache
@@ -117,6 +124,32 @@ def test_preempted_requests_go_on_with_their_masks(options: dict[str, Any]) -> N
         assert found == [serve(alone, [one])[0] for one in asked]
 
 
+def with_mtp(folder: Path) -> str:
+    """A random model with a layer for MTP and the built-in model's tokenizer."""
+    save_module("GLM-4.5", folder, vocab_size=958, eos_token_id=0, max_position_embeddings=320)
+    return with_tokenizer(folder)
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "head": {"method": "eagle3", "num_speculative_tokens": 3},
+    "layer": {"method": "mtp", "num_speculative_tokens": 2},
+    "model": {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3},
+    "lookup": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_every_drafter_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    """The rows of a step are sampled from masked scores, and a draft that a mask bars is not the token of its row."""
+    model = with_mtp(tmp_path) if kind == "layer" else "tiny"
+    asked = drawn(11, 24, 24)
+    with LLM(model, **SMALL | {"dtype": "float32"}) as plain:
+        wanted = [serve(plain, [one])[0] for one in asked]
+    with LLM(model, **SMALL | {"dtype": "float32"}, speculative_config=DRAFTS[kind]) as llm:
+        assert serve(llm, asked) == wanted
+        assert llm.engine_core.scheduler.spec_stats.accepted.total() > 0
+
+
 def test_forms_with_drafts_are_accepted_drafts_too() -> None:
     """Prompt lookup drafts what a form has repeated, and its masks are those of the drafted text."""
     form = S(regex="(abc ){8}")
@@ -126,6 +159,22 @@ def test_forms_with_drafts_are_accepted_drafts_too() -> None:
         out, wanted = (one.generate("x", params, use_tqdm=False)[0] for one in (llm, plain))
         assert out.token_ids == wanted.token_ids and out.text == 8 * "abc "
         assert out.metrics["num_accepted_tokens"] > 5
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_forced_token_is_a_draft(kind: str, tmp_path: Path) -> None:
+    """It is never rejected. A draft model keeps keys and values of its own drafts, so there it is none."""
+    model = with_mtp(tmp_path) if kind == "layer" else "tiny"
+    text = "Greta has 12 apples, and Leo has 3. "
+    params = SamplingParams(temperature=0, max_tokens=90, structured_outputs=S(choice=[text + "Yes.", text + "No."]))
+    with LLM(model, **SMALL | {"dtype": "float32"}) as plain:
+        (wanted,) = plain.generate("?", params, use_tqdm=False)
+    with LLM(model, **SMALL | {"dtype": "float32"}, speculative_config=DRAFTS[kind]) as llm:
+        (out,) = llm.generate("?", params, use_tqdm=False)
+        stats = llm.engine_core.scheduler.spec_stats
+    assert out.token_ids == wanted.token_ids and out.text.startswith(text)
+    if kind != "model":
+        assert stats.tokens_per_step > 0.7 * (1 + DRAFTS[kind]["num_speculative_tokens"]), stats
 
 
 def test_interrupted_at_any_line() -> None:

@@ -15,12 +15,13 @@ import torch
 
 from atom_mini import LLM, Config, SamplingParams, StructuredOutputsParams
 from atom_mini.extras import Extras
-from atom_mini.forms import Form, Vocabulary, barred_by, packed, spell
+from atom_mini.forms import Form, Vocabulary, barred_by, forced_tokens, packed, spell
 from atom_mini.sampler import Sampler, SamplingMetaData, on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 from atom_mini.structured import matcher as matchers
 from atom_mini.structured.params import masks_of
+from atom_mini.structured.patterns import lark_patterns, written_out
 
 pytest.importorskip("llguidance")
 S = StructuredOutputsParams
@@ -53,7 +54,7 @@ def allowed(form: Form, tokens: tuple[int, ...] = ()) -> set[int]:
     return {*np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()}
 
 
-@pytest.mark.parametrize("more", [0, 3, 42, 43])
+@pytest.mark.parametrize("more", [0, 1, 2, 3, 34, 42, 43])
 def test_any_number_of_logits(more: int) -> None:
     """The library's masks are whole words of 32 bits, ours whole bytes."""
     known = vocabulary()
@@ -228,6 +229,7 @@ def test_stop_strings_and_n_and_penalties_go_with_forms(llm: LLM) -> None:
     assert json.loads("".join(streamed))
 
 
+BOMB = "((a{1000}){1000}){1000}"
 INSIDE = {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}
 WRONG: list[tuple[Any, str]] = [
     ({}, "nothing set: set exactly one of json, regex"),
@@ -247,6 +249,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"regex": ""}, "allows nothing"), ({"grammar": ""}, "allows nothing"), ({"regex": "a" * 200_000}, "100000 are the most"),
     ({"regex": 5}, "regex=5"), ({"choice": "yes"}, "list of different texts"), ({"choice": []}, "list of different texts"),
     ({"choice": ["a", "a"]}, "different"), ({"choice": ["a", ""]}, "none of them empty"), ({"regexp": "a"}, "no option 'regexp'"),
+    ({"regex": BOMB}, "has 1e[+]09 characters when its repetitions are written out: 100000 are the most"),
+    ({"json": {"properties": {"a": {"items": {"pattern": f"^(b|{BOMB})$"}}}}}, r"the pattern '\^\(b.* are written out"),
+    ({"json": {"type": "object", "patternProperties": {f"^{BOMB}$": {}}}}, "are written out"),
+    ({"grammar": f'start: ("b" | "c") ("d" | "e") ("f" | "g") X\nX: /{BOMB}/'}, "are written out"),
 ]  # fmt: skip
 
 
@@ -258,8 +264,8 @@ def test_a_wrong_form_is_refused_when_it_is_made(fields: Any, says: str) -> None
 
 IMPOSSIBLE: list[tuple[Any, str]] = [
     ({"regex": "[0-9"}, "unclosed character class"), ({"regex": "(?=a)b"}, "look-ahead"),
-    ({"regex": "(a{1000}){1000}"}, "too many"),
-    ({"regex": "b(a{1000}){1000}"}, "too many"), ({"grammar": "start: /((a{100}){100}){100}/"}, "too many"),
+    ({"regex": "(a{1000}){60}"}, "too many"), ({"regex": "b(a{1000}){60}"}, "too many"),
+    ({"grammar": "start: /((a{100}){100}){6}/"}, "too many"),
     ({"regex": "[^\\x00-\\x{10FFFF}]"}, "no text has this form"),
     ({"json": {"$ref": "#/$defs/a"}}, "does not exist"), ({"json": {"type": "strin"}}, "Invalid type: strin"),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum .5. is greater than maximum"),
@@ -279,6 +285,34 @@ def test_a_form_that_no_answer_can_have_is_refused_before_anything_is_queued(llm
         llm.generate(["a", "b"], params, use_tqdm=False)
     assert time.thread_time() - start < 3 and "\n" not in str(caught.value)
     assert "structured_outputs=StructuredOutputsParams" in str(caught.value) and not llm.engine_core.scheduler.seqs
+
+
+def test_a_pattern_is_measured_with_its_repetitions_written_out() -> None:
+    sizes = {
+        "": 0, "abc": 3, "(a{2}b){2}": 6, "a{3,}b{0,5}c*": 9, "[a-z{9}]{4}": 4, r"\{9}": 3, r"\\{9}": 9, "a{3}{4}": 12,
+        "(a|b{7})?": 9, "((a{9}){9}){9}": 729, "(a{" + "9" * 5000 + "}){9}": 9 * (10**9 - 1), "a)){2}b": 5, "((a{7}": 7,
+        r"[]{5}]{2}": 2, "{5}": 0,
+    }  # fmt: skip
+    assert {pattern: written_out(pattern) for pattern in sizes} == sizes
+    start = time.thread_time()
+    for text in ("a" + "{9}" * 30_000, "(" * 50_000 + ")" * 50_000, "[" * 99_999, "[\\" * 50_000, "{1" * 50_000):
+        written_out(text)
+    lark_patterns("/\\" * 50_000)
+    assert time.thread_time() - start < 3  # not quadratic
+    S(json={"type": "object", "properties": {"a": {"pattern": "a{0,5000}$"}, "b": {"pattern": 5}}})
+    S(json={"properties": {"a": {"pattern": r"^([a-z0-9-]{1,255}\.){1,255}$"}}})
+
+
+def test_a_token_without_a_logit_is_not_allowed() -> None:
+    """A tokenizer may have more tokens than the model has logits."""
+    less = vocabulary()._replace(size=300)
+    word = S(regex="[a-z ]+")
+    mask, whole = word.mask(less, ()), word.mask(vocabulary(), ())
+    assert mask is not None and whole is not None and len(mask) == 38
+    assert np.array_equal(np.unpackbits(mask, bitorder="little")[:300], np.unpackbits(whole, bitorder="little")[:300])
+    assert not np.unpackbits(mask, bitorder="little")[300:].any()
+    with pytest.raises(ValueError, match="no text has this form, or the vocabulary cannot spell it"):
+        S(regex="z+").check(less._replace(size=20))
 
 
 PARAMS: list[tuple[Any, str]] = [
@@ -350,6 +384,18 @@ def test_after_the_end_of_the_grammar_only_ends_are_allowed() -> None:
     form = S(regex="x")
     (x,) = allowed(form)
     assert allowed(form, (x,)) == {0, 2}
+
+
+def test_forced_tokens_end_before_a_choice() -> None:
+    """Also before one between neighbors in a mask, at the end of the text, and after so many as may be used."""
+    params, (zero, one, x) = SamplingParams(structured_outputs=S(regex="00[12]xx")), (18, 19, 90)
+    assert {one, one + 1} == allowed(S(regex="[12]")) and {x} == allowed(S(regex="x")), "the tokens of 1, 2 and x"
+    forced = [forced_tokens(params, vocabulary(), answer, 5) for answer in ([], [zero], [zero, zero], [zero, zero, one])]
+    assert forced == [[zero, zero], [zero], [], [x, x]]
+    assert forced_tokens(params, vocabulary(), [], 1) == [zero] and forced_tokens(params, vocabulary(), [one], 5) == []
+    assert forced_tokens(SamplingParams(), vocabulary(), [], 5) == []
+    only = SamplingParams(structured_outputs=S(regex="[0-9]"), allowed_token_ids=[one])
+    assert forced_tokens(only, vocabulary(), [], 5) == [one]
 
 
 def test_a_vocabulary_that_cannot_spell_a_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,61 @@
+"""The patterns inside a form, and how long they are with all repetitions written out (chapter 26).
+
+The library reads a pattern when an answer reaches it. One that is too large would end its request there, so it is
+refused when the form is made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..checkpoint import JsonObject
+from ..errors import require
+from .keywords import inner_schemas
+
+MOST_WRITTEN_OUT = 100_000  # characters of a pattern
+PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|.", re.DOTALL)
+BETWEEN_SLASHES = re.compile(r"/((?:\\.|[^/\\\n])+)/?")  # in Lark
+
+
+def written_out(pattern: str) -> int:
+    """The characters of a pattern whose repetitions are written out: 6 for `(a{2}b){2}`."""
+    groups = [[0, 0]]  # the open ones: [characters, those of the last piece]
+    for piece in PIECE.finditer(pattern):
+        text, count = piece[0], piece[2] or piece[1]
+        if count:
+            size, last = groups[-1]
+            more = last * (max(int(count[:9]), 1) - 1)
+            groups[-1] = [size + more, min(last + more, 10**9)]
+        elif text == "(":
+            groups.append([0, 0])
+        elif text == ")" and len(groups) > 1:
+            size = groups.pop()[0]
+            groups[-1] = [groups[-1][0] + size, size]
+        elif text not in "?*+":
+            groups[-1] = [groups[-1][0] + 1, 1]
+    return sum(size for size, _ in groups)
+
+
+def check_pattern(pattern: object) -> None:
+    """ValueError for a pattern that is too large."""
+    if isinstance(pattern, str):
+        size, shown = written_out(pattern), f"the pattern {pattern!r:.100}"
+        wrong = f"{shown} has {float(size):.3g} characters when its repetitions are written out"
+        require(size <= MOST_WRITTEN_OUT, f"{wrong}: {MOST_WRITTEN_OUT} are the most")
+
+
+def schema_patterns(schema: JsonObject) -> Iterator[object]:
+    """The patterns of texts and of names, in a schema and in all schemas inside of it."""
+    left: list[object] = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            names = one.get("patternProperties")
+            yield from (one.get("pattern"), *(names if isinstance(names, dict) else ()))
+            left += inner_schemas(one)
+
+
+def lark_patterns(grammar: str) -> list[str]:
+    """The patterns between slashes in a grammar."""
+    return BETWEEN_SLASHES.findall(grammar)
