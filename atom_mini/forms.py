@@ -41,12 +41,12 @@ class Form(Protocol):
         None if they do not have the form. (Such an answer is a draft, and is dropped.)"""
 
 
-def as_form(value: Any) -> Form | None:
+def as_form(value: object) -> Form | None:
     """`value`, if it is a form or None; ValueError for anything else."""
+    if value is None or (isinstance(value, Form) and not isinstance(value, type)):
+        return value
     write = "write StructuredOutputsParams(json=...), from atom_mini"
-    wrong = f"structured_outputs={value!r} of type {type(value).__name__} is not a form: {write}"
-    require(value is None or (isinstance(value, Form) and not isinstance(value, type)), wrong)
-    return value
+    raise ValueError(f"structured_outputs={value!r} of type {type(value).__name__} is not a form: {write}")
 
 
 def is_id(value: object) -> bool:
@@ -54,10 +54,11 @@ def is_id(value: object) -> bool:
     return isinstance(value, Integral) and type(value) is not bool and int(value) >= 0
 
 
-def as_biases(value: Any) -> tuple[tuple[int, float], ...]:
+def as_biases(value: object) -> tuple[tuple[int, float], ...]:
     """{token id: bias}, or pairs, as pairs. ValueError for anything else."""
     wrong = f"logit_bias={value!r} must be a dict of token ids and numbers from -100 to 100"
-    require(isinstance(value, Mapping | list | tuple), wrong)
+    if not isinstance(value, Mapping | list | tuple):
+        raise ValueError(wrong)
     try:
         pairs = [(id, by) for id, by in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
@@ -69,17 +70,19 @@ def as_biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(id), float(by)) for id, by in pairs)
 
 
-def as_allowed(value: Any) -> Ids | None:
+def as_allowed(value: object) -> Ids | None:
     """A list of token ids as a tuple, or None. ValueError for anything else."""
-    good = value is None or (isinstance(value, list | tuple) and len(value) > 0 and all(map(is_id, value)))
-    require(good, f"allowed_token_ids={value!r} must be a list of at least one token id, or None")
-    return None if value is None else tuple(map(int, value))
+    if isinstance(value, list | tuple) and len(value) > 0 and all(map(is_id, value)):
+        return tuple(map(int, value))
+    require(value is None, f"allowed_token_ids={value!r} must be a list of at least one token id, or None")
+    return None
 
 
-def as_bad_words(value: Any) -> tuple[str | Ids, ...]:
+def as_bad_words(value: object) -> tuple[str | Ids, ...]:
     """Words, each a text or its token ids. ValueError for anything else."""
     wrong = f"bad_words={value!r} must be a list of words, each a text or a list of token ids"
-    require(isinstance(value, list | tuple), wrong)
+    if not isinstance(value, list | tuple):
+        raise ValueError(wrong)
     for word in value:
         is_text = isinstance(word, str) and bool(word.strip())
         is_list = isinstance(word, list | tuple) and len(word) > 0 and all(map(is_id, word))

@@ -229,7 +229,7 @@ def respond(
             messages += [question, answer(llm, [*messages, question], params, outs)]
 
 
-def run_chat(args: argparse.Namespace, read: Any = input) -> None:
+def run_chat(args: argparse.Namespace, read: Callable[[str], str] = input) -> None:
     """Chat with a model; /help lists the commands."""
     require(args.params.n == 1, f"n={args.params.n} must be 1 with chat; leave out --n")
     messages: Chat = []

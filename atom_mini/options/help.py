@@ -122,7 +122,7 @@ HELP["Engines on Ray"] = {
 }
 
 
-def options_of(cls: Any) -> list[Field[Any]]:
+def options_of(cls: type) -> list[Field[Any]]:
     """The fields of a dataclass that a user may set."""
     return [f for f in fields(cls) if f.init]
 
@@ -134,7 +134,7 @@ def help_of(name: str) -> tuple[str, str]:
     return group, HELP.get(group, {}).get(name, "")
 
 
-def kinds_in(hint: Any) -> set[Any]:
+def kinds_in(hint: object) -> set[object]:
     """The plain types in a type hint."""
     if get_origin(hint) is Literal:
         return {type(value) for value in get_args(hint)}
@@ -148,7 +148,7 @@ TYPED: dict[str, tuple[type, str]] = {  # whose types say little: how they are t
 }  # fmt: skip
 
 
-def reading(cls: Any, f: Field[Any]) -> dict[str, Any]:
+def reading(cls: type, f: Field[Any]) -> dict[str, Any]:
     """The `add_argument` options for a field, by its type."""
     if f.name in TYPED:
         kind, action = TYPED[f.name]
@@ -161,7 +161,7 @@ def reading(cls: Any, f: Field[Any]) -> dict[str, Any]:
     return {"type": kind, "action": action, "metavar": kind.__name__.upper()}
 
 
-def add_fields(parser: argparse.ArgumentParser, cls: Any) -> None:
+def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
     """Add an option for each field of `cls`, in its group."""
     groups: dict[str, Any] = {}
     for f in options_of(cls):
@@ -178,7 +178,7 @@ def add_fields(parser: argparse.ArgumentParser, cls: Any) -> None:
         option.help = line if has_none else f"{line} (default: {default})"
 
 
-def given(args: argparse.Namespace, cls: Any) -> dict[str, Any]:
+def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The fields of the dataclass `cls` that the command line sets."""
     names = {f.name for f in options_of(cls)}
     return {name: value for name, value in vars(args).items() if name in names}

@@ -85,7 +85,7 @@ HEADERS = {401: {"www-authenticate": "Basic"}, 429: {"retry-after": "1"}}
 HEADERS |= {503: {"retry-after": "5"}}
 
 
-async def error_response(request: Any, error: Exception) -> Response:
+async def error_response(request: Request, error: Exception) -> Response:
     """An error as JSON. Starlette calls it for whatever a route has raised."""
     if isinstance(error, HTTPException):  # Starlette's own: 404, 405
         where = f"{request.method} {request.url.path}: {error.detail}"
@@ -157,4 +157,4 @@ class Api(Starlette):
         if is_free or self.has_key(Headers(scope=scope)):
             return await super().__call__(scope, receive, send)
         wrong = ApiError(401, "the key is missing or wrong", code="invalid_api_key")
-        await (await error_response(None, wrong))(scope, receive, send)
+        await (await error_response(Request(scope), wrong))(scope, receive, send)

@@ -17,6 +17,7 @@ from msgspec import Meta
 from ..checkpoint import JsonObject
 from ..config import SamplingParams
 from ..errors import NOT_HERE, shortened
+from ..forms import Form
 from ..llm import TemplateOptions, check_template_options
 from ..text import Request as EngineRequest
 from ..text import Tokenizer
@@ -118,7 +119,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             found["response_format"] = {"json_object": True}
         return found
 
-    def form(self) -> Any:
+    def form(self) -> Form | None:
         """The form of the answer, or None. ApiError if it is wrong, or if two fields ask for one."""
         wanted = self.wanted_forms()
         if len(wanted) > 1:

@@ -30,6 +30,7 @@ from starlette.routing import Route
 
 from ..checkpoint import JsonObject
 from ..engine_core import EngineCore, StepOutput
+from ..forms import Form
 from ..llm import as_list
 from ..options.args import EngineArgs
 from ..options.help import Serve, given
@@ -198,7 +199,7 @@ class Server(Api):
             wrong = f"{unfinished} answers are unfinished, of max_queue={limits.max_queue}"
             raise ApiError(429, f"{wrong}: try again later", code="queue_full")
 
-    async def check_form(self, form: Any) -> None:
+    async def check_form(self, form: Form | None) -> None:
         """ValueError if no answer can have the form. It is read in the tokenizer's thread, while the engine runs."""
         if form is not None:
             checked = self.engine.tokenizing.submit(form.check, self.engine.llm.config.vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -229,7 +229,7 @@ def make_reader(tools: list[Tool], choice: ToolChoice) -> PlainReader:
 def joined(deltas: list[JsonObject]) -> JsonObject:
     """The deltas of a whole answer as one message's fields: its content, and its calls."""
     content = "".join(delta.get("content", "") for delta in deltas)
-    calls: list[Any] = []
+    calls: list[JsonObject] = []
     for delta in deltas:
         for call in delta.get("tool_calls", ()):
             if "id" in call:

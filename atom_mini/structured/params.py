@@ -28,7 +28,7 @@ NO_TEXT = "no text has this form, or the vocabulary cannot spell it"
 SPACES = r"( |\n {0,16}|\n\t{0,8})?"  # between two parts of JSON: no model can go on with spaces forever
 
 
-def as_schema(value: Any) -> str | None:
+def as_schema(value: object) -> str | None:
     """A JSON schema, as a dict or as JSON, as JSON. ValueError for anything else."""
     if value is None:
         return None
@@ -40,7 +40,8 @@ def as_schema(value: Any) -> str | None:
         raise ValueError(f"{wrong}this one is nested too deeply: make it flatter") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{wrong}{error}") from None
-    require(isinstance(schema, dict), f"{wrong}it is {text[:80]}")
+    if not isinstance(schema, dict):
+        raise ValueError(f"{wrong}it is {text[:80]}")
     require(len(text) <= MOST_CHARACTERS, f"json has {len(text)} characters: {MOST_CHARACTERS} are the most")
     check_keywords(schema)
     for pattern in schema_patterns(schema):
@@ -48,18 +49,19 @@ def as_schema(value: Any) -> str | None:
     return text
 
 
-def as_choice(value: Any) -> tuple[str, ...] | None:
+def as_choice(value: object) -> tuple[str, ...] | None:
     """A list of texts as a tuple. ValueError for anything else."""
-    wrong = f"choice={value!r} must be a list of different texts, none of them empty"
-    require(value is None or isinstance(value, list | tuple), wrong)
     if value is None:
         return None
+    wrong = f"choice={value!r} must be a list of different texts, none of them empty"
+    if not isinstance(value, list | tuple):
+        raise ValueError(wrong)
     require(len(value) > 0 and all(isinstance(text, str) and text for text in value), wrong)
     require(len({*value}) == len(value), wrong)
     return tuple(value)
 
 
-def as_text(value: Any) -> Any:
+def as_text(value: object) -> object:
     """A text that is neither empty nor too long; pydantic checks that it is one."""
     if isinstance(value, str):
         require(value != "", "an empty regex or grammar allows nothing: leave it out")

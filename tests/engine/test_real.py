@@ -128,8 +128,8 @@ def check_end(out: Any, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_tokens_are_those_of_transformers(name: str, reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
-    """24 prompts at once, and again, when the prefix cache knows them."""
-    asked = list(reference.prompts.values())
+    """24 prompts at once, and again, when the prefix cache knows them. Spyre, whose rectangles take long, gets every second one."""
+    asked = list(reference.prompts.values())[:: 2 if name == "Spyre" else 1]
     with LLM(str(FOLDER), **ENGINES[name]) as llm:
         first = llm.generate(asked, GREEDY, use_tqdm=False)
         again = llm.generate(asked[-5:], GREEDY, use_tqdm=False)
