@@ -211,6 +211,8 @@ class EngineCoreProc:
     (chapter 73a).
     """
 
+    reads: Any = ToEngine  # the messages that it knows
+
     def __init__(
         self, core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket,
         report: Callable[[], tuple[dict[int, bool], bool]] = no_report,
@@ -257,7 +259,7 @@ class EngineCoreProc:
     def receive(self, frame: bytes) -> None:
         """Handle a frame; answer with `Refused` if that fails."""
         try:
-            self._handle(decode(frame, ToEngine))
+            self._handle(decode(frame, self.reads))
         except ValueError as error:
             why, id = str(error)[:1000], read_id(frame)  # it may quote the frame
             self.outbox.send(encode(Refused(id, why, id in self.core.scheduler.seqs)))

@@ -66,6 +66,7 @@ class CoreManager(Thread):
     """Starts process number `number`, reads its messages, and notices its death (ATOM's
     word). `recipe`: see `checks.as_recipe`; `bell`: gets an item for each new result."""
 
+    reads: Any = FromEngine  # the messages that it knows
     kind = "engine"  # what messages and logs call it
     entry = LOAD  # what its process loads
     share = 1  # how many processes share our number of threads
@@ -125,9 +126,12 @@ class CoreManager(Thread):
 
     def _receive(self, frame: bytes) -> str | None:
         """Handle a message from the process; returns why it is dead, if it says so."""
-        message = decode(frame, FromEngine)
+        message = decode(frame, self.reads)
         self.last_heard = time.monotonic()
         self.deadline = (math.inf, "")
+        return self._handle(message)
+
+    def _handle(self, message: Any) -> str | None:
         match message:
             case Ready():
                 assert self.outbox is not None
