@@ -157,8 +157,9 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/ranks.py
 	$(PY) tests/bench/policies.py
 	$(PY) tests/bench/server.py
+	$(PY) tests/bench/apart.py
 
-# docs/figures.md's tables, and those of chapters 26, 53, 54, 82, 92b and 93: the benchmarks behind them, on a quiet machine; recorded with
+# docs/figures.md's tables, and those of chapters 26, 53, 54, 74, 82, 92b and 93: the benchmarks behind them, on a quiet machine; recorded with
 # machine, date and commit, and written into the pages. OPENVINO= and LLAMA= as above.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
@@ -172,8 +173,10 @@ figures: $(VENV)/dev real
 	$(PY) nbs/_book/book.py readme
 	$(PY) tests/bench/server.py --json tests/bench/results/server.json
 	$(PY) tests/bench/eight_bits.py --json tests/bench/results/eight_bits.json
+	$(PY) tests/bench/apart.py --json tests/bench/results/apart.json
 	$(PY) tests/bench/masks.py --json tests/bench/results/masks.json
-	$(PY) nbs/_book/book.py run nbs/serving/82_server.ipynb nbs/cpu/92b_eight_bits.ipynb nbs/structured/26_structured_outputs.ipynb \
+	$(PY) nbs/_book/book.py run nbs/parallel/74_apart.ipynb nbs/serving/82_server.ipynb nbs/cpu/92b_eight_bits.ipynb \
+		nbs/structured/26_structured_outputs.ipynb \
 		nbs/cpu/92_cpu_decode.ipynb nbs/speculation/53_eagle.ipynb nbs/speculation/54_when_it_pays.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; docs/figures.md's table and README's figure are made from it. Then the

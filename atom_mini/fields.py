@@ -67,6 +67,8 @@ class EngineFields(Config):
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1  # engines
     routing: Literal["load", "prefix"] = "load"
     lockstep: bool = False
+    # prompts apart from decodes (74): a list, or JSON, with a dict for each engine
+    kv_transfer_config: Any = None
     scheduler_options = (
         *Config.scheduler_options, "scheduler", "speculative_config", "overlap",
         "interleave_decode", "scheduler_delay_factor", "schedule_policy",

@@ -97,6 +97,10 @@ class EngineArgs(EngineFields):
             from atom_mini.speculation.config import check_speculative
 
             self._set(speculative_config=check_speculative(self))
+        if self.kv_transfer_config is not None:
+            from atom_mini.parallel.roles import check_roles
+
+            self._set(kv_transfer_config=check_roles(self.kv_transfer_config))
 
 
 class Need(NamedTuple):
@@ -126,6 +130,11 @@ def drafts(config: EngineArgs) -> bool:
 def drafts_by(*methods: str) -> Callable[[EngineArgs], bool]:
     """The condition that tokens are drafted by one of `methods`."""
     return lambda config: drafts(config) and config.speculative_config.method in methods
+
+
+def has_roles(config: EngineArgs) -> bool:
+    """Whether prompts and decodes have engines of their own."""
+    return config.kv_transfer_config is not None
 
 
 KNOWN = "a step is planned before the tokens of the last one are known"
@@ -206,6 +215,8 @@ TOGETHER += [
         "a padded step would write its padding into the state"),
     Need(STATE, keeps_state, {"tensor_parallel_size": (1,)},
         "states are not split over ranks"),
+    Need(STATE, keeps_state, {"kv_transfer_config": (None,)},
+        "blocks are handed over, not states"),
     Need(STATE, keeps_state, {"packed": (False,)},
         "its runner has its own operations"),
     Need(STATE, keeps_state, {"attention": ("torch",)},
@@ -239,6 +250,12 @@ TOGETHER += [
         "all engines take the same step"),
     Need("MTP in lockstep", lambda c: c.lockstep and drafts_by("mtp")(c),
         {"enable_expert_parallel": (False,)}, "its own experts would be split, too"),
+    Need("kv_transfer_config", has_roles, {"engine_process": (True,)},
+        "each engine is a process"),
+    Need("kv_transfer_config", has_roles,
+        {"data_parallel_size": (1,), "tensor_parallel_size": (1,), "scheduler": ("atom",),
+         "overlap": (False,), "speculative_config": (None,), "kv_offloading_size": (None,)},
+        "it lists the engines, and blocks are copied between two plain steps of them"),
 ]  # fmt: skip
 
 
@@ -344,3 +361,4 @@ class EngineOptions(TypedDict, total=False):
     data_parallel_size: int
     routing: Literal["load", "prefix"]
     lockstep: bool
+    kv_transfer_config: Any

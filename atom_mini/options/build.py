@@ -12,11 +12,12 @@ import atom_mini.llm
 from .. import assemble
 from ..assemble import check_scheduler
 from ..engine_core import EngineCore
+from ..errors import require
 from ..fields import EngineFields
 from ..llm import Listener
 from ..families.state_checks import keeps_state
 from .args import EngineArgs
-from ..scheduler import BaseScheduler
+from ..scheduler import BaseScheduler, Scheduler
 
 if TYPE_CHECKING:  # torch loads when an engine is made
     import torch
@@ -153,6 +154,8 @@ def make_core(config: EngineFields) -> EngineCore:
         return OverlapCore(config, launcher, make_scheduler(config))
     if config.kv_offloading_size is not None:
         return make_offloading(config)
+    if config.kv_transfer_config is not None:
+        return make_transferring(config)
     runner = make_runner(config)
     config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
     scheduler = make_scheduler(config)
@@ -175,6 +178,17 @@ def make_offloading(config: EngineFields) -> EngineCore:
     return OffloadCore(config, runner, make_scheduler(config), copies)
 
 
+def make_transferring(config: EngineFields) -> EngineCore:
+    """Make the core of an engine that hands prompts over, or takes them."""
+    from atom_mini.parallel.kv_transfer import TransferCore
+    from atom_mini.parallel.shared_pool import SharedPool
+
+    runner = make_runner(config)
+    pool = SharedPool(config, runner)
+    config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
+    return TransferCore(config, runner, make_scheduler(config), pool)
+
+
 def make_speculating(config: EngineFields) -> EngineCore:
     """Make the core with the drafter that the options ask for."""
     from atom_mini.speculation.methods import find_drafter
@@ -189,7 +203,13 @@ def make_speculating(config: EngineFields) -> EngineCore:
 
 def make_engine_core(config: EngineFields) -> EngineCore:
     """Make the engine core in this process, or a client of cores in others."""
-    choose_scheduler(config)  # raises ValueError for a wrong `scheduler_cls`
+    own = choose_scheduler(config)  # raises ValueError for a wrong `scheduler_cls`
+    if config.kv_transfer_config is not None:
+        wrong = f"scheduler_cls={own.__name__} cannot say what its sequences may still need"
+        require(issubclass(own, Scheduler), f"{wrong}: derive it from Scheduler, or leave out kv_transfer_config")
+        from atom_mini.parallel.apart import Apart
+
+        return cast(EngineCore, Apart(config))
     if config.engine_process:
         from atom_mini.parallel.replicas import make_front
 

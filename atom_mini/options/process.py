@@ -29,6 +29,8 @@ def load_engine(
     loop_cls: Callable[..., EngineCoreProc] = EngineCoreProc
     if config.data_parallel_size > 1:
         from ..parallel.replicas import make_loop as loop_cls
+    if config.kv_transfer_config is not None:
+        from ..parallel.apart import TransferProc as loop_cls
     if config.lockstep:
         from ..parallel.lockstep import make_member
 

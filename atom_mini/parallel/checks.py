@@ -50,8 +50,12 @@ def make_recipe(config: EngineFields, given: set[str]) -> Recipe:
     """The recipe of its processes. ValueError for an option that cannot be sent."""
     sizes = ("tensor_parallel_size", "data_parallel_size")  # they imply engine_process
     name = next((n for n in sizes if getattr(config, n) > 1), None)
-    require_extra(f"{name}={getattr(config, name)}" if name else "engine_process=True")
-    off = f"{name}=1" if name else "engine_process=False"
+    asked, off = "engine_process=True", "engine_process=False"
+    if name:
+        asked, off = f"{name}={getattr(config, name)}", f"{name}=1"
+    elif config.kv_transfer_config is not None:
+        asked, off = "kv_transfer_config", "kv_transfer_config=None"
+    require_extra(asked)
     own = {"engine_process", "ready_timeout", "ping_timeout"}
     return as_recipe(config, given - own, off)
 
@@ -82,6 +86,10 @@ def check_processes(config: EngineFields, given: set[str]) -> dict[str, object]:
     """Check the options of this part; returns those that follow, with the recipe."""
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
         check_dealt_engines(config)
+    if config.kv_transfer_config is not None:
+        from atom_mini.parallel.roles import check_members
+
+        check_members(config, given)
     found: dict[str, object] = {}
     if config.engine_process:
         found["recipe"] = make_recipe(config, given)

@@ -180,11 +180,12 @@ def check_tree(tree) -> None:
     assert known <= seen, f"hashes of no place in the tree: {known - seen}"
 
 
-def check_blocks(manager, seqs) -> None:
+def check_blocks(manager, seqs, held=()) -> None:
     """Assert that a block manager's books balance, given every sequence that holds
-    blocks: references equal owners, a block is free or owned, tables and contents are
-    right."""
+    blocks, and lists of blocks that are `held`: references equal owners, a block is free
+    or owned, tables and contents are right."""
     pool, owners = manager.pool, Counter(i for s in seqs for i in set(s.block_table))
+    owners += Counter(i for blocks in held for i in blocks)
     for i, n in enumerate(block.ref_count for block in pool.blocks):
         assert n == owners[i], f"block {i}: {n} references, {owners[i]} owners"
         assert (n == 0) == (i in pool.free_block_ids), f"block {i}: free and owned"

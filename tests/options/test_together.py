@@ -46,6 +46,7 @@ PROCESSES: dict[str, list[Any]] = {
     "engine_process": [True], "ready_timeout": [100.0], "ping_timeout": [100.0], "tensor_parallel_size": [2],
     "enable_expert_parallel": [True], "collective_timeout": [100.0], "data_parallel_size": [2],
     "routing": ["load", "prefix"], "lockstep": [True],
+    "kv_transfer_config": [[{"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}]],
 }  # fmt: skip
 SPYRE = {"scheduler": "spyre", "kv_cache_block_size": 16, "chunk_size": 32, "max_model_len": 128, "max_num_seqs": 4}
 PROMPTS = ["12 + 7 =", "Once upon a time", [5, 6, 7] * 10, [5, 6, 7] * 10 + [8]]
@@ -113,6 +114,7 @@ ROWS: list[dict[str, Any]] = [
 PROCESS = {"engine_process": True, "ready_timeout": 100.0, "ping_timeout": 100.0}
 RANKS = {"tensor_parallel_size": 2, "collective_timeout": 100.0}
 ENGINES = {"data_parallel_size": 2}
+APART = {"kv_transfer_config": [{"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}]}
 DEPLOYED: list[dict[str, Any]] = [
     {**PROCESS, "enable_mixed_steps": True, "prefix_cache": "radix", "quantization": "int8"},
     {**PROCESS, "speculative_config": NGRAM, "scheduler_delay_factor": 0.5, "packed": True},
@@ -125,6 +127,10 @@ DEPLOYED: list[dict[str, Any]] = [
     {**ENGINES, "routing": "prefix", "kv_offloading_size": 0.01, "compiled": True},
     {**ENGINES, "routing": "prefix", "overlap": True, "compiled": True},
     {**ENGINES, "lockstep": True, "speculative_config": NGRAM, "scheduler_delay_factor": 0.5},
+    {**APART, "enable_mixed_steps": True, "prefix_cache": "radix", "packed": True, "kv_cache_block_size": 8},
+    {**APART, "schedule_policy": "lpm", "compiled": True, "max_num_batched_tokens": 64, "quantization": "int8"},
+    {**APART, "interleave_decode": True, "scheduler_delay_factor": 0.5, "enable_prefix_caching": False},
+    {**APART, "enable_chunked_prefill": False, "kv_cache_block_size": 1},
 ]
 
 

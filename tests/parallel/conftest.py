@@ -82,9 +82,18 @@ if "parallel.start" in " ".join(sys.orig_argv):  # or a script that names it
             rows = zip(batch.req_ids, batch.context_lens.tolist(), batch.is_sampled)
             return ScheduledBatchOutput({{i: (100 + n,) for i, n, gets in rows if gets}})
 
+    class Pool:
+        "Copies nothing."
+        path, form = "", "fake"
+        open = run = lambda *_: None
+
     def make_core(config):
         {in_loading}
-        return EngineCore(config, Counting(), build.make_scheduler(config))
+        parts = config, Counting(), build.make_scheduler(config)
+        if config.kv_transfer_config is None:
+            return EngineCore(*parts)
+        from atom_mini.parallel.kv_transfer import TransferCore
+        return TransferCore(*parts, Pool())
 
     rope = {{"rope_type": "default"}}
     spec = ModelSpec("fake", 958, 1, 1, 1, 1, 1, 1, 2048, 1e-6, rope)

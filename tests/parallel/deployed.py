@@ -24,11 +24,13 @@ MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 NGRAM = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
 ENGINES, LOCKSTEP = {"data_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}
 RANKS, DEALT = {"tensor_parallel_size": 2}, {"enable_expert_parallel": True}
+APART = {"kv_transfer_config": [{"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}]}
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "process": {"engine_process": True},
     "engines": {**ENGINES, "routing": "prefix"},
     "lockstep": LOCKSTEP,
     "ranks": RANKS,
+    "apart": APART,
 }
 COMBINED: dict[str, dict[str, Any]] = {
     "a step ahead over ranks": {**RANKS, "overlap": True},

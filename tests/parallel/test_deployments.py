@@ -367,7 +367,7 @@ def test_interrupted_while_it_starts(name: str, tidy: Path, fake: Callable[..., 
 FRONT = """  # its engines are parallel.start
 import json, os, signal, sys, threading
 from atom_mini import EngineArgs, SamplingParams
-from atom_mini.parallel.replicas import make_front
+from atom_mini.options.build import make_engine_core as make_front
 from atom_mini.sequence import Sequence
 core = make_front(EngineArgs("tiny", **json.loads(sys.argv[1])))
 core.add(Sequence([5, 6, 7], 4, SamplingParams(max_tokens=200, ignore_eos=True)))
@@ -408,13 +408,13 @@ except KeyboardInterrupt:
     pass
 """
 ENDS = ["fork", "engines-killed", "killed-after-fork", "strict", "ends", "dropped"]
-ENDS += ["engines-end", "ranks-killed", "stuck-rank"]
+ENDS += ["engines-end", "ranks-killed", "stuck-rank", "apart-killed", "apart-end"]
 FRONTS: list[Any] = [  # deployment, what the front does then; it is killed if that waits
     ("process", IN_A_FORK), ("engines", WAIT),
     pytest.param("process", FORK, marks=slow), pytest.param("process", STRICT, marks=slow),
     pytest.param("process", "", marks=slow), pytest.param("process", DROPPED, marks=slow),
     pytest.param("engines", "", marks=slow), pytest.param("ranks", WAIT, marks=slow),
-    pytest.param("ranks", STUCK, marks=slow),
+    pytest.param("ranks", STUCK, marks=slow), ("apart", WAIT), pytest.param("apart", "", marks=slow),
 ]  # fmt: skip
 
 

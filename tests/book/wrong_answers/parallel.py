@@ -57,3 +57,8 @@ def wasted(steps: list[int]) -> float:
     return sum(max(steps) - n for n in steps) / sum(steps)
 # %% 73b_lockstep 2
 events = [(0, "hears"), (1, "hears"), (0, "sleeps"), (1, "sleeps")]
+# %% 74_apart 1
+def senders(n, prompt, answer, fast, slow):
+    return max(1, min(n - 1, round(n * prompt / (prompt + answer))))  # as if both kinds were equally fast
+# %% 74_apart 2
+load = [[1] * 8, [1] * 8, [1] * 8]  # all find the same blocks
