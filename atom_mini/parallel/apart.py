@@ -159,7 +159,7 @@ class TransferProc(EngineCoreProc):
 class Member(Replica):
     """The `CoreManager` of an engine of one kind."""
 
-    reads: Any = FromMember
+    reads: object = FromMember
 
     def __init__(
         self, number: int, recipe: Recipe, config: EngineFields, bell: SimpleQueue[None]
@@ -171,7 +171,7 @@ class Member(Replica):
         self.peers: list[Member] = []  # all engines, when they have met
         self.unread: set[int] = set()  # requests whose blocks it may be reading
 
-    def _handle(self, message: Any) -> str | None:
+    def _handle(self, message: object) -> str | None:
         """Handle a message. What is not read any more is released at once, whatever the caller's thread does."""
         match message:
             case Pulled():

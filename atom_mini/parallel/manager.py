@@ -66,7 +66,7 @@ class CoreManager(Thread):
     """Starts process number `number`, reads its messages, and notices its death (ATOM's
     word). `recipe`: see `checks.as_recipe`; `bell`: gets an item for each new result."""
 
-    reads: Any = FromEngine  # the messages that it knows
+    reads: object = FromEngine  # the messages that it knows
     kind = "engine"  # what messages and logs call it
     entry = LOAD  # what its process loads
     share = 1  # how many processes share our number of threads

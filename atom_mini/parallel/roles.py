@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from typing import Any
 
 from ..errors import require
 from ..fields import EngineFields, is_on_cpu
@@ -17,9 +16,10 @@ SAME = ("model", "dtype", "kv_cache_block_size", "max_model_len", "device")
 MOST = 64  # engines
 
 
-def check_role(role: Any, place: str) -> dict[str, Any]:
+def check_role(role: object, place: str) -> dict[str, object]:
     """The dict of one engine. ValueError for an unknown role or key."""
-    require(isinstance(role, dict), f"{place}={role!r} must be a dict such as {{'kv_role': 'kv_producer'}}")
+    if not isinstance(role, dict):
+        raise ValueError(f"{place}={role!r} must be a dict such as {{'kv_role': 'kv_producer'}}")
     kind = role.get("kv_role")
     both = f"{place}: kv_role='kv_both' is an engine without kv_transfer_config: set one of {', '.join(ROLES)}"
     require(kind != "kv_both", both)
@@ -34,7 +34,7 @@ def check_role(role: Any, place: str) -> dict[str, Any]:
     return dict(role)
 
 
-def check_roles(given: Any) -> list[dict[str, Any]]:
+def check_roles(given: object) -> list[dict[str, object]]:
     """The engines that `given`, a list or JSON, asks for. ValueError unless there is one of each kind."""
     what = f"kv_transfer_config={given!r}"
     if isinstance(given, str):
@@ -44,7 +44,8 @@ def check_roles(given: Any) -> list[dict[str, Any]]:
             raise ValueError(f"{what} must be JSON: {EXAMPLE}") from None
     alone = f"{what} is one engine, and an engine of one role needs another process for the other role"
     require(not isinstance(given, dict), f"{alone}: list one dict for each engine, as in {EXAMPLE}")
-    require(isinstance(given, list | tuple), f"{what} must be a list of dicts: {EXAMPLE}")
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{what} must be a list of dicts: {EXAMPLE}")
     require(len(given) <= MOST, f"kv_transfer_config lists {len(given)} engines: list at most {MOST}")
     roles = [check_role(role, f"kv_transfer_config[{i}]") for i, role in enumerate(given)]
     for kind in ROLES:
