@@ -21,6 +21,10 @@ from ..sampler import Upload
 from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
 from ..sequence import Sequence
 
+# %% auto #0
+__all__ = ['Pairs', 'StateManager', 'StateBatch', 'StateCore', 'copy_states', 'StateCacheRunner']
+
+# %% ../../nbs/families/66c_state_checkpoints.ipynb #d035d716
 Pairs = list[tuple[int, int]]
 
 
@@ -28,7 +32,7 @@ Pairs = list[tuple[int, int]]
 class StateManager(BlockManager):
     """`BlockManager` that lets a sequence begin only where a state checkpoint is kept.
 
-    A checkpoint is kept each `interval` tokens, and there are at most `num_checkpoints`.
+    A checkpoint is kept after every `interval` tokens, and there are at most `num_checkpoints`.
     `loads` has (checkpoint, row) pairs, to be copied before the step runs, and `saves`
     has (row, checkpoint) pairs, to be copied after it.
 
@@ -108,9 +112,6 @@ class StateManager(BlockManager):
         self.saving = {}
         self.saves, self.loads = [], []
 
-# %% auto #0
-__all__ = ['Pairs', 'StateManager', 'StateBatch', 'StateCore', 'copy_states', 'StateCacheRunner']
-
 # %% ../../nbs/families/66c_state_checkpoints.ipynb #27cb0dfe
 @dataclass(frozen=True)
 class StateBatch(ScheduledBatch):
@@ -119,7 +120,7 @@ class StateBatch(ScheduledBatch):
     state_loads: tuple[tuple[int, int], ...] = ()
     state_saves: tuple[tuple[int, int], ...] = ()
 
-
+# %% ../../nbs/families/66c_state_checkpoints.ipynb #4ac0bb94
 class StateCore(EngineCore):
     """`EngineCore` that keeps states for the prefix cache."""
 

