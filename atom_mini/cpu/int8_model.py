@@ -20,7 +20,7 @@ from ..models import MLP, MODELS, CausalLM, Linear, SelfAttention, TorchOps
 
 # %% auto #0
 __all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'largest_code', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales',
-           'Int8Embedding', 'Int8Spec', 'Int8Model']
+           'Int8Spec', 'Int8Embedding', 'Int8Model']
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #6e7facb3
 LEAST = 1e-30  # instead of the largest number of a row of zeros
@@ -75,12 +75,14 @@ def read_codes(name: str, read: Callable[..., Tensor], has_scales: bool) -> Tens
     """The int8 codes of a weight [out, in], rounded here unless the file has scales.
     ValueError for another type."""
     tensor = read()
-    is_right = tensor.is_floating_point() and tensor.dtype.itemsize > 1
-    is_right = tensor.dtype == torch.int8 if has_scales else is_right
-    need = "16 or 32 bits without one"
-    need = "int8 next to its weight_scale" if has_scales else need
-    require(is_right, f"{name} is {tensor.dtype}: quantization='int8' needs {need}")
-    return tensor if has_scales else quantize_rows(tensor)[0].to(torch.int8)
+    what = f"{name} is {tensor.dtype}: quantization='int8' needs"
+    if has_scales:
+        is_code = tensor.dtype == torch.int8
+        require(is_code, f"{what} int8 next to its weight_scale")
+        return tensor
+    is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    require(is_float, f"{what} 16 or 32 bits without one")
+    return quantize_rows(tensor)[0].to(torch.int8)
 
 
 def read_scales(read: Callable[..., Tensor]) -> Tensor:
@@ -88,6 +90,11 @@ def read_scales(read: Callable[..., Tensor]) -> Tensor:
     return quantize_rows(read())[1]
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #3abae8c3
+@dataclass(frozen=True)
+class Int8Spec(ModelSpec):
+    """A `ModelSpec` whose weights have eight bits."""
+
+
 class Int8Embedding(nn.Module):
     """An embedding in eight bits: codes [V, size] int8, and a scale per row."""
 
@@ -104,11 +111,6 @@ class Int8Embedding(nn.Module):
         return (self.weight[ids] * self.weight_scale[ids]).to(self.dtype)
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #78ed12f8
-@dataclass(frozen=True)
-class Int8Spec(ModelSpec):
-    """A `ModelSpec` whose weights have eight bits."""
-
-
 class Int8Model(CausalLM):
     """A `CausalLM` whose matrices have eight bits."""
 

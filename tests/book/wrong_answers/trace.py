@@ -10,3 +10,7 @@ def slices(trace: Trace) -> list[Event]:
 class Lying(Scheduler):
     def preempt(self, seq: Sequence) -> None:
         super().preempt(seq)  # which notes it
+# %% 30_timeline 2
+class Lying(Scheduler):
+    def preempt(self, seq: Sequence) -> None:
+        raise AssertionError(f"step {first}: ")  # instead of the check
