@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import cast
 
 import zmq
 
@@ -18,6 +18,7 @@ from .kv_transfer import Offer, TransferCore, resume
 from .manager import CoreManager, EngineDead, close_all
 from .packed_form import PackedParams, unpack_params
 from .replicas import Replica, least_loaded
+from .shared_pool import SharedPool
 
 SENDER, RECEIVER = "kv_producer", "kv_consumer"
 
@@ -81,11 +82,11 @@ class TransferProc(EngineCoreProc):
     """The loop of an engine of either kind."""
 
     core: TransferCore
-    reads: Any = ToMember
+    reads: object = ToMember
 
     def __init__(self, core: TransferCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         super().__init__(core, inbox, outbox)
-        self.pool = cast(Any, core.copies)
+        self.pool = cast(SharedPool, core.copies)
         self.number = 0  # of the newest offer
         self.offered: set[int] = set()  # of what is held
         self.unread: set[int] = set()  # of what was taken, until it is copied
@@ -117,7 +118,7 @@ class TransferProc(EngineCoreProc):
         self.core.release(request_id)
         self.offered.discard(request_id)
 
-    def _handle(self, message: Any) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case Compute():
                 seq = self._sequence(message)

@@ -211,7 +211,7 @@ class EngineCoreProc:
     (chapter 73a).
     """
 
-    reads: Any = ToEngine  # the messages that it knows
+    reads: object = ToEngine  # the messages that it knows
 
     def __init__(
         self, core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket,
@@ -243,7 +243,7 @@ class EngineCoreProc:
         params, block_size = unpack_params(message.params), config.kv_cache_block_size
         self.core.add(Sequence(ids, block_size, params, message.id))
 
-    def _handle(self, message: ToEngine) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case Add():
                 self._add(message)
