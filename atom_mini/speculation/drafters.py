@@ -216,4 +216,4 @@ class DraftModel(ModelDrafter):
         q = torch.stack([x for id, n in owners for x in (*self.probs[id][: n - 1], zeros)])
         x, seeds = torch.from_numpy(drafts).to(q.device), [p.seed or 0 for p in params]
         kept = RejectionSampler()(final_probs(adjusted, meta), q, x, seeds, lens)
-        return runner.pack_output(rows, logits, without_broken(kept, logits).tolist())
+        return runner.pack_output(rows, logits, without_broken(kept, adjusted).tolist())

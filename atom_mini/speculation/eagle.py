@@ -121,7 +121,8 @@ def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
         is_last += [row == len(new.get(seq.id, ())) - 1 for row in range(n)]
     if batch.type is SequenceType.DECODE:
         batch = replace(as_rows(batch), is_sampled=np.array(is_last))
-    return replace(batch, scheduled_tokens=np.array(tokens))
+    known = np.maximum(tokens, 0)  # NO_TOKEN ends its request, in this step
+    return replace(batch, scheduled_tokens=known)
 
 # %% ../../nbs/speculation/53_eagle.ipynb #58addfbe
 class HeadRunner(ModelRunner):
@@ -216,5 +217,5 @@ class EagleDrafter(HeadDrafter):
         return folder, read_head_spec(folder, config.spec)
 
     def load(self, config: EngineFields, target: Any, runner: HeadRunner) -> Eagle3Head:
-        embed, longest = target.model.embed_tokens, config.max_model_len or 0
-        return load_head(*self.source(config), embed, longest, runner.ops)
+        longest = config.max_model_len or 0
+        return load_head(*self.source(config), target.model, longest, runner.ops)

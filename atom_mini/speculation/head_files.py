@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint import JsonObject, ModelSpec, read_dense, read_json, read_spec
 from ..errors import require
@@ -15,7 +15,7 @@ from ..fields import EngineFields
 from ..file_checks import Rules, check_fields, is_count, is_number
 from ..loading import Readers, blank_model, checkpoint_files, load_model
 from ..loading import load_weights, read_tensor, weight_targets
-from ..models import TorchOps
+from ..models import Decoder, TorchOps
 from ..rope import check_rope
 
 
@@ -118,17 +118,17 @@ def map_drafts(offsets: Tensor, spec: HeadSpec) -> Tensor:
 
 
 def load_head(
-    folder: Path, spec: HeadSpec, embed: nn.Embedding, longest: int, ops: TorchOps
+    folder: Path, spec: HeadSpec, target: Decoder, longest: int, ops: TorchOps
 ) -> Any:
-    """The head in `folder`, for `longest` positions; device and dtype are `embed`'s."""
-    like, files = embed.weight, checkpoint_files(folder)
+    """The head in `folder`, for `longest` positions; device and dtype are `target`'s."""
+    like, files = target.norm.weight, checkpoint_files(folder)
     head: Any = load_model(spec, folder, longest, like.device, like.dtype, ops)
     ops.prepare(head)
     none = torch.zeros(spec.vocab_size, dtype=torch.int64)
     offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
     head.target_ids = map_drafts(offsets, spec).to(like.device)
     if not spec.has_embedding:
-        head.embed_tokens = embed
+        head.embed_tokens = target.embed_tokens
     return head
 
 

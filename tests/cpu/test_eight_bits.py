@@ -220,6 +220,16 @@ def test_the_built_in_model_keeps_its_texts() -> None:
     assert [out.text for out in outs] == [" 19", " Mia has a red cat."]
 
 
+def test_a_head_drafts_for_it() -> None:
+    """An EAGLE-3 head shares the embedding, whose codes are no dtype to compute in."""
+    params, asked = SamplingParams(temperature=0, max_tokens=16), ["12 + 7 =", "Once upon a time"]
+    drafts = {"method": "eagle3", "num_speculative_tokens": 3}
+    with LLM("tiny", **INT8) as plain, LLM("tiny", **INT8, speculative_config=drafts) as llm:
+        wanted, found = (one.generate(asked, params, use_tqdm=False) for one in (plain, llm))
+        assert [out.text for out in found] == [out.text for out in wanted]
+        assert llm.engine_core.scheduler.spec_stats.accepted.total() > 0
+
+
 compiled = pytest.mark.skipif(find_spec("numba") is None, reason="Numba is not installed")
 
 

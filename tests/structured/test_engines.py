@@ -150,6 +150,25 @@ def test_every_drafter_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
         assert llm.engine_core.scheduler.spec_stats.accepted.total() > 0
 
 
+@pytest.mark.parametrize("draft_sampling", [False, True])
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.filterwarnings("ignore:request")
+def test_a_request_without_a_token_fails_alone(kind: str, draft_sampling: bool, tmp_path: Path) -> None:
+    """With drafts, too, it ends with "error" where no token is left, and the request beside it goes on."""
+    if draft_sampling and kind != "model":
+        pytest.skip("only a draft model draws")
+    model = with_mtp(tmp_path) if kind == "layer" else "tiny"
+    beside = SamplingParams(max_tokens=12, temperature=0)
+    drafts = DRAFTS[kind] | ({"draft_sampling": True} if draft_sampling else {})
+    with LLM(model, **SMALL | {"dtype": "float32"}, speculative_config=drafts) as llm:
+        (wanted,) = serve(llm, [("Once", beside)])
+        for hot in (0.0, 1.0):
+            stuck = SamplingParams(structured_outputs=S(choice=["abc"]), bad_words=["c"], temperature=hot, seed=1)
+            never = SamplingParams(structured_outputs=S(choice=["yes"]), allowed_token_ids=[400], temperature=hot)
+            found = serve(llm, [("x", stuck), ("Once", beside), ("x", never)])
+            assert [reason for _, reason in found] == ["error", wanted[1], "error"] and found[1] == wanted
+
+
 def test_forms_with_drafts_are_accepted_drafts_too() -> None:
     """Prompt lookup drafts what a form has repeated, and its masks are those of the drafted text."""
     form = S(regex="(abc ){8}")
