@@ -228,6 +228,7 @@ def compare(small: str, batches: list[int], rounds: int, options: dict[str, Any]
     drafts: dict[str, Any] = {
         "none": None,
         "lookup": {"method": "ngram"},
+        "adaptive": {"method": "ngram", "enable_adaptive_verification": True},
         "lookup, in vain": {"method": "ngram", "prompt_lookup_min": 99, "prompt_lookup_max": 99},
         "3 of 4 layers": {"method": "draft_model", "model": small},
         "EAGLE head": {"method": "eagle3"},
