@@ -49,8 +49,8 @@ class SpeculativeConfig:
         self._refuse_foreign()
         if self.draft_sampling and self.enable_adaptive_verification:
             raise ValueError(
-                "draft_sampling=True does not go with enable_adaptive_verification=True: a text under a seed would depend "
-                "on how many drafts there were, and so on measured times: leave one of them out"
+                "draft_sampling=True does not go with enable_adaptive_verification=True: a text under a seed would "
+                "depend on how many drafts there were, and so on measured times: leave one of them out"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
