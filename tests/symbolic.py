@@ -39,6 +39,7 @@ from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from atom_mini.scheduling.host_pool import Content, OffloadCore, OffloadManager
 from atom_mini.scheduling.overlap import PLACEHOLDER, OverlapCore, OverlapScheduler
 from atom_mini.sequence import Sequence, SequenceType
+from atom_mini.speculation.adaptive import AdaptiveCore
 from atom_mini.speculation.turns import SpecTurnScheduler
 from atom_mini.speculation.verify import Drafter, SpecCore
 
@@ -514,6 +515,7 @@ def run_trial(
     overlap: bool = False,
     tight: bool = False,
     drafts: bool = False,
+    adaptive: bool = False,
     mixed: bool = False,
     lpm: type[Scheduler] | None = None,
     host: bool = False,
@@ -524,6 +526,7 @@ def run_trial(
     `strict=False` leaves out the checks of every step, so that only wrong outputs count (and exceptions).
     `cache` is the prefix cache of those trials that have one. `overlap`: the host is a step ahead.
     `tight`: most of the trials preempt. `drafts`: up to 8 per decode, of a drafter between always wrong and always right.
+    `adaptive`: and their number is chosen, by random times.
     `mixed`: decodes and chunks of prompts share steps. `lpm`: the class that sorts the queue by cached prefixes.
     `host`: there is a second pool of 1 to 12 blocks. `states`: sequences keep states, of which 1 to 6 are kept for others.
     """
@@ -552,7 +555,10 @@ def run_trial(
             scheduler: Any = make_scheduler(trial.config)
             scheduler.num_drafts = luck.randint(1, 8)
             drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
-            core = SpecCore(trial.config, runner, drafter, scheduler)
+            if adaptive:  # whatever it measures
+                core = AdaptiveCore(trial.config, runner, drafter, scheduler, clock=luck.random)
+            else:
+                core = SpecCore(trial.config, runner, drafter, scheduler)
             stats = play(trial, core, runner, strict, clock.perf_counter)
             stats["drafted"] = scheduler.spec_stats.proposed.total()
             stats["accepted"] = scheduler.spec_stats.accepted.total()

@@ -191,6 +191,7 @@ def make_transferring(config: EngineFields) -> EngineCore:
 
 def make_speculating(config: EngineFields) -> EngineCore:
     """Make the core with the drafter that the options ask for."""
+    from atom_mini.speculation.adaptive import AdaptiveCore
     from atom_mini.speculation.methods import find_drafter
     from atom_mini.speculation.verify import SpecCore, SpecScheduler
 
@@ -198,7 +199,8 @@ def make_speculating(config: EngineFields) -> EngineCore:
     config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
     drafter = find_drafter(config)(config, runner, make_runner)
     scheduler = cast(SpecScheduler, make_scheduler(config))  # as `choose_scheduler` has checked
-    return SpecCore(config, runner, drafter, scheduler)
+    core = AdaptiveCore if config.speculative_config.enable_adaptive_verification else SpecCore
+    return core(config, runner, drafter, scheduler)
 
 
 def make_engine_core(config: EngineFields) -> EngineCore:

@@ -28,12 +28,15 @@ class SpeculativeConfig:
 
     `method`: a name in `METHODS`. `model`: the draft model's or head's folder or hub
     id; for a head, None means the one in the checkpoint's folder.
+    `enable_adaptive_verification`: choose each step's number of drafts (chapter 54).
     """
 
     method: str = "ngram"
     num_speculative_tokens: Annotated[int, Field(ge=0)] = 4  # 0: off
     model: Text | None = None
     draft_sampling: bool = False  # draft_model: sample the drafts; see chapter 52
+    # each step chooses how many drafts a request gets, by measured times; see chapter 54
+    enable_adaptive_verification: bool = False
     # ngram: most and fewest tokens that must match
     prompt_lookup_max: Annotated[int, Field(ge=1, le=128)] = 4
     prompt_lookup_min: Count = 2
@@ -44,6 +47,11 @@ class SpeculativeConfig:
         if self.method == "draft_model" and self.model is None:
             raise ValueError("method='draft_model' needs a checkpoint: set model")
         self._refuse_foreign()
+        if self.draft_sampling and self.enable_adaptive_verification:
+            raise ValueError(
+                "draft_sampling=True does not go with enable_adaptive_verification=True: a text under a seed would "
+                "depend on how many drafts there were, and so on measured times: leave one of them out"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min} exceeds "

@@ -61,9 +61,12 @@ class NgramDrafter(Drafter):
         return next(filter(None, found), end)
 
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
-        places = [self._find(seq) for seq in seqs]
+        places = [self._find(seq) if n else 0 for seq, n in zip(seqs, most, strict=True)]
         found = zip(seqs, places, most, strict=True)
         return [seq.token_ids[place : place + n] for seq, place, n in found]
+
+    def num_ready(self, seqs: Seqs, asked: list[int]) -> list[int]:
+        return [*map(len, self.propose(seqs, asked))]
 
 # %% ../../nbs/speculation/52_drafters.ipynb #e59810da
 class ModelDrafter(Drafter):

@@ -25,6 +25,12 @@ class SpecStats:
             self.proposed[i] += 1
             self.accepted[i] += i < accepted
 
+    def record_plain(self, num_seqs: int) -> None:
+        """Count a step without drafts, of so many sequences."""
+        self.num_steps += num_seqs
+        self.num_tokens += num_seqs
+        self.histogram[0] += num_seqs
+
     @property
     def tokens_per_step(self) -> float:
         """Mean number of tokens per sequence and decode step; 0 without steps."""

@@ -96,6 +96,10 @@ class Drafter:
         blocks for their K/V."""
         return [[] for _ in seqs]
 
+    def num_ready(self, seqs: Seqs, asked: list[int]) -> list[int]:
+        """How many of the drafts `asked` for there are, if it knows before it drafts."""
+        return asked
+
     def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
         """A token for each row of a verify step; equal drafts are accepted."""
         return runner.forward(rows)
@@ -127,6 +131,7 @@ class SpecScheduler(Scheduler):
         self.num_drafts = getattr(options, "num_speculative_tokens", 0)
         self.spec_stats = SpecStats()
         self.drafts: dict[int, list[int]] = {}  # of each sequence that decodes now
+        self.chosen: dict[int, int] = {}  # at most so many of a request, in this step
         # tokens whose blocks may be shared: those that the drafter has read, too
         self.num_read: Callable[[Sequence], int] = lambda seq: seq.num_computed_tokens
 
@@ -136,6 +141,7 @@ class SpecScheduler(Scheduler):
         most = []
         for seq in seqs:
             n = max(0, min(self.num_drafts, seq.limit - seq.num_tokens - 1, left))
+            n = min(n, self.chosen.get(seq.id, n))
             most.append(n)
             left -= n
         return most
@@ -177,7 +183,7 @@ class SpecScheduler(Scheduler):
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """As without drafts; those of the last step are dropped."""
-        self.drafts = {}
+        self.drafts, self.chosen = {}, {}
         return super().schedule()
 
     def _publish(self, seq: Sequence) -> None:

@@ -6,9 +6,11 @@ Chapters 53 and 54 read results/speculation.json, which `--json` writes. It hold
 in milliseconds. The best is what the machine can do; the median also holds what else the machine did.
 
 `results` (compiled decode) and `torch` (`packed=True`): the built-in model and four kinds of text: questions answered
-from the prompt (recall), stories, sums, and a list that is copied (copy), greedy, in batches. The drafters: none, lookup, a
-lookup that never finds anything (the cost of the machinery alone), the model without its last layer, and its EAGLE head. All
-run in one process and take turns of some hundredths of a second, so what else the machine does meets all of them. They use
+from the prompt (recall), stories, sums, and a list that is copied (copy), greedy, in batches. Requests end at different
+times, so a row is labelled by the mean rows of a step without drafts, too. The drafters: none, lookup, a lookup whose number
+of drafts is chosen in each step (adaptive: `enable_adaptive_verification`), a lookup that never finds anything (the cost of
+the machinery alone), the model without its last layer, and its EAGLE head, whose target is never compiled. All run in one
+process and take turns of some hundredths of a second, so what else the machine does meets all of them. They use
 one thread, and times are its processor time. A speed is decode tokens per second; `ratio` is to no drafts in the same
 rounds. Prefix caches are off.
 
@@ -228,15 +230,21 @@ def compare(small: str, batches: list[int], rounds: int, options: dict[str, Any]
     drafts: dict[str, Any] = {
         "none": None,
         "lookup": {"method": "ngram"},
+        "adaptive": {"method": "ngram", "enable_adaptive_verification": True},
         "lookup, in vain": {"method": "ngram", "prompt_lookup_min": 99, "prompt_lookup_max": 99},
         "3 of 4 layers": {"method": "draft_model", "model": small},
         "EAGLE head": {"method": "eagle3"},
     }
-    engines = {n: Engine(d and {"num_speculative_tokens": K} | d, options) for n, d in drafts.items()}
+    in_torch = {name: value for name, value in options.items() if name != "compiled"}  # a head reads inner states
+    engines = {
+        n: Engine(d and {"num_speculative_tokens": K} | d, in_torch if n == "EAGLE head" else options)
+        for n, d in drafts.items()
+    }
     found = bench(engines, batches, rounds, options)
-    head = ["task", "batch", "drafter", "tokens/step", "x none", "predicted", "error"]
+    alone = {(r["task"], r["batch"]): r["rows"] for r in found if r["drafter"] == "none"}
+    head = ["task", "requests", "rows alone", "drafter", "tokens/step", "x none", "predicted", "error"]
     rows = [
-        [r["task"], r["batch"], r["drafter"], r["tokens per step"], r["ratio"], r["predicted"],
+        [r["task"], r["batch"], alone[r["task"], r["batch"]], r["drafter"], r["tokens per step"], r["ratio"], r["predicted"],
          f"{100 * (r['predicted'] / r['ratio'] - 1):+.0f} %"]
         for r in found if r["drafter"] != "none"
     ]  # fmt: skip

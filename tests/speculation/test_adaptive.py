@@ -1,0 +1,163 @@
+"""Drafts whose number is chosen: the best one by measured costs, whatever it is without changing a text."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from symbolic import SymbolicDrafter, SymbolicRunner, continuation
+from test_speculation import BASE, PROMPTS, SAMPLING, SETUPS, FromABook, outcome, run_drafts
+
+from atom_mini import LLM, EngineArgs, SamplingParams
+from atom_mini.sequence import Sequence
+from atom_mini.speculation.adaptive import Acceptance, AdaptiveCore, Chooser, Costs, best_drafts
+from atom_mini.speculation.verify import SpecCore, SpecScheduler
+
+
+def test_the_choice_is_the_best_of_all() -> None:
+    luck = random.Random(0)
+    for _ in range(300):
+        sizes = [luck.randint(0, 3) for _ in range(luck.randint(1, 4))]
+        worth = [Acceptance(n).worth(0, 0) or [luck.random() for _ in range(n)] for n in sizes]
+        worth = [[*itertools.accumulate(gains, lambda a, b: a * b)] for gains in worth]
+        rows, per_row, per_pass = luck.choice((1.0, 1.5)), luck.random(), luck.random() / 3
+        seconds = [1 + per_row * n**rows for n in range(sum(sizes) + 1)]
+        drafting = [per_pass * p for p in range(4)]
+
+        def speed(counts: Any, worth: Any = worth, seconds: Any = seconds, drafting: Any = drafting) -> float:
+            tokens = sum(1 + sum(gains[:n]) for gains, n in zip(worth, counts, strict=True))
+            return float(tokens / (seconds[sum(counts)] + drafting[max(counts)]))
+
+        counts, found = best_drafts(worth, seconds, drafting)
+        best = max(map(speed, itertools.product(*(range(n + 1) for n in sizes))))
+        assert found == pytest.approx(best) and speed(counts) == pytest.approx(best)
+
+
+def test_costs_begin_with_what_is_expected() -> None:
+    """A single slow step does not decide; a cost that stays does."""
+    plain = Costs()
+    verify = Costs(plain)
+    assert plain.at([3]) == [0.0]
+    for _ in range(30):
+        plain.learn(4, 1.0)
+    verify.learn(8, 9.0)
+    assert 1 < verify.at([8])[0] < 3 and plain.at([8])[0] == pytest.approx(1, abs=0.01)
+    for _ in range(30):
+        verify.learn(8, 9.0)
+    assert verify.at([8])[0] == pytest.approx(9, abs=0.1)
+    assert verify.at([6])[0] == pytest.approx(5, abs=0.1) and verify.at([12])[0] == pytest.approx(17, abs=0.2)
+    verify.learn(8, 1.0)
+    assert verify.at([8])[0] == pytest.approx(5, abs=0.1)
+
+
+def test_a_new_request_begins_with_the_mean_of_all() -> None:
+    acceptance = Acceptance(2)
+    for request in range(50):
+        acceptance.learn(request, 2, 0)
+    assert acceptance.worth(99, 2)[0] < 0.1 and acceptance.num_seen == [51, 1]
+    acceptance.keep({3})
+    assert [*acceptance.by_request] == [3]
+
+
+class Clock:
+    """Time that passes when the engine works: a step costs 1, a row or a pass what it is told."""
+
+    def __init__(self, per_row: float, per_pass: float) -> None:
+        self.now, self.per_row, self.per_pass = 0.0, per_row, per_pass
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def play(right: float, per_row: float, per_pass: float = 0.0, adaptive: bool = True) -> tuple[float, float]:
+    """(drafts per sequence and step, in the second half; tokens per second) of 4 long requests with up to 4 drafts."""
+    config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=4000, max_num_batched_tokens=64, max_num_seqs=4)
+    runner, scheduler, clock = SymbolicRunner(config, 12), SpecScheduler(config), Clock(per_row, per_pass)
+    runner.max_rows, scheduler.num_drafts = 64, 4
+    drafter = SymbolicDrafter(12, right, random.Random(0))
+    kind: Any = AdaptiveCore if adaptive else SpecCore
+    core = kind(config, runner, drafter, scheduler, **{"clock": clock} if adaptive else {})
+    forward, propose = core.forward, drafter.propose
+
+    def run(batch: Any) -> Any:
+        clock.now += 1 + per_row * batch.total_tokens_num
+        return forward(batch)
+
+    def draft(seqs: Any, most: Any) -> Any:
+        clock.now += per_pass * max(most)
+        return propose(seqs, most)
+
+    core.forward, drafter.propose = run, draft
+    length = 1500
+    for i in range(4):
+        core.add(Sequence([1, 2, i], 4, SamplingParams(max_tokens=length, ignore_eos=True)))
+    tokens = [t for t, _ in itertools.islice(continuation([1, 2, 0], None, 12), 5)]
+    first, drafted, half = None, 0, [0, 0]
+    while (step := core.step()) is not None:
+        first = first or step.seqs[0].completion_token_ids[:1]
+        half = half if step.seqs[0].num_tokens < length / 2 else [half[0] + 1, half[1] + len(step.seqs)]
+        drafted += (step.batch.total_tokens_num - len(step.seqs)) * (half[0] > 0)
+    assert first == tokens[:1]
+    return drafted / max(half[1], 1), 4 * length / clock.now
+
+
+@pytest.mark.parametrize(("right", "per_row", "per_pass", "least", "most"), [
+    (1.0, 0.01, 0.0, 3.5, 4.0), (0.0, 0.01, 0.0, 0.0, 0.3), (0.0, 1.0, 0.0, 0.0, 0.1),
+    (1.0, 0.01, 9.0, 0.0, 0.1), (0.5, 0.3, 0.0, 0.0, 1.5),
+])  # fmt: skip
+def test_it_ends_with_what_pays(right: float, per_row: float, per_pass: float, least: float, most: float) -> None:
+    drafted, _ = play(right, per_row, per_pass)
+    assert least <= drafted <= most
+
+
+@pytest.mark.parametrize(("per_row", "per_pass"), [(0.01, 0.0), (0.2, 0.0), (1.0, 0.0), (0.1, 2.0)])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_it_loses_at_most_two_percent(right: float, per_row: float, per_pass: float) -> None:
+    """Against no drafts, after what it costs to begin; trials included."""
+    _, speed = play(right, per_row, per_pass)
+    alone = 4 / (1 + 4 * per_row)
+    assert speed > 0.98 * alone
+    if right == 1.0 and per_pass == 0:
+        assert speed > 0.9 * max(alone, 20 / (1 + 20 * per_row))
+
+
+def test_the_fuzz_with_a_random_clock() -> None:
+    """Any number of drafts, of any request, in any step: the oracle's tokens."""
+    stats = run_drafts(300, adaptive=True)
+    assert stats["drafted"] > 500 and stats["accepted"] > 200 and stats["preemptions"] > 50
+
+
+@pytest.mark.parametrize(("setup", "sampling"), [("tight", "everything"), ("radix", "stops"), ("turns", "sampled")])
+def test_text_is_what_it_is_without(setup: str, sampling: str) -> None:
+    options = BASE | SETUPS[setup]
+    with LLM("tiny", **options) as llm:
+        plain = llm.generate(PROMPTS, SAMPLING[sampling], use_tqdm=False)
+    books = {tuple(o.prompt_token_ids): o.token_ids for o in plain}
+    wanted = {"num_speculative_tokens": 5, "enable_adaptive_verification": True}
+    with LLM("tiny", **options, speculative_config=wanted) as llm:
+        core: Any = llm.engine_core
+        core.drafter, core.clock = FromABook(books, 3), random.Random(0).random
+        assert outcome(llm.generate(PROMPTS, SAMPLING[sampling], use_tqdm=False)) == outcome(plain)
+        assert core.scheduler.spec_stats.accepted.total() > 0
+        assert len(core.chooser.acceptance.by_request) <= 1  # a stop string ends a request after its last step
+
+
+def test_a_rest_leaves_the_batch_as_it_is() -> None:
+    chooser = Chooser(2)
+    for _ in range(9):
+        chooser.learn(1, 1, 0, 1, 1.0, 0.0)
+    chooser.acceptance.mean = [0.0, 0.0]
+    rests = []
+    for _ in range(7):
+        chooser.credit = -1.0
+        assert chooser.choose([1], [2]) == [0]
+        rests.append(chooser.resting)
+    assert rests == [2, 4, 8, 16, 32, 32, 32]
+
+
+def test_drawn_drafts_are_refused() -> None:
+    drawn = {"method": "draft_model", "model": "tiny", "draft_sampling": True, "enable_adaptive_verification": True}
+    with pytest.raises(ValueError, match=r"draft_sampling=True.*leave one of them out"):
+        EngineArgs("tiny", speculative_config=drawn)
