@@ -110,7 +110,7 @@ class Costs:
         self.found[key] = size, mean + part * (seconds - mean)
 
     def knows(self, size: float) -> bool:
-        """Whether this size was measured, or one a little below and one above."""
+        """Whether this size was measured, as it is rounded."""
         return self.rounded(size) in self.found
 
     def at(self, sizes: Sequence[float]) -> list[float]:
