@@ -43,7 +43,7 @@ class PaddedBatch(ScheduledBatch):
     query_len: int = 1  # columns of queries: the chunk, or 1
     # [B] tokens
     left_padding: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    num_redirected: int = 0  # the K/V of this many first tokens goes to the dummy block
+    num_redirected: int = 0  # tokens whose K/V goes to the dummy block (41b)
 
     @classmethod
     def pad(

@@ -48,9 +48,11 @@ def as_rows(batch: ScheduledBatch) -> Rows:
     params = [batch.sampling_params[i] for i in owners]
     ones, (past, prompt_lens) = np.ones(len(owners), np.int32), row_histories(batch)
     return Rows(
-        batch.type, [*range(len(owners))], batch.scheduled_tokens, ones,
-        lens.astype(np.int32), batch.block_tables[owners], ones > 0, params, past,
-        whole=batch, prompt_lens=prompt_lens,
+        type=batch.type, req_ids=[*range(len(owners))],
+        scheduled_tokens=batch.scheduled_tokens, num_scheduled_tokens=ones,
+        context_lens=lens.astype(np.int32), block_tables=batch.block_tables[owners],
+        is_sampled=ones > 0, sampling_params=params, histories=past,
+        prompt_lens=prompt_lens, whole=batch,
     )
 
 # %% ../../nbs/speculation/50_verify.ipynb #7f4224c1
@@ -86,15 +88,17 @@ class Drafter:
     ) -> None:
         self.by_request: dict[int, Any] = {}  # request id -> the drafter's state of it
 
-    @classmethod
-    def memory(cls, config: EngineFields, dtype: Any) -> tuple[int, int]:
-        """Bytes that it needs on the target's device: in all, and per block."""
-        return 0, 0
-
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
         """At most `most[i]` token ids that may follow those of `seqs[i]`, which has the
         blocks for their K/V."""
         return [[] for _ in seqs]
+
+    @classmethod
+    def memory(
+        cls, config: EngineFields, dtype: Any
+    ) -> tuple[int, int]:
+        """Bytes that it needs on the target's device: in all, and per block."""
+        return 0, 0
 
     def num_ready(self, seqs: Seqs, asked: list[int]) -> list[int]:
         """How many of the drafts `asked` for there are, if it knows before it drafts."""

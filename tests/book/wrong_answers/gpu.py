@@ -61,7 +61,7 @@ def follows(step, change) -> bool:
     graph.replay()
     return torch.equal(graph.outputs[0], step()[0])  # nothing has changed
 # %% 25_half_the_launches 1
-foldable = {"input", "q", "head, untied"}  # the norm of a head would see the weight
+foldable = {"up", "down", "q", "o"}  # the rotation mixes columns with different weights
 # %% 25_half_the_launches 2
 def finish(product, x, folded, bias):
     centered = product - x.mean(1, keepdim=True)  # the mean, but not through the matrix

@@ -55,6 +55,10 @@ times = [0, 0, 0, 0]
 class ByArrival(SpyreScheduler):
     def _unpaused(self, decoding):
         return super()._unpaused(sorted(decoding, key=lambda s: s.id))  # which takes turns
+# %% 41_spyre 1
+class ByArrival(SpyreScheduler):
+    def _unpaused(self, decoding):
+        return [min(decoding, key=lambda s: s.id)]  # the others would fit beside it
 # %% 41_spyre 2
 load = [(0, 6, 3, 2), (0, 6, 10, 10)]
 # %% 41b_spyre_runner 1

@@ -38,6 +38,14 @@ class Fair(Server):
                 yield piece
         finally:
             busy.remove(request.user)
+# %% 82_server 2
+class Fair(Server):
+    gate = asyncio.Semaphore(2)  # one for all users: b waits for a
+
+    async def pieces(self, request, stream):
+        async with self.gate:
+            async for piece in super().pieces(request, stream):
+                yield piece
 # %% 82_server 3
 def in_order(source: Path, target: Path) -> list[dict | None]:
     # sorted by name, which is not the order of the requests

@@ -10,6 +10,10 @@ def speculate_until(draft, n, end):  # nano-vLLM's PR 147: only a step's last to
         tokens += found[: right + 1]
         steps += 1
     return tokens[len(prompt) :][:n], steps
+# %% 50_verify 1
+def speculate_until(draft, n, end):  # the first call makes the steps after the end
+    found, _ = speculate(draft, n)
+    return speculate(draft, found.index(end) + 1 if end in found else n)
 # %% 50_verify 2
 class Pairs(Drafter):
     def __init__(self, *given):
