@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def memory(
-        cls, config: EngineFields, dtype: Any
+        cls, config: EngineFields, dtype: torch.dtype
     ) -> tuple[int, int]:
         """Bytes of the drafter's weights, and of a block of its K/V."""
         _, spec = cls.source(config)

@@ -169,7 +169,7 @@ class HeadDrafter(ModelDrafter):
             runner._capture(sorted(graphs))
 
     @classmethod
-    def memory(cls, config: EngineFields, dtype: Any) -> tuple[int, int]:
+    def memory(cls, config: EngineFields, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of its weights, with those loaded again, and of a block of its K/V."""
         (in_all, each), spec = super().memory(config, dtype), config.spec
         if config.tensor_parallel_size > 1:
