@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ..checkpoint import JsonObject
 from ..errors import require
-from .keywords import inner_schemas
+from .keywords import all_schemas
 
 MOST_WRITTEN_OUT = 100_000  # characters of a pattern
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|.", re.DOTALL)
@@ -47,13 +47,9 @@ def check_pattern(pattern: object) -> None:
 
 def schema_patterns(schema: JsonObject) -> Iterator[object]:
     """The patterns of texts and of names, in a schema and in all schemas inside of it."""
-    left: list[object] = [schema]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            names = one.get("patternProperties")
-            yield from (one.get("pattern"), *(names if isinstance(names, dict) else ()))
-            left += inner_schemas(one)
+    for one in all_schemas(schema):
+        names = one.get("patternProperties")
+        yield from (one.get("pattern"), *(names if isinstance(names, dict) else ()))
 
 
 def lark_patterns(grammar: str) -> list[str]:

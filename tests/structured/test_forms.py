@@ -230,6 +230,7 @@ def test_stop_strings_and_n_and_penalties_go_with_forms(llm: LLM) -> None:
 
 
 BOMB = "((a{1000}){1000}){1000}"
+ITSELF = {"$ref": "#"}
 INSIDE = {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}
 WRONG: list[tuple[Any, str]] = [
     ({}, "nothing set: set exactly one of json, regex"),
@@ -245,6 +246,27 @@ WRONG: list[tuple[Any, str]] = [
     ({"json": {"$ref": "https://example.org/x"}}, "in another document"),
     ({"json": {"$defs": {"a": INSIDE}, "$ref": "#/$defs/a"}}, r"holds itself, by \['#/\$defs/a'\], in any text"),
     ({"json": {"$ref": "#"}}, "holds itself"),
+    ({"json": {"type": ["object"], "properties": {"a": ITSELF}, "required": ["a"]}}, "holds itself"),
+    ({"json": {"type": ["array"], "items": ITSELF, "minItems": 1}}, "holds itself"),
+    ({"json": {"type": "array", "prefixItems": [{"type": "null"}], "items": ITSELF, "minItems": 2}}, "holds itself"),
+    ({"json": {"type": "object", "required": ["a"], "additionalProperties": ITSELF}}, "holds itself"),
+    ({"json": {"type": "object", "required": ["a"], "patternProperties": {"a": ITSELF}, "additionalProperties": False}},
+     "holds itself"),
+    ({"json": {"type": "object", "minProperties": 1, "additionalProperties": ITSELF}}, "holds itself"),
+    ({"json": {"$ref": "#/$defs/a", "type": "object", "$defs": {"a": INSIDE | {"title": "a"}}}}, "holds itself"),
+    ({"json": {"allOf": [{"type": "integer", "multipleOf": p} for p in (97, 89, 83)]}}, "smaller common multiple"),
+    ({"json": {"multipleOf": 97, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 8.9}}}}, "smaller common multiple"),
+    ({"json": {"patternProperties": {"a": {"multipleOf": 97}}, "properties": {"a": {"multipleOf": 890}}}},
+     "smaller common multiple"),
+    ({"json": {"type": "array", "items": {"multipleOf": 999983}}}, r"multipleOf=\['999983'\] is too large"),
+    ({"json": {"multipleOf": 10**4000 - 1}}, "is too large"), ({"json": {"multipleOf": 1.00001}}, r"\['1.00001'\] is too large"),
+    ({"json": {"properties": {f"a{n}": {"multipleOf": n} for n in range(1, 400)}}}, "399 different multipleOf, of 79800 together"),
+    ({"json": {"properties": {f"a{n}": {} for n in range(5000)}}}, "5000 properties, and 1000 are the most"),
+    ({"json": {"type": "integer", "minimum": 2**53 + 1}}, r"minimum=9007199254740993 is beyond 2\*\*53"),
+    ({"json": {"items": {"exclusiveMaximum": -1e300}}}, "exclusiveMaximum=-1e[+]300 is beyond"),
+    ({"json": {"enum": [1, {"a": [2**53 + 1]}]}}, "9007199254740993 is beyond"),
+    ({"json": {"properties": {"a": {"x-guidance": {"whitespace_flexible": True}}}}}, r"keyword \['x-guidance'\]"),
+    ({"json": {"$ref": "#/examples/0", "examples": [{"frob": 1}]}}, r"keyword \['frob'\]"),
     ({"json": {"description": "x" * 200_000}}, "characters: 100000 are the most"),
     ({"regex": ""}, "allows nothing"), ({"grammar": ""}, "allows nothing"), ({"regex": "a" * 200_000}, "100000 are the most"),
     ({"regex": 5}, "regex=5"), ({"choice": "yes"}, "list of different texts"), ({"choice": []}, "list of different texts"),
@@ -258,8 +280,64 @@ WRONG: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("fields", "says"), WRONG, ids=lambda x: str(x)[:40])
 def test_a_wrong_form_is_refused_when_it_is_made(fields: Any, says: str) -> None:
+    start = time.thread_time()
     with pytest.raises(ValueError, match=says):
         S(**fields)
+    assert time.thread_time() - start < 1
+
+
+NULLS = {"type": "null"}
+RIGHT: dict[str, dict[str, Any]] = {
+    "[null]": {"type": "array", "prefixItems": [NULLS], "items": ITSELF, "minItems": 1, "maxItems": 1},
+    "null": {"anyOf": [{"type": "array", "items": ITSELF, "minItems": 1}, NULLS]},
+    "{}": {"type": "object", "properties": {"a": ITSELF}, "additionalProperties": False},
+    '{"a":null}': {"type": "object", "properties": {"a": {"$ref": "#/$defs/b%20c/anyOf/0"}}, "required": ["a"],
+                   "$defs": {"b c": {"anyOf": [NULLS, ITSELF]}}},
+    "6000000": {"type": "integer", "multipleOf": 1_000_000},
+    "0.25": {"type": "number", "multipleOf": 0.01, "title": "one hundredth"},
+    "7200": {"type": "integer", "multipleOf": 3600},
+    str(2**53): {"type": "integer", "minimum": 2**53, "x-order": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_a_form_that_a_text_has_is_not_refused(text: str) -> None:
+    form = S(json=RIGHT[text])
+    form.check(vocabulary())
+    assert takes(form, text)
+
+
+def takes(form: S, text: str) -> bool:
+    """Whether an answer may be this text."""
+    from atom_mini.structured.vocabulary import read_vocabulary
+
+    tokens = tuple(read_vocabulary(vocabulary()).tokenize_str(text))
+    return form.mask(vocabulary(), tokens) is not None and vocabulary().ends[0] in allowed(form, tokens)
+
+
+def test_the_largest_forms_are_read_in_a_fraction_of_a_second() -> None:
+    """Just below each limit; and references of references do not take quadratic time."""
+    names = [f"a{n}" for n in range(1000)]
+    divisors = [n for n in range(1, 7561) if 7560 % n == 0]
+    forms = [
+        {"type": "array", "items": {"type": "integer", "multipleOf": 9973}, "minItems": 2},
+        {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89)]},
+        {"anyOf": [{"type": "integer", "multipleOf": n} for n in divisors]},
+        {"type": "object", "properties": {f"a{n}": {"multipleOf": n} for n in divisors}},
+        {"type": "object", "properties": {name: {} for name in names}, "required": names, "additionalProperties": False},
+    ]  # fmt: skip
+    for schema in forms:
+        start = time.thread_time()
+        S(json=schema).check(vocabulary())
+        assert time.thread_time() - start < 1
+    start = time.thread_time()
+    S(json={"$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2400)}, "$ref": "#/$defs/d0"})
+    deep: dict[str, Any] = NULLS
+    for _ in range(400):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(ValueError, match="recursion limit"):
+        S(json=deep).check(vocabulary())
+    assert time.thread_time() - start < 1
 
 
 IMPOSSIBLE: list[tuple[Any, str]] = [
