@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -448,14 +450,40 @@ def test_a_mask_depends_on_the_tokens_alone() -> None:
 
 
 def test_kept_states_are_bounded_and_belong_to_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matchers, "MOST_STATES", 5)
+    kept = matchers.Masks.kept
+    kept.clear()
+    monkeypatch.setattr(matchers, "MOST_BYTES", 5 * matchers.BYTES_OF_STATE)
     first, second = S(regex="[0-9]*"), S(regex="[a-z]*")
     ids = sorted(allowed(first) - {0, 2})
     assert not allowed(second) & {*ids}
     for n in range(20):
         assert {*ids} <= allowed(first, (ids[0],) * n)
         assert second.mask(vocabulary(), (ids[0],) * (n + 1)) is None
-    assert len(matchers.Masks.kept) <= 5
+    assert 0 < len(kept.states) <= 5 and kept.num_bytes == sum(map(matchers.bytes_of, *zip(*kept.states.items(), strict=True)))
+
+
+def test_memory_does_not_grow_with_the_length_of_an_answer_or_the_number_of_answers() -> None:
+    """The end of 6,000 tokens of a JSON array: 800 states of it would be more than 600 MB. Then there are 20 more answers."""
+    from atom_mini.structured.vocabulary import read_vocabulary
+
+    form, known = S(json={"type": "array", "items": {"type": "integer"}}), vocabulary()
+    tokens = tuple(read_vocabulary(known).tokenize_str("[" + "123, " * 1500))[:6000]
+    matchers.Masks.kept.clear()
+    form.mask(known, tokens[:5200])
+    before = resident()
+    for n in range(5200, 6000):
+        assert form.mask(known, tokens[:n]) is not None
+    assert len(matchers.Masks.kept.states) == matchers.LAST and resident() - before < 150e6
+    for length in range(20):
+        for n in range(500):
+            form.mask(known, (tokens[0],) * length + tokens[:n])
+    assert matchers.Masks.kept.num_bytes < matchers.MOST_BYTES and resident() - before < 250e6
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def test_after_the_end_of_the_grammar_only_ends_are_allowed() -> None:
