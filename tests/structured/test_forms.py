@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -22,8 +23,8 @@ from atom_mini.sampler import Sampler, SamplingMetaData, on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 from atom_mini.structured import matcher as matchers
-from atom_mini.structured.params import masks_of
-from atom_mini.structured.patterns import lark_patterns, written_out
+from atom_mini.structured.params import compiled, held
+from atom_mini.structured.patterns import lark_patterns, lark_schemas, written_out
 
 pytest.importorskip("llguidance")
 S = StructuredOutputsParams
@@ -47,6 +48,12 @@ def answer(llm: LLM, prompt: Any = "12 + 7 =", **options: Any) -> Any:
 
 def vocabulary() -> Vocabulary:
     return Config("tiny").vocabulary
+
+
+def forget() -> None:
+    """Forget all forms."""
+    compiled.cache_clear()
+    held.clear()
 
 
 def allowed(form: Form, tokens: tuple[int, ...] = ()) -> set[int]:
@@ -276,6 +283,15 @@ WRONG: list[tuple[Any, str]] = [
     ({"regex": BOMB}, "has 1e[+]09 characters when its repetitions are written out: 100000 are the most"),
     ({"json": {"properties": {"a": {"items": {"pattern": f"^(b|{BOMB})$"}}}}}, r"the pattern '\^\(b.* are written out"),
     ({"json": {"type": "object", "patternProperties": {f"^{BOMB}$": {}}}}, "are written out"),
+    ({"grammar": 'start: %json {"type": "object", "frob": 1}'}, r"keyword \['frob'\]"),
+    ({"grammar": 'start: %json {"x-guidance": {"whitespace_flexible": true}}'}, "x-guidance"),
+    ({"grammar": 'start: "a" %json {"multipleOf": 999983}'}, "is too large"),
+    ({"grammar": "start: %json {"}, "no JSON after %json"),
+    ({"grammar": f'start: %json {{"type": "string", "pattern": "{BOMB}"}}'}, "are written out"),
+    ({"choice": ["x" * 100_000, "y"]}, "choice has 100001 characters: 100000 are the most"),
+    ({"choice": ["a", "b\ud800"]}, r"choice has '\\ud800', half of a surrogate pair"),
+    ({"json": {"enum": ["\ud800"]}}, "json has .*half of a surrogate pair"),
+    ({"regex": "\udc00"}, "regex or a grammar has .*half of"),
     ({"grammar": f'start: ("b" | "c") ("d" | "e") ("f" | "g") X\nX: /{BOMB}/'}, "are written out"),
 ]  # fmt: skip
 
@@ -307,6 +323,63 @@ def test_a_form_that_a_text_has_is_not_refused(text: str) -> None:
     form = S(json=RIGHT[text])
     form.check(vocabulary())
     assert takes(form, text)
+
+
+def test_a_slash_or_a_keyword_in_a_text_of_a_grammar_is_a_text() -> None:
+    """So it is in a comment, and in a description."""
+    schema = json.dumps({"type": "null", "description": f"path like /{BOMB}/ or"})
+    form = S(grammar=f'// /{BOMB}/ %json x\n# /{BOMB}/\nstart: "/{BOMB}/" /[0-9]\\// %json {schema} "%json \\" /{BOMB}/" # /')
+    assert lark_patterns(form.grammar or "") == ["[0-9]\\/"] and len(lark_schemas(form.grammar or "")) == 1
+    form.check(vocabulary())
+
+
+def test_what_a_message_quotes_is_short() -> None:
+    start = time.thread_time()
+    with pytest.raises(ValueError, match="choice has 600000 texts: 1999 are the most"):
+        S(choice=[f"{n}" for n in range(600_000)])
+    assert time.thread_time() - start < 2
+    wrong: list[dict[str, Any]] = [
+        {"choice": [5, *"x" * 1000]}, {"regex": "x" * 5000 + "(", "json": None}, {"grammar": "start: " + '"a" ' * 5000 + "'"},
+        {"json": {"type": "x" * 5000}}, {"json": {"enum": [], "title": "x" * 50_000}}, {"json": {"$ref": "#/" + "x" * 50_000}},
+    ]  # fmt: skip
+    for fields in wrong:
+        with pytest.raises(ValueError) as caught:
+            S(**fields).check(vocabulary())
+        assert len(str(caught.value)) < 800
+    with pytest.raises(ValueError, match=r"logit_bias has 1: 101, and it must be a dict of token ids .* from -100 to 100$"):
+        SamplingParams(logit_bias={1: 101})
+
+
+def test_the_name_of_a_special_token_is_no_text() -> None:
+    """The library would read it as that token, and never let it be spelled."""
+    name = "<|endoftext|>"
+    names = {"type": "object", "properties": {name: NULLS}}
+    wrong: list[dict[str, Any]] = [{"choice": ["yes", f"{name}x"]}, {"json": {"enum": ["a", f"b{name}"]}}, {"json": names}]
+    for fields in (*wrong, {"regex": r"a|<\|endoftext\|>"}):
+        with pytest.raises(ValueError, match=r"has a text with \['<\|endoftext\|>'\], which is the name of a special token"):
+            S(**fields).check(vocabulary())
+    S(json={"type": "null", "description": name}).check(vocabulary())
+
+
+def test_any_character_may_be_in_a_choice() -> None:
+    texts = [chr(n) for n in range(1, 1900)] + ["\u2028", "\\x7f", "a\x7fb"]
+    for i in range(0, len(texts), 200):
+        S(choice=texts[i : i + 200]).check(vocabulary())
+    assert takes(S(choice=["a\x7fb"]), "a\x7fb") and not takes(S(choice=["a\\x7fb"]), "a\x7fb")
+
+
+def test_more_forms_at_once_than_are_kept_are_compiled_once_each() -> None:
+    """A request holds its form, and so its masks; they go with it."""
+    forget()
+    forms, known = [S(regex=f"a{{{n}}}") for n in range(1, 301)], vocabulary()
+    for _ in range(3):
+        for form in forms:
+            form.mask(known, ())
+    assert compiled.cache_info().misses == 300 and len(held) == 300
+    del form, forms
+    compiled.cache_clear()
+    gc.collect()
+    assert len(held) == 0
 
 
 def takes(form: S, text: str) -> bool:
@@ -508,14 +581,14 @@ def test_a_vocabulary_that_cannot_spell_a_form_is_refused(monkeypatch: pytest.Mo
     from atom_mini.structured import params
 
     monkeypatch.setattr(params, "single_bytes", lambda vocabulary: frozenset(range(128)))
-    masks_of.cache_clear()
+    forget()
     with pytest.raises(ValueError, match=r"needs b'.*xc3.*', which the vocabulary of .* cannot spell"):
         S(choice=["été"]).check(vocabulary())
     S(choice=["ete"]).check(vocabulary())
     monkeypatch.setattr(params, "single_bytes", lambda vocabulary: frozenset(b'{}[]":,0123456789'))
     with pytest.raises(ValueError, match="cannot spell"):
         S(json=PERSON).check(vocabulary())
-    masks_of.cache_clear()
+    forget()
 
 
 def test_a_model_without_an_end_or_a_tokenizer_has_no_forms() -> None:
@@ -532,7 +605,7 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytes
     from atom_mini.structured import vocabulary as module
 
     module.read_vocabulary.cache_clear()
-    masks_of.cache_clear()
+    forget()
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs llguidance: run pip install -e \"\.\[structured\]\""):
         S(regex="a").check(vocabulary())
