@@ -56,7 +56,8 @@ def is_id(value: object) -> bool:
 
 def as_biases(value: object) -> tuple[tuple[int, float], ...]:
     """{token id: bias}, or pairs, as pairs. ValueError for anything else."""
-    wrong = f"logit_bias={value!r} must be a dict of token ids and numbers from -100 to 100"
+    must = "must be a dict of token ids and numbers from -100 to 100"
+    wrong = f"logit_bias={value!r:.200} {must}"
     if not isinstance(value, Mapping | list | tuple):
         raise ValueError(wrong)
     try:
@@ -65,8 +66,8 @@ def as_biases(value: object) -> tuple[tuple[int, float], ...]:
         raise ValueError(wrong) from None
     for id, by in pairs:
         is_number = isinstance(by, int | float) and type(by) is not bool and abs(by) <= MOST_BIAS
-        require(is_id(id) and is_number, f"logit_bias has {id!r}: {by!r}, and {wrong.partition(' ')[2]}")
-    require(len({id for id, _ in pairs}) == len(pairs), f"logit_bias={value!r} has a token id twice")
+        require(is_id(id) and is_number, f"logit_bias has {id!r:.50}: {by!r:.50}, and it {must}")
+    require(len({id for id, _ in pairs}) == len(pairs), f"logit_bias={value!r:.200} has a token id twice")
     return tuple((int(id), float(by)) for id, by in pairs)
 
 

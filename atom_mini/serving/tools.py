@@ -157,6 +157,7 @@ class RequiredReader(PlainReader):
 
     def __init__(self) -> None:
         self.held = ""  # text that is not shown yet
+        self.arguments = ""  # those that are
 
     def read(self, text: str, reason: str | None) -> list[JsonObject]:
         self.held += text
@@ -167,9 +168,19 @@ class RequiredReader(PlainReader):
             found.append(new_call(0, json.loads(head[1]), ""))
         if not self.num_calls:  # cut off before the name's end
             return [{"content": self.held}] if reason and self.held else []
-        keep = reason in (None, "stop")  # the last brace, which is not of the arguments
+        keep = reason is None or (reason == "stop" and self._is_whole())  # the last brace, which is not of the arguments
+        self.is_call_reason = bool(keep)  # a call that a stop string cut off is none
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        self.arguments += shown
         return [*found, more_arguments(shown)] if shown else found
+
+    def _is_whole(self) -> bool:
+        """Whether the text is arguments and a brace: a stop string may have cut it off."""
+        try:
+            json.loads((self.arguments + self.held)[:-1])
+        except (ValueError, RecursionError):
+            return False
+        return self.held.endswith("}")
 
 
 class AutoReader(PlainReader):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from decimal import Decimal
+from math import lcm
+from urllib.parse import unquote
 
 from ..checkpoint import JsonObject
 from ..errors import require
@@ -24,6 +27,13 @@ SAYS_NOTHING = {  # about the answer
 KNOWN = HOLDS_SCHEMAS | IS_SCHEMA | LIMITS | SAYS_NOTHING
 
 
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MOST_EXACT = 2**53  # the library reads bounds as float64
+MOST_PROPERTIES = 1000  # of a whole schema
+MOST_MULTIPLE = 10_000  # a multipleOf needs as many states
+MIXED = {"anyOf", "oneOf", "$ref", "if", "dependentSchemas"}  # beside other keywords, they say more of the same value
+
+
 def inner_schemas(schema: JsonObject) -> list[object]:
     """The schemas directly inside of a schema."""
     found: list[object] = []
@@ -35,50 +45,185 @@ def inner_schemas(schema: JsonObject) -> list[object]:
     return found
 
 
-def check_keywords(schema: JsonObject) -> None:
-    """ValueError for a keyword that JSON Schema does not have, and for a reference that leads away or in a circle."""
+def all_schemas(schema: JsonObject) -> Iterator[JsonObject]:
+    """The schema, all schemas inside of it, and those that a reference names, each once."""
     left: list[object] = [schema]
+    seen: set[int] = set()
     refs: set[str] = set()
     while left:
         one = left.pop()
-        if isinstance(one, dict):
-            odd = [name for name in one if name not in KNOWN and not name.startswith("x-")][:1]
-            require(not odd, f"the schema has the keyword {odd}, which JSON Schema does not have: leave it out")
-            ref = one.get("$ref", "#")
-            inside = isinstance(ref, str) and ref.startswith("#")
-            require(inside, f"$ref={ref!r} is in another document: put that schema under $defs")
-            refs |= {ref} if "$ref" in one else set()
+        if isinstance(one, dict) and id(one) not in seen:
+            seen.add(id(one))
+            yield one
             left += inner_schemas(one)
-    with suppress(AttributeError, TypeError):  # not a schema: the library says why
-        check_end(schema, refs)
+            ref = one.get("$ref")
+            if isinstance(ref, str) and ref not in refs:
+                refs.add(ref)
+                left.append(find(schema, ref))
+
+
+def check_keywords(schema: JsonObject) -> None:
+    """ValueError for a keyword that JSON Schema does not have, a bound or a reference that the library would not keep,
+    a schema that is too large, and one that holds itself in any text."""
+    found: list[JsonObject] = []
+    for one in all_schemas(schema):
+        check_names(one)
+        check_bounds(one)
+        found.append(one)
+    check_size(found)
+    check_multiples(found)
+    check_end(schema, found)
+
+
+def check_names(schema: JsonObject) -> None:
+    """ValueError for a keyword that JSON Schema does not have, and for a reference that leads away."""
+    odd = [name for name in schema if name not in KNOWN and (name == "x-guidance" or not name.startswith("x-"))][:1]
+    require(not odd, f"the schema has the keyword {odd}, which JSON Schema does not have: leave it out")
+    ref = schema.get("$ref", "#")
+    inside = isinstance(ref, str) and ref.startswith("#")
+    require(inside, f"$ref={ref!r:.100} is in another document: put that schema under $defs")
+
+
+def check_bounds(schema: JsonObject) -> None:
+    """ValueError for a bound or an integer that float64 does not hold: the library would take another."""
+    for name in BOUNDS:
+        value = schema.get(name, 0)
+        good = not isinstance(value, int | float) or abs(value) <= MOST_EXACT
+        require(good, f"{name}={value!r:.50} is beyond 2**53, where the library rounds bounds: take one nearer to 0")
+    left = [schema.get("const"), schema.get("enum")]
+    while left:
+        one = left.pop()
+        left += one if isinstance(one, list) else one.values() if isinstance(one, dict) else ()
+        good = not isinstance(one, int) or abs(one) <= MOST_EXACT
+        require(good, f"{one!r:.50} is beyond 2**53, where the library rounds integers: take one nearer to 0")
+
+
+def check_size(found: list[JsonObject]) -> None:
+    """ValueError for more properties than the library reads in a fraction of a second."""
+    held = (one.get("properties") for one in found)
+    count = sum(len(one) for one in held if isinstance(one, dict))
+    wrong = f"the schema has {count} properties, and {MOST_PROPERTIES} are the most: take fewer"
+    require(count <= MOST_PROPERTIES, wrong)
+
+
+def may_mix(schema: JsonObject) -> bool:
+    """Whether two schemas may say something of one value: the library then looks for what both of them allow."""
+    names = {*schema} - SAYS_NOTHING - {"$defs", "definitions"}
+    return bool(names & {"allOf", "patternProperties"} or (names & MIXED and len(names) > 1))
+
+
+def is_fast(multiple: int) -> bool:
+    """Whether the multiples of a number are recognized in a few steps: it is small, or a digit with zeros after it."""
+    return multiple <= MOST_MULTIPLE or (multiple.bit_length() < 1100 and len(str(multiple).strip("0")) == 1)
+
+
+def check_multiples(found: list[JsonObject]) -> None:
+    """ValueError for a multipleOf that needs too many states: alone, with all others, or in one value with another.
+    Those of 0.25 are as many as those of 25."""
+    given = (one.get("multipleOf") for one in found)
+    numbers = {Decimal(str(one)) for one in given if isinstance(one, int | float) and type(one) is not bool and one > 0}
+    places = {one: max(-int(one.normalize().as_tuple().exponent), 0) for one in numbers}
+    sizes = {one: int(one * 10**place) for one, place in places.items()}
+    slow = [f"{one:.8g}" for one, size in sizes.items() if not is_fast(size)]
+    advice = f"the library needs a state for each remainder, and {MOST_MULTIPLE} are the most"
+    require(not slow, f"multipleOf={slow[:1]} is too large: {advice}: take a smaller one")
+    total = sum(size for size in sizes.values() if size <= MOST_MULTIPLE)
+    wrong = f"the schema has {len(numbers)} different multipleOf, of {total} together: {4 * MOST_MULTIPLE} are the most"
+    require(total <= 4 * MOST_MULTIPLE, f"{wrong}: take fewer")
+    both, most = 1, max(places.values(), default=0)
+    for one in numbers if any(map(may_mix, found)) else ():
+        both = lcm(both, int(one * 10**most)) if both.bit_length() < 1100 else both
+    shown = ", ".join(sorted(f"{one:.8g}" for one in numbers))
+    wrong = f"multipleOf={shown:.80} may meet in one value, which allOf, $ref, or patternProperties describe in parts"
+    require(is_fast(both), f"{wrong}: {advice}: take numbers with a smaller common multiple")
 
 
 def find(schema: object, ref: str) -> object:
     """The schema that `ref` names, such as "#/$defs/a"; True, which allows anything, if there is none."""
-    for name in filter(None, ref.lstrip("#").split("/")):
-        schema = schema.get(name.replace("~1", "/").replace("~0", "~"), True) if isinstance(schema, dict) else True
+    for part in filter(None, ref.lstrip("#").split("/")):
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list):
+            schema = schema[int(name)] if name.isdecimal() and int(name[:9]) < len(schema) else True
+        else:
+            schema = schema.get(name, True) if isinstance(schema, dict) else True
     return schema
 
 
-def may_end(schema: object, known: set[str]) -> bool:
-    """Whether a text can have the schema, if one can have each of the references in `known`."""
-    if not isinstance(schema, dict):
-        return True
-    if "$ref" in schema:
-        return schema["$ref"] in known
-    needed = [*schema.get("allOf", ())]
-    if schema.get("type") == "object":
-        needed += [schema.get("properties", {}).get(name) for name in schema.get("required", ())]
-    if schema.get("type") == "array" and schema.get("minItems", 0):
-        needed += [schema.get("items"), *schema.get("prefixItems", ())[: schema["minItems"]]]
-    choices = schema.get("anyOf") or schema.get("oneOf") or [True]
-    return all(may_end(one, known) for one in needed) and any(may_end(one, known) for one in choices)
+def listed(value: object) -> list[object]:
+    """A list, or nothing."""
+    return value if isinstance(value, list) else []
 
 
-def check_end(schema: JsonObject, refs: set[str]) -> None:
+def named(value: object) -> JsonObject:
+    """A dict, or nothing."""
+    return value if isinstance(value, dict) else {}
+
+
+def must_be(schema: JsonObject, kind: str) -> bool:
+    """Whether each value of a schema has this type."""
+    return schema.get("type") in (kind, [kind])
+
+
+def needed_properties(schema: JsonObject) -> Iterator[list[object]]:
+    """For each property that an object must have, the schemas of which it needs one."""
+    own, patterns, rest = (named(schema.get("properties")), named(schema.get("patternProperties")),
+                           schema.get("additionalProperties", True))  # fmt: skip
+    for name in filter(lambda one: isinstance(one, str), listed(schema.get("required"))):
+        yield [own[name]] if name in own else [*patterns.values(), rest]
+    if isinstance(least := schema.get("minProperties"), int) and least > 0:
+        yield [*own.values(), *patterns.values(), rest]
+
+
+def needed_items(schema: JsonObject) -> Iterator[list[object]]:
+    """For each item that an array must have, its schema."""
+    least = schema.get("minItems", 0)
+    if not isinstance(least, int | float):
+        return
+    is_old, items = isinstance(schema.get("items"), list), schema.get("items", True)
+    first = listed(items if is_old else schema.get("prefixItems"))
+    yield from ([one] for one in first[: int(least)])
+    if least > len(first):
+        yield [schema.get("additionalItems", True) if is_old else items]
+
+
+def needs(schema: JsonObject, root: JsonObject) -> Iterator[list[object]]:
+    """What a text of a schema needs: of each list, that a text can have one schema of it."""
+    yield from ([one] for one in listed(schema.get("allOf")))
+    yield from (listed(schema[name]) for name in ("anyOf", "oneOf") if listed(schema.get(name)))
+    if isinstance(ref := schema.get("$ref"), str):
+        yield [find(root, ref)]
+    if must_be(schema, "object"):
+        yield from needed_properties(schema)
+    if must_be(schema, "array"):
+        yield from needed_items(schema)
+
+
+def ending(root: JsonObject, found: list[JsonObject]) -> set[int]:
+    """The ids of the schemas that a text can have: first those that need nothing, then those that need only these."""
+    waiting: dict[int, list[tuple[int, int]]] = {id(one): [] for one in found}  # schema -> the lists that have it
+    missing: dict[int, set[int]] = {}  # schema -> its lists of which no schema is known to end
+    for one in found:
+        lists = [*needs(one, root)]
+        open_ones = {i for i, some in enumerate(lists) if all(each is False or id(each) in waiting for each in some)}
+        missing[id(one)] = open_ones
+        for i in open_ones:
+            for each in filter(lambda each: each is not False, lists[i]):
+                waiting[id(each)].append((id(one), i))
+    left = [number for number, open_ones in missing.items() if not open_ones]
+    done = {*left}
+    while left:
+        for holder, i in waiting[left.pop()]:
+            missing[holder].discard(i)
+            if not missing[holder] and holder not in done:
+                done.add(holder)
+                left.append(holder)
+    return done
+
+
+def check_end(schema: JsonObject, found: list[JsonObject]) -> None:
     """ValueError for a schema that holds itself in any text, which would never end."""
-    known: set[str] = set()
-    while more := {ref for ref in refs - known if may_end(find(schema, ref), known)}:
-        known |= more
-    wrong = f"the schema holds itself, by {sorted(refs - known)}, in any text: make that property optional"
-    require(may_end(schema, known), wrong)
+    done = ending(schema, found)
+    circles = {id(one) for one in found} - done
+    refs = {one["$ref"] for one in found if "$ref" in one and id(find(schema, one["$ref"])) in circles}
+    wrong = f"the schema holds itself, by {sorted(refs)!s:.200}, in any text: make that property or item optional"
+    require(id(schema) in done or not refs, wrong)  # without a reference, the library says what is wrong

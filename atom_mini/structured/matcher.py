@@ -15,7 +15,9 @@ import numpy as np
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_STATES = 4096  # of all requests together
+LAST = 32  # states of an answer that are kept: more than a step has drafts
+MOST_BYTES = 2**29  # of the kept states of all answers together, about
+BYTES_OF_TOKEN, BYTES_OF_STATE = 140, 8000  # of a state: the library's copy of a parser, and the tokens
 
 
 class State(NamedTuple):
@@ -32,10 +34,47 @@ def state_of(matcher: LLMatcher, ends: np.ndarray, known: np.ndarray) -> State:
     return State(matcher, np.zeros_like(mask) if is_stuck else mask)
 
 
+Key = tuple["Masks", tuple[int, ...]]
+
+
+class Kept:
+    """The newest states of all answers: the last few of each, and no more bytes than MOST_BYTES."""
+
+    def __init__(self) -> None:
+        self.states: OrderedDict[Key, State | None] = OrderedDict()  # the newest last
+        self.num_bytes = 0
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.states.clear()
+        self.num_bytes = 0
+
+    def put(self, key: Key, state: State | None) -> None:
+        """Keep a state. The one that is LAST tokens shorter goes, and the oldest if there are too many bytes."""
+        masks, tokens = key
+        if key not in self.states:
+            self.num_bytes += bytes_of(key, state)
+            self.drop((masks, tokens[:-LAST]))
+        self.states[key] = state
+        self.states.move_to_end(key)
+        while self.num_bytes > MOST_BYTES and len(self.states) > 1:
+            self.drop(next(iter(self.states)))
+
+    def drop(self, key: Key) -> None:
+        """Forget a state, if it is kept."""
+        if key in self.states:
+            self.num_bytes -= bytes_of(key, self.states.pop(key))
+
+
+def bytes_of(key: Key, state: State | None) -> int:
+    """About how many bytes a state has."""
+    return BYTES_OF_STATE + BYTES_OF_TOKEN * len(key[1]) + (0 if state is None else state.mask.nbytes)
+
+
 class Masks:
     """The masks of one grammar. A state is made from the state one token before, which is kept for a while."""
 
-    kept: ClassVar[OrderedDict[tuple[Masks, tuple[int, ...]], State | None]] = OrderedDict()  # the newest last
+    kept: ClassVar = Kept()
     lock = RLock()  # the kept states are those of all grammars
 
     def __init__(self, start: LLMatcher, ends: np.ndarray, known: np.ndarray) -> None:
@@ -47,10 +86,11 @@ class Masks:
         """The state after `tokens`; None if the grammar does not accept them."""
         if not tokens:
             return self.start
-        if (self, tokens) in self.kept:
-            return self.kept[self, tokens]
-        is_known = (self, tokens[:-1]) in self.kept
-        before = self.kept[self, tokens[:-1]] if is_known else self.start
+        states = self.kept.states
+        if (self, tokens) in states:
+            return states[self, tokens]
+        is_known = (self, tokens[:-1]) in states
+        before = states[self, tokens[:-1]] if is_known else self.start
         if before is None:
             return None
         matcher, new = before.matcher.deep_copy(), tokens[-1:] if is_known else tokens
@@ -66,8 +106,6 @@ class Masks:
     def after(self, tokens: tuple[int, ...]) -> np.ndarray | None:
         """The mask after `tokens`; None if the grammar does not accept them."""
         with self.lock:
-            state = self.kept[self, tokens] = self._state(tokens)
-            self.kept.move_to_end((self, tokens))
-            while len(self.kept) > MOST_STATES:
-                self.kept.popitem(last=False)
+            state = self._state(tokens)
+            self.kept.put((self, tokens), state)
         return None if state is None else state.mask

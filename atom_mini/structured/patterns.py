@@ -6,16 +6,17 @@ refused when the form is made.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 from ..checkpoint import JsonObject
 from ..errors import require
-from .keywords import inner_schemas
+from .keywords import all_schemas
 
 MOST_WRITTEN_OUT = 100_000  # characters of a pattern
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|.", re.DOTALL)
-BETWEEN_SLASHES = re.compile(r"/((?:\\.|[^/\\\n])+)/?")  # in Lark
+LARK = re.compile(r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\])+)/?|(%json)\s*""")  # what holds other characters
 
 
 def written_out(pattern: str) -> int:
@@ -47,15 +48,33 @@ def check_pattern(pattern: object) -> None:
 
 def schema_patterns(schema: JsonObject) -> Iterator[object]:
     """The patterns of texts and of names, in a schema and in all schemas inside of it."""
-    left: list[object] = [schema]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            names = one.get("patternProperties")
-            yield from (one.get("pattern"), *(names if isinstance(names, dict) else ()))
-            left += inner_schemas(one)
+    for one in all_schemas(schema):
+        names = one.get("patternProperties")
+        yield from (one.get("pattern"), *(names if isinstance(names, dict) else ()))
+
+
+def lark_parts(grammar: str) -> Iterator[tuple[str | None, JsonObject]]:
+    """(a pattern between slashes, {}) and (None, a schema after %json), without what is in comments, texts, and schemas."""
+    end, decoder = 0, json.JSONDecoder()
+    while part := LARK.search(grammar, end):
+        end = part.end()
+        if part[1]:
+            yield part[1], {}
+        if part[2]:
+            try:
+                schema, end = decoder.raw_decode(grammar, end)
+            except (ValueError, RecursionError) as error:
+                wrong = f"the grammar has no JSON after %json at character {end}"
+                raise ValueError(f"{wrong}: {error!s:.100}: write a schema there") from None
+            if isinstance(schema, dict):
+                yield None, schema
 
 
 def lark_patterns(grammar: str) -> list[str]:
     """The patterns between slashes in a grammar."""
-    return BETWEEN_SLASHES.findall(grammar)
+    return [pattern for pattern, _ in lark_parts(grammar) if pattern is not None]
+
+
+def lark_schemas(grammar: str) -> list[JsonObject]:
+    """The schemas in a grammar, each after %json."""
+    return [schema for pattern, schema in lark_parts(grammar) if pattern is None]

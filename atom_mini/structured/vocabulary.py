@@ -57,3 +57,10 @@ def single_bytes(vocabulary: Vocabulary) -> frozenset[int]:
     tokenizer = read_vocabulary(vocabulary)
     spelled = (tokenizer.decode_bytes([id]) for id in range(vocabulary.size) if not tokenizer.is_special_token(id))
     return frozenset(text[0] for text in spelled if len(text) == 1)
+
+
+@lru_cache(8)
+def special_names(vocabulary: Vocabulary) -> frozenset[str]:
+    """The names of the tokens that are no text, such as `<|endoftext|>`: a tokenizer reads a text of this name as one."""
+    tokenizer, names = read_vocabulary(vocabulary), read_tokenizer(vocabulary).get_added_vocab()
+    return frozenset(name for name, id in names.items() if id < tokenizer.vocab_size and tokenizer.is_special_token(id))

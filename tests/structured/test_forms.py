@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,8 @@ from atom_mini.sampler import Sampler, SamplingMetaData, on_cpu
 from atom_mini.scheduler import ScheduledBatch
 from atom_mini.sequence import SequenceType
 from atom_mini.structured import matcher as matchers
-from atom_mini.structured.params import masks_of
-from atom_mini.structured.patterns import lark_patterns, written_out
+from atom_mini.structured.params import compiled, held
+from atom_mini.structured.patterns import lark_patterns, lark_schemas, written_out
 
 pytest.importorskip("llguidance")
 S = StructuredOutputsParams
@@ -45,6 +48,12 @@ def answer(llm: LLM, prompt: Any = "12 + 7 =", **options: Any) -> Any:
 
 def vocabulary() -> Vocabulary:
     return Config("tiny").vocabulary
+
+
+def forget() -> None:
+    """Forget all forms."""
+    compiled.cache_clear()
+    held.clear()
 
 
 def allowed(form: Form, tokens: tuple[int, ...] = ()) -> set[int]:
@@ -230,6 +239,7 @@ def test_stop_strings_and_n_and_penalties_go_with_forms(llm: LLM) -> None:
 
 
 BOMB = "((a{1000}){1000}){1000}"
+ITSELF = {"$ref": "#"}
 INSIDE = {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}
 WRONG: list[tuple[Any, str]] = [
     ({}, "nothing set: set exactly one of json, regex"),
@@ -245,6 +255,27 @@ WRONG: list[tuple[Any, str]] = [
     ({"json": {"$ref": "https://example.org/x"}}, "in another document"),
     ({"json": {"$defs": {"a": INSIDE}, "$ref": "#/$defs/a"}}, r"holds itself, by \['#/\$defs/a'\], in any text"),
     ({"json": {"$ref": "#"}}, "holds itself"),
+    ({"json": {"type": ["object"], "properties": {"a": ITSELF}, "required": ["a"]}}, "holds itself"),
+    ({"json": {"type": ["array"], "items": ITSELF, "minItems": 1}}, "holds itself"),
+    ({"json": {"type": "array", "prefixItems": [{"type": "null"}], "items": ITSELF, "minItems": 2}}, "holds itself"),
+    ({"json": {"type": "object", "required": ["a"], "additionalProperties": ITSELF}}, "holds itself"),
+    ({"json": {"type": "object", "required": ["a"], "patternProperties": {"a": ITSELF}, "additionalProperties": False}},
+     "holds itself"),
+    ({"json": {"type": "object", "minProperties": 1, "additionalProperties": ITSELF}}, "holds itself"),
+    ({"json": {"$ref": "#/$defs/a", "type": "object", "$defs": {"a": INSIDE | {"title": "a"}}}}, "holds itself"),
+    ({"json": {"allOf": [{"type": "integer", "multipleOf": p} for p in (97, 89, 83)]}}, "smaller common multiple"),
+    ({"json": {"multipleOf": 97, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 8.9}}}}, "smaller common multiple"),
+    ({"json": {"patternProperties": {"a": {"multipleOf": 97}}, "properties": {"a": {"multipleOf": 890}}}},
+     "smaller common multiple"),
+    ({"json": {"type": "array", "items": {"multipleOf": 999983}}}, r"multipleOf=\['999983'\] is too large"),
+    ({"json": {"multipleOf": 10**4000 - 1}}, "is too large"), ({"json": {"multipleOf": 1.00001}}, r"\['1.00001'\] is too large"),
+    ({"json": {"properties": {f"a{n}": {"multipleOf": n} for n in range(1, 400)}}}, "399 different multipleOf, of 79800 together"),
+    ({"json": {"properties": {f"a{n}": {} for n in range(5000)}}}, "5000 properties, and 1000 are the most"),
+    ({"json": {"type": "integer", "minimum": 2**53 + 1}}, r"minimum=9007199254740993 is beyond 2\*\*53"),
+    ({"json": {"items": {"exclusiveMaximum": -1e300}}}, "exclusiveMaximum=-1e[+]300 is beyond"),
+    ({"json": {"enum": [1, {"a": [2**53 + 1]}]}}, "9007199254740993 is beyond"),
+    ({"json": {"properties": {"a": {"x-guidance": {"whitespace_flexible": True}}}}}, r"keyword \['x-guidance'\]"),
+    ({"json": {"$ref": "#/examples/0", "examples": [{"frob": 1}]}}, r"keyword \['frob'\]"),
     ({"json": {"description": "x" * 200_000}}, "characters: 100000 are the most"),
     ({"regex": ""}, "allows nothing"), ({"grammar": ""}, "allows nothing"), ({"regex": "a" * 200_000}, "100000 are the most"),
     ({"regex": 5}, "regex=5"), ({"choice": "yes"}, "list of different texts"), ({"choice": []}, "list of different texts"),
@@ -252,14 +283,136 @@ WRONG: list[tuple[Any, str]] = [
     ({"regex": BOMB}, "has 1e[+]09 characters when its repetitions are written out: 100000 are the most"),
     ({"json": {"properties": {"a": {"items": {"pattern": f"^(b|{BOMB})$"}}}}}, r"the pattern '\^\(b.* are written out"),
     ({"json": {"type": "object", "patternProperties": {f"^{BOMB}$": {}}}}, "are written out"),
+    ({"grammar": 'start: %json {"type": "object", "frob": 1}'}, r"keyword \['frob'\]"),
+    ({"grammar": 'start: %json {"x-guidance": {"whitespace_flexible": true}}'}, "x-guidance"),
+    ({"grammar": 'start: "a" %json {"multipleOf": 999983}'}, "is too large"),
+    ({"grammar": "start: %json {"}, "no JSON after %json"),
+    ({"grammar": f'start: %json {{"type": "string", "pattern": "{BOMB}"}}'}, "are written out"),
+    ({"choice": ["x" * 100_000, "y"]}, "choice has 100001 characters: 100000 are the most"),
+    ({"choice": ["a", "b\ud800"]}, r"choice has '\\ud800', half of a surrogate pair"),
+    ({"json": {"enum": ["\ud800"]}}, "json has .*half of a surrogate pair"),
+    ({"regex": "\udc00"}, "regex or a grammar has .*half of"),
     ({"grammar": f'start: ("b" | "c") ("d" | "e") ("f" | "g") X\nX: /{BOMB}/'}, "are written out"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "says"), WRONG, ids=lambda x: str(x)[:40])
 def test_a_wrong_form_is_refused_when_it_is_made(fields: Any, says: str) -> None:
+    start = time.thread_time()
     with pytest.raises(ValueError, match=says):
         S(**fields)
+    assert time.thread_time() - start < 1
+
+
+NULLS = {"type": "null"}
+RIGHT: dict[str, dict[str, Any]] = {
+    "[null]": {"type": "array", "prefixItems": [NULLS], "items": ITSELF, "minItems": 1, "maxItems": 1},
+    "null": {"anyOf": [{"type": "array", "items": ITSELF, "minItems": 1}, NULLS]},
+    "{}": {"type": "object", "properties": {"a": ITSELF}, "additionalProperties": False},
+    '{"a":null}': {"type": "object", "properties": {"a": {"$ref": "#/$defs/b%20c/anyOf/0"}}, "required": ["a"],
+                   "$defs": {"b c": {"anyOf": [NULLS, ITSELF]}}},
+    "6000000": {"type": "integer", "multipleOf": 1_000_000},
+    "0.25": {"type": "number", "multipleOf": 0.01, "title": "one hundredth"},
+    "7200": {"type": "integer", "multipleOf": 3600},
+    str(2**53): {"type": "integer", "minimum": 2**53, "x-order": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_a_form_that_a_text_has_is_not_refused(text: str) -> None:
+    form = S(json=RIGHT[text])
+    form.check(vocabulary())
+    assert takes(form, text)
+
+
+def test_a_slash_or_a_keyword_in_a_text_of_a_grammar_is_a_text() -> None:
+    """So it is in a comment, and in a description."""
+    schema = json.dumps({"type": "null", "description": f"path like /{BOMB}/ or"})
+    form = S(grammar=f'// /{BOMB}/ %json x\n# /{BOMB}/\nstart: "/{BOMB}/" /[0-9]\\// %json {schema} "%json \\" /{BOMB}/" # /')
+    assert lark_patterns(form.grammar or "") == ["[0-9]\\/"] and len(lark_schemas(form.grammar or "")) == 1
+    form.check(vocabulary())
+
+
+def test_what_a_message_quotes_is_short() -> None:
+    start = time.thread_time()
+    with pytest.raises(ValueError, match="choice has 600000 texts: 1999 are the most"):
+        S(choice=[f"{n}" for n in range(600_000)])
+    assert time.thread_time() - start < 2
+    wrong: list[dict[str, Any]] = [
+        {"choice": [5, *"x" * 1000]}, {"regex": "x" * 5000 + "(", "json": None}, {"grammar": "start: " + '"a" ' * 5000 + "'"},
+        {"json": {"type": "x" * 5000}}, {"json": {"enum": [], "title": "x" * 50_000}}, {"json": {"$ref": "#/" + "x" * 50_000}},
+    ]  # fmt: skip
+    for fields in wrong:
+        with pytest.raises(ValueError) as caught:
+            S(**fields).check(vocabulary())
+        assert len(str(caught.value)) < 800
+    with pytest.raises(ValueError, match=r"logit_bias has 1: 101, and it must be a dict of token ids .* from -100 to 100$"):
+        SamplingParams(logit_bias={1: 101})
+
+
+def test_the_name_of_a_special_token_is_no_text() -> None:
+    """The library would read it as that token, and never let it be spelled."""
+    name = "<|endoftext|>"
+    names = {"type": "object", "properties": {name: NULLS}}
+    wrong: list[dict[str, Any]] = [{"choice": ["yes", f"{name}x"]}, {"json": {"enum": ["a", f"b{name}"]}}, {"json": names}]
+    for fields in (*wrong, {"regex": r"a|<\|endoftext\|>"}):
+        with pytest.raises(ValueError, match=r"has a text with \['<\|endoftext\|>'\], which is the name of a special token"):
+            S(**fields).check(vocabulary())
+    S(json={"type": "null", "description": name}).check(vocabulary())
+
+
+def test_any_character_may_be_in_a_choice() -> None:
+    texts = [chr(n) for n in range(1, 1900)] + ["\u2028", "\\x7f", "a\x7fb"]
+    for i in range(0, len(texts), 200):
+        S(choice=texts[i : i + 200]).check(vocabulary())
+    assert takes(S(choice=["a\x7fb"]), "a\x7fb") and not takes(S(choice=["a\\x7fb"]), "a\x7fb")
+
+
+def test_more_forms_at_once_than_are_kept_are_compiled_once_each() -> None:
+    """A request holds its form, and so its masks; they go with it."""
+    forget()
+    forms, known = [S(regex=f"a{{{n}}}") for n in range(1, 301)], vocabulary()
+    for _ in range(3):
+        for form in forms:
+            form.mask(known, ())
+    assert compiled.cache_info().misses == 300 and len(held) == 300
+    del form, forms
+    compiled.cache_clear()
+    gc.collect()
+    assert len(held) == 0
+
+
+def takes(form: S, text: str) -> bool:
+    """Whether an answer may be this text."""
+    from atom_mini.structured.vocabulary import read_vocabulary
+
+    tokens = tuple(read_vocabulary(vocabulary()).tokenize_str(text))
+    return form.mask(vocabulary(), tokens) is not None and vocabulary().ends[0] in allowed(form, tokens)
+
+
+def test_the_largest_forms_are_read_in_a_fraction_of_a_second() -> None:
+    """Just below each limit; and references of references do not take quadratic time."""
+    names = [f"a{n}" for n in range(1000)]
+    divisors = [n for n in range(1, 7561) if 7560 % n == 0]
+    forms = [
+        {"type": "array", "items": {"type": "integer", "multipleOf": 9973}, "minItems": 2},
+        {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89)]},
+        {"anyOf": [{"type": "integer", "multipleOf": n} for n in divisors]},
+        {"type": "object", "properties": {f"a{n}": {"multipleOf": n} for n in divisors}},
+        {"type": "object", "properties": {name: {} for name in names}, "required": names, "additionalProperties": False},
+    ]  # fmt: skip
+    for schema in forms:
+        start = time.thread_time()
+        S(json=schema).check(vocabulary())
+        assert time.thread_time() - start < 1
+    start = time.thread_time()
+    S(json={"$defs": {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2400)}, "$ref": "#/$defs/d0"})
+    deep: dict[str, Any] = NULLS
+    for _ in range(400):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(ValueError, match="recursion limit"):
+        S(json=deep).check(vocabulary())
+    assert time.thread_time() - start < 1
 
 
 IMPOSSIBLE: list[tuple[Any, str]] = [
@@ -370,14 +523,40 @@ def test_a_mask_depends_on_the_tokens_alone() -> None:
 
 
 def test_kept_states_are_bounded_and_belong_to_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matchers, "MOST_STATES", 5)
+    kept = matchers.Masks.kept
+    kept.clear()
+    monkeypatch.setattr(matchers, "MOST_BYTES", 5 * matchers.BYTES_OF_STATE)
     first, second = S(regex="[0-9]*"), S(regex="[a-z]*")
     ids = sorted(allowed(first) - {0, 2})
     assert not allowed(second) & {*ids}
     for n in range(20):
         assert {*ids} <= allowed(first, (ids[0],) * n)
         assert second.mask(vocabulary(), (ids[0],) * (n + 1)) is None
-    assert len(matchers.Masks.kept) <= 5
+    assert 0 < len(kept.states) <= 5 and kept.num_bytes == sum(map(matchers.bytes_of, *zip(*kept.states.items(), strict=True)))
+
+
+def test_memory_does_not_grow_with_the_length_of_an_answer_or_the_number_of_answers() -> None:
+    """The end of 6,000 tokens of a JSON array: 800 states of it would be more than 600 MB. Then there are 20 more answers."""
+    from atom_mini.structured.vocabulary import read_vocabulary
+
+    form, known = S(json={"type": "array", "items": {"type": "integer"}}), vocabulary()
+    tokens = tuple(read_vocabulary(known).tokenize_str("[" + "123, " * 1500))[:6000]
+    matchers.Masks.kept.clear()
+    form.mask(known, tokens[:5200])
+    before = resident()
+    for n in range(5200, 6000):
+        assert form.mask(known, tokens[:n]) is not None
+    assert len(matchers.Masks.kept.states) == matchers.LAST and resident() - before < 150e6
+    for length in range(20):
+        for n in range(500):
+            form.mask(known, (tokens[0],) * length + tokens[:n])
+    assert matchers.Masks.kept.num_bytes < matchers.MOST_BYTES and resident() - before < 250e6
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def test_after_the_end_of_the_grammar_only_ends_are_allowed() -> None:
@@ -402,14 +581,14 @@ def test_a_vocabulary_that_cannot_spell_a_form_is_refused(monkeypatch: pytest.Mo
     from atom_mini.structured import params
 
     monkeypatch.setattr(params, "single_bytes", lambda vocabulary: frozenset(range(128)))
-    masks_of.cache_clear()
+    forget()
     with pytest.raises(ValueError, match=r"needs b'.*xc3.*', which the vocabulary of .* cannot spell"):
         S(choice=["été"]).check(vocabulary())
     S(choice=["ete"]).check(vocabulary())
     monkeypatch.setattr(params, "single_bytes", lambda vocabulary: frozenset(b'{}[]":,0123456789'))
     with pytest.raises(ValueError, match="cannot spell"):
         S(json=PERSON).check(vocabulary())
-    masks_of.cache_clear()
+    forget()
 
 
 def test_a_model_without_an_end_or_a_tokenizer_has_no_forms() -> None:
@@ -426,7 +605,7 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytes
     from atom_mini.structured import vocabulary as module
 
     module.read_vocabulary.cache_clear()
-    masks_of.cache_clear()
+    forget()
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs llguidance: run pip install -e \"\.\[structured\]\""):
         S(regex="a").check(vocabulary())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atom_mini.serving.protocol import end_reason
 from atom_mini.serving.tools import AutoReader, NamedReader, RequiredReader, joined
 
 pytest.importorskip("llguidance")
@@ -66,6 +67,7 @@ def test_biases_and_words(served: Served) -> None:
     complain(served.post(TEXT, body | {"logit_bias": {"99999": 1}}), 400, "logit_bias")
 
 
+SPACED = {"type": "function", "function": {"name": "a", "parameters": {"x-guidance": {"whitespace_flexible": True}}}}
 STRIN = {"name": "a", "schema": {"type": "strin"}}
 FROB = {"type": "function", "function": {"name": "a", "parameters": {"frob": 1}}}
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -77,6 +79,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "[0-9"}}, "structured_outputs", "unclosed"),
     ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "cook"}}}, "tool_choice", "names 'cook'"),
+    ({"tools": [SPACED], "tool_choice": "required"}, "tools", "x-guidance"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"), ({"tools": [WEATHER, WEATHER]}, "tools", "two functions"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "matching regex"),
     ({"tools": [FROB], "tool_choice": "required"}, "tools", "frob"),
@@ -147,6 +150,25 @@ def test_a_required_call_is_read_in_pieces_of_any_size(size: int, reason: str) -
             deltas += reader.read(given[i : i + size], reason if i + size >= len(given) else None)
         (call,) = joined(deltas)["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": arguments}
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("arguments", ['{"city": "xy', '{"city": {"a": 1}', '{"n": 1', "{"])
+def test_a_required_call_that_a_stop_string_cut_off_loses_nothing(size: int, arguments: str) -> None:
+    """It is not reported as a call that is whole."""
+    text, reader, deltas = '{"name": "weather", "arguments": ' + arguments, RequiredReader(), []
+    for i in range(0, len(text), size):
+        deltas += reader.read(text[i : i + size], "stop" if i + size >= len(text) else None)
+    (call,) = joined(deltas)["tool_calls"]
+    assert call["function"]["arguments"] == arguments and end_reason(reader, "stop") == "stop"
+
+
+def test_a_stop_string_in_a_required_call(served: Served) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["xyz"]}}, "required": ["city"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
+    done = chat(served, tools=[tool], tool_choice="required", stop=["z"])
+    assert done["finish_reason"] == "stop"
+    assert done["message"]["tool_calls"][0]["function"]["arguments"].endswith('"xy')
 
 
 def test_openais_client_parses_a_pydantic_model(served: Served) -> None:
