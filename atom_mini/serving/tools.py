@@ -168,7 +168,7 @@ class RequiredReader(PlainReader):
             found.append(new_call(0, json.loads(head[1]), ""))
         if not self.num_calls:  # cut off before the name's end
             return [{"content": self.held}] if reason and self.held else []
-        keep = reason is None or (reason == "stop" and self._is_whole())  # the last brace, which is not of the arguments
+        keep = reason is None or (reason == "stop" and self._is_whole())  # the last brace is not an argument
         self.is_call_reason = bool(keep)  # a call that a stop string cut off is none
         shown, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         self.arguments += shown
