@@ -16,7 +16,8 @@ from .keywords import all_schemas
 
 MOST_WRITTEN_OUT = 100_000  # characters of a pattern
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|.", re.DOTALL)
-LARK = re.compile(r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\])+)/?|(%json)\s*""")  # what holds other characters
+# what holds other characters
+LARK = re.compile(r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\])+)/?|(%json)\s*""")
 
 
 def written_out(pattern: str) -> int:
@@ -54,7 +55,7 @@ def schema_patterns(schema: JsonObject) -> Iterator[object]:
 
 
 def lark_parts(grammar: str) -> Iterator[tuple[str | None, JsonObject]]:
-    """(a pattern between slashes, {}) and (None, a schema after %json), without what is in comments, texts, and schemas."""
+    """(a pattern between slashes, {}) and (None, a schema after %json); not those in comments, texts, and schemas."""
     end, decoder = 0, json.JSONDecoder()
     while part := LARK.search(grammar, end):
         end = part.end()

@@ -61,6 +61,6 @@ def single_bytes(vocabulary: Vocabulary) -> frozenset[int]:
 
 @lru_cache(8)
 def special_names(vocabulary: Vocabulary) -> frozenset[str]:
-    """The names of the tokens that are no text, such as `<|endoftext|>`: a tokenizer reads a text of this name as one."""
+    """The names of tokens that are not text, such as `<|endoftext|>`: a tokenizer reads such a text as the token."""
     tokenizer, names = read_vocabulary(vocabulary), read_tokenizer(vocabulary).get_added_vocab()
     return frozenset(name for name, id in names.items() if id < tokenizer.vocab_size and tokenizer.is_special_token(id))
