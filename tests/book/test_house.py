@@ -16,6 +16,7 @@ from pathlib import Path
 
 import book
 import nbformat
+import plant
 import pytest
 import show
 from places import EVENING, TOOLS, chapters, number_of
@@ -206,3 +207,13 @@ def test_exported_cells_fit_on_a_screen(path: Path) -> None:
 def test_one_palette() -> None:
     """The player and the figures paint the same thing in the same colour."""
     assert show.COLOURS.items() >= (COLOURS | VERDICTS).items()
+
+
+def test_each_planted_fault_has_its_lines_and_its_tests() -> None:
+    """`make test-faults`, which CI does not run, would say so late: the lines were changed, or the test has another name."""
+    for fault in plant.chosen([]):
+        old, module = "".join(f"{line}\n" for line in fault.old), "\n" + (plant.PACKAGE / fault.module).read_text()
+        assert module.count("\n" + old) == 1, f"{fault.what!r}: {fault.module} has its lines {module.count(old)} times"
+        for test in fault.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name.partition('[')[0]}" in (plant.TESTS / file).read_text(), f"{fault.what!r}: there is no {test}"
