@@ -26,7 +26,7 @@ def text_of(chunks):
     if not chunk["choices"] or choice["finish_reason"] is None:
         raise ValueError("it broke off")
     return text
-# %% 82_server 2
+# %% 82b_full_queue 1
 class Fair(Server):
     async def pieces(self, request, stream):
         busy = vars(self).setdefault("busy", [])
@@ -38,7 +38,7 @@ class Fair(Server):
                 yield piece
         finally:
             busy.remove(request.user)
-# %% 82_server 2
+# %% 82b_full_queue 1
 class Fair(Server):
     gate = asyncio.Semaphore(2)  # one for all users: b waits for a
 
@@ -46,7 +46,7 @@ class Fair(Server):
         async with self.gate:
             async for piece in super().pieces(request, stream):
                 yield piece
-# %% 82_server 3
+# %% 82b_full_queue 2
 def in_order(source: Path, target: Path) -> list[dict | None]:
     # sorted by name, which is not the order of the requests
     rows = sorted(map(json.loads, target.read_text().splitlines()), key=lambda row: row["custom_id"])
