@@ -29,6 +29,8 @@ def text_of(chunks):
 # %% 82b_full_queue 1
 class Fair(Server):
     async def pieces(self, request, stream):
+        from atom_mini.serving.protocol import ApiError
+
         busy = vars(self).setdefault("busy", [])
         if len(busy) >= 2:
             raise ApiError(429, "2 answers are unfinished: wait")
