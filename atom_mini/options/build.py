@@ -180,13 +180,13 @@ def make_offloading(config: EngineFields) -> EngineCore:
 
 def make_transferring(config: EngineFields) -> EngineCore:
     """Make the core of an engine that hands prompts over, or takes them."""
+    from atom_mini.parallel.connectors import choose_connector
     from atom_mini.parallel.kv_transfer import TransferCore
-    from atom_mini.parallel.shared_pool import SharedPool
 
     runner = make_runner(config)
-    pool = SharedPool(config, runner)
+    connector = choose_connector(config)(config, runner)
     config = config.changed(num_kvcache_blocks=runner.num_kvcache_blocks)
-    return TransferCore(config, runner, make_scheduler(config), pool)
+    return TransferCore(config, runner, make_scheduler(config), connector)
 
 
 def make_speculating(config: EngineFields) -> EngineCore:

@@ -89,7 +89,7 @@ HELP["Processes and devices"] = {
     "data_parallel_size": "engines that share the requests",
     "routing": "how an engine is chosen for a request: load or prefix",
     "lockstep": "all engines take the same steps",
-    "kv_transfer_config": "engines for prompts, and for answers: a dict for each",
+    "kv_transfer_config": "a dict for each engine: kv_role, kv_connector, sizes",
     "enable_expert_parallel": "distribute a model's experts over the devices",
     "ready_timeout": "seconds a process may take to load",
     "ping_timeout": "seconds of silence until a process counts as dead",

@@ -10,17 +10,16 @@ import zmq
 
 from ..engine_core import StepOutput
 from ..errors import require
-from ..fields import EngineFields, Recipe
+from ..fields import EngineFields, Recipe, is_on_cpu
 from ..sequence import Sequence, SequenceStatus
+from .connectors import P2pNcclConnector, SharedMemoryConnector
 from .core_client import EngineCoreClient
 from .engine_process import Abort, EngineCoreProc, FromEngine, Message, Size, ToEngine, encode, pack_params
 from .kv_transfer import Offer, TransferCore, resume
 from .manager import CoreManager, EngineDead, close_all
 from .packed_form import PackedParams, unpack_params
 from .replicas import Replica, least_loaded
-from .shared_pool import SharedPool
-
-SENDER, RECEIVER = "kv_producer", "kv_consumer"
+from .roles import RECEIVER, SENDER, devices_of, own_options
 
 
 class Compute(Message):
@@ -56,11 +55,21 @@ class Meet(Message):
     pools: dict[int, str]
 
 
+class Gone(Message):
+    """Engine `number` has died: what it was sending does not come."""
+
+    number: Size
+
+
 class Pool(Message):
     """Where the pool of engine `id` can be opened, and what is in it."""
 
     path: str
     form: str
+
+
+class Met(Message):
+    """The engine can reach the pools of all."""
 
 
 class Held(Message):
@@ -74,8 +83,22 @@ class Pulled(Message):
     """The engine reads the blocks of a request no more: they have been copied, or need not be."""
 
 
-ToMember = ToEngine | Compute | Take | Release | Meet
-FromMember = FromEngine | Pool | Held | Pulled
+class Wanted(Message):
+    """Have engine `source` send these blocks of a request to this one."""
+
+    source: Size
+    blocks: list[Size]
+
+
+class Send(Message):
+    """Send these blocks of a request to engine `target`."""
+
+    target: Size
+    blocks: list[Size]
+
+
+ToMember = ToEngine | Compute | Take | Release | Meet | Send | Gone
+FromMember = FromEngine | Pool | Met | Held | Wanted | Pulled
 
 
 class TransferProc(EngineCoreProc):
@@ -86,7 +109,9 @@ class TransferProc(EngineCoreProc):
 
     def __init__(self, core: TransferCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         super().__init__(core, inbox, outbox)
-        self.pool = cast(SharedPool, core.copies)
+        self.pool = cast(SharedMemoryConnector | P2pNcclConnector, core.copies)
+        if isinstance(self.pool, P2pNcclConnector):
+            self.pool.ask = self._ask
         self.number = 0  # of the newest offer
         self.offered: set[int] = set()  # of what is held
         self.unread: set[int] = set()  # of what was taken, until it is copied
@@ -94,11 +119,31 @@ class TransferProc(EngineCoreProc):
         outbox.send(encode(Pool(0, self.pool.path, self.pool.form)))
 
     def metrics(self) -> dict[str, int | float]:
-        return super().metrics() | {"held": len(self.core.held), "offers": len(self.core.offers)}
+        own = {"held": len(self.core.held), "offers": len(self.core.offers), "arriving": int(self.pool.is_busy)}
+        return super().metrics() | own
 
     def may_step(self) -> bool:
         """Also whether anything has changed since no step could be planned."""
         return not self.core.is_stuck and super().may_step()
+
+    def pause(self) -> int | None:
+        """A millisecond at most while blocks are on their way, whose arrival is no message."""
+        limit = super().pause()
+        return 1 if limit and self.core.is_waiting else limit
+
+    def idle(self) -> None:
+        super().idle()
+        if self.core.is_waiting:
+            self.core.is_stuck = False  # look again whether they are here
+
+    def _ask(self, request_id: int, source: int, blocks: list[int]) -> None:
+        self.outbox.send(encode(Wanted(request_id, source, blocks)))
+
+    def _meet(self, message: Meet) -> None:
+        self.core.scheduler.max_len = message.max_len
+        for number, path in sorted(message.pools.items()):
+            self.pool.open(number, path)
+        self.outbox.send(encode(Met(0)))
 
     def _sequence(self, message: Compute | Take) -> Sequence:
         size, top = self.core.config.spec.vocab_size, max(message.token_ids, default=0)
@@ -128,9 +173,12 @@ class TransferProc(EngineCoreProc):
             case Release():
                 self._release(message.id)
             case Meet():
-                self.core.scheduler.max_len = message.max_len
-                for number, path in message.pools.items():
-                    self.pool.open(number, path)
+                self._meet(message)
+            case Send():
+                self.pool.send(message.target, message.blocks)
+            case Gone():
+                self.pool.lose(message.number)
+                self.core.is_stuck = False
             case Abort():
                 self.core.abort(message.id)
                 self._release(message.id)
@@ -169,7 +217,8 @@ class Member(Replica):
         roles = config.kv_transfer_config
         self.number, self.share, self.is_sender = number, len(roles), roles[number]["kv_role"] == SENDER
         self.pool: Pool | None = None
-        self.peers: list[Member] = []  # all engines, when they have met
+        self.has_met = False
+        self.peers: list[Member] = []  # all engines, by number, when all are ready
         self.unread: set[int] = set()  # requests whose blocks it may be reading
 
     def _handle(self, message: object) -> str | None:
@@ -179,8 +228,13 @@ class Member(Replica):
                 self.unread.discard(message.id)
                 for peer in self.peers:
                     peer.send(Release(message.id))
+            case Wanted():
+                self.peers[message.source].send(Send(message.id, self.number, message.blocks))
             case Pool():
                 self.pool = message
+            case Met():
+                self.has_met = True
+                self.bell.put(None)
             case _:
                 return super()._handle(message)
         return None
@@ -199,8 +253,10 @@ class Apart(EngineCoreClient):
 
     def __init__(self, config: EngineFields) -> None:
         asked = config.recipe["options"]
-        sizes = [{n: v for n, v in role.items() if n != "kv_role"} for role in config.kv_transfer_config]
-        super().__init__(config, [config.recipe | {"options": asked | own} for own in sizes])
+        each = [asked | own_options(role) for role in config.kv_transfer_config]
+        if not is_on_cpu(config):
+            each = [own | {"device": device} for own, device in zip(each, devices_of(config), strict=True)]
+        super().__init__(config, [config.recipe | {"options": own} for own in each])
 
     def __repr__(self) -> str:
         ready = self.engines[0].ready
@@ -222,7 +278,11 @@ class Apart(EngineCoreClient):
         longest = min(member.ready.max_len for member in members if member.ready)
         for member in members:
             member.peers = [*members]
+        for member in members:
             member.send(Meet(0, longest, {number: pool.path for number, pool in pools.items()}))
+        while not all(member.has_met for member in members):
+            EngineCoreClient.check_alive(self)
+            self.wait()
 
     def place(self, seq: Sequence) -> None:
         """Send a request, with the tokens it has, to the engine that computes its next one."""
@@ -300,6 +360,8 @@ class Apart(EngineCoreClient):
         for request_id in [*member.unread]:  # nobody reads them any more
             for peer in member.peers:
                 peer.send(Release(request_id))
+        for peer in member.peers:
+            peer.send(Gone(0, member.number))
         for seq in lost:
             if seq.num_preemptions:
                 self.abort(seq.id)

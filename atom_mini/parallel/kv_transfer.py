@@ -39,13 +39,25 @@ class Offer:
     num_cached_tokens: int = 0  # of the prompt, which `source` has found in its cache
 
 
-class Copies(Protocol):
-    """Copies (block of the engine `source`, own block) pairs into the own pool."""
+class Connector(Protocol):
+    """How blocks of other engines come into the own pool (vLLM's word)."""
 
-    def run(self, source: int, pairs: list[tuple[int, int]]) -> None: ...
+    def receive(
+        self, request_id: int, source: int, blocks: list[int]
+    ) -> bool | None:
+        """Whether these blocks of the engine `source` can be copied now. False: they are
+        on their way. None: they must wait. ConnectionError if they are lost."""
+
+    def run(
+        self, request_id: int, source: int, pairs: list[tuple[int, int]]
+    ) -> None:
+        """Copy (block of the engine `source`, own block) pairs."""
+
+    def drop(self, request_id: int) -> None:
+        """Keep nothing for a request any more."""
 
 # %% auto #0
-__all__ = ['resume', 'Offer', 'Copies', 'TransferCore']
+__all__ = ['resume', 'Offer', 'Connector', 'TransferCore']
 
 # %% ../../nbs/parallel/74_apart.ipynb #eafadfaa
 class TransferCore(EngineCore):
@@ -56,13 +68,15 @@ class TransferCore(EngineCore):
     """
 
     def __init__(
-        self, config: Config, runner: Runner, scheduler: BaseScheduler, copies: Copies
-    ) -> None:
+        self, config: Config, runner: Runner, scheduler: BaseScheduler,
+        copies: Connector,
+    ) -> None:  # fmt: skip
         super().__init__(config, runner, scheduler)
         self.copies = copies
         self.held: dict[int, list[int]] = {}  # request -> blocks that another will copy
         self.offers: dict[int, Offer] = {}  # requests that wait for space here, in order
         self.is_stuck = False  # nothing can run until a message arrives
+        self.is_waiting = False  # what is offered would fit, and is not here yet
 
     def prefill(self, seq: Sequence) -> None:
         """Queue a sequence of which only the next token is computed. Then its blocks are
@@ -117,13 +131,36 @@ class TransferCore(EngineCore):
         return scheduler.block_manager.can_allocate(seq, reserve)
 
     def pull(self) -> None:
-        """Admit offered sequences in order, while they fit."""
+        """Admit offered sequences in order, while they fit and their blocks are here."""
         for request_id, offer in [*self.offers.items()]:
             seq = self.scheduler.seqs[request_id]
             if (cached := self.find(seq)) is None:
                 break
-            self.admit(seq, cached, offer)
-            del self.offers[request_id]
+            is_here = self.is_here(seq, len(cached), offer)
+            self.is_waiting = self.is_waiting or not is_here
+            if not self.is_waiting:
+                self.admit(seq, cached, offer)
+                self.leave(request_id)
+            elif is_here is None:
+                break
+
+    def is_here(
+        self, seq: Sequence, num_cached: int, offer: Offer
+    ) -> bool | None:
+        """`Connector.receive` for the blocks that are not cached here. If they are lost, this
+        engine computes them."""
+        try:
+            blocks = offer.blocks[num_cached:]
+            return self.copies.receive(seq.id, offer.source, blocks)
+        except ConnectionError:
+            self.leave(seq.id)
+            self.scheduler.waiting.append(seq)
+            return None
+
+    def leave(self, request_id: int) -> None:
+        """Wait for the blocks of an offer no longer."""
+        self.copies.drop(request_id)
+        del self.offers[request_id]
 
     def admit(
         self, seq: Sequence, cached: list[int], offer: Offer
@@ -132,7 +169,7 @@ class TransferCore(EngineCore):
         manager, num_cached = self.scheduler.block_manager, len(cached)
         manager.allocate(seq, cached)
         pairs = [*zip(offer.blocks, seq.block_table, strict=False)][num_cached:]
-        self.copies.run(offer.source, pairs)
+        self.copies.run(seq.id, offer.source, pairs)
         manager.stage(seq, seq.num_tokens - 1)
         manager.index.publish()
         seq.num_computed_tokens = seq.num_tokens - 1
@@ -148,6 +185,7 @@ class TransferCore(EngineCore):
 
     def step(self) -> StepOutput | None:
         """Admit what is offered, and run a step; None if there is nothing to do now."""
+        self.is_waiting = False
         if self.offers:
             with self.transaction():
                 self.pull()
@@ -184,7 +222,8 @@ class TransferCore(EngineCore):
         if self.is_closed:
             return None
         with self.transaction():
-            if self.offers.pop(request_id, None):
+            if request_id in self.offers:
+                self.leave(request_id)
                 self.scheduler.waiting.append(self.scheduler.seqs[request_id])
             return self.scheduler.abort(request_id, why)
 

@@ -9,9 +9,11 @@ import os
 from ..errors import require
 from ..fields import EngineFields, is_on_cpu
 
-ROLES = ("kv_producer", "kv_consumer")
+SENDER, RECEIVER = ROLES = ("kv_producer", "kv_consumer")
+SHARED, POINT_TO_POINT = CONNECTORS = ("SharedMemoryConnector", "P2pNcclConnector")  # kv_connector
 SIZES = ("num_kvcache_blocks", "max_num_seqs", "max_num_batched_tokens")
 EXAMPLE = '[{"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}]'
+KEYS = ("kv_connector", *SIZES)
 SAME = ("model", "dtype", "kv_cache_block_size", "max_model_len", "device")
 MOST = 64  # engines
 
@@ -28,9 +30,12 @@ def check_role(role: object, place: str) -> dict[str, object]:
         if name in SAME:
             why = "all engines have the same, because one reads the other's blocks: set it beside kv_transfer_config"
             raise ValueError(f"{place}: {name}={role[name]!r} cannot be set for one engine: {why}")
-        near = difflib.get_close_matches(str(name), SIZES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"leave it out (it may have {', '.join(SIZES)})"
-        require(name in ("kv_role", *SIZES), f"{place} has no key {name!r}: {hint}")
+        near = difflib.get_close_matches(str(name), KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"leave it out (it may have {', '.join(KEYS)})"
+        require(name in ("kv_role", *KEYS), f"{place} has no key {name!r}: {hint}")
+    connector = role.get("kv_connector", SHARED)
+    unknown = f"{place}: kv_connector={connector!r} must be one of {', '.join(CONNECTORS)}"
+    require(connector in CONNECTORS, unknown)
     return dict(role)
 
 
@@ -51,20 +56,54 @@ def check_roles(given: object) -> list[dict[str, object]]:
     for kind in ROLES:
         missing = f"{what} has no {kind}: add {{'kv_role': {kind!r}}}"
         require(any(role["kv_role"] == kind for role in roles), missing)
+    names = {role.get("kv_connector") for role in roles}
+    differ = f"kv_transfer_config has kv_connector={sorted(map(str, names))}: set the same in each dict, or in none"
+    require(len(names) == 1, differ)
     return roles
 
 
+def own_options(role: dict[str, object]) -> dict[str, object]:
+    """The options that one engine has for itself."""
+    return {name: value for name, value in role.items() if name in SIZES}
+
+
+def connector_name(config: EngineFields) -> str:
+    """The `kv_connector` of all engines: shared memory on a CPU, point to point between GPUs, unless one is asked for."""
+    asked = config.kv_transfer_config[0].get("kv_connector")
+    return str(asked or (SHARED if is_on_cpu(config) else POINT_TO_POINT))
+
+
+def check_connector(config: EngineFields) -> None:
+    """ValueError if blocks cannot go that way here, or there are fewer GPUs than engines."""
+    name, is_cpu = connector_name(config), is_on_cpu(config)
+    on_host = f"kv_connector={name!r} copies blocks through the host's memory, not between GPUs"
+    require(is_cpu or name != SHARED, f"{on_host}: set {POINT_TO_POINT!r}, or device='cpu'")
+    no_linux = f"kv_connector={SHARED!r} needs Linux: set {POINT_TO_POINT!r}, or leave out kv_transfer_config"
+    require(name != SHARED or hasattr(os, "memfd_create"), no_linux)
+    if not is_cpu:
+        devices_of(config)
+
+
+def devices_of(config: EngineFields) -> list[str]:
+    """The GPU of each engine. ValueError if there are too few."""
+    import torch  # a front on a CPU starts faster without it
+
+    size, count = len(config.kv_transfer_config), torch.cuda.device_count()
+    what = f"device={config.device!r} is one device for {size} engines: set device='cuda'"
+    require(config.device in (None, "cuda"), what)
+    few = f"kv_transfer_config lists {size} engines, each of which needs a GPU, and there are {count}"
+    require(size <= count, f"{few}: list fewer, or set device='cpu'")
+    return [f"cuda:{i}" for i in range(size)]
+
+
 def check_members(config: EngineFields, given: set[str]) -> None:
-    """ValueError if an engine's sizes do not fit, or blocks cannot be shared here."""
-    require(hasattr(os, "memfd_create"), "kv_transfer_config needs Linux, for shared memory: leave it out")
+    """ValueError if an engine's sizes do not fit, or blocks cannot go from one to another here."""
     if config.spec is None:
         return
-    on_gpu = "kv_transfer_config copies blocks through the host's memory, not between GPUs"
-    require(is_on_cpu(config), f"device={config.device!r}: {on_gpu}: set device='cpu', or leave it out")
+    check_connector(config)
     shared = {name: getattr(config, name) for name in given - {"kv_transfer_config", "engine_process"}}
     for i, role in enumerate(config.kv_transfer_config):
-        own = {name: value for name, value in role.items() if name != "kv_role"}
         try:
-            type(config)(config.model, **{**shared, **own, "ready_timeout": 600.0, "ping_timeout": 300.0})
+            type(config)(config.model, **{**shared, **own_options(role), "ready_timeout": 600.0, "ping_timeout": 300.0})
         except ValueError as error:
             raise ValueError(f"kv_transfer_config[{i}]: {error}") from None

@@ -85,7 +85,18 @@ if "parallel.start" in " ".join(sys.orig_argv):  # or a script that names it
     class Pool:
         "Copies nothing."
         path, form = "", "fake"
-        open = run = lambda *_: None
+        open = run = drop = lose = lambda *_: None
+        receive = lambda *_: True
+        is_busy = False
+
+    def make_pool(config):
+        if "kv_connector" not in config.kv_transfer_config[0]:
+            return Pool()
+        import torch
+        from types import SimpleNamespace
+        from atom_mini.parallel.connectors import P2pNcclConnector
+        blocks = torch.zeros(1, 2, config.num_kvcache_blocks, 1, 4, 1)
+        return P2pNcclConnector(config, SimpleNamespace(kv_cache=blocks))
 
     def make_core(config):
         {in_loading}
@@ -93,7 +104,7 @@ if "parallel.start" in " ".join(sys.orig_argv):  # or a script that names it
         if config.kv_transfer_config is None:
             return EngineCore(*parts)
         from atom_mini.parallel.kv_transfer import TransferCore
-        return TransferCore(*parts, Pool())
+        return TransferCore(*parts, make_pool(config))
 
     rope = {{"rope_type": "default"}}
     spec = ModelSpec("fake", 958, 1, 1, 1, 1, 1, 1, 2048, 1e-6, rope)

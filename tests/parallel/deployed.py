@@ -25,6 +25,7 @@ NGRAM = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
 ENGINES, LOCKSTEP = {"data_parallel_size": 2}, {"data_parallel_size": 2, "lockstep": True}
 RANKS, DEALT = {"tensor_parallel_size": 2}, {"enable_expert_parallel": True}
 APART = {"kv_transfer_config": [{"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}]}
+P2P = {"kv_transfer_config": [role | {"kv_connector": "P2pNcclConnector"} for role in APART["kv_transfer_config"]]}
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "process": {"engine_process": True},
     "engines": {**ENGINES, "routing": "prefix"},
