@@ -16,7 +16,7 @@ from test_speculation import BASE, PROMPTS, SAMPLING, SETUPS, FromABook, outcome
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.sequence import Sequence
 from atom_mini.speculation.adaptive import Acceptance, AdaptiveCore, Chooser, Costs, best_drafts
-from atom_mini.speculation.verify import SpecCore, SpecScheduler
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler
 
 
 def test_the_choice_is_the_best_of_all() -> None:
@@ -166,7 +166,7 @@ def resting_core(count: int) -> Any:
     config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=400, max_num_batched_tokens=64, max_num_seqs=8)
     scheduler = SpecScheduler(config)
     scheduler.num_drafts = 4
-    core = AdaptiveCore(config, SymbolicRunner(config, 12), SymbolicDrafter(12, 1.0, random.Random(0)), scheduler)
+    core = AdaptiveCore(config, SymbolicRunner(config, 12), Drafter(), scheduler)
     for i in range(count):
         core.add(Sequence([1, 2, i], 4, SamplingParams(max_tokens=60, ignore_eos=True)))
     core.step()
