@@ -557,6 +557,7 @@ def run_trial(
             drafter = SymbolicDrafter(trial.alphabet, luck.choice((0.0, 0.5, 0.9, 1.0)), luck)
             if adaptive:  # whatever it measures
                 core = AdaptiveCore(trial.config, runner, drafter, scheduler, clock=luck.random)
+                core.chooser.most_won = 0.0  # by such a clock, drafts lose
             else:
                 core = SpecCore(trial.config, runner, drafter, scheduler)
             stats = play(trial, core, runner, strict, clock.perf_counter)

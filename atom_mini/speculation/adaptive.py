@@ -9,12 +9,13 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate, filterfalse, repeat
 from math import log2
 from operator import mul
 from typing import Any
 
-from ..engine_core import StepOutput
+from ..engine_core import EngineCore, StepOutput
 from ..fields import EngineFields
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput
 from ..sequence import SequenceType
@@ -92,7 +93,7 @@ class Costs:
     """Means of what was measured, by a size; between sizes, straight lines."""
 
     def __init__(self, other: Costs | None = None) -> None:
-        """`other` has those that were not measured."""
+        """`other` has those that were not measured. A mean begins with them."""
         self.found: dict[int, tuple[float, float]] = {}  # rounded size -> (size, seconds)
         self.other = other
 
@@ -102,10 +103,11 @@ class Costs:
         return round(8 * log2(size))
 
     def learn(self, size: float, seconds: float) -> None:
-        """Begin with what was expected. A mean falls faster than it rises: what disturbs
-        a step makes it longer."""
-        key = self.rounded(size)
-        mean = self.found[key][1] if key in self.found else self.at([size])[0]
+        """A mean falls faster than it rises: what disturbs a step makes it longer."""
+        key, begin = self.rounded(size), seconds
+        if self.other and key not in self.found:
+            begin = self.at([size])[0]
+        _, mean = self.found.get(key, (size, begin))
         part = 0.5 if seconds < mean else 0.2
         self.found[key] = size, mean + part * (seconds - mean)
 
@@ -137,7 +139,8 @@ class Chooser:
     """Chooses how many drafts each request of a step gets, by what it has measured."""
 
     longest_rest = 32  # steps without drafts before it thinks again
-    spare = 0.01  # share of the time that may be lost to find out
+    spare = 0.005  # share of the time that may be lost to find out
+    most_won = 4.0  # plain steps; as many may be owed
 
     def __init__(self, places: int) -> None:
         self.acceptance = Acceptance(places)
@@ -147,7 +150,19 @@ class Chooser:
         self.luck = random.Random(0)
         self.trial, self.is_trial = self.luck.random(), False
         self.credit, self.rate = 0.0, 0.0
+        self.won = 0.0  # against no drafts, with what may be lost
         self.rest, self.resting = 1, 0
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next decode gets no drafts, without a thought."""
+        return self.resting > 0 or self.won < 0
+
+    def rested(self, seconds: float) -> None:
+        """A decode of a rest took `seconds`."""
+        self.resting = max(0, self.resting - 1)
+        self.credit += self.spare * seconds
+        self.won += self.spare * seconds
 
     def seconds(self, batch: int, drafts: int, found: float = 1.0) -> list[float]:
         """What steps of `batch` requests take, by the number of drafts asked for."""
@@ -206,6 +221,10 @@ class Chooser:
         self.credit += self.spare * seconds
         if self.is_trial:
             self.credit -= seconds - tokens / self.rate
+        alone = self.plain.at([batch])[0]  # a step without drafts
+        won = alone * tokens / batch - seconds if passes else -before
+        most = self.most_won * alone
+        self.won = min(max(self.won + self.spare * seconds + won, -most), most)
 
 # %% ../../nbs/speculation/54_when_it_pays.ipynb #a5450cef
 class AdaptiveCore(SpecCore):
@@ -222,13 +241,10 @@ class AdaptiveCore(SpecCore):
         super().__init__(config, runner, drafter, scheduler)
         self.clock, self.chooser = clock, Chooser(self.scheduler.num_drafts)
         self.passes, self.before = 0, 0.0  # of this step: to choose and to draft
-        self.rests = False  # this step thinks about no drafts
+        self.thinks = True  # this step is not one of a rest
 
     def _choose(self, seqs: Seqs) -> list[int]:
         """The number of drafts of each of `seqs`."""
-        if self.chooser.resting:
-            self.chooser.resting, self.passes = self.chooser.resting - 1, 0
-            return [0] * len(seqs)
         most, ids = self.scheduler.most_drafts(seqs), [seq.id for seq in seqs]
         asked = self.chooser.choose(ids, most)
         self.passes = max(asked)
@@ -240,10 +256,11 @@ class AdaptiveCore(SpecCore):
         """`batch` of `seqs`; a decode in which nobody gets drafts stays as it is."""
         if batch.type is not SequenceType.DECODE:
             return batch
-        if self.chooser.resting and not self.drafter.own_only:
-            self.chooser.resting -= 1
+        if not self.thinks:
+            if self.drafter.own_only:
+                self.drafter.propose(seqs, [0] * len(seqs))
             return batch
-        start, self.rests = self.clock(), False
+        start = self.clock()
         counts = self._choose(seqs)
         if any(counts):
             self.scheduler.chosen = {s.id: n for s, n in zip(seqs, counts, strict=True)}
@@ -256,7 +273,7 @@ class AdaptiveCore(SpecCore):
     def after_step(
         self, batch: ScheduledBatch, seqs: Seqs, output: ScheduledBatchOutput
     ) -> None:
-        super().after_step(batch, seqs, output)
+        self.drafter.observe(seqs, batch, output.token_ids)
         if batch.type is not SequenceType.DECODE:
             return
         if len(batch.scheduled_tokens) == len(seqs):
@@ -267,16 +284,28 @@ class AdaptiveCore(SpecCore):
             accepted = len(output.token_ids[seq.id]) - 1
             self.chooser.acceptance.learn(seq.id, n - 1, accepted)
 
-    def step(self) -> StepOutput | None:
-        start, self.rests = self.clock(), True
-        done = super().step()
-        if done is None or done.batch.type is not SequenceType.DECODE:
-            return done
+    def transaction(  # type: ignore[override]
+        self,
+    ) -> AbstractContextManager[None]:
+        """In a rest, as without drafts: `step` forgets requests when they finish."""
+        return super().transaction() if self.thinks else EngineCore.transaction(self)
+
+    def _forget(self) -> None:
+        """Drop the state of all requests that have left."""
+        self.drafter.keep(set(self.scheduler.seqs))
         self.chooser.acceptance.keep(self.scheduler.seqs)
-        if self.rests:
-            self.chooser.credit += self.chooser.spare * done.seconds
-        else:
-            self._learn(done, self.clock() - start)
+
+    def step(self) -> StepOutput | None:
+        start, self.thinks = self.clock(), not self.chooser.rests
+        done = super().step()
+        thought, self.thinks = self.thinks, True
+        if done is None:
+            return None
+        if done.finished:
+            self._forget()
+        if done.batch.type is SequenceType.DECODE:
+            seconds = self.clock() - start
+            self._learn(done, seconds) if thought else self.chooser.rested(seconds)
         return done
 
     def _learn(self, done: StepOutput, seconds: float) -> None:

@@ -203,6 +203,8 @@ class SpecScheduler(Scheduler):
         super()._finish(seq, now)
 
     def postprocess(self, seqs: Seqs, output: ScheduledBatchOutput) -> Seqs:
+        if not self.drafts:  # the step asked for none
+            return super().postprocess(seqs, output)
         verified = [seq for seq in seqs if seq.id in self.drafts]
         for seq in verified:  # the rows that saw the right context
             seq.num_scheduled_tokens = len(output.token_ids[seq.id])
@@ -269,8 +271,8 @@ class SpecCore(EngineCore):
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """The new tokens of each request: one or, in a decode with drafts, more."""
-        has_drafts = batch.total_tokens_num > batch.total_seqs_num
-        if batch.type is not SequenceType.DECODE or not has_drafts:
+        drafts = self.scheduler.drafts
+        if not drafts or not any(drafts.values()):
             return self.runner.forward(batch)
         return accept(batch, self.drafter.judge(self.runner, as_rows(batch)))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from test_speculation import BASE, PROMPTS, SAMPLING, SETUPS, FromABook, outcome
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.sequence import Sequence
 from atom_mini.speculation.adaptive import Acceptance, AdaptiveCore, Chooser, Costs, best_drafts
-from atom_mini.speculation.verify import SpecCore, SpecScheduler
+from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler
 
 
 def test_the_choice_is_the_best_of_all() -> None:
@@ -104,7 +107,7 @@ def play(right: float, per_row: float, per_pass: float = 0.0, adaptive: bool = T
 
 
 @pytest.mark.parametrize(("right", "per_row", "per_pass", "least", "most"), [
-    (1.0, 0.01, 0.0, 3.5, 4.0), (0.0, 0.01, 0.0, 0.0, 0.3), (0.0, 1.0, 0.0, 0.0, 0.1),
+    (1.0, 0.01, 0.0, 3.5, 4.0), (0.0, 0.01, 0.0, 0.0, 0.6), (0.0, 1.0, 0.0, 0.0, 0.1),
     (1.0, 0.01, 9.0, 0.0, 0.1), (0.5, 0.3, 0.0, 0.0, 1.5),
 ])  # fmt: skip
 def test_it_ends_with_what_pays(right: float, per_row: float, per_pass: float, least: float, most: float) -> None:
@@ -139,6 +142,7 @@ def test_text_is_what_it_is_without(setup: str, sampling: str) -> None:
     with LLM("tiny", **options, speculative_config=wanted) as llm:
         core: Any = llm.engine_core
         core.drafter, core.clock = FromABook(books, 3), random.Random(0).random
+        core.chooser.most_won = 0.0  # by such a clock, drafts lose
         assert outcome(llm.generate(PROMPTS, SAMPLING[sampling], use_tqdm=False)) == outcome(plain)
         assert core.scheduler.spec_stats.accepted.total() > 0
         assert len(core.chooser.acceptance.by_request) <= 1  # a stop string ends a request after its last step
@@ -155,6 +159,66 @@ def test_a_rest_leaves_the_batch_as_it_is() -> None:
         assert chooser.choose([1], [2]) == [0]
         rests.append(chooser.resting)
     assert rests == [2, 4, 8, 16, 32, 32, 32]
+
+
+def resting_core(count: int) -> Any:
+    """A core that rests, after a few decodes of `count` requests."""
+    config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=400, max_num_batched_tokens=64, max_num_seqs=8)
+    scheduler = SpecScheduler(config)
+    scheduler.num_drafts = 4
+    core = AdaptiveCore(config, SymbolicRunner(config, 12), Drafter(), scheduler)
+    for i in range(count):
+        core.add(Sequence([1, 2, i], 4, SamplingParams(max_tokens=60, ignore_eos=True)))
+    core.step()
+    core.chooser.resting = 99
+    core.step()
+    return core
+
+
+def calls_of_a_step(core: Any) -> Counter[str]:
+    """How often a step calls each function of the folder of drafts."""
+    calls = Counter[str]()
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and "speculation" in frame.f_code.co_filename:
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        core.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_rest_is_a_step_without_drafts() -> None:
+    """The drafter is only shown the step, and no function is called once per request."""
+    one, eight = (calls_of_a_step(resting_core(count)) for count in (1, 8))
+    assert one == eight and set(one.values()) == {1} and one.total() <= 11
+    assert not one.keys() & {"propose", "num_ready", "judge", "reserve", "keep", "learn", "choose", "as_rows", "accept"}
+
+
+def test_requests_that_end_in_a_rest_are_forgotten() -> None:
+    core = resting_core(2)
+    core.drafter.by_request = dict.fromkeys((*core.scheduler.seqs, -1))
+    core.chooser.acceptance.by_request = {i: [0.5] for i in (*core.scheduler.seqs, -1)}
+    core.chooser.resting = 999
+    while core.step() is not None:
+        pass
+    assert core.chooser.resting > 900 and not core.drafter.by_request and not core.chooser.acceptance.by_request
+
+
+def test_thinking_is_paid_for() -> None:
+    """A thought that takes as long as a step is rare, and so the drafts are."""
+    chooser, thoughts = Chooser(4), 0
+    for _ in range(4000):
+        if chooser.rests:
+            chooser.rested(1.0)
+            continue
+        thoughts += 1
+        chooser.choose([1], [4])
+        chooser.learn(1, 1, 0, 1, 2.0, 1.0)
+    assert 10 <= thoughts <= 4000 * chooser.spare + 5
 
 
 def test_drawn_drafts_are_refused() -> None:
