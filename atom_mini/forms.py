@@ -153,6 +153,12 @@ def has_more(mask: np.ndarray, ends: Iterable[int]) -> bool:
     return bool((mask & ~packed(tuple(sorted(ends)), 8 * len(mask))).any())
 
 
+def has_token(params: Any, vocabulary: Vocabulary, answer: list[int]) -> bool:
+    """Whether what a request allows and bars leaves a token after `answer`."""
+    mask, barred = mask_of(params, vocabulary, answer), barred_by(params.bad_words, answer)
+    return len(barred) < vocabulary.size if mask is None else has_more(mask, barred)
+
+
 def keep_only(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
     """`logits` [R, V] with -inf where a bit of `masks` [M, V / 8] is 0, for `rows` [M]. It
     changes `logits`."""

@@ -164,7 +164,7 @@ def test_a_request_without_a_token_fails_alone(kind: str, draft_sampling: bool, 
         (wanted,) = serve(llm, [("Once", beside)])
         for hot in (0.0, 1.0):
             stuck = SamplingParams(structured_outputs=S(choice=["abc"]), bad_words=["c"], temperature=hot, seed=1)
-            never = SamplingParams(structured_outputs=S(choice=["yes"]), allowed_token_ids=[400], temperature=hot)
+            never = SamplingParams(structured_outputs=S(regex="1x"), allowed_token_ids=[19], temperature=hot)
             found = serve(llm, [("x", stuck), ("Once", beside), ("x", never)])
             assert [reason for _, reason in found] == ["error", wanted[1], "error"] and found[1] == wanted
 
