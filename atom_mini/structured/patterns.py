@@ -78,7 +78,7 @@ def lark_patterns(grammar: str) -> list[str]:
 
 
 def check_ignored(grammar: str) -> None:
-    """ValueError for a grammar with %ignore whose patterns are too large together: any of them may be what it ignores."""
+    """ValueError for a grammar with %ignore whose patterns are too large together: any of them may be ignored."""
     if any(part[3] for part in LARK.finditer(grammar)):
         size = sum(map(written_out, lark_patterns(grammar)))
         wrong = f"the patterns of a grammar with %ignore have {float(size):.3g} characters when their repetitions are"
