@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .config import SamplingParams
-from .forms import Vocabulary, barred_by, has_more, keep_only, mask_of
+from .forms import Masks, Vocabulary, barred_by, has_more, keep_only, mask_of, stacked
 from .scheduler import ScheduledBatch
 
 if TYPE_CHECKING:  # only `gather_logprobs` imports torch, when it is called
     from torch import Tensor
 
 # %% auto #0
-__all__ = ['Masks', 'penalize', 'Extras', 'sampled_rows', 'as_pairs', 'subtract', 'gather_logprobs']
+__all__ = ['penalize', 'Extras', 'sampled_rows', 'as_pairs', 'subtract', 'gather_logprobs']
 
 # %% ../nbs/24_what_every_engine_does.ipynb #a237e730
 def penalize(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
@@ -114,25 +114,31 @@ class Extras:
             logits = subtract(logits, costs[:, 1:], generated)
         return logits.index_put((*barred,), logits.new_tensor(float("-inf")))
 
-    def adjust(
+    def prepare(
         self, batch: ScheduledBatch, logits: Tensor, upload: Any
-    ) -> Tensor:
-        """The logits to sample from: a float32 copy with all that requests change, or
-        `logits` [R, V] itself if none of them changes any."""
+    ) -> tuple[Tensor, Masks]:
+        """What the sampler needs. The logits: a float32 copy with all that requests change
+        but for masks, or `logits` [R, V] itself if none of them changes any. And the masks."""
         if not any(batch.is_sampled[place] for place in batch.histories):
-            return logits
+            return logits, {}
         masks = self.find_masks(batch, logits.shape[-1])
         barred = np.hstack([self.find_barred(batch, masks), self.find_bad(batch)])
         barred = barred[:, barred[1] < logits.shape[-1]]
         costs = [(p.repetition_penalty or 1, p.presence_penalty, p.frequency_penalty)
                  for p in compress(batch.sampling_params, batch.is_sampled)]
         found = [self.find_seen(batch), self.find_generated(batch), barred]
-        arrays = [np.array(costs, np.float32), *found, *self.find_biases(batch)]
-        if masks:
-            arrays += [np.array([*masks]), np.stack([*masks.values()])]
-        costs, *found = upload(arrays)
-        changed = self.change(logits.float(), costs, *found[:5])
-        return keep_only(changed, *found[5:]) if masks else changed
+        found += self.find_biases(batch)
+        if not any(array.size for array in found):
+            return logits, masks
+        uploaded = upload([np.array(costs, np.float32), *found])
+        return self.change(logits.float(), *uploaded), masks
+
+    def adjust(
+        self, batch: ScheduledBatch, logits: Tensor, upload: Any
+    ) -> Tensor:
+        """The logits to sample from, masks included: a float32 copy, or `logits` [R, V]."""
+        logits, masks = self.prepare(batch, logits, upload)
+        return keep_only(logits.float(), *upload([*stacked(masks)])) if masks else logits
 
     def report(
         self, batch: ScheduledBatch, logits: Tensor, token_ids: list[int]
@@ -162,9 +168,6 @@ def as_pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     return np.array([*pairs], np.int64).reshape(-1, 2).T
 
 # %% ../nbs/24_what_every_engine_does.ipynb #5c383532
-Masks = dict[int, np.ndarray]  # row of the logits -> its mask
-
-
 def subtract(logits: Tensor, by: Tensor, generated: Tensor) -> Tensor:
     """Return `logits` [R, V] minus the penalties of the generated tokens.
 

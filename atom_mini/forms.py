@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `Extras` imports torch when it is called
 MOST_BIAS = 100.0  # OpenAI's limit
 Ids = tuple[int, ...]
 Encode = Callable[..., list[int]]
+Masks = dict[int, np.ndarray]  # row of the logits -> its mask: a bit for each token, uint8 [V / 8]
 
 
 class Vocabulary(NamedTuple):
@@ -153,12 +154,31 @@ def has_more(mask: np.ndarray, ends: Iterable[int]) -> bool:
     return bool((mask & ~packed(tuple(sorted(ends)), 8 * len(mask))).any())
 
 
-def keep_only(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
-    """`logits` [R, V] with -inf where a bit of `masks` [M, V / 8] is 0, for `rows` [M]. It
-    changes `logits`."""
+def has_token(params: Any, vocabulary: Vocabulary, answer: list[int]) -> bool:
+    """Whether what a request allows and bars leaves a token after `answer`."""
+    mask, barred = mask_of(params, vocabulary, answer), barred_by(params.bad_words, answer)
+    return len(barred) < vocabulary.size if mask is None else has_more(mask, barred)
+
+
+def stacked(masks: Masks) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that have a mask, int64 [M], and their bits in whole words, int32 [M, V / 32]."""
+    bits = np.stack([*masks.values()])
+    words = np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4))).view(np.int32)
+    return np.array([*masks], np.int64), words
+
+
+def unpacked(masks: Tensor, size: int) -> Tensor:
+    """The bits of `masks` int32 [M, size / 32]: bool [M, size]."""
     import torch
 
-    places = torch.arange(8, device=masks.device, dtype=torch.uint8)
-    allowed = ((masks[:, :, None] >> places) & 1).bool().flatten(1)[:, : logits.shape[1]]
-    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
-    return logits
+    if masks.device.type == "cpu":  # many times faster than torch
+        bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=size, bitorder="little")
+        return torch.from_numpy(bits).view(torch.bool)
+    places = torch.arange(32, device=masks.device, dtype=torch.int32)
+    return ((masks[:, :, None] >> places) & 1).bool().flatten(1)[:, :size]
+
+
+def keep_only(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """A copy of `logits` [R, V] with -inf where a bit of `masks` int32 [M, V / 32] is 0, for `rows` [M]."""
+    barred = unpacked(masks, logits.shape[1]).logical_not()
+    return logits.index_put((rows,), logits[rows].masked_fill_(barred, float("-inf")))

@@ -123,10 +123,10 @@ class ModelRunner:
         self, batch: ScheduledBatch, logits: Tensor
     ) -> Tensor:
         """Token ids [R], int64, on the device: one per row of `logits` [R, vocabulary]."""
-        logits = self.extras.adjust(batch, logits, self.upload)
+        logits, masks = self.extras.prepare(batch, logits, self.upload)
         params = [*compress(batch.sampling_params, batch.is_sampled)]
-        lens = batch.context_lens[batch.is_sampled]
-        meta = SamplingMetaData.pack(params, lens, logits.shape[-1], self.upload)
+        sizes = batch.context_lens[batch.is_sampled], logits.shape[-1]
+        meta = SamplingMetaData.pack(params, *sizes, self.upload, masks)
         return self.sampler(logits, meta)
 
     def launch(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
+from .forms import Masks, keep_only, stacked
 from .sequence import NO_TOKEN
 
 # %% auto #0
@@ -95,7 +96,7 @@ on_cpu = uploads_to(torch.device("cpu"))
 class SamplingMetaData:
     """The parameters of B requests as tensors; None if no request uses them.
 
-    `u`, `top_k`, and `top_p` are set together with the field above them.
+    `u`, `top_k`, `top_p`, and `masks` are set together with the field above them.
     """
 
     temperature: Tensor | None = None  # [B]; None: every request is greedy
@@ -104,15 +105,18 @@ class SamplingMetaData:
     sorted_rows: Tensor | None = None  # int64 [R]: the rows with top_k or top_p
     top_k: Any = None  # [R]
     top_p: Any = None  # [R]
+    mask_rows: Tensor | None = None  # int64 [M]: the rows with a mask of allowed tokens
+    masks: Any = None  # int32 [M, V / 32]: a bit for each token
 
     @classmethod
     def pack(
         cls, params: list[SamplingParams], positions: np.ndarray,
-        vocab_size: int, upload: Upload = on_cpu,
+        vocab_size: int, upload: Upload = on_cpu, masks: Masks | None = None,
     ) -> SamplingMetaData:
         """Pack `params`, in which None means `NEUTRAL`.
 
         `positions` [B]: the position of each new token. `upload` takes all arrays at once.
+        `masks`: row -> a bit for each token that the request may get.
         """
         values = [[getattr(p, n) or off for p in params] for n, off in NEUTRAL.items()]
         temperature, k, p, min_p = np.array(values, np.float32)
@@ -126,6 +130,8 @@ class SamplingMetaData:
             arrays["min_p"] = min_p
         if len(rows):
             arrays |= {"sorted_rows": rows, "top_k": k[rows], "top_p": p[rows]}
+        if masks:
+            arrays["mask_rows"], arrays["masks"] = stacked(masks)
         return cls(**dict(zip(arrays, upload([*arrays.values()]), strict=True)))
 
 
@@ -156,6 +162,8 @@ class Sampler:
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
         """logits [B, V] -> int64 [B]; NO_TOKEN where a row has NaN or +inf."""
         temperature = meta.temperature
+        if meta.mask_rows is not None:
+            logits = keep_only(logits, meta.mask_rows, meta.masks)
         is_filtered = meta.min_p is not None or meta.sorted_rows is not None
         if temperature is not None and not is_filtered:
             return self.unfiltered(logits, temperature, meta.u)

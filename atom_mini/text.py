@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from .config import Config, SamplingParams
 from .errors import require
-from .forms import spell
+from .forms import Vocabulary, has_token, mask_of, spell
 from .sequence import Sequence
 
 # %% auto #0
-__all__ = ['NOT_FINITE', 'Tokenizer', 'decode', 'Progress', 'IncrementalDetokenizer', 'StopSearch', 'RequestOutput', 'TextPiece',
-           'load_tokenizer', 'InputOutputProcessor', 'Request', 'BYTES', 'byte_tokens', 'is_broken', 'is_whole', 'ByteDetokenizer',
-           'make_detokenizer', 'longest_token']
+__all__ = ['NOT_FINITE', 'NO_TOKEN_LEFT', 'Tokenizer', 'decode', 'Progress', 'IncrementalDetokenizer', 'StopSearch',
+           'RequestOutput', 'TextPiece', 'load_tokenizer', 'InputOutputProcessor', 'Request', 'BYTES', 'byte_tokens', 'is_broken',
+           'is_whole', 'ByteDetokenizer', 'make_detokenizer', 'longest_token']
 
 # %% ../nbs/09b_text.ipynb #6096cb65
 class Tokenizer(Hashable, Protocol):
@@ -341,6 +341,12 @@ class InputOutputProcessor:
             word.encode() if isinstance(word, str) else self._check_ids("bad_words", word)
         if params.structured_outputs is not None:
             params.structured_outputs.check(self.config.vocabulary)
+            mask = mask_of(params, self.config.vocabulary, [])
+            wrong = f"allowed_token_ids={list(params.allowed_token_ids or ())!s:.200} has no "
+            require(
+                mask is None or bool(mask.any()),
+                f"{wrong}token that structured_outputs can begin with: add one",
+            )
 
     def _check(
         self, prompt: str | list[int], params: SamplingParams
@@ -410,7 +416,7 @@ class InputOutputProcessor:
         ids = seq.completion_token_ids
         request.detokenizer.flush(ids)
         progress = request.detokenizer.progress
-        finish_reason, stop_reason = _explain(seq, progress.stopped)
+        finish_reason, stop_reason = _explain(seq, progress.stopped, self.config.vocabulary)
         if finish_reason == "error":
             warnings.warn(f"request {seq.id} failed: {stop_reason}", stacklevel=3)
         first = seq.first_token_time or seq.leave_time
@@ -444,11 +450,14 @@ class Request:
 
 # %% ../nbs/09b_text.ipynb #3557cdf5
 NOT_FINITE = "the model's logits are not finite: its weights are broken, or "
-NOT_FINITE += "dtype is too small for them (try dtype='float32'), or no token is left: "
-NOT_FINITE += "bad_words, allowed_token_ids, and structured_outputs bar all of them"
+NOT_FINITE += "dtype is too small for them (try dtype='float32')"
+NO_TOKEN_LEFT = "no token is left: bad_words, allowed_token_ids, and structured_outputs "
+NO_TOKEN_LEFT += "bar all that could come next: allow more of them"
 
 
-def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
+def _explain(
+    seq: Sequence, stopped: str | None, vocabulary: Vocabulary
+) -> tuple[str, str | int]:
     """(finish_reason, stop_reason), from ATOM's `leave_reason`."""
     reason = seq.leave_reason or "abort"
     if stopped and reason != "abort":
@@ -456,7 +465,8 @@ def _explain(seq: Sequence, stopped: str | None) -> tuple[str, str | int]:
     if reason.startswith("stop_"):
         return "stop", int(reason.removeprefix("stop_"))
     if reason == "not_finite":
-        return "error", NOT_FINITE
+        so_far = seq.sampling_params, vocabulary, seq.completion_token_ids
+        return "error", NOT_FINITE if has_token(*so_far) else NO_TOKEN_LEFT
     if reason.startswith("error: "):
         return "error", reason
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason

@@ -250,8 +250,10 @@ def run_small(shape: Shape, tokens: int, dtype: str = "bf16", misaligned: bool =
     cache = empty((2, 2**18, shape.kv_heads, 16, shape.dim), number)
     ops.rotate_and_store(qkv, norm, 1e-6, angles, angles, cache, empty([tokens], torch.int64))
     logits = empty((tokens, shape.vocab), number, misaligned)
+    words = empty((tokens, -(-shape.vocab // 32)), torch.int32)
     for filters in (None, empty((3, tokens))):
-        sampling_kernels.sample(logits, empty([tokens]), empty([tokens]), filters)
+        for masks in (None, (empty([tokens], torch.int32), words)):
+            sampling_kernels.sample(logits, empty([tokens]), empty([tokens]), filters, masks)
 
 
 EARLY = "launched early"

@@ -87,6 +87,17 @@ def filter_and_sample(dtype: str) -> Error:
     return 0.0 if torch.equal(ours, Sampler()(logits, meta)) else math.inf
 
 
+def mask_and_sample(dtype: str) -> Error:
+    """A mask of one token, one of every third, a row without a mask, and a mask that leaves filters little to keep."""
+    masks = {row: np.packbits(np.arange(5003) % n == 0, bitorder="little") for row, n in ((0, 3), (1, 6000), (3, 500))}
+    options = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_k": 4, "top_p": 0.9, "min_p": 0.02}]
+    logits = 3 * randn([4, 5003], dtype, 3)
+    params = [SamplingParams(**{"temperature": 0.8, "seed": seed} | one) for seed, one in enumerate(options)]
+    meta = SamplingMetaData.pack(params, np.arange(4), 5003, masks=masks)
+    ours = sampling_kernels.KernelSampler()(logits, meta)
+    return 0.0 if torch.equal(ours, Sampler()(logits, meta)) else math.inf
+
+
 def attend(
     dtype: str, lens: kernels.Lens, dim: int = 64, group: int = 2, kv_heads: int = 1, backwards: bool = False
 ) -> Error:
@@ -152,6 +163,8 @@ CASES: dict[str, Callable[[], Error]] = {
     "sample fp32": lambda: sample("fp32"),
     "sample bf16": lambda: sample("bf16"),
     "sample bf16, filters": lambda: filter_and_sample("bf16"),
+    "sample bf16, masks": lambda: mask_and_sample("bf16"),
+    "sample fp32, masks": lambda: mask_and_sample("fp32"),
     "decode bf16, heads of 64": lambda: attend("bf16", [(1, 40)]),
     "decode bf16, two parts": lambda: attend("bf16", [(1, 319), (1, 5)], group=3, kv_heads=2),
     "decode fp16, three parts": lambda: attend("fp16", [(2, 600), (1, 270)], backwards=True),

@@ -150,7 +150,7 @@ class OneThreadSampler(Sampler):
 
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
         """As `Sampler`: logits [B, V] -> token ids [B], int64."""
-        if meta.temperature is None:
+        if meta.temperature is None and meta.mask_rows is None:
             rows = logits.float().numpy()
             tokens = rows.argmax(-1)  # a NaN counts as the largest
             largest = np.take_along_axis(rows, tokens[:, None], -1)[:, 0]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..attention import AttentionMetaData
 from ..config import Config, SamplingParams
+from ..forms import stacked
 from ..model_runner import FillIn, ModelRunner, locate, made_up_batch
 from ..models import TorchOps
 from ..sampler import Sampler, uniforms
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # they need Triton
 
 # %% auto #0
 __all__ = ['Pool', 'DeviceGraph', 'no_garbage_collection', 'graph_sizes', 'padded', 'first_decodes', 'is_simple',
-           'SamplingArrays', 'GraphRunner', 'left_bytes', 'capture_place']
+           'needs_only_a_mask', 'SamplingArrays', 'GraphRunner', 'left_bytes', 'capture_place']
 
 # %% ../../nbs/gpu/12a_graphs.ipynb #caab1f1a
 Pool = Any  # torch's handle of a memory pool, whose type is private
@@ -90,6 +91,11 @@ def is_simple(params: SamplingParams) -> bool:
     return not params.is_penalized and params.logprobs is None
 
 
+def needs_only_a_mask(params: SamplingParams) -> bool:
+    """Whether a request would be simple if it were allowed all tokens."""
+    return is_simple(replace(params, allowed_token_ids=None, structured_outputs=None))
+
+
 class SamplingArrays:
     """The sampling parameters of a batch, as arrays: `filters` [3, B] are top-k, top-p,
     and min-p."""
@@ -97,6 +103,7 @@ class SamplingArrays:
     def __init__(self, params: list[SamplingParams]) -> None:
         self.params = params
         self.is_simple = all(map(is_simple, params))
+        self.is_masked = not self.is_simple and all(map(needs_only_a_mask, params))
         self.temperature = np.array([p.temperature or 0 for p in params], np.float32)
         self.seeds = [p.seed or 0 for p in params]
         filters = [(max(p.top_k or 0, 0), p.top_p or 1, p.min_p or 0) for p in params]
@@ -117,6 +124,7 @@ class GraphRunner(ModelRunner):
     ) -> None:  # fmt: skip
         self.record = record
         self.graphs = dict[int, DeviceGraph]()
+        self.masked = dict[int, DeviceGraph]()  # they sample, with masks
         self.sampled = SamplingArrays([])
         self.max_rows = config.max_decode_rows
         super().__init__(config, ops, sampler, beside)
@@ -124,9 +132,13 @@ class GraphRunner(ModelRunner):
         self._capture(graph_sizes(most))
 
     def _make_logits(self, rows: int) -> None:
-        """Allocate the logits [rows, vocabulary] that all graphs write to."""
+        """Allocate the logits [rows, vocabulary] that all graphs write to, and room for a
+        mask of each row."""
         shape = rows, self.config.spec.vocab_size
         self.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+        shape = rows, -(-shape[1] // 32)
+        self.masks = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.places = torch.full((rows,), -1, dtype=torch.int32, device=self.device)
 
     def _upload(self, batch: ScheduledBatch, size: int) -> list[Tensor]:
         """Upload the inputs of the graph for `size` sequences: ids, positions, slots,
@@ -164,6 +176,27 @@ class GraphRunner(ModelRunner):
         logits = self.logits[: len(ids)].copy_(self.model.compute_logits(hidden))
         return hidden, self.sampler.draw(logits, temperature, u, filters)
 
+    @torch.inference_mode()
+    def _sample_masked(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The step of the second graph: the token ids [size], twice."""
+        *_, temperature, u, filters, _ = inputs
+        logits, masks = self.logits[: len(u)], (self.places[: len(u)], self.masks)
+        tokens = self.sampler.draw(logits, temperature, u, filters, masks)
+        return tokens, tokens
+
+    def _upload_masks(self, batch: ScheduledBatch) -> None:
+        """Upload the masks of a batch, and which row has which of them."""
+        masks = self.extras.find_masks(batch, self.logits.shape[1])
+        if not masks:
+            self.places.fill_(-1)
+            return
+        rows, words = stacked(masks)
+        places = np.full(len(self.places), -1, np.int32)
+        places[rows] = np.arange(len(rows))
+        where, bits = self.upload([places, words])
+        self.places.copy_(where)
+        self.masks[: len(rows)].copy_(bits)
+
     def _capture_one(
         self, size: int, pool: Pool = None,
         stream: torch.cuda.Stream | None = None,
@@ -181,6 +214,20 @@ class GraphRunner(ModelRunner):
             )
         return recording
 
+    def _capture_masked(
+        self, size: int, pool: Pool = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> DeviceGraph:  # fmt: skip
+        """Record sampling with masks; AssertionError if its replay differs."""
+        with torch.cuda.stream(stream):
+            step = partial(self._sample_masked, self._upload(first_decodes(size), size))
+            eager = step()[0]
+            recording = self.record(step, pool, stream)
+            recording.replay()
+            same = torch.equal(recording.outputs[0], eager)
+            assert same, f"the graph of {size} with masks differs from the eager step"
+        return recording
+
     def _capture(self, sizes: list[int]) -> list[int]:
         """Record `sizes`, the largest first; return the bytes left before and after."""
         num_bytes = 44 * sizes[-1] + self._largest_plan(sizes[-1]).data.nbytes + 7 * 16
@@ -191,6 +238,7 @@ class GraphRunner(ModelRunner):
             place = capture_place(self.device)
             for n in reversed(sizes):
                 self.graphs[n] = self._capture_one(n, *place)
+                self.masked[n] = self._capture_masked(n, *place)
                 left.append(left_bytes(self.device))
         return left
 
@@ -202,7 +250,8 @@ class GraphRunner(ModelRunner):
         self._set_kv_cache(sizes[-1] + self.num_spare_blocks)
         left = self._capture(sorted({1, sizes[-1]}))
         self.graphs.clear()
-        del self.logits
+        self.masked.clear()
+        del self.logits, self.masks, self.places
         self._set_kv_cache(0)
         torch.cuda.empty_cache()
         return free - (left[0] - left[1]) - (left[-2] - left[-1]) * (len(sizes) - 1)
@@ -231,6 +280,10 @@ class GraphRunner(ModelRunner):
         logits, token_ids = self.logits[:count], self.graphs[size].outputs[1][:count]
         if self.sampled.is_simple:
             return logits, token_ids
+        if self.sampled.is_masked:
+            self._upload_masks(batch)
+            self.masked[size].replay()
+            return logits, self.masked[size].outputs[1][:count]
         with torch.inference_mode():
             logits = logits.clone()  # they may be read after the next replay
             return logits, self.sample(batch, logits)

@@ -14,16 +14,37 @@ from .triton_ops import _read
 from ..sampler import Sampler, SamplingMetaData
 
 # %% auto #0
-__all__ = ['SAMPLE_CHUNK', 'SEARCH_CHUNK', 'STEPS', 'chunk_stats_kernel', 'sample_kernel', 'sample', 'threshold_kernel',
-           'find_thresholds', 'KernelSampler']
+__all__ = ['SAMPLE_CHUNK', 'RowMasks', 'SEARCH_CHUNK', 'STEPS', 'chunk_stats_kernel', 'sample_kernel', 'sample',
+           'threshold_kernel', 'find_thresholds', 'KernelSampler']
 
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #598e8e0b
-SAMPLE_CHUNK = 2048  # logits per program
+SAMPLE_CHUNK = 2048  # logits per program, a multiple of 32
 
 @triton.jit
-def _load(ptr, tokens, VOCAB):
-    x = tl.load(ptr + tokens, mask=tokens < VOCAB, other=float("-inf"))
-    return x.to(tl.float32)
+def _load(row, start, VOCAB, CHUNK: tl.constexpr):
+    """`CHUNK` logits in float32, -inf for tokens without a bit in the row's mask."""
+    ptr, words, limit = row
+    tokens = start + tl.arange(0, CHUNK)
+    x = tl.load(ptr + tokens, mask=tokens < VOCAB, other=float("-inf")).to(tl.float32)
+    if words is not None:
+        at = start // 32 + tl.arange(0, CHUNK // 32)
+        word = tl.load(words + at, mask=32 * at < limit, other=-1)
+        bits = (word[:, None] >> tl.arange(0, 32)[None, :]) & 1
+        x = tl.where(tl.reshape(bits, [CHUNK]) != 0, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _row(logits_ptr, place_ptr, masks_ptr, row, VOCAB: tl.constexpr):
+    """A row for `_load`: its logits, the words of its mask, and where the mask ends (0:
+    the row has none). If `masks_ptr` is None, no row has one, and no word is read."""
+    ptr = logits_ptr + row * VOCAB
+    if masks_ptr is None:
+        return ptr, None, 0
+    else:
+        place = tl.load(place_ptr + row).to(tl.int64)  # in the masks; -1: no mask
+        words = masks_ptr + place * ((VOCAB + 31) // 32)
+        return ptr, words, tl.where(place < 0, 0, VOCAB)
 
 
 @triton.jit
@@ -34,10 +55,13 @@ def _key(x):
 
 
 @triton.jit
-def _logits(ptr, tokens, threshold_ptr, VOCAB, FILTERED: tl.constexpr):
-    """The logits, -inf where a filter drops the token. NaN is never dropped."""
-    x = _load(ptr, tokens, VOCAB)
+def _logits(
+    row, start, threshold_ptr, VOCAB, CHUNK: tl.constexpr, FILTERED: tl.constexpr
+):
+    """`_load`, and -inf where a filter drops the token. No filter drops NaN."""
+    x = _load(row, start, VOCAB, CHUNK)
     if FILTERED:
+        tokens = start + tl.arange(0, CHUNK)
         threshold = tl.load(threshold_ptr)
         last = tl.load(threshold_ptr + 1)  # the last token that is kept at it
         key = _key(x)
@@ -48,7 +72,8 @@ def _logits(ptr, tokens, threshold_ptr, VOCAB, FILTERED: tl.constexpr):
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #d5263668
 @triton.jit
 def chunk_stats_kernel(
-    logits_ptr, temperature_ptr, threshold_ptr, top_ptr, best_ptr, mass_ptr,
+    logits_ptr, temperature_ptr, place_ptr, masks_ptr, threshold_ptr,
+    top_ptr, best_ptr, mass_ptr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     FILTERED: tl.constexpr,
 ):
@@ -56,15 +81,15 @@ def chunk_stats_kernel(
     exp((logit - largest) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    ptr = logits_ptr + row * VOCAB
-    x = _logits(ptr, tokens, threshold_ptr + 2 * row, VOCAB, FILTERED)
+    logits = _row(logits_ptr, place_ptr, masks_ptr, row, VOCAB)
+    start, threshold_ptr = chunk * CHUNK, threshold_ptr + 2 * row
+    x = _logits(logits, start, threshold_ptr, VOCAB, CHUNK, FILTERED)
     top = tl.max(x, 0)
     t = tl.load(temperature_ptr + row)
     at = row * CHUNKS + chunk
     base = tl.where(top == float("-inf"), 0.0, top)  # only -inf: weighs 0, not NaN
     tl.store(top_ptr + at, top)
-    tl.store(best_ptr + at, tl.argmax(x, 0) + chunk * CHUNK)
+    tl.store(best_ptr + at, tl.argmax(x, 0) + start)
     mass = tl.sum(tl.exp((x - base) / tl.where(t > 0, t, 1.0)), 0)
     tl.store(mass_ptr + at, mass)
 
@@ -78,8 +103,9 @@ def _first_beyond(mass, index, target):
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #3df97d94
 @triton.jit
 def sample_kernel(
-    logits_ptr, temperature_ptr, u_ptr, threshold_ptr, top_ptr, best_ptr, mass_ptr,
-    out_ptr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits_ptr, temperature_ptr, u_ptr, place_ptr, masks_ptr, threshold_ptr,
+    top_ptr, best_ptr, mass_ptr, out_ptr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     FILTERED: tl.constexpr, POW2: tl.constexpr,
 ):
     """One row's token: first the chunk in which the cumulated mass passes u, then the
@@ -102,35 +128,41 @@ def sample_kernel(
         target = tl.load(u_ptr + row) * tl.sum(mass, 0)
         chunk = _first_beyond(mass, chunks, target)
         target -= tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)
-        tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-        ptr = logits_ptr + row * VOCAB
-        x = _logits(ptr, tokens, threshold_ptr + 2 * row, VOCAB, FILTERED)
+        start, threshold_ptr = chunk * CHUNK, threshold_ptr + 2 * row
+        logits = _row(logits_ptr, place_ptr, masks_ptr, row, VOCAB)
+        x = _logits(logits, start, threshold_ptr, VOCAB, CHUNK, FILTERED)
+        tokens = start + tl.arange(0, CHUNK)
         token = _first_beyond(tl.exp((x - top) / t), tokens, target)
         tl.store(out_ptr + row, token.to(tl.int64))
 
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #deb46249
+RowMasks = tuple[Tensor, Tensor]  # each row's place in the masks, and their words
+
 def sample(
-    logits: Tensor, temperature: Tensor, u: Tensor, filters: Tensor | None = None
+    logits: Tensor, temperature: Tensor, u: Tensor, filters: Tensor | None = None,
+    masks: RowMasks | None = None,
 ) -> Tensor:
     """Sample a token per row, as `sampler.sample` does, or `Sampler` if it has filters.
 
     logits [B, V], temperature and u [B] float32, filters [3, B] float32 (top-k, top-p,
-    min-p; 0, 1, 0 are off) -> tokens [B] int64; -1 for a row with NaN or +inf.
+    min-p; 0, 1, 0 are off), masks: int32 [B], -1 for a row without one, and int32
+    [M, V / 32] -> tokens [B] int64; -1 for a row with NaN or +inf, or no token.
     """
-    (rows, vocab) = logits.shape
-    chunks = triton.cdiv(logits.shape[1], SAMPLE_CHUNK)
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
     top, mass = logits.new_empty((2, rows, chunks), dtype=torch.float32)
     best = logits.new_empty((rows, chunks), dtype=torch.int32)
     out = logits.new_empty(rows, dtype=torch.int64)
     thresholds = best  # not read if there are no filters
     if filters is not None:
-        thresholds = find_thresholds(logits, temperature, filters)
+        thresholds = find_thresholds(logits, temperature, filters, masks)
     sizes = (vocab, SAMPLE_CHUNK, chunks, filters is not None)
     pow2 = triton.next_power_of_2(chunks)
-    stats = thresholds, top, best, mass
+    stats = *(masks or (None, None)), thresholds, top, best, mass
     chunk_stats_kernel[(rows, chunks)](logits, temperature, *stats, *sizes)
     sample_kernel[(rows,)](logits, temperature, u, *stats, out, *sizes, pow2)
     return out
+
 
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #e354631f
 SEARCH_CHUNK = 8192  # logits that a program of the search reads at a time
@@ -144,7 +176,7 @@ def _weight(x, top, t):
 
 @triton.jit
 def _weigh(
-    ptr, key1, key2, key3, top, t,
+    row, key1, key2, key3, top, t,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr,
 ):
     """The weights of the tokens that reach each of three keys, in one pass. If `COUNT`,
@@ -156,7 +188,7 @@ def _weigh(
     key2 = tl.minimum(key2, 0x7FFFFFFF).to(tl.int32)
     key3 = tl.minimum(key3, 0x7FFFFFFF).to(tl.int32)
     for start in range(0, VOCAB, CHUNK):
-        x = _load(ptr, start + tl.arange(0, CHUNK), VOCAB)
+        x = _load(row, start, VOCAB, CHUNK)
         key = _key(x)
         weight = tl.full([CHUNK], 1, tl.float32) if COUNT else _weight(x, top, t)
         sum1 += tl.where(key >= key1, weight, 0.0)
@@ -167,7 +199,7 @@ def _weigh(
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #768eb107
 @triton.jit
 def _search(
-    ptr, low, high, target, top, t,
+    row, low, high, target, top, t,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr,
 ):
     """The largest key in [low, high] that tokens of weight `target` reach, and the
@@ -178,7 +210,7 @@ def _search(
         step //= 4
     while step >= STEP:
         key1, key2, key3 = low + step, low + 2 * step, low + 3 * step
-        sum1, sum2, sum3 = _weigh(ptr, key1, key2, key3, top, t, VOCAB, CHUNK, COUNT)
+        sum1, sum2, sum3 = _weigh(row, key1, key2, key3, top, t, VOCAB, CHUNK, COUNT)
         if sum3 >= target:
             low = key3
         elif sum2 >= target:
@@ -202,30 +234,30 @@ def _weight_of(key, top, t):
 
 @triton.jit
 def _top_p(
-    ptr, threshold, ties, p, top, t, high,
+    row, threshold, ties, p, top, t, high,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):
     """The threshold of top-p among the tokens above `threshold` and `ties` tokens at
     it, and how many tokens at the new threshold are kept, rounded up."""
     tied = tl.where(ties > 0, ties * _weight_of(threshold, top, t), 0.0)
     higher = threshold + 1
-    mass, _, _ = _weigh(ptr, higher, higher, higher, top, t, VOCAB, CHUNK, False)
+    mass, _, _ = _weigh(row, higher, higher, higher, top, t, VOCAB, CHUNK, False)
     target = tl.maximum(p * (mass + tied), 1e-30)  # one token at least
     low = threshold
-    new, above = _search(ptr, low, high, target, top, t, VOCAB, CHUNK, STEP, False)
+    new, above = _search(row, low, high, target, top, t, VOCAB, CHUNK, STEP, False)
     some = (target - above) / _weight_of(new, top, t)
     return new, tl.where(new == threshold, tl.minimum(some, ties), some)
 
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #e9133d39
 @triton.jit
 def _min_p(
-    ptr, threshold, ties, min_p, top, t, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+    row, threshold, ties, min_p, top, t, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ):
     """The threshold and the ties after min-p: unchanged, or just below the least likely
     token that min-p keeps, without ties."""
     keys = tl.full([CHUNK], 0x7FFFFFFF, tl.int32)
     for start in range(0, VOCAB, CHUNK):
-        x = _load(ptr, start + tl.arange(0, CHUNK), VOCAB)
+        x = _load(row, start, VOCAB, CHUNK)
         is_likely = _weight(x, top, t) >= min_p
         keys = tl.minimum(keys, tl.where(is_likely, _key(x), 0x7FFFFFFF))
     least = tl.min(keys, 0).to(tl.int64)
@@ -233,13 +265,14 @@ def _min_p(
 
 
 @triton.jit
-def _last_tie(ptr, threshold, ties, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _last_tie(row, threshold, ties, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
     """The token of tie `ties` (rounded up), `VOCAB` if there are fewer, or -1 for 0."""
     seen = ties * 0
     last = tl.full([], VOCAB, tl.int32)
     for start in range(0, VOCAB, CHUNK):
         tokens = start + tl.arange(0, CHUNK)
-        tie = (_key(_load(ptr, tokens, VOCAB)) == threshold.to(tl.int32)).to(tl.float32)
+        key = _key(_load(row, start, VOCAB, CHUNK))
+        tie = (key == threshold.to(tl.int32)).to(tl.float32)
         here = tl.sum(tie, 0)
         if (seen < ties) & (seen + here >= ties):
             is_kept = (tie > 0) & (seen + tl.cumsum(tie, 0) - 1 < ties)
@@ -250,7 +283,7 @@ def _last_tie(ptr, threshold, ties, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #4348cb16
 @triton.jit
 def threshold_kernel(
-    logits_ptr, temperature_ptr, filters_ptr, threshold_ptr, ROWS,
+    logits_ptr, temperature_ptr, filters_ptr, place_ptr, masks_ptr, threshold_ptr, ROWS,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
 ):
     """One row's threshold: the key, and the last token that is kept at this key."""
@@ -259,14 +292,14 @@ def threshold_kernel(
     k = tl.load(filters_ptr + row)
     p = tl.load(filters_ptr + ROWS + row)
     min_p = tl.load(filters_ptr + 2 * ROWS + row)
-    ptr = logits_ptr + row * VOCAB
+    logits = _row(logits_ptr, place_ptr, masks_ptr, row, VOCAB)
     threshold = tl.full([], -(2**31), tl.int64)
     last = tl.full([], VOCAB, tl.int32)
     has_k = (k > 0) & (k < VOCAB)
     if (t > 0) & (has_k | (p < 1) | (min_p > 0)):
         tops = tl.full([CHUNK], float("-inf"), tl.float32)
         for start in range(0, VOCAB, CHUNK):
-            x = _load(ptr, start + tl.arange(0, CHUNK), VOCAB)
+            x = _load(logits, start, VOCAB, CHUNK)
             tops = tl.maximum(tops, x)
         top = tl.max(tops, 0)
         high = _key(top).to(tl.int64)
@@ -274,26 +307,30 @@ def threshold_kernel(
         if has_k:
             low = threshold
             threshold, above = _search(
-                ptr, low, high, k, top, t, VOCAB, CHUNK, STEP, True
+                logits, low, high, k, top, t, VOCAB, CHUNK, STEP, True
             )
             ties = k - above
         if p < 1:
             threshold, ties = _top_p(
-                ptr, threshold, ties, p, top, t, high, VOCAB, CHUNK, STEP
+                logits, threshold, ties, p, top, t, high, VOCAB, CHUNK, STEP
             )
         if min_p > 0:
-            threshold, ties = _min_p(ptr, threshold, ties, min_p, top, t, VOCAB, CHUNK)
-        last = _last_tie(ptr, threshold, ties, VOCAB, CHUNK)
+            threshold, ties = _min_p(
+                logits, threshold, ties, min_p, top, t, VOCAB, CHUNK
+            )
+        last = _last_tie(logits, threshold, ties, VOCAB, CHUNK)
     tl.store(threshold_ptr + 2 * row, threshold.to(tl.int32))
     tl.store(threshold_ptr + 2 * row + 1, last)
 
 # %% ../../nbs/gpu/11a_sampling_kernels.ipynb #0dce0d1d
-def find_thresholds(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+def find_thresholds(
+    logits: Tensor, temperature: Tensor, filters: Tensor, masks: RowMasks | None = None
+) -> Tensor:
     """Each row's threshold, and the last token that is kept at it: int32 [B, 2]."""
     rows, vocab = logits.shape
     thresholds = logits.new_empty((rows, 2), dtype=torch.int32)
     sizes = (vocab, SEARCH_CHUNK, STEPS[logits.dtype])
-    args = logits, temperature, filters, thresholds, rows, *sizes
+    args = logits, temperature, filters, *(masks or (None, None)), thresholds, rows, *sizes
     threshold_kernel[(rows,)](*args, num_warps=16)
     return thresholds
 
@@ -305,15 +342,32 @@ class KernelSampler(Sampler):
         super().__init__(sample)
         self.draw = sample
 
-    def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
-        """logits [B, V] -> int64 [B]; NO_TOKEN where a row has NaN or +inf."""
-        temperature, rows = meta.temperature, meta.sorted_rows
-        if temperature is None or (rows is None and meta.min_p is None):
-            return super().__call__(logits, meta)
+    def filters(self, logits: Tensor, meta: SamplingMetaData) -> Tensor | None:
+        """Top-k, top-p, and min-p of each row: float32 [3, B]; None if none is set."""
+        rows = meta.sorted_rows
+        if rows is None and meta.min_p is None:
+            return None
         filters = torch.zeros(3, len(logits), device=logits.device)
         filters[1] = 1
         if rows is not None:
             filters[0, rows], filters[1, rows] = meta.top_k, meta.top_p
         if meta.min_p is not None:
             filters[2] = meta.min_p
-        return self.draw(logits, temperature, meta.u, filters)
+        return filters
+
+    def masks(self, logits: Tensor, meta: SamplingMetaData) -> RowMasks | None:
+        """The masks for `sample`."""
+        if (rows := meta.mask_rows) is None:
+            return None
+        places = torch.full_like(logits[:, 0], -1, dtype=torch.int32)
+        places[rows] = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        return places, meta.masks
+
+    def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
+        """logits [B, V] -> int64 [B]; NO_TOKEN where a row has NaN or +inf."""
+        filters, masks = self.filters(logits, meta), self.masks(logits, meta)
+        if meta.temperature is None and masks is None:
+            return super().__call__(logits, meta)  # only greedy requests
+        zeros = torch.zeros(len(logits), device=logits.device)
+        temperature, u = (zeros if x is None else x for x in (meta.temperature, meta.u))
+        return self.draw(logits, temperature, u, filters, masks)

@@ -45,7 +45,7 @@ from .protocol import (
     read_answer, read_request,
 )  # fmt: skip
 from .tools import PlainReader
-from ..text import RequestOutput, TextPiece
+from ..text import NO_TOKEN_LEFT, RequestOutput, TextPiece
 
 Kind = type[Counter | Gauge | Histogram]  # of Prometheus
 COUNTED: dict[str, tuple[Kind, str]] = {  # vLLM's name -> its kind, its help
@@ -62,6 +62,12 @@ COUNTED: dict[str, tuple[Kind, str]] = {  # vLLM's name -> its kind, its help
     "request_time_per_output_token_seconds": (Histogram, "Time per later token."),
     "e2e_request_latency_seconds": (Histogram, "Time until an answer's last token."),
 }
+
+
+def failure(out: RequestOutput) -> ApiError:
+    """What a client is told of an answer that did not end by itself. Options that leave no token are the client's."""
+    status = {NO_TOKEN_LEFT: 400}.get(str(out.stop_reason), 500) if out.finish_reason == "error" else 503
+    return ApiError(status, f"{out.finish_reason}: {out.stop_reason}")
 
 
 class Meters:
@@ -220,8 +226,7 @@ class Server(Api):
             async for piece in self.engine.follow(stream, many, params):
                 if out := piece.output:
                     if out.finish_reason not in ("stop", "length"):
-                        status = 500 if out.finish_reason == "error" else 503
-                        raise ApiError(status, f"{out.finish_reason}: {out.stop_reason}")
+                        raise failure(out)
                     self.meters.finish(out)
                 yield piece
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from decimal import Decimal
 from math import lcm
@@ -30,6 +31,7 @@ KNOWN = HOLDS_SCHEMAS | IS_SCHEMA | LIMITS | SAYS_NOTHING
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MOST_EXACT = 2**53  # the library reads bounds as float64
 MOST_PROPERTIES = 1000  # of a whole schema
+MOST_MERGED = 1_000_000  # characters of all allOf entries, each with the schema that it names
 MOST_MULTIPLE = 10_000  # a multipleOf needs as many states
 MIXED = {"anyOf", "oneOf", "$ref", "if", "dependentSchemas"}  # beside other keywords, they say more of the same value
 
@@ -71,6 +73,7 @@ def check_keywords(schema: JsonObject) -> None:
         check_bounds(one)
         found.append(one)
     check_size(found)
+    check_merged(schema, found)
     check_multiples(found)
     check_end(schema, found)
 
@@ -104,6 +107,22 @@ def check_size(found: list[JsonObject]) -> None:
     count = sum(len(one) for one in held if isinstance(one, dict))
     wrong = f"the schema has {count} properties, and {MOST_PROPERTIES} are the most: take fewer"
     require(count <= MOST_PROPERTIES, wrong)
+
+
+def check_merged(schema: JsonObject, found: list[JsonObject]) -> None:
+    """ValueError for allOf entries that the library would not merge in a fraction of a second: one that names a large
+    schema counts as large, each time. Nothing is measured twice, and nothing beyond the limit."""
+    sizes: dict[int, int] = {}
+    total = 0
+    for entry in (entry for one in found for entry in listed(one.get("allOf"))):
+        for _ in range(8):  # a reference may name another one
+            ref = entry.get("$ref") if isinstance(entry, dict) else None
+            entry = find(schema, ref) if isinstance(ref, str) else entry
+        if id(entry) not in sizes:
+            sizes[id(entry)] = len(json.dumps(entry))
+        total += sizes[id(entry)]
+        wrong = f"the entries of allOf, each with the schema that it names, have over {MOST_MERGED} characters"
+        require(total <= MOST_MERGED, f"{wrong}: name a large schema fewer times")
 
 
 def may_mix(schema: JsonObject) -> bool:

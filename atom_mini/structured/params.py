@@ -19,7 +19,7 @@ from ..errors import explained, require
 from ..forms import Ids, Vocabulary, packed
 from .keywords import all_schemas, check_keywords
 from .matcher import Masks
-from .patterns import check_pattern, lark_patterns, lark_schemas, schema_patterns
+from .patterns import check_ignored, check_pattern, lark_patterns, lark_schemas, schema_patterns
 from .vocabulary import read_vocabulary, single_bytes, special_names
 
 MOST_CHARACTERS = 100_000  # of a form
@@ -121,6 +121,7 @@ class StructuredOutputsParams:
         check_pattern(self.regex)
         for pattern in lark_patterns(self.grammar or ""):
             check_pattern(pattern)
+        check_ignored(self.grammar or "")
         for schema in lark_schemas(self.grammar or ""):
             check_schema({name: value for name, value in schema.items() if (name, value) != OWN_SPACES})
 

@@ -15,9 +15,10 @@ from ..errors import require
 from .keywords import all_schemas
 
 MOST_WRITTEN_OUT = 100_000  # characters of a pattern
+MOST_IGNORED = 10_000  # of all patterns where one may be ignored: the library reads that one late, and then gives up
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{(\d*),?(\d*)\}|.", re.DOTALL)
 # what holds other characters
-LARK = re.compile(r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\])+)/?|(%json)\s*""")
+LARK = re.compile(r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"|/((?:\\.|[^/\\])+)/?|(%json)\s*|(%ignore)\b""")
 
 
 def written_out(pattern: str) -> int:
@@ -74,6 +75,14 @@ def lark_parts(grammar: str) -> Iterator[tuple[str | None, JsonObject]]:
 def lark_patterns(grammar: str) -> list[str]:
     """The patterns between slashes in a grammar."""
     return [pattern for pattern, _ in lark_parts(grammar) if pattern is not None]
+
+
+def check_ignored(grammar: str) -> None:
+    """ValueError for a grammar with %ignore whose patterns are too large together: any of them may be ignored."""
+    if any(part[3] for part in LARK.finditer(grammar)):
+        size = sum(map(written_out, lark_patterns(grammar)))
+        wrong = f"the patterns of a grammar with %ignore have {float(size):.3g} characters when their repetitions are"
+        require(size <= MOST_IGNORED, f"{wrong} written out: {MOST_IGNORED} are the most")
 
 
 def lark_schemas(grammar: str) -> list[JsonObject]:

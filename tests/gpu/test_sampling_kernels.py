@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from atom_mini.config import SamplingParams
+from atom_mini.forms import stacked
 from atom_mini.gpu import sampling_kernels
 from atom_mini.gpu.sampling_kernels import KernelSampler, find_thresholds, sample
 from atom_mini.sampler import Sampler, SamplingMetaData, scale_by_temperature, uploads_to
@@ -177,3 +178,80 @@ def test_each_token_owns_its_share_of_u(monkeypatch: pytest.MonkeyPatch) -> None
     (tokens,), ends = probs.nonzero(as_tuple=True), probs.cumsum(-1)
     u = torch.cat([(ends - probs)[tokens] + 1e-6, ends[tokens] - 1e-6])
     assert draws(u, monkeypatch)[0].tolist() == 2 * tokens.tolist()
+
+
+# ---- masks ----
+
+KEPT: list[Any] = [slice(None), [200], slice(0, None, 2), [0, 31, 32, 255, 256], slice(250, 257), slice(3, 8), None, []]
+
+
+def some_masks(rows: int) -> tuple[dict[int, np.ndarray], Tensor]:
+    """Masks of 257 tokens: all, one, every second, at the ends of words, ...; a row has none, and one allows nothing. And
+    what each row allows: bool [rows, 257]."""
+    allowed = torch.ones(rows, 257, dtype=torch.bool)
+    for row in range(rows):
+        if (kept := KEPT[row % len(KEPT)]) is not None:
+            allowed[row] = False
+            allowed[row, kept] = True
+    masks = {row: np.packbits(allowed[row].numpy(), bitorder="little") for row in range(rows) if KEPT[row % len(KEPT)] is not None}
+    return masks, allowed
+
+
+def placed(masks: dict[int, np.ndarray], rows: int) -> tuple[Tensor, Tensor]:
+    """The masks as the kernels take them, in another order than the rows."""
+    last_first = dict(reversed(masks.items()))
+    where, words = stacked(last_first)
+    places = torch.full((rows,), -1, dtype=torch.int32)
+    places[torch.from_numpy(where)] = torch.arange(len(where), dtype=torch.int32)
+    return places.to(DEVICE), torch.from_numpy(words).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_a_mask_is_minus_infinity_elsewhere(dtype: torch.dtype, has_filters: bool) -> None:
+    """To the bit: thresholds and tokens are those of logits that are -inf outside of the masks, NaN and +inf there included."""
+    rows = 16 if has_filters else 32
+    logits = (3 * torch.randn(rows, 257, generator=generator(11))).to(dtype)
+    masks, allowed = some_masks(rows)
+    logits[2, 1], logits[10, 3], logits[5, 2], logits[3, 32] = math.nan, math.inf, math.inf, math.nan  # the last is allowed
+    temperature = torch.tensor([0.7, 1.3, 1.0, 0.0])[torch.arange(rows) // 8]
+    filters = as_filters([COMBINATIONS[i % len(COMBINATIONS)] for i in range(rows)]).to(DEVICE) if has_filters else None
+    hidden = logits.masked_fill(~allowed, -math.inf).to(DEVICE)
+    logits, temperature, where = logits.to(DEVICE), temperature.to(DEVICE), placed(masks, rows)
+    if filters is not None:
+        assert torch.equal(find_thresholds(logits, temperature, filters, where), find_thresholds(hidden, temperature, filters))
+    u = torch.linspace(0, NEAR_1, rows).to(DEVICE)
+    found = sample(logits, temperature, u, filters, where).cpu()
+    assert torch.equal(found, sample(hidden, temperature, u, filters).cpu())
+    broken = [i for i in range(rows) if i % 8 == 7] + [3]
+    assert (found == -1).nonzero().flatten().tolist() == sorted(broken)
+    drawn = (found >= 0).nonzero().flatten()
+    assert allowed[drawn, found[drawn]].all()
+
+
+def test_masked_seeds_draw_the_tokens_of_the_plain_sampler() -> None:
+    """A batch of every kind beside its masks, and a batch in which every request is greedy."""
+    rows = 8 * len(OPTIONS)
+    masks, allowed = some_masks(rows)
+    logits = (3 * torch.randn(rows, 257, generator=generator(12))).half()
+    for greedy in ({}, {"temperature": 0.0}):
+        params = [SamplingParams(**{"temperature": 0.8, "seed": i} | OPTIONS[i // 8] | greedy) for i in range(rows)]
+        meta = SamplingMetaData.pack(params, np.full(rows, 10), 257, masks=masks)
+        there = SamplingMetaData.pack(params, np.full(rows, 10), 257, uploads_to(torch.device(DEVICE)), masks)
+        before = logits.clone().to(DEVICE)
+        ours = KernelSampler()(before, there).cpu()
+        assert torch.equal(ours, Sampler()(logits.clone(), meta)) and torch.equal(before.cpu(), logits)
+        assert allowed[ours >= 0].gather(1, ours[ours >= 0, None]).all()
+
+
+def test_each_allowed_token_owns_its_share_of_u() -> None:
+    """From where float64's cumulative sum over the allowed tokens begins to where it ends: their distribution is exact."""
+    logits, allowed = torch.randn(1, 257, generator=generator(13)), torch.arange(257) % 29 == 5
+    probs = (logits[0].double() / 0.8).masked_fill(~allowed, -math.inf).softmax(-1)
+    (tokens,), ends = probs.nonzero(as_tuple=True), probs.cumsum(-1)
+    u = torch.cat([(ends - probs)[tokens] + 1e-6, ends[tokens] - 1e-6]).float()
+    words = torch.from_numpy(stacked({0: np.packbits(allowed.numpy(), bitorder="little")})[1])
+    masks = torch.zeros(len(u), dtype=torch.int32), words
+    args = logits.expand(len(u), 257).contiguous(), torch.full((len(u),), 0.8), u
+    found = sample(*(t.to(DEVICE) for t in args), None, tuple(t.to(DEVICE) for t in masks))
+    assert found.tolist() == 2 * tokens.tolist()

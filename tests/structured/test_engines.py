@@ -164,7 +164,7 @@ def test_a_request_without_a_token_fails_alone(kind: str, draft_sampling: bool, 
         (wanted,) = serve(llm, [("Once", beside)])
         for hot in (0.0, 1.0):
             stuck = SamplingParams(structured_outputs=S(choice=["abc"]), bad_words=["c"], temperature=hot, seed=1)
-            never = SamplingParams(structured_outputs=S(choice=["yes"]), allowed_token_ids=[400], temperature=hot)
+            never = SamplingParams(structured_outputs=S(regex="1x"), allowed_token_ids=[19], temperature=hot)
             found = serve(llm, [("x", stuck), ("Once", beside), ("x", never)])
             assert [reason for _, reason in found] == ["error", wanted[1], "error"] and found[1] == wanted
 
@@ -214,14 +214,33 @@ def test_interrupted_at_any_line() -> None:
             assert core.scheduler.block_manager.num_free_blocks == llm.config.num_kvcache_blocks
 
 
-def test_a_graphs_runner_takes_the_general_path_for_masks() -> None:
-    """A recorded decode samples inside: only for batches in which nobody changes scores."""
+def test_a_recorded_step_samples_with_masks(tmp_path: Path) -> None:
+    """By its own recording, if masks are all that its requests ask for; the tokens are those of torch."""
     pytest.importorskip("triton")
-    from atom_mini.gpu.graphs import SamplingArrays
+    import test_graphs as graphs
+    from recording import graph_runner, load_recorded_graph
 
-    for more in FORMS:
-        assert not SamplingArrays([SamplingParams(), SamplingParams(**more)]).is_simple, more
-    assert SamplingArrays([SamplingParams(), SamplingParams(temperature=1.0, top_k=3)]).is_simple
+    from atom_mini.gpu.graphs import DeviceGraph, SamplingArrays
+
+    only, hot = {"allowed_token_ids": [*range(3, 60, 7)]}, {"temperature": 1.0, "top_k": 3}
+    for more, is_masked in ((only, True), (only | hot, True), (only | {"logprobs": 1}, False), (only | {"min_tokens": 2}, False)):
+        arrays = SamplingArrays([SamplingParams(), SamplingParams(**more)])
+        assert not arrays.is_simple and arrays.is_masked is is_masked, more
+    plain = SamplingArrays([SamplingParams(), SamplingParams(**hot)])
+    assert plain.is_simple and not plain.is_masked
+    folder = graphs.save_one_layer(tmp_path)
+    runner = graph_runner(graphs.make_config(folder), DeviceGraph if graphs.ON_GPU else load_recorded_graph())
+    replays: list[int] = []
+    for size, graph in runner.masked.items():
+        graph.replay = lambda size=size, replay=graph.replay: (replays.append(size), replay())  # type: ignore[method-assign]
+    options: list[dict[str, Any]] = [{}, only, only | hot, {"allowed_token_ids": [5]}, hot]
+    found, _ = graphs.run(runner, options, max_tokens=6)
+    wanted, _ = graphs.run(graphs.plain_runner(folder), options, max_tokens=6)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted] and {*replays} >= {2, 3}
+    assert {*found[3][0]} == {5} and {*found[1][0], *found[2][0]} <= {*only["allowed_token_ids"]}
+    count = len(replays)
+    graphs.run(runner, [{}, hot], max_tokens=3)
+    assert len(replays) == count, "a batch without masks replays nothing more"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -239,6 +239,8 @@ def test_stop_strings_and_n_and_penalties_go_with_forms(llm: LLM) -> None:
 
 
 BOMB = "((a{1000}){1000}){1000}"
+LARGE = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(600)}}
+ALL_OF = {"$defs": {"large": LARGE, "far": {"$ref": "#/$defs/large"}}}  # 21,000 characters
 ITSELF = {"$ref": "#"}
 INSIDE = {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}
 WRONG: list[tuple[Any, str]] = [
@@ -293,6 +295,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"json": {"enum": ["\ud800"]}}, "json has .*half of a surrogate pair"),
     ({"regex": "\udc00"}, "regex or a grammar has .*half of"),
     ({"grammar": f'start: ("b" | "c") ("d" | "e") ("f" | "g") X\nX: /{BOMB}/'}, "are written out"),
+    ({"grammar": 'start: "b" "c"\n%ignore /((a{300}){300})/'}, r"%ignore have 9e[+]04 characters .* 10000 are the most"),
+    ({"grammar": 'start: "b" "c"\nX: /(a{150}){50}/\nY: /(c{150}){50}/\n%ignore X | Y'}, "%ignore have 1.5e[+]04"),
+    ({"json": ALL_OF | {"allOf": 60 * [{"$ref": "#/$defs/far"}]}}, "allOf.* over 1000000 characters: name .* fewer times"),
+    ({"json": {"anyOf": [{"type": "null"}, {"allOf": 2500 * [{"$ref": "#/$defs/large"}]}]} | ALL_OF}, "fewer times"),
 ]  # fmt: skip
 
 
@@ -499,9 +505,13 @@ def test_a_token_outside_the_vocabulary_is_refused(llm: LLM, options: dict[str, 
 
 
 def test_what_contradicts_a_form_ends_the_request_with_a_reason(llm: LLM) -> None:
-    with pytest.warns(UserWarning, match="no token is left"):
-        out = answer(llm, structured_outputs=S(choice=["yes"]), allowed_token_ids=[5])
-    assert out.finish_reason == "error" and not out.token_ids
+    """It is refused where no answer can begin; where one cannot go on, the reason is not that of broken weights."""
+    with pytest.raises(ValueError, match=r"allowed_token_ids=\[5\] has no token that structured_outputs can begin with"):
+        answer(llm, structured_outputs=S(choice=["yes"]), allowed_token_ids=[5])
+    for more in ({"allowed_token_ids": [19]}, {"bad_words": ["x"]}):
+        with pytest.warns(UserWarning, match="no token is left: .* bar all that could come next"):
+            out = answer(llm, structured_outputs=S(regex="1x"), **more)
+        assert out.finish_reason == "error" and out.token_ids == [19] and "finite" not in str(out.stop_reason)
     assert not llm.engine_core.scheduler.seqs
 
 

@@ -67,6 +67,15 @@ def test_biases_and_words(served: Served) -> None:
     complain(served.post(TEXT, body | {"logit_bias": {"99999": 1}}), 400, "logit_bias")
 
 
+def test_options_that_leave_no_token_are_the_clients_error(served: Served) -> None:
+    """Where no answer can begin, and where one cannot go on; the server answers others as before."""
+    complain(served.post(TEXT, X | {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [5]}), 400, "allowed_token_ids")
+    for more in ({"allowed_token_ids": [19]}, {"bad_words": ["x"]}):
+        failed = served.post(TEXT, X | {"structured_outputs": {"regex": "1x"}} | more)
+        assert failed.status_code == 400 and "no token is left" in failed.json()["error"]["message"], failed.text
+    assert served.post(TEXT, X | {"structured_outputs": {"regex": "1x"}}).json()["choices"][0]["text"] == "1x"
+
+
 SPACED = {"type": "function", "function": {"name": "a", "parameters": {"x-guidance": {"whitespace_flexible": True}}}}
 STRIN = {"name": "a", "schema": {"type": "strin"}}
 FROB = {"type": "function", "function": {"name": "a", "parameters": {"frob": 1}}}
