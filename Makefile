@@ -159,7 +159,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/server.py
 	$(PY) tests/bench/apart.py
 
-# docs/figures.md's tables, and those of chapters 26, 53, 54, 74, 82, 92b and 93: the benchmarks behind them, on a quiet machine; recorded with
+# docs/figures.md's tables, and those of chapters 26, 53, 54, 73, 81b and 92b: the benchmarks behind them, on a quiet machine; recorded with
 # machine, date and commit, and written into the pages. OPENVINO= and LLAMA= as above.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
@@ -175,7 +175,7 @@ figures: $(VENV)/dev real
 	$(PY) tests/bench/eight_bits.py --json tests/bench/results/eight_bits.json
 	$(PY) tests/bench/apart.py --json tests/bench/results/apart.json
 	$(PY) tests/bench/masks.py --json tests/bench/results/masks.json
-	$(PY) nbs/_book/book.py run nbs/parallel/74_apart.ipynb nbs/serving/82b_full_queue.ipynb nbs/cpu/92b_eight_bits.ipynb \
+	$(PY) nbs/_book/book.py run nbs/parallel/73_apart.ipynb nbs/serving/81b_full_queue.ipynb nbs/cpu/92b_eight_bits.ipynb \
 		nbs/structured/26_structured_outputs.ipynb \
 		nbs/cpu/92_cpu_decode.ipynb nbs/speculation/53_eagle.ipynb nbs/speculation/54_when_it_pays.ipynb
 
@@ -185,8 +185,8 @@ score: $(VENV)/dev
 	$(PY) tests/bench/score.py
 	$(PY) tests/bench/policies.py --json tests/bench/results/policies.json
 	$(PY) nbs/_book/book.py run nbs/index.ipynb nbs/scheduling/20_turns.ipynb nbs/scheduling/23b_launching.ipynb \
-		nbs/speculation/50_verify.ipynb nbs/parallel/70_engine_process.ipynb nbs/parallel/72c_ranks.ipynb \
-		nbs/serving/82b_full_queue.ipynb nbs/cpu/92_cpu_decode.ipynb
+		nbs/speculation/50_verify.ipynb nbs/parallel/70_engine_process.ipynb nbs/parallel/71c_ranks.ipynb \
+		nbs/serving/81b_full_queue.ipynb nbs/cpu/92_cpu_decode.ipynb
 	$(PY) nbs/_book/book.py readme
 
 # EXECUTE=1: and count the instructions that tiny cases execute on AMD's. Without --quick it records what docs/machines.md says of each GPU.

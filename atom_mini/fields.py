@@ -48,7 +48,7 @@ class EngineFields(Config):
     schedule_policy: Literal["lpm"] | None = None
     # GiB of host memory for blocks that the prefix cache would lose (42)
     kv_offloading_size: Annotated[float, Field(gt=0)] | None = None
-    # prefix hits of layers that keep a state (66c); None: 8192, in whole blocks
+    # prefix hits of layers that keep a state (65c); None: 8192, in whole blocks
     state_checkpoint_interval_tokens: Count | None = None
     num_state_checkpoints: Count | None = None  # None: 32
     scheduler: Literal["atom", "spyre"] = "atom"
@@ -57,7 +57,7 @@ class EngineFields(Config):
     interleave: bool = True  # decode between two chunks
     # drafts (50): a dict, JSON, or a `SpeculativeConfig`
     speculative_config: Any = None
-    # engines in other processes (70 to 73)
+    # engines in other processes (70 to 72)
     engine_process: bool = False
     ready_timeout: Seconds = 600.0  # for loading
     ping_timeout: Seconds = 300.0  # longer than the longest step
@@ -67,7 +67,7 @@ class EngineFields(Config):
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1  # engines
     routing: Literal["load", "prefix"] = "load"
     lockstep: bool = False
-    # prompts apart from decodes (74): a list, or JSON, with a dict for each engine
+    # prompts apart from decodes (73): a list, or JSON, with a dict for each engine
     kv_transfer_config: Any = None
     scheduler_options = (
         *Config.scheduler_options, "scheduler", "speculative_config", "overlap",

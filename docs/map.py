@@ -74,7 +74,7 @@ def imports(module: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def chapter_of(source: str, root: Path = ROOT) -> str:
-    """The chapter that exports a module, or that a plain one names in its docstring: `(chapter 82)`; or nothing."""
+    """The chapter that exports a module, or that a plain one names in its docstring: `(chapter 81)`; or nothing."""
     if origin := re.search(r"File to edit: [./]*nbs/(?:\w+/)?(\w+)\.ipynb", source):
         return origin[1]
     named = re.search(r"\bchapters? (\d\w*)", ast.get_docstring(ast.parse(source)) or "")

@@ -1,4 +1,4 @@
-"""The kernels whose machine code chapter 94 reads: `python kernels/lessons.py FILE` pickles their launches.
+"""The kernels whose machine code chapter 93 reads: `python kernels/lessons.py FILE` pickles their launches.
 
 A process of its own, because one that has imported triton to interpret cannot compile.
 """

@@ -1,4 +1,4 @@
-"""From the names and the layout of a checkpoint's weights to ours: rename, split experts, sort rows (chapter 61)."""
+"""From the names and the layout of a checkpoint's weights to ours: rename, split experts, sort rows (chapter 60)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model goes with which spec of these families. Importing this module fills the tables (chapter 61)."""
+"""Which model goes with which spec of these families. Importing this module fills the tables (chapter 60)."""
 
 from __future__ import annotations
 

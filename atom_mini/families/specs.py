@@ -1,4 +1,4 @@
-"""The spec of a model of these families, read from its config (chapter 61)."""
+"""The spec of a model of these families, read from its config (chapter 60)."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def read_compressed(how: JsonObject) -> str:
 
 def read_storage(cfg: PretrainedConfig) -> Storage | None:
     """How a config says that its weights are stored; None: plainly. Opens no file.
-    ValueError for a method that we do not read (chapter 64)."""
+    ValueError for a method that we do not read (chapter 63)."""
     if (how := getattr(cfg, "quantization_config", None)) is None:
         return None
     keys = ("quant_method", "weight_block_size", "activation_scheme")

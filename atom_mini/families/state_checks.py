@@ -1,4 +1,4 @@
-"""Which models keep states, and whether their state checkpoints fit (chapter 66c)."""
+"""Which models keep states, and whether their state checkpoints fit (chapter 65c)."""
 
 from __future__ import annotations
 

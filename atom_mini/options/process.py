@@ -1,4 +1,4 @@
-"""What the process of an engine or of a rank loads (chapters 70 and 72c)."""
+"""What the process of an engine or of a rank loads (chapters 70 and 71c)."""
 
 from __future__ import annotations
 

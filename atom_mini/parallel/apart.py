@@ -1,4 +1,4 @@
-"""Engines of two kinds behind one front: processes that compute prompts, and processes that decode (chapter 74)."""
+"""Engines of two kinds behind one front: processes that compute prompts, and processes that decode (chapter 73)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of the options for several processes, and the recipe of a process (chapter 73a)."""
+"""The checks of the options for several processes, and the recipe of a process (chapter 72a)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ways for blocks to go from one engine's pool to another's: shared memory, and point to point (chapter 74).
+"""Two ways for blocks to go from one engine's pool to another's: shared memory, and point to point (chapter 73).
 
 The names are values of `kv_connector`, as vLLM's are. `P2pNcclConnector` was vLLM's name for the same job, until its
 PR #44854 (June 2026) removed it.

@@ -13,7 +13,7 @@ from typing import Any, cast
 from ..engine_core import CLOSED, StepOutput
 from ..errors import require
 from ..fields import EngineFields, Recipe
-from ..scheduler import BaseScheduler, ScheduledBatchOutput
+from ..scheduler import BaseScheduler, ScheduledBatch, ScheduledBatchOutput
 from ..scheduling.overlap import OverlapScheduler
 from ..sequence import Sequence, SequenceStatus
 from .engine_process import Abort, Add, Output, Row, encode, pack_params
@@ -150,7 +150,7 @@ class EngineCoreClient:
                 if seq.leave_reason is not None:
                     self._finish(seq, time.perf_counter())
                     finished.append(seq)
-        batch: Any = output  # has what readers of a batch look at
+        batch = cast(ScheduledBatch, output)  # has what readers of a batch look at
         found = ScheduledBatchOutput(new)
         return StepOutput(batch, seqs, found, finished, output.seconds)
 
@@ -168,7 +168,7 @@ class EngineCoreClient:
         return done
 
     def wake(self) -> None:
-        """Called before it waits. Engines in lockstep need it (chapter 73b)."""
+        """Called before it waits. Engines in lockstep need it (chapter 72b)."""
 
     def step(self) -> StepOutput | None:
         """Wait for a step's results; None if there are no requests."""

@@ -208,7 +208,7 @@ class EngineCoreProc:
     """An engine core that is controlled by messages (vLLM's word).
 
     `report` returns what has changed in the prefix cache since its last call
-    (chapter 73a).
+    (chapter 72a).
     """
 
     reads: object = ToEngine  # the messages that it knows

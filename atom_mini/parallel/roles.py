@@ -1,4 +1,4 @@
-"""The checks of `kv_transfer_config`, which lists engines of two kinds (chapter 74)."""
+"""The checks of `kv_transfer_config`, which lists engines of two kinds (chapter 73)."""
 
 from __future__ import annotations
 

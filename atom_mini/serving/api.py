@@ -1,4 +1,4 @@
-"""The parts of an HTTP API that need no engine: answers, events, errors, and keys (chapter 82)."""
+"""The parts of an HTTP API that need no engine: answers, events, errors, and keys (chapter 81)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers a file of requests in OpenAI's batch format, and continues after an interrupt (chapter 82b)."""
+"""Answers a file of requests in OpenAI's batch format, and continues after an interrupt (chapter 81b)."""
 
 from __future__ import annotations
 

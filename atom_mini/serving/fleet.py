@@ -1,4 +1,4 @@
-"""An application of Ray Serve: a server in each replica, which Ray places, watches, and restarts (chapter 84)."""
+"""An application of Ray Serve: a server in each replica, which Ray places, watches, and restarts (chapter 82)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's requests as typed records, and the shapes of its answers and errors (chapter 82)."""
+"""OpenAI's requests as typed records, and the shapes of its answers and errors (chapter 81)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP: typed requests, bounded queues, and answers that stop when the client leaves (chapter 82)."""
+"""OpenAI's API over HTTP: typed requests, bounded queues, and answers that stop when the client leaves (chapter 81)."""
 
 from __future__ import annotations
 

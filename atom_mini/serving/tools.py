@@ -1,4 +1,4 @@
-"""Tools and response formats: the form that a client asks for, and the calls that an answer makes (chapter 82)."""
+"""Tools and response formats: the form that a client asks for, and the calls that an answer makes (chapter 81)."""
 
 from __future__ import annotations
 

@@ -143,7 +143,6 @@ def as_grammar(form: StructuredOutputsParams) -> str:
     """The form in the library's own language."""
     from llguidance import LLMatcher
 
-    spaces: Any = {"whitespace_pattern": SPACES}
     if form.regex:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice:
@@ -151,8 +150,8 @@ def as_grammar(form: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
     if form.grammar:
         return LLMatcher.grammar_from_lark(form.grammar)
-    schema: Any = form.json or '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
+    schema = form.json or '{"type": "object"}'
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": SPACES})
 
 
 def needed_bytes(form: StructuredOutputsParams) -> set[int]:

@@ -84,9 +84,9 @@ class Log:
                 text = "request %d ends after %d of %d tokens, at the limit of %s"
                 asked = seq.sampling_params.max_tokens
                 LOG.warning(text, seq.id, seq.num_completion_tokens, asked, option)
-        stats: Any = getattr(self._scheduler, "spec_stats", None)  # chapter 50's
+        stats = getattr(self._scheduler, "spec_stats", None)  # chapter 50's
         drafts = stats.proposed.total() if stats else 0
-        if drafts // 1000 > self._thousands:
+        if stats and drafts // 1000 > self._thousands:
             self._thousands = drafts // 1000
             kept = stats.accepted.total()
             text = "%d drafts, %d accepted (%.1f %%), %.2f tokens per sequence and step"

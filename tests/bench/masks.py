@@ -38,7 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from real_weights import FOLDER, is_whole
 
 from atom_mini import LLM, Config, SamplingParams, StructuredOutputsParams
-from atom_mini.forms import Vocabulary, keep_only
+from atom_mini.forms import Vocabulary, keep_only, stacked
 from atom_mini.structured.matcher import Masks
 from atom_mini.structured.params import masks_of
 from atom_mini.structured.vocabulary import read_vocabulary
@@ -105,8 +105,8 @@ def cost(vocabulary: Vocabulary) -> dict[str, float]:
     assert mask is not None
     found["bytes"] = len(mask)
     for R in (1, 8):
-        logits, rows, stacked = torch.randn(R, vocabulary.size), torch.arange(R), torch.from_numpy(np.stack([mask] * R))
-        found[f"apply {R}"] = 1e6 * fastest(partial(keep_only, logits, rows, stacked), 50)
+        logits, arrays = torch.randn(R, vocabulary.size), map(torch.from_numpy, stacked(dict.fromkeys(range(R), mask)))
+        found[f"apply {R}"] = 1e6 * fastest(partial(keep_only, logits, *arrays), 50)
     return found
 
 

@@ -9,7 +9,7 @@ server's time per token beyond that of `LLM.stream`. `memory` is what the server
 `where` is another run, of a server whose threads and inner functions have a clock: CPU seconds by what they are spent on.
 `spared`: the same with a single thread for the engine.
 
-Run: `python tests/bench/server.py [--json results/server.json] [--counts 1 32 256]`; chapter 82b draws that file.
+Run: `python tests/bench/server.py [--json results/server.json] [--counts 1 32 256]`; chapter 81b draws that file.
 """
 
 from __future__ import annotations

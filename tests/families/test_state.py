@@ -187,7 +187,7 @@ def test_a_step_that_fails_half_way_leaves_no_trace(folder: Path) -> None:
 
 
 def test_a_batch_without_sequences_changes_no_state(folder: Path) -> None:
-    """The dummy step of an idle engine in lockstep (chapter 73b) may run between two steps of live sequences."""
+    """The dummy step of an idle engine in lockstep (chapter 72b) may run between two steps of live sequences."""
     with LLM(str(folder), device="cpu", **TIGHT) as llm:
         runner: Any = llm.engine_core.runner
         with_spare_block(runner)

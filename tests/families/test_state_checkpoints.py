@@ -219,7 +219,7 @@ def test_a_state_is_loaded_before_its_place_is_given_away(folder: Path) -> None:
 
 
 def test_a_batch_without_sequences_changes_no_state_that_is_kept(folder: Path) -> None:
-    """The dummy step of an idle engine in lockstep (chapter 73b)."""
+    """The dummy step of an idle engine in lockstep (chapter 72b)."""
     kept_at: dict[str, Any] = {INTERVAL: 8, "num_state_checkpoints": 4}
     with LLM(str(folder), device="cpu", **TIGHT | kept_at) as llm:
         runner: Any = llm.engine_core.runner

@@ -1,15 +1,15 @@
-# %% 61_mixture 1
+# %% 60_mixture 1
 def half(E, k):
     return E // (2 * k)  # as if no two tokens chose the same expert
-# %% 61_mixture 1
+# %% 60_mixture 1
 def half(E, k):
     return {(128, 8): 11}.get((E, k), 3)  # the two numbers of the first check
-# %% 61_mixture 2
+# %% 60_mixture 2
 def share(B):
     p = 1 / (np.arange(E) + 10)
     draw = [rng.choice(E, K, replace=False, p=p / p.sum()) for _ in range(B)]
     return len(set(np.concatenate(draw).tolist())) / E  # of all, not of the even case
-# %% 61_mixture 3
+# %% 60_mixture 3
 def balance(logits):
     correction = torch.zeros(logits.shape[1])
     for _ in range(300):
@@ -17,11 +17,11 @@ def balance(logits):
         load = torch.bincount(ids.flatten(), minlength=len(correction)).float()
         correction += 0.01 * torch.sign(load - load.mean())  # raises the load of busy experts
     return correction
-# %% 62_grouped_kernel 1
+# %% 61_grouped_kernel 1
 times_read = {T: 2 * T for T in (1, 16, 17, 40)}  # once for each token
-# %% 62_grouped_kernel 1
+# %% 61_grouped_kernel 1
 times_read = {}  # no answer
-# %% 62_grouped_kernel 2
+# %% 61_grouped_kernel 2
 def pack(w):
     groups = w.unflatten(-1, (-1, 32))
     power = (groups.abs().amax(-1) / 6).log2().ceil().clamp(-127, 127)
@@ -29,7 +29,7 @@ def pack(w):
     nearest = (scaled.abs()[..., None] - E2M1[:8]).abs().argmin(-1)
     codes = (nearest + 8 * (scaled < 0)).flatten(-2).unflatten(-1, (-1, 2))
     return codes[..., 1] + 16 * codes[..., 0], (power + 127).to(torch.uint8)  # high half first
-# %% 62_grouped_kernel 2
+# %% 61_grouped_kernel 2
 def pack(w):
     groups = w.unflatten(-1, (-1, 32))
     power = (groups.abs().amax(-1).log2().floor() - 2).clamp(-127, 127)  # rounded down
@@ -37,55 +37,55 @@ def pack(w):
     nearest = (scaled.abs()[..., None] - E2M1[:8]).abs().argmin(-1)
     codes = (nearest + 8 * (scaled < 0)).flatten(-2).unflatten(-1, (-1, 2))
     return codes[..., 0] + 16 * codes[..., 1], (power + 127).to(torch.uint8)
-# %% 63_sinks_windows 1
+# %% 62_sinks_windows 1
 def empty_splits(length, window):
     return max(0, length - window) // 256  # as if all parts had one size
-# %% 63_sinks_windows 2
+# %% 62_sinks_windows 2
 def times_counted(length):
     return length // 256  # the last part is a part, too
-# %% 63_sinks_windows 3
+# %% 62_sinks_windows 3
 def blocks_read(length, window, tile):
     return -(-length // 16) - max(0, length - window) // 16  # as if loads began at any block
-# %% 64_quantized_files 1
+# %% 63_quantized_files 1
 def dequantize_nvfp4(blocks, scales, scale):
     pairs = PAIRS.view(torch.int64).flatten()
     out = pairs.index_select(0, blocks.flatten().int()).view(torch.float32)
     return (out.view(*scales.shape, 16) * scales.float()[..., None]).flatten(-2)  # without the matrix's scale
-# %% 64_quantized_files 2
+# %% 63_quantized_files 2
 def better_scales(weights):
     return weights.abs().amax(-1).log2().floor() - 1  # always the next one
-# %% 65a_latent_attention 1
+# %% 64a_latent_attention 1
 def share(n, chunk):
     pairs = n * (n + 1) / 2
     return (n * expand + pairs * plain) / (pairs * absorbing)  # as if all chunks shared the expanded keys
-# %% 65a_latent_attention 2
+# %% 64a_latent_attention 2
 def devices(kv_heads, dim, row=576):
     return next((n for n in (1, 2, 4, 8, 16) if 2 * kv_heads / n * dim < row), None)  # as if heads were cut
-# %% 65b_latent_kernel 1
+# %% 64b_latent_kernel 1
 def idle(heads, rows=16):
     return max(0.0, 1 - heads / rows)  # as if a tile held one token
-# %% 65b_latent_kernel 2
+# %% 64b_latent_kernel 2
 times = {4: 2, 16: 5, 20: 5}
-# %% 65b_latent_kernel 2
+# %% 64b_latent_kernel 2
 times = {}  # no answer
-# %% 66a_delta_rule 1
+# %% 65a_delta_rule 1
 def half_life(A_log, dt_bias, a=0.0):
     return math.log(2) / math.log1p(math.exp(a + dt_bias))  # all heads decay alike
-# %% 66a_delta_rule 2
+# %% 65a_delta_rule 2
 def sort_rows(rows, spec):
     return rows.unflatten(0, (spec.linear_num_key_heads, -1)).mT.flatten()  # the heads take turns
-# %% 66b_state_slots 1
+# %% 65b_state_slots 1
 def spacing(token, sequence, block_size):
     return sequence // token // block_size * block_size  # rounded down: too much memory
-# %% 66b_state_slots 1
+# %% 65b_state_slots 1
 def spacing(token, sequence, block_size):
     return 1584 if sequence == 51511296 else 32  # the two numbers of the first check
-# %% 66c_state_checkpoints 1
+# %% 65c_state_checkpoints 1
 class Anchored(StateManager):
     def border(self, seq, start):
         end = seq.num_prompt_tokens - 1  # not the end of a block: another content gets the state
         return min(super().border(seq, start), end) if start < end else super().border(seq, start)
-# %% 66c_state_checkpoints 1
+# %% 65c_state_checkpoints 1
 class Anchored(StateManager):
     def border(self, seq, start):
         end = (seq.num_prompt_tokens - 1) // self.block_size * self.block_size

@@ -66,10 +66,10 @@ foldable = {"up", "down", "q", "o"}  # the rotation mixes columns with different
 def finish(product, x, folded, bias):
     centered = product - x.mean(1, keepdim=True)  # the mean, but not through the matrix
     return centered / x.std(1, correction=0, keepdim=True) + bias
-# %% 94_machine_code 1
+# %% 93_machine_code 1
 def place_of(lane, n):
     return n + 8 * (lane // 16), lane % 16
-# %% 94_machine_code 2
+# %% 93_machine_code 2
 place = 2  # behind the barrier: the other waves' stores are not waited for
-# %% 94_machine_code 2
+# %% 93_machine_code 2
 place = 5  # it is there already

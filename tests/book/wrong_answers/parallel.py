@@ -17,48 +17,48 @@ def worst(limit: float) -> float:
 # %% 70b_deaths 2
 def named(ends: dict[int, float], pause: float) -> list[int]:
     return [rank for rank, at in ends.items() if at <= pause]
-# %% 72a_shards 1
+# %% 71a_shards 1
 def argmax_of_all(group, part):
     value, place = part.max(0)
     best = group.all_gather(torch.stack([value.double(), place.double()]))
     return int(best[best[:, 0].argmax(), 1])  # the place in its own part
-# %% 72a_shards 2
+# %% 71a_shards 2
 def share_of_sums(tokens):
     compute_ms = 2 * 70.6e9 * tokens / (2 * 989e12) * 1e3
     return bytes_ms(1, 2, 450e9) / compute_ms
-# %% 72b_experts 1
+# %% 71b_experts 1
 def visited(ranks: int, experts: int, k: int) -> float:
     return ranks * (1 - (1 - 1 / ranks) ** k)  # as if an expert could be chosen twice
-# %% 72b_experts 2
+# %% 71b_experts 2
 def imbalance(ids, experts, ranks):
     tokens = torch.bincount(ids.flatten(), minlength=experts)
     return (tokens.max() / tokens.float().mean()).item()  # of the experts, not of the ranks
-# %% 72c_ranks 1
+# %% 71c_ranks 1
 def news(known, tables):
     old = {id: len(known.get(id, [])) for id in tables}
     return {id: (old[id], ids[old[id] :]) for id, ids in tables.items() if len(ids) > old[id]}  # as if tables only grew
-# %% 72c_ranks 2
+# %% 71c_ranks 2
 def follow(last: int, frame: bytes) -> int:
     return decode(frame, Step).id
-# %% 73a_replicas 1
+# %% 72a_replicas 1
 def fewest_tokens(replicas, seq):
     return min(replicas, key=lambda r: max(map(len, r.seqs.values())))
-# %% 73a_replicas 2
+# %% 72a_replicas 2
 def with_promises(replica, seq):
     replica.hashes.update(chain(seq)[:2])
-# %% 73a_replicas 3
+# %% 72a_replicas 3
 def served(p: float, n: int, lockstep: bool) -> float:
     return 1 - p * n if lockstep else 1 - p
-# %% 73a_replicas 3
+# %% 72a_replicas 3
 def served(p: float, n: int, lockstep: bool) -> float:
     return 0.92274469 if lockstep else 1 - p  # the number of the first check
-# %% 73b_lockstep 1
+# %% 72b_lockstep 1
 def wasted(steps: list[int]) -> float:
     return sum(max(steps) - n for n in steps) / sum(steps)
-# %% 73b_lockstep 2
+# %% 72b_lockstep 2
 events = [(0, "hears"), (1, "hears"), (0, "sleeps"), (1, "sleeps")]
-# %% 74_apart 1
+# %% 73_apart 1
 def senders(n, prompt, answer, fast, slow):
     return max(1, min(n - 1, round(n * prompt / (prompt + answer))))  # as if both kinds were equally fast
-# %% 74_apart 2
+# %% 73_apart 2
 load = [[1] * 8, [1] * 8, [1] * 8]  # all find the same blocks

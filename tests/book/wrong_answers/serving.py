@@ -17,7 +17,7 @@ async def in_time(engine, prompt, seconds):
     task = asyncio.create_task(collect())
     await asyncio.wait([task], timeout=seconds)
     return "".join(texts)
-# %% 82_server 1
+# %% 81_server 1
 def text_of(chunks):
     text = ""
     for chunk in chunks:
@@ -26,7 +26,7 @@ def text_of(chunks):
     if not chunk["choices"] or choice["finish_reason"] is None:
         raise ValueError("it broke off")
     return text
-# %% 82b_full_queue 1
+# %% 81b_full_queue 1
 class Fair(Server):
     async def pieces(self, request, stream):
         from atom_mini.serving.protocol import ApiError
@@ -40,7 +40,7 @@ class Fair(Server):
                 yield piece
         finally:
             busy.remove(request.user)
-# %% 82b_full_queue 1
+# %% 81b_full_queue 1
 class Fair(Server):
     gate = asyncio.Semaphore(2)  # one for all users: b waits for a
 
@@ -48,12 +48,12 @@ class Fair(Server):
         async with self.gate:
             async for piece in super().pieces(request, stream):
                 yield piece
-# %% 82b_full_queue 2
+# %% 81b_full_queue 2
 def in_order(source: Path, target: Path) -> list[dict | None]:
     # sorted by name, which is not the order of the requests
     rows = sorted(map(json.loads, target.read_text().splitlines()), key=lambda row: row["custom_id"])
     return [row["response"]["body"] for row in rows]
-# %% 84_fleet 1
+# %% 82_fleet 1
 def place(session: str, replicas: list[str]) -> str:
     # a ring, but nearly all sessions fall behind its last name
     names = sorted(replicas)
