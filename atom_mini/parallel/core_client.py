@@ -8,7 +8,7 @@ import weakref
 from collections import ChainMap, Counter
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, cast
+from typing import cast
 
 from ..engine_core import CLOSED, StepOutput
 from ..errors import require
