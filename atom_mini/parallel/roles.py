@@ -68,7 +68,7 @@ def own_options(role: dict[str, object]) -> dict[str, object]:
 
 
 def connector_name(config: EngineFields) -> str:
-    """The `kv_connector` of all engines: shared memory on a CPU, point to point between GPUs, unless one is asked for."""
+    """The `kv_connector` of all engines; by default shared memory on a CPU, and point to point between GPUs."""
     asked = config.kv_transfer_config[0].get("kv_connector")
     return str(asked or (SHARED if is_on_cpu(config) else POINT_TO_POINT))
 
