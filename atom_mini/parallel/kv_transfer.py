@@ -136,12 +136,14 @@ class TransferCore(EngineCore):
             seq = self.scheduler.seqs[request_id]
             if (cached := self.find(seq)) is None:
                 break
-            is_here = self.is_here(seq, len(cached), offer)
+            is_here, is_first = self.is_here(seq, len(cached), offer), not self.is_waiting
             self.is_waiting = self.is_waiting or not is_here
             if not self.is_waiting:
                 self.admit(seq, cached, offer)
                 self.leave(request_id)
             elif is_here is None:
+                if is_first:  # what is staged is for later ones, and would stay
+                    self.forget_staged()
                 break
 
     def is_here(
@@ -161,6 +163,11 @@ class TransferCore(EngineCore):
         """Wait for the blocks of an offer no longer."""
         self.copies.drop(request_id)
         del self.offers[request_id]
+
+    def forget_staged(self) -> None:
+        """Ask again for what has been asked for, so that the first offer finds memory."""
+        for request_id in self.offers:
+            self.copies.drop(request_id)
 
     def admit(
         self, seq: Sequence, cached: list[int], offer: Offer

@@ -1017,3 +1017,21 @@ def test_real_blocks_are_copied_whole(name: str, way: Way, options: dict[str, An
     pair.check()
     for core in (pair.sender, pair.receiver):
         core.close()
+
+
+def test_the_first_offer_gets_the_memory_that_later_ones_have_staged() -> None:
+    """It needed nothing when they asked, and has lost its cached blocks since. It would wait for good."""
+    config = EngineArgs(kv_cache_block_size=4, num_kvcache_blocks=40, max_num_batched_tokens=64, max_num_seqs=4)
+    peer = P2pNcclConnector(config, cast(Any, SimpleNamespace(kv_cache=torch.zeros(1, 2, 9, 1, 4, 1))))
+    peer.pipes, peer.num_staged = cast(Any, {0: SymbolicPipe()}), 4
+    asked: list[tuple[int, list[int]]] = []
+    peer.ask = lambda request_id, _, blocks: asked.append((request_id, blocks))
+    core = TransferCore(config, SymbolicRunner(config, 12), make_scheduler(config), peer)
+    for number, blocks in ((1, [0, 1]), (2, [5, 6, 7, 8])):
+        seq = Sequence([number] * (4 * len(blocks) + 1), 4, SamplingParams(ignore_eos=True), number)
+        core.take(seq, Offer(0, blocks, 0))
+    assert peer.receive(2, 0, [5, 6, 7, 8]) is False
+    peer.parcels[2].is_here = True
+    core.step()
+    core.step()
+    assert asked == [(2, [5, 6, 7, 8]), (1, [0, 1])]
