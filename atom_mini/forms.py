@@ -171,7 +171,7 @@ def unpacked(masks: Tensor, size: int) -> Tensor:
     """The bits of `masks` int32 [M, size / 32]: bool [M, size]."""
     import torch
 
-    if masks.device.type == "cpu":  # many times faster than torch
+    if masks.device.type == "cpu":  # in a fraction of the time of the shifts below
         bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=size, bitorder="little")
         return torch.from_numpy(bits).view(torch.bool)
     places = torch.arange(32, device=masks.device, dtype=torch.int32)

@@ -366,8 +366,9 @@ class KernelSampler(Sampler):
     def __call__(self, logits: Tensor, meta: SamplingMetaData) -> Tensor:
         """logits [B, V] -> int64 [B]; NO_TOKEN where a row has NaN or +inf."""
         filters, masks = self.filters(logits, meta), self.masks(logits, meta)
-        if meta.temperature is None and masks is None:
-            return super().__call__(logits, meta)  # only greedy requests
-        zeros = torch.zeros(len(logits), device=logits.device)
-        temperature, u = (zeros if x is None else x for x in (meta.temperature, meta.u))
+        temperature, u = meta.temperature, meta.u
+        if temperature is None or u is None:  # only greedy requests
+            if masks is None:
+                return super().__call__(logits, meta)
+            temperature = u = torch.zeros(len(logits), device=logits.device)
         return self.draw(logits, temperature, u, filters, masks)

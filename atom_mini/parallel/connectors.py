@@ -192,7 +192,7 @@ class P2pNcclConnector:
         self.form = form_of(config, self.pool)
         self.ask: Callable[[int, int, list[int]], None] = ask_nobody  # (request, source, blocks): see `send`
         self.pipes: dict[int, Pipe] = {}
-        self.parcels: dict[int, Parcel] = {}  # of requests, in the order of their offers
+        self.parcels: dict[int, Parcel] = {}  # of requests
         self.dropped: list[Parcel] = []  # on their way for nobody
 
     def open(self, number: int, path: str) -> None:
@@ -221,10 +221,8 @@ class P2pNcclConnector:
         return self.pool.new_empty(layers, halves, count, *rest)
 
     def receive(self, request_id: int, source: int, blocks: list[int]) -> bool | None:
-        """Whether these blocks are here; None if too much is on its way to ask for them now.
-
-        To be called in the order of the offers. ConnectionError if `source` has died with them.
-        """
+        """Whether these blocks are here; None if too much is on its way or staged to ask for them now.
+        ConnectionError if `source` has died with them."""
         parcel = self.parcels.get(request_id)
         is_asked = parcel is not None and parcel.rows.keys() >= {*blocks}
         if not blocks or (is_asked and parcel is not None and parcel.is_here):
@@ -232,16 +230,15 @@ class P2pNcclConnector:
         if self.pipes[source].is_broken:
             raise ConnectionError(f"engine {source} has died")
         if not is_asked:
-            if parcel is not None:  # some have left the cache here since they were asked for
-                self._drop_from(request_id)
+            self.drop(request_id)  # others may have left the cache here since it was asked for
             if not self._may_ask(source, blocks):
                 return None
             self._expect(request_id, source, blocks)
         return False
 
     def _may_ask(self, source: int, blocks: list[int]) -> bool:
-        """Whether there is memory, and none of the blocks is on its way for an earlier request,
-        after which they can be found in the cache."""
+        """Whether there is memory, and none of the blocks is on its way or staged for another request,
+        after which it can be found in the cache."""
         used = sum(len(parcel.rows) for parcel in [*self.parcels.values(), *self._draining()])
         sent = {b for p in self.parcels.values() if p.source == source for b in p.rows}
         return sent.isdisjoint(blocks) and (not used or used + len(blocks) <= self.num_staged)
@@ -270,12 +267,6 @@ class P2pNcclConnector:
     def scatter(self, data: Tensor, rows: list[int], blocks: list[int]) -> None:
         """Copy rows of `data` into own blocks."""
         self.pool[:, :, blocks] = data[:, :, rows]
-
-    def _drop_from(self, request_id: int) -> None:
-        """Forget what was asked for a request and for all after it, which would otherwise keep its memory."""
-        ids = [*self.parcels]
-        for later in ids[ids.index(request_id) :]:
-            self.drop(later)
 
     def drop(self, request_id: int) -> None:
         """Keep nothing for a request any more. What is on its way for it arrives, and is forgotten."""

@@ -38,7 +38,10 @@ class Offer:
     blocks: list[int]
     num_cached_tokens: int = 0  # of the prompt, which `source` has found in its cache
 
+# %% auto #0
+__all__ = ['resume', 'Offer', 'Connector', 'TransferCore']
 
+# %% ../../nbs/parallel/73_apart.ipynb #7e3f4cfb
 class Connector(Protocol):
     """How blocks of other engines come into the own pool (vLLM's word)."""
 
@@ -55,9 +58,6 @@ class Connector(Protocol):
 
     def drop(self, request_id: int) -> None:
         """Keep nothing for a request any more."""
-
-# %% auto #0
-__all__ = ['resume', 'Offer', 'Connector', 'TransferCore']
 
 # %% ../../nbs/parallel/73_apart.ipynb #eafadfaa
 class TransferCore(EngineCore):

@@ -747,8 +747,8 @@ def test_on_a_gpu_a_parcel_waits_for_the_compute_stream(rank: int, monkeypatch: 
     assert notes[5:] == ["aborted"] and pipe.is_broken
 
 
-def test_a_request_that_is_asked_for_again_gets_the_memory_of_those_behind_it() -> None:
-    """The first in the queue has lost a cached block here since it was asked for. What it had asked for is drained first."""
+def test_what_is_asked_for_again_waits_until_the_old_has_arrived() -> None:
+    """The first in the queue has lost a cached block here since it was asked for."""
     pool = torch.zeros(1, 2, 9, 1, 4, 1)
     peer = P2pNcclConnector(EngineArgs("tiny", device="cpu"), cast(Any, SimpleNamespace(kv_cache=pool)))
     peer.pipes, peer.num_staged = cast(Any, {0: SymbolicPipe()}), 4
@@ -757,7 +757,7 @@ def test_a_request_that_is_asked_for_again_gets_the_memory_of_those_behind_it() 
     assert peer.receive(1, 0, [1]) is False and peer.receive(2, 0, [5, 6]) is False
     assert peer.receive(3, 0, [6, 7]) is None, "block 6 is on its way"
     assert peer.receive(4, 0, [2, 3]) is None, "there is no memory"
-    assert peer.receive(1, 0, [0, 1]) is None and not peer.parcels
+    assert peer.receive(1, 0, [0, 1]) is None and [*peer.parcels] == [2]
     for parcel in cast(Any, peer.pipes[0]).queue:
         parcel.is_here = True
     assert peer.receive(1, 0, [0, 1]) is False and asked == [(1, [1]), (2, [5, 6]), (1, [0, 1])]
@@ -765,6 +765,7 @@ def test_a_request_that_is_asked_for_again_gets_the_memory_of_those_behind_it() 
     with pytest.raises(ConnectionError, match="engine 0 has died"):
         peer.receive(1, 0, [0, 1])
     peer.drop(1)
+    peer.drop(2)
     assert not peer.is_busy
 
 
