@@ -80,9 +80,9 @@ def test_graphs_are_recorded_on_a_stream_of_their_own(folder: Path, gpus: Gpus) 
     """Those of a runner share it, those that measure memory have another one. A library's handle belongs to a stream: one
     that is made during a recording would end it, so a step warms up there. Other threads may go on."""
     runner = graph_runner(EngineArgs(str(folder), device="cuda:1", **ROOM | {"max_num_seqs": 2}))
-    measured, kept = gpus.captures[:2], gpus.captures[2:]  # each of sizes 1 and 2
-    assert len(kept) == len(runner.graphs) == 2
-    assert measured[0] is measured[1] and kept[0] is kept[1] is not measured[0]
+    measured, kept = gpus.captures[:4], gpus.captures[4:]  # each of sizes 1 and 2, a step and sampling with masks
+    assert len(runner.graphs) == len(runner.masked) == 2 and len(measured) == len(kept) == 4
+    assert len({*map(id, measured)}) == len({*map(id, kept)}) == 1 and kept[0] is not measured[0]
     assert {stream.device.index for stream in gpus.captures} == {1} and not hasattr(gpus, "default")
     whats, last = [what for what, _, _ in gpus.log], 0
     for stream in map(id, gpus.captures):
