@@ -229,27 +229,48 @@ def make_tile(rows: int) -> Callable[..., None]:
 
 tile, tile_of_one = make_tile(ROWS), make_tile(1)
 
-AHEAD = 4096  # bytes
+FEW = 4  # rows: up to here, w is read once in the order in which it is stored
 
 
 @kernel
-def multiply_row(w, o, x, bias, y, at):
-    """y[0, at : at + 4] = x[0] @ w[o : o + 4].T + bias[at : at + 4].
+def sum_row(w, o, x):
+    """The sums of w[o] * x[0], in a `Vector`."""
+    sums = broadcast(np.float32(0))
+    for k in range(0, w.shape[1], LANES):
+        sums = fma(load(w, o, k), load(x, 0, k), sums)
+    return sums
 
-    `at` is not `o` where w is only a part of the weight."""
+
+@kernel
+def sum_two(w, o, x, r):
+    """The sums of w[o] * x[r] and of w[o] * x[r + 1]."""
+    a = b = broadcast(np.float32(0))
+    for k in range(0, w.shape[1], LANES):
+        both = load(w, o, k)
+        a, b = fma(both, load(x, r, k), a), fma(both, load(x, r + 1, k), b)
+    return a, b
+
+
+@kernel
+def multiply_few(w, o, x, bias, y, at):
+    """`multiply_four` for one to `FEW` rows. Two of them share each row of w that is read."""
+    last = len(x) - 1
     for i in range(4):
-        sums = broadcast(np.float32(0))
-        for k in range(0, w.shape[1], LANES):
-            prefetch(w, o + i, k + AHEAD // w.itemsize)  # past the row, too
-            sums = fma(load(w, o + i, k), load(x, 0, k), sums)
-        y[0, at + i] = sum_lanes(sums) + bias[at + i]
+        for r in range(0, last, 2):
+            a, b = sum_two(w, o + i, x, r)
+            y[r, at + i] = sum_lanes(a) + bias[at + i]
+            y[r + 1, at + i] = sum_lanes(b) + bias[at + i]
+        if last % 2 == 0:
+            y[last, at + i] = sum_lanes(sum_row(w, o + i, x[last:])) + bias[at + i]
 
 
 @kernel
 def multiply_four(w, o, x, bias, y, at):
-    """y[:, at : at + 4] = x [R, I] @ w[o : o + 4].T + bias[at : at + 4]."""
-    if len(x) == 1:
-        multiply_row(w, o, x, bias, y, at)
+    """y[:, at : at + 4] = x [R, I] @ w[o : o + 4].T + bias[at : at + 4].
+
+    `at` is not `o` where w is only a part of the weight."""
+    if len(x) <= FEW:
+        multiply_few(w, o, x, bias, y, at)
         return
     rest = len(x) % ROWS
     for r in range(0, len(x) - rest, ROWS):
@@ -431,12 +452,14 @@ def make_code_tile(rows: int) -> Callable[..., None]:
 code_tile, code_tile_of_one = make_code_tile(2), make_code_tile(1)
 
 
+FEW_CODES = 8  # rows, as `FEW`
+
+
 @kernel
 def sum_codes(w, o, codes):
     """The sums of w[o] * codes[0]."""
     sums = broadcast(np.float32(0))
     for k in range(0, w.shape[1], 2 * LANES):
-        prefetch(w, o, k + AHEAD)
         sums = add_pairs(load_codes(w, o, k), load_codes(codes, 0, k), sums)
     return sums
 
@@ -450,6 +473,30 @@ def code_row(w, scales, o, codes, row_scales, bias, y):
 
 
 @kernel
+def sum_two_codes(w, o, codes, r):
+    """The sums of w[o] * codes[r] and of w[o] * codes[r + 1]."""
+    a = b = broadcast(np.float32(0))
+    for k in range(0, w.shape[1], 2 * LANES):
+        both = load_codes(w, o, k)
+        a = add_pairs(both, load_codes(codes, r, k), a)
+        b = add_pairs(both, load_codes(codes, r + 1, k), b)
+    return a, b
+
+
+@kernel
+def multiply_few_codes(w, scales, o, codes, row_scales, bias, y):
+    """y[:, o : o + 4] = codes @ w[o : o + 4].T, scaled, + bias[o : o + 4]."""
+    last = len(codes) - 1
+    for r in range(0, last, 2):
+        (a, b), (c, d) = sum_two_codes(w, o, codes, r), sum_two_codes(w, o + 1, codes, r)
+        (e, f), (g, h) = sum_two_codes(w, o + 2, codes, r), sum_two_codes(w, o + 3, codes, r)
+        store_sums(y, r, o, (a, c, e, g), row_scales[r], scales, bias)
+        store_sums(y, r + 1, o, (b, d, f, h), row_scales[r + 1], scales, bias)
+    if last % 2 == 0:
+        code_row(w, scales, o, codes[last:], row_scales[last:], bias, y[last:])
+
+
+@kernel
 def multiply_codes(start, end, codes, row_scales, w, scales, bias, y):
     """Outputs [start, end) of y [R, O], from codes [R, I] int16 with a scale per row,
     and w [O, I] int8 with a scale per output.
@@ -460,6 +507,9 @@ def multiply_codes(start, end, codes, row_scales, w, scales, bias, y):
         o = min(first, len(w) - 4)
         if len(codes) == 1:
             code_row(w, scales, o, codes, row_scales, bias, y)
+            continue
+        if len(codes) <= FEW_CODES:
+            multiply_few_codes(w, scales, o, codes, row_scales, bias, y)
             continue
         for r in range(0, len(codes) - rest, 2):
             code_tile(w, scales, o, codes, row_scales, r, bias, y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,10 +64,18 @@ def as_numpy(x: Tensor) -> np.ndarray:
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
+def in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Empty memory that begins with a cache line. NumPy asks Linux for huge pages, and torch does not."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+
+
 def stack(layers: list[Linear]) -> Tensor:
     """The weights [L, O, I] of L layers; each layer's weight becomes a view of it."""
     like = layers[0].weight
-    whole = torch.empty(len(layers), *like.shape, dtype=like.dtype)
+    whole = in_huge_pages((len(layers), *like.shape), like.dtype)
     for layer, part in zip(layers, whole, strict=True):
         part.copy_(layer.weight)
         layer.weight = nn.Parameter(part, requires_grad=False)  # frees the old one
@@ -96,8 +105,9 @@ def floats(parts: list[Tensor]) -> np.ndarray:
 
 
 def collect(model: Any) -> Weights:
-    """The weights of a `CausalLM`."""
+    """The weights of a `CausalLM`, whose matrices now lie in huge pages."""
     decoder, layers, head = model.model, [*model.model.layers], model.head.weight
+    head.data = in_huge_pages(tuple(head.shape), head.dtype).copy_(head)  # the embedding's, too, if they share it
     norms = [n for x in layers for n in (x.input_layernorm, x.post_attention_layernorm)]
     attns, mlps = [x.self_attn for x in layers], [x.mlp for x in layers]
     kinds = [[a.qkv for a in attns], [a.o for a in attns]]

@@ -214,9 +214,9 @@ def test_the_same_bits(kind: dict[str, str], tmp_path: Path) -> None:
             llm.engine_core.runner.ops.threads = Threads(count)
             found, same = run(llm, asked)
             assert same == tokens and largest_difference(wanted, found) == 0.0
-        for i in (0, 7, 29):
-            found, _ = run(llm, asked[i : i + 1])
-            assert all(row.equal(wanted[i, n]) for (_, n), row in found.items())
+        for start, count in ((0, 1), (29, 1), (7, 2), (11, 3), (20, 4), (3, 7)):
+            found, _ = run(llm, asked[start : start + count])
+            assert all(row.equal(wanted[start + i, n]) for (i, n), row in found.items())
 
 
 def test_many_rows_in_groups_have_the_same_bits(tmp_path: Path) -> None:

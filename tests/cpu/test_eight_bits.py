@@ -282,7 +282,7 @@ for inputs, outputs in ((64, 16), (192, 124)):
     for w, each in ((codes, scales), (floats, None), (short, None)):
         found = np.empty((11, outputs), "f4")
         linear(np.zeros(16, "i8"), 3, x, w, bias, found, each)
-        for rows in (1, 2, 5):
+        for rows in range(1, 11):
             part = np.empty((rows, outputs), "f4")
             linear(np.zeros(16, "i8"), 8, x[:rows], w, bias, part, each)
             assert np.array_equal(part, found[:rows]), (w.dtype, inputs, rows)
