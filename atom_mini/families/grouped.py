@@ -15,7 +15,8 @@ from ..gpu.tile_configs import amd, configs_for
 from ..gpu.triton_attention import TileConfig, product_type
 
 # %% auto #0
-__all__ = ['TILES', 'Stack', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_config', 'expert_product', 'grouped_experts']
+__all__ = ['TILES', 'Stack', 'sort_kernel', 'sort_pairs', 'expert_kernel', 'choose_config', 'check_sizes', 'count_units',
+           'expert_product', 'grouped_experts']
 
 # %% ../../nbs/families/61_grouped_kernel.ipynb #6d1b851a
 @triton.jit
@@ -48,6 +49,7 @@ def sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 # %% ../../nbs/families/61_grouped_kernel.ipynb #b19fb708
 @triton.jit
 def _ends(starts_ptr, E: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr):
+    """Where the tiles of each expert end: [POW2]."""
     e = tl.arange(0, POW2)
     start = tl.load(starts_ptr + e, mask=e < E, other=0)
     end = tl.load(starts_ptr + e + 1, mask=e < E, other=0)
@@ -116,12 +118,12 @@ def expert_kernel(
     for work in range(tl.program_id(0), tl.max(ends, 0) * columns, tl.num_programs(0)):
         e, rows, valid = _tile(starts_ptr, ends, work // columns, ROWS)
         pairs = tl.load(pairs_ptr + rows, mask=valid, other=0)
-        source, target = rows.to(tl.int64), pairs.to(tl.int64)
+        source, target = rows.to(tl.int64), pairs.to(tl.int64)  # from sorted to pairs
         n, top, size = work % columns * COLUMNS + tl.arange(0, COLUMNS), e * N, N
         exist, acc = n < N, tl.zeros([ROWS, COLUMNS], tl.float32)
-        if UP:
+        if UP:  # from tokens to sorted
             source, target = target // CHOICES, source
-            n, size = n // 2 + n % 2 * (N // 2), N // 2  # gate, up, gate, up ...
+            n, size = n // 2 + n % 2 * (N // 2), N // 2  # gate, up, gate, up
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + top + n, mask=exist, other=0)
             acc += bias.to(tl.float32)[None, :]
@@ -168,27 +170,47 @@ def choose_config(x: Tensor, pairs: int, experts: int) -> TileConfig:
 Stack = tuple[Tensor, Tensor | None, Tensor | None]  # weights, scales, biases
 
 
+def check_sizes(x: Tensor, stack: Stack) -> None:
+    """Raise ValueError unless the rows of `x` go with these experts."""
+    weights, scales, _ = stack
+    per_byte = 1 if scales is None else 2  # numbers in an element of `weights`
+    size = weights.shape[2] * per_byte
+    is_half = x.dtype != torch.float32
+    what = f"dtype={x.dtype} does not go with packed experts; use bfloat16 or float16"
+    require(scales is None or is_half, what)
+    fits = size == x.shape[1]
+    require(fits, f"x has rows of {x.shape[1]} numbers, but the experts need {size}")
+
+
+def count_units(device: torch.device) -> int:
+    """How many programs run at the same time: a GPU's compute units."""
+    if device.type != "cuda":
+        return 4  # the interpreter has none; with few, each program has several tiles
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+# %% ../../nbs/families/61_grouped_kernel.ipynb #6d870e35
 def expert_product(
     x: Tensor, stack: Stack, weights: Tensor, order: tuple[Tensor, Tensor],
     limit: float, is_up: bool,
 ) -> Tensor:
     """One of the two products of `expert_kernel`, for the pairs in `order`."""
-    (E, N, size), scales, K = stack[0].shape, stack[1], x.shape[1]
-    size, is_half = size * (1 if scales is None else 2), x.dtype != torch.float32
-    what = f"dtype={x.dtype} does not go with packed experts; use bfloat16 or float16"
-    require(scales is None or is_half, what)
-    require(size == K, f"x has rows of {K} numbers, but the experts need {size}")
-    P, units, make = weights.numel(), 4, x.new_empty if is_up else x.new_zeros
-    config, m = choose_config(x, P, E), min(E, P)
-    columns, out = max(64, config.rows), make((P, N // 2 if is_up else N))
-    most = (m + (P - m) // config.rows) * triton.cdiv(N, columns)
-    if x.device.type == "cuda":
-        units = torch.cuda.get_device_properties(x.device).multi_processor_count
-    expert_kernel[(min(units * config.programs, most),)](
-        x, *stack, weights, *order, out, E, triton.next_power_of_2(E), K, N,
-        weights.shape[1], limit, is_up, config.rows, columns,
-        config.key_bytes // columns // x.itemsize, config.stages,
-        product_type(x.dtype), **config.options(),
+    check_sizes(x, stack)
+    num_experts, num_rows, _ = stack[0].shape
+    num_pairs, choices = weights.numel(), weights.shape[1]
+    config = choose_config(x, num_pairs, num_experts)
+    columns = max(64, config.rows)
+    depth = config.key_bytes // columns // x.itemsize
+    make = x.new_empty if is_up else x.new_zeros  # `down` never writes padding pairs
+    out = make((num_pairs, num_rows // 2 if is_up else num_rows))
+    chosen = min(num_experts, num_pairs)  # at most
+    tiles = chosen + (num_pairs - chosen) // config.rows
+    most = tiles * triton.cdiv(num_rows, columns)
+    programs = min(count_units(x.device) * config.programs, most)
+    expert_kernel[(programs,)](
+        x, *stack, weights, *order, out, num_experts,
+        triton.next_power_of_2(num_experts), x.shape[1], num_rows, choices, limit,
+        is_up, config.rows, columns, depth, config.stages, product_type(x.dtype),
+        **config.options(),
     )
     return out
 

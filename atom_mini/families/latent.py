@@ -56,16 +56,18 @@ class LatentAttention(nn.Module):
         super().__init__()
         hidden, rank, bias = spec.hidden_size, spec.q_lora_rank, spec.qkv_bias
         latent, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
-        self.heads, self.key = spec.num_attention_heads, [spec.qk_nope_head_dim, rope]
-        rows = self.heads * sum(self.key)
+        self.heads = spec.num_attention_heads
+        self.key_sizes = [spec.qk_nope_head_dim, rope]
+        rows = self.heads * sum(self.key_sizes)
         query = {"q_a_proj": rank} if rank else {"q_proj": rows}
-        self.sizes = [*query.values(), latent, rope]
+        self.down_sizes = [*query.values(), latent, rope]
         self.down = Linear(hidden, query | {"kv_a_proj_with_mqa": latent + rope}, bias)
+        # The norms of latents have this epsilon in transformers, too, not rms_norm_eps.
         self.q_a_layernorm = RMSNorm(rank, 1e-6, ops) if rank else None
         self.q_b = Linear(rank, {"q_b_proj": rows}) if rank else nn.Identity()
         self.kv_a_layernorm = RMSNorm(latent, 1e-6, ops)
-        self.up = [spec.qk_nope_head_dim, spec.v_head_dim]
-        weight = unfilled(self.heads * sum(self.up), latent)
+        self.up_sizes = [spec.qk_nope_head_dim, spec.v_head_dim]
+        weight = unfilled(self.heads * sum(self.up_sizes), latent)
         self.kv_b_proj = nn.ParameterDict({"weight": weight})
         self.o = Linear(self.heads * spec.v_head_dim, {"o_proj": hidden}, bias)
         self.attn = Attention(latent + rope, partial(attend_latent, ops, latent))
@@ -73,17 +75,19 @@ class LatentAttention(nn.Module):
 
     def matrices(self) -> tuple[Tensor, ...]:
         """The parts of `kv_b_proj`: keys' [H, nope, latent], values' [H, value, latent]."""
-        return self.kv_b_proj["weight"].unflatten(0, (self.heads, -1)).split(self.up, 1)
+        by_head = self.kv_b_proj["weight"].unflatten(0, (self.heads, -1))
+        return by_head.split(self.up_sizes, 1)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, latent, k_rope = self.down(x).split(self.sizes, -1)
+        q, latent, k_rope = self.down(x).split(self.down_sizes, -1)
         latent, _ = self.kv_a_layernorm(latent.contiguous(), None)
         row = torch.cat([latent, rotate(k_rope[:, None], cos, sin)[:, 0]], 1)
         cache, slots = self.attn.kv_cache, get_forward_context().slot_mapping
         cache.view(-1, row.shape[1]).index_copy_(0, slots, row)
         if self.q_a_layernorm is not None:
             q, _ = self.q_a_layernorm(q.contiguous(), None)
-        q, q_rope = self.q_b(q).view(len(x), self.heads, -1).split(self.key, -1)
+        q = self.q_b(q).view(len(x), self.heads, -1)
+        q, q_rope = q.split(self.key_sizes, -1)
         keys, values = self.matrices()
         q = torch.einsum("thn,hnl->thl", q, keys)
         sums = self.attn(torch.cat([q, rotate(q_rope, cos, sin)], -1))

@@ -21,8 +21,8 @@ from atom_mini.models import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['NUM_ROWS', 'keep_groups', 'route', 'ExpertLinear', 'loop_over_experts', 'activate', 'MixtureMLP', 'VariedAttention',
-           'rotary_order', 'PartialRotary', 'MixtureModel']
+__all__ = ['NUM_ROWS', 'keep_groups', 'route', 'loop_over_experts', 'ExpertLinear', 'activate', 'MixtureMLP', 'MixtureModel',
+           'VariedAttention', 'rotary_order', 'PartialRotary']
 
 # %% ../../nbs/families/60_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -54,37 +54,6 @@ def route(
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * routing.scale, ids
 
-# %% ../../nbs/families/60_mixture.ipynb #bfc5c6cf
-class ExpertLinear(Linear):
-    """The stacked matrices of `count` experts: [count * rows, size].
-
-    `parts` (name -> rows) are the rows of one expert.
-    """
-
-    def __init__(
-        self, size: int, count: int, parts: dict[str, int], bias: bool = False
-    ) -> None:
-        names = {f"experts.{e}.{n}": r for e in range(count) for n, r in parts.items()}
-        super().__init__(size, names, bias)
-        self.count = count
-        self.packed: list[Tensor] = []
-
-    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Views: weights [E, rows, size], scales (None), biases [E, rows] or None."""
-        weight, bias = self.weight.unflatten(0, (self.count, -1)), self.bias
-        return weight, None, None if bias is None else bias.view(self.count, -1)
-
-    def pack(self, reorder: Callable[[Tensor], Tensor]) -> None:
-        """Replace the tall matrix by one reordered for oneDNN per expert."""
-        self.packed = [reorder(w.contiguous()) for w in self.stacked()[0]]
-        self.weight = unfilled(self.count, 0)
-
-    def product(self, x: Tensor, expert: int) -> Tensor:
-        """x [n, size] times one expert's matrix -> [n, rows]."""
-        weight, _, bias = self.stacked()
-        matrix = self.packed[expert] if self.packed else weight[expert]
-        return self.multiply(x, matrix, None if bias is None else bias[expert])
-
 # %% ../../nbs/families/60_mixture.ipynb #a93f89dc
 def loop_over_experts(
     x: Tensor, ids: Tensor, weights: Tensor, expert: Callable[[Tensor, int], Tensor]
@@ -98,6 +67,37 @@ def loop_over_experts(
     found = [expert(rows[e], e) for e in range(len(rows)) if len(rows[e])]
     pairs = torch.cat(found)[order.argsort()].float() * weights.view(-1, 1)
     return pairs.view(*ids.shape, -1).sum(1).to(x.dtype)
+
+# %% ../../nbs/families/60_mixture.ipynb #bfc5c6cf
+class ExpertLinear(Linear):
+    """The stacked matrices of `count` experts: [count * rows, size].
+
+    `parts` (name -> rows) are the rows of one expert.
+    """
+
+    def __init__(
+        self, size: int, count: int, parts: dict[str, int], bias: bool = False
+    ) -> None:
+        names = {f"experts.{e}.{n}": r for e in range(count) for n, r in parts.items()}
+        super().__init__(size, names, bias)
+        self.count = count
+        self.packed: list[Tensor] = []  # by `pack`, for a CPU
+
+    def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Views: weights [E, rows, size], no scales (chapter 63), biases [E, rows]."""
+        weight, bias = self.weight.unflatten(0, (self.count, -1)), self.bias
+        return weight, None, None if bias is None else bias.view(self.count, -1)
+
+    def product(self, x: Tensor, expert: int) -> Tensor:
+        """x [n, size] times one expert's matrix -> [n, rows]."""
+        weight, _, bias = self.stacked()
+        matrix = self.packed[expert] if self.packed else weight[expert]
+        return self.multiply(x, matrix, None if bias is None else bias[expert])
+
+    def pack(self, reorder: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tall matrix by one reordered for oneDNN per expert."""
+        self.packed = [reorder(w.contiguous()) for w in self.stacked()[0]]
+        self.weight = unfilled(self.count, 0)
 
 # %% ../../nbs/families/60_mixture.ipynb #8d43fc28
 def activate(gate_up: Tensor, limit: float = 0.0) -> Tensor:
@@ -120,13 +120,16 @@ class MixtureMLP(nn.Module):
 
     def __init__(self, spec: FamilySpec, ops: TorchOps) -> None:
         super().__init__()
-        experts, size = spec.experts, spec.hidden_size
-        assert experts is not None and spec.routing is not None, "a dense layer"
-        self.routing, self.ops, self.limit = spec.routing, ops, experts.limit
+        experts, routing, size = spec.experts, spec.routing, spec.hidden_size
+        if experts is None or routing is None:
+            raise ValueError("this spec has no experts: use `MLP` for a dense layer")
+        self.routing, self.ops, self.limit = routing, ops, experts.limit
         count, width, is_biased = experts.count, experts.width, experts.is_biased
         self.router = Linear(size, {"gate": count}, is_biased).float()
-        zeros = nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
-        self.correction = zeros if self.routing.is_corrected else None
+        self.correction = (
+            nn.Parameter(torch.zeros(count, dtype=torch.float32), False)
+            if routing.is_corrected else None
+        )  # fmt: skip
         parts = {"gate_proj": width, "up_proj": width}
         self.gate_up = self.linear(size, count, parts, is_biased)
         self.down = self.linear(width, count, {"down_proj": size}, is_biased)
@@ -172,7 +175,39 @@ class MixtureMLP(nn.Module):
         return out + shared
 
 # %% ../../nbs/families/60_mixture.ipynb #28ecd6b6
-NUM_ROWS = 3  # in the header of an `AttentionPlan`: how many query rows are real
+NUM_ROWS = 3  # where an `AttentionPlan`'s header (chapter 10b) counts the real rows
+
+# %% ../../nbs/families/60_mixture.ipynb #8f60a4c9
+class MixtureModel(CausalLM):
+    """A `CausalLM` with experts and with the attention of these families."""
+
+    spec: FamilySpec
+
+    def make_attention(self, layer: int) -> nn.Module:
+        return VariedAttention(self.spec, self.ops, layer)
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        if self.spec.sparse[layer]:
+            return MixtureMLP(self.spec, self.ops)
+        return super().make_mlp(layer)
+
+    def make_rotary(self, max_position: int) -> nn.Module:
+        if self.spec.rotated_dim < self.spec.head_dim:
+            return PartialRotary(self.spec, max_position)
+        return super().make_rotary(max_position)
+
+    def rename(self, readers: Readers) -> Readers:
+        """The checkpoint's weights under our names."""
+        return rename_weights(readers, self.spec)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        spec = self.spec
+        readers = split_experts(self.rename(readers), spec)
+        if spec.rotated_dim == spec.head_dim:
+            return readers
+        names = ("q_proj", "k_proj", "q_norm", "k_norm")
+        order = rotary_order(spec.head_dim, spec.rotated_dim)
+        return sort_rows(readers, dict.fromkeys(names, order))
 
 # %% ../../nbs/families/60_mixture.ipynb #f3b3f576
 class VariedAttention(SelfAttention):
@@ -220,35 +255,3 @@ class PartialRotary(RotaryEmbedding):
         cos, sin = (x.unflatten(-1, (2, -1)) for x in (self.cos, self.sin))
         self.cos = F.pad(cos, rest, value=1.0).flatten(1)
         self.sin = F.pad(sin, rest).flatten(1)
-
-# %% ../../nbs/families/60_mixture.ipynb #8f60a4c9
-class MixtureModel(CausalLM):
-    """A `CausalLM` with experts and with the attention of these families."""
-
-    spec: FamilySpec
-
-    def make_attention(self, layer: int) -> nn.Module:
-        return VariedAttention(self.spec, self.ops, layer)
-
-    def make_mlp(self, layer: int) -> nn.Module:
-        if self.spec.sparse[layer]:
-            return MixtureMLP(self.spec, self.ops)
-        return super().make_mlp(layer)
-
-    def make_rotary(self, max_position: int) -> nn.Module:
-        if self.spec.rotated_dim < self.spec.head_dim:
-            return PartialRotary(self.spec, max_position)
-        return super().make_rotary(max_position)
-
-    def rename(self, readers: Readers) -> Readers:
-        """The checkpoint's weights under our names."""
-        return rename_weights(readers, self.spec)
-
-    def weight_readers(self, readers: Readers) -> Readers:
-        spec = self.spec
-        readers = split_experts(self.rename(readers), spec)
-        if spec.rotated_dim == spec.head_dim:
-            return readers
-        names = ("q_proj", "k_proj", "q_norm", "k_norm")
-        order = rotary_order(spec.head_dim, spec.rotated_dim)
-        return sort_rows(readers, dict.fromkeys(names, order))

@@ -44,6 +44,8 @@ def delta_chunk(
     section 3.
     """
     total = g.cumsum(-2)
+    # The first tril keeps exp from overflowing above the diagonal, where it leaves 0;
+    # the second removes the ones that exp makes of these.
     faded = (total - total.mT).tril().exp().tril()  # [C, C]: decay between two tokens
     new = beta * (v - total.exp() * (k @ state))
     if k.shape[-2] > 1:
@@ -113,8 +115,8 @@ class GatedDeltaNet(nn.Module):
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         self.inner = Linear(spec.hidden_size, dict(zip(names, self.rows, strict=True)))
         self.conv1d = nn.ParameterDict({"weight": unfilled(sum(mixed), 1, past + 1)})
-        zeros = torch.zeros(heads, dtype=torch.float32)
-        self.A_log, self.dt_bias = (nn.Parameter(zeros.clone(), False) for _ in "Ab")
+        self.A_log = nn.Parameter(torch.zeros(heads, dtype=torch.float32), False)
+        self.dt_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32), False)
         self.norm = RMSNorm(dim, spec.rms_norm_eps, ops)
         self.out = Linear(heads * dim, {"out_proj": spec.hidden_size})
         self.state, self.past = torch.empty(0), torch.empty(0)
@@ -155,7 +157,7 @@ class GatedDeltaNet(nn.Module):
 
 # %% ../../nbs/families/65a_delta_rule.ipynb #adfec89d
 def unit(x: Tensor) -> Tensor:
-    """Each row divided by its length, in float32, with the epsilon of the authors."""
+    """Each row divided by its length, in float32."""
     x = x.float()
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 

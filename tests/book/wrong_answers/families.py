@@ -22,21 +22,14 @@ times_read = {T: 2 * T for T in (1, 16, 17, 40)}  # once for each token
 # %% 61_grouped_kernel 1
 times_read = {}  # no answer
 # %% 61_grouped_kernel 2
-def pack(w):
-    groups = w.unflatten(-1, (-1, 32))
-    power = (groups.abs().amax(-1) / 6).log2().ceil().clamp(-127, 127)
-    scaled = groups / torch.exp2(power)[..., None]
-    nearest = (scaled.abs()[..., None] - E2M1[:8]).abs().argmin(-1)
-    codes = (nearest + 8 * (scaled < 0)).flatten(-2).unflatten(-1, (-1, 2))
-    return codes[..., 1] + 16 * codes[..., 0], (power + 127).to(torch.uint8)  # high half first
+def place(ids, p, size):
+    return divmod(ids.flatten().argsort(stable=True).tolist().index(p), size)  # no padding
 # %% 61_grouped_kernel 2
-def pack(w):
-    groups = w.unflatten(-1, (-1, 32))
-    power = (groups.abs().amax(-1).log2().floor() - 2).clamp(-127, 127)  # rounded down
-    scaled = groups / torch.exp2(power)[..., None]
-    nearest = (scaled.abs()[..., None] - E2M1[:8]).abs().argmin(-1)
-    codes = (nearest + 8 * (scaled < 0)).flatten(-2).unflatten(-1, (-1, 2))
-    return codes[..., 0] + 16 * codes[..., 1], (power + 127).to(torch.uint8)
+def place(ids, p, size):
+    flat = ids.flatten()
+    before = sum(-(-n // size) for n in flat.bincount().tolist()[: flat[p]])
+    own = (flat == flat[p]).sum().item() - (flat[:p] == flat[p]).sum().item() - 1  # its pairs from the last on
+    return before + own // size, own % size
 # %% 62_sinks_windows 1
 def empty_splits(length, window):
     return max(0, length - window) // 256  # as if all parts had one size
@@ -69,8 +62,11 @@ times = {4: 2, 16: 5, 20: 5}
 # %% 64b_latent_kernel 2
 times = {}  # no answer
 # %% 65a_delta_rule 1
-def half_life(A_log, dt_bias, a=0.0):
-    return math.log(2) / math.log1p(math.exp(a + dt_bias))  # all heads decay alike
+def left(cosine, beta, g):
+    return math.exp(g) * (1 - beta * cosine)  # the old value is read and written under other keys
+# %% 65a_delta_rule 1
+def left(cosine, beta, g):
+    return 1 - beta * cosine**2  # nothing fades
 # %% 65a_delta_rule 2
 def sort_rows(rows, spec):
     return rows.unflatten(0, (spec.linear_num_key_heads, -1)).mT.flatten()  # the heads take turns
