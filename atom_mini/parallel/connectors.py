@@ -24,6 +24,7 @@ from torch import Tensor
 from ..attention import Attention
 from ..fields import EngineFields
 from ..model_runner import ModelRunner
+from .kv_transfer import Arrival
 from .roles import SENDER, SHARED, connector_name
 from .shards import make_backend
 
@@ -76,9 +77,9 @@ class SharedMemoryConnector:
     def send(self, target: int, blocks: list[int]) -> None:
         """Nothing: the others read by themselves."""
 
-    def receive(self, request_id: int, source: int, blocks: list[int]) -> bool:
-        """True: they can be read at any time."""
-        return True
+    def receive(self, request_id: int, source: int, blocks: list[int]) -> Arrival:
+        """They can be read at any time."""
+        return Arrival.HERE
 
     def run(self, request_id: int, source: int, pairs: list[tuple[int, int]]) -> None:
         """Copy (block of engine `source`, own block) pairs."""
@@ -220,21 +221,21 @@ class P2pNcclConnector:
         layers, halves, _, *rest = self.pool.shape
         return self.pool.new_empty(layers, halves, count, *rest)
 
-    def receive(self, request_id: int, source: int, blocks: list[int]) -> bool | None:
-        """Whether these blocks are here; None if too much is on its way or staged to ask for them now.
+    def receive(self, request_id: int, source: int, blocks: list[int]) -> Arrival:
+        """Where these blocks are; asks for them, unless too much is on its way or staged.
         ConnectionError if `source` has died with them."""
         parcel = self.parcels.get(request_id)
         is_asked = parcel is not None and parcel.rows.keys() >= {*blocks}
         if not blocks or (is_asked and parcel is not None and parcel.is_here):
-            return True
+            return Arrival.HERE
         if self.pipes[source].is_broken:
             raise ConnectionError(f"engine {source} has died")
         if not is_asked:
             self.drop(request_id)  # others may have left the cache here since it was asked for
             if not self._may_ask(source, blocks):
-                return None
+                return Arrival.MUST_WAIT
             self._expect(request_id, source, blocks)
-        return False
+        return Arrival.COMING
 
     def _may_ask(self, source: int, blocks: list[int]) -> bool:
         """Whether there is memory, and none of the blocks is on its way or staged for another request,

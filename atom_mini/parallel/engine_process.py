@@ -269,13 +269,18 @@ class EngineCoreProc:
         rows, tokens = [], step.output.token_ids
         for seq in step.seqs:
             if (new := tokens.get(seq.id)) is not None:
-                start = seq.num_completion_tokens - len(new)
-                logprobs = step.output.logprobs.get(seq.id, [])[: len(new)]
-                facts = seq.num_cached_tokens, seq.leave_reason, logprobs, seq.metrics
-                rows.append(Row(seq.id, start, [*new], *facts))
+                rows.append(Row(
+                    id=seq.id, start=seq.num_completion_tokens - len(new), token_ids=[*new],
+                    num_cached_tokens=seq.num_cached_tokens, reason=seq.leave_reason,
+                    logprobs=step.output.logprobs.get(seq.id, [])[: len(new)],
+                    metrics=seq.metrics,
+                ))  # fmt: skip
         batch, (blocks, is_new) = step.batch, self.report()
-        done = batch.type, batch.total_tokens_num, step.seconds
-        output = Output(self.steps, *done, rows, blocks, is_new, batch.num_decodes)
+        output = Output(
+            id=self.steps, type=batch.type, total_tokens_num=batch.total_tokens_num,
+            seconds=step.seconds, rows=rows, blocks=blocks, is_new=is_new,
+            num_decodes=batch.num_decodes,
+        )  # fmt: skip
         self.outbox.send(encode(output))
 
     def pause(self) -> int | None:

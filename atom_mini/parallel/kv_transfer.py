@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, cast
 
 from ..config import Config, SamplingParams
@@ -39,17 +40,23 @@ class Offer:
     num_cached_tokens: int = 0  # of the prompt, which `source` has found in its cache
 
 # %% auto #0
-__all__ = ['resume', 'Offer', 'Connector', 'TransferCore']
+__all__ = ['resume', 'Offer', 'Arrival', 'Connector', 'TransferCore']
 
 # %% ../../nbs/parallel/73_apart.ipynb #7e3f4cfb
+class Arrival(Enum):
+    """Where blocks of another engine are that this one has asked for."""
+
+    HERE = "they can be copied now"
+    COMING = "they are on their way"
+    MUST_WAIT = "there is no memory to receive them yet"
+
+
 class Connector(Protocol):
     """How blocks of other engines come into the own pool (vLLM's word)."""
 
-    def receive(
-        self, request_id: int, source: int, blocks: list[int]
-    ) -> bool | None:
-        """Whether these blocks of the engine `source` can be copied now. False: they are
-        on their way. None: they must wait. ConnectionError if they are lost."""
+    def receive(self, request_id: int, source: int, blocks: list[int]) -> Arrival:
+        """Ask for these blocks of the engine `source`, unless that has been done, and say
+        where they are. ConnectionError if they are lost."""
 
     def run(
         self, request_id: int, source: int, pairs: list[tuple[int, int]]
@@ -131,33 +138,48 @@ class TransferCore(EngineCore):
         return scheduler.block_manager.can_allocate(seq, reserve)
 
     def pull(self) -> None:
-        """Admit offered sequences in order, while they fit and their blocks are here."""
-        for request_id, offer in [*self.offers.items()]:
+        """Admit offers in order, while they fit and their blocks are here."""
+        arrival: Arrival | None = Arrival.HERE
+        while self.offers and arrival is Arrival.HERE:
+            arrival = self.admit_first()
+        self.is_waiting = arrival in (Arrival.COMING, Arrival.MUST_WAIT)
+        if arrival is Arrival.COMING:
+            self.ask_ahead()
+        elif arrival is Arrival.MUST_WAIT:
+            self.forget_staged()
+
+    def admit_first(self) -> Arrival | None:
+        """Admit the first offer if its blocks are here; None if there is no space for it."""
+        request_id, offer = next(iter(self.offers.items()))
+        seq = self.scheduler.seqs[request_id]
+        if (cached := self.find(seq)) is None:
+            return None
+        arrival = self.ask(seq, len(cached), offer)
+        if arrival is Arrival.HERE:
+            self.admit(seq, cached, offer)
+            self.leave(request_id)
+        return arrival
+
+    def ask_ahead(self) -> None:
+        """Ask for the blocks of all offers but the first, until one must wait."""
+        for request_id, offer in [*self.offers.items()][1:]:
             seq = self.scheduler.seqs[request_id]
-            if (cached := self.find(seq)) is None:
-                break
-            is_here, is_first = self.is_here(seq, len(cached), offer), not self.is_waiting
-            self.is_waiting = self.is_waiting or not is_here
-            if not self.is_waiting:
-                self.admit(seq, cached, offer)
-                self.leave(request_id)
-            elif is_here is None:
-                if is_first:  # what is staged is for later ones, and would stay
-                    self.forget_staged()
+            cached = self.find(seq)
+            if cached is None or self.ask(seq, len(cached), offer) is Arrival.MUST_WAIT:
                 break
 
-    def is_here(
+    def ask(
         self, seq: Sequence, num_cached: int, offer: Offer
-    ) -> bool | None:
+    ) -> Arrival:
         """`Connector.receive` for the blocks that are not cached here. If they are lost, this
-        engine computes them."""
+        engine computes them, before it admits anything else."""
         try:
             blocks = offer.blocks[num_cached:]
             return self.copies.receive(seq.id, offer.source, blocks)
         except ConnectionError:
             self.leave(seq.id)
             self.scheduler.waiting.append(seq)
-            return None
+            return Arrival.MUST_WAIT
 
     def leave(self, request_id: int) -> None:
         """Wait for the blocks of an offer no longer."""
@@ -165,7 +187,7 @@ class TransferCore(EngineCore):
         del self.offers[request_id]
 
     def forget_staged(self) -> None:
-        """Ask again for what has been asked for, so that the first offer finds memory."""
+        """Drop what is staged for all offers, so that the first one finds memory."""
         for request_id in self.offers:
             self.copies.drop(request_id)
 
@@ -200,7 +222,7 @@ class TransferCore(EngineCore):
         self.is_stuck = done is None
         for seq in done.finished if done else ():
             if seq.id in self.held:
-                seq.leave_reason = None  # it goes on elsewhere
+                seq.leave_reason = None  # "kv_cache", its limit here: it goes on elsewhere
         return done
 
     def is_finished(self) -> bool:

@@ -26,8 +26,8 @@ from ..prefix_cache import PrefixIndex
 from ..sequence import Sequence
 
 # %% auto #0
-__all__ = ['FEW', 'TENTH', 'HALF', 'Replica', 'least_loaded', 'ReportingIndex', 'report_of', 'make_loop', 'chain', 'best_match',
-           'longest_match', 'Replicas', 'devices', 'make_front']
+__all__ = ['MAX_DIFFERENCE', 'MAX_RATIO', 'MIN_MATCH', 'Replica', 'least_loaded', 'ReportingIndex', 'report_of', 'make_loop',
+           'chain', 'best_match', 'longest_match', 'Replicas', 'devices', 'make_front']
 
 # %% ../../nbs/parallel/72a_replicas.ipynb #ea211763
 class Replica(CoreManager):
@@ -89,7 +89,7 @@ class ReportingIndex(PrefixIndex):
 
 # %% ../../nbs/parallel/72a_replicas.ipynb #a0f6342e
 def report_of(manager: BlockManager) -> tuple[dict[int, bool], bool]:
-    """The report of the manager's index now. (A rollback replaces the index.)"""
+    """The report of the manager's index now. (After a failed step it has a new one.)"""
     index = manager.index
     assert isinstance(index, ReportingIndex)
     return index.report()
@@ -118,17 +118,19 @@ def chain(seq: Sequence) -> list[int]:
     return [index._hash(seq, i) for i in range((seq.num_tokens - 1) // seq.block_size)]
 
 # %% ../../nbs/parallel/72a_replicas.ipynb #1480ce15
-FEW, TENTH, HALF = 32, 1.1, 0.5  # requests; of the smallest load; of the prompt
+MAX_DIFFERENCE = 32  # requests
+MAX_RATIO = 1.1  # of the largest load to the smallest
+MIN_MATCH = 0.5  # of the prompt's full blocks
 
 
 def best_match(replicas: list[Replica], hashes: list[int]) -> Replica:
     """The replica with the longest match, unless the match is short or it is busy."""
     emptiest = min(replicas, key=lambda replica: replica.load)
     low, high = emptiest.load[0], max(replica.load[0] for replica in replicas)
-    if high - low > FEW and high > TENTH * low:
+    if high - low > MAX_DIFFERENCE and high > MAX_RATIO * low:
         return emptiest
     best = max(replicas, key=lambda r: (r.match(hashes), -r.load[0], -r.load[1]))
-    return best if best.match(hashes) > HALF * len(hashes) else emptiest
+    return best if best.match(hashes) > MIN_MATCH * len(hashes) else emptiest
 
 
 def longest_match(replicas: list[Replica], seq: Sequence) -> Replica:

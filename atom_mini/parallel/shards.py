@@ -35,9 +35,9 @@ from ..models import CausalLM, RMSNorm, TorchOps, model_class
 from ..sampler import Sampler
 
 # %% auto #0
-__all__ = ['cut', 'check_dealt', 'cut_experts', 'cut_spec', 'Group', 'make_backend', 'open_group', 'Shard', 'lay_out',
-           'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'SharedTable', 'SharedHead', 'SharedNorm', 'join_ranks',
-           'RankRunner', 'GraphRankRunner', 'make_rank']
+__all__ = ['cut', 'cut_spec', 'check_dealt', 'cut_experts', 'Group', 'make_backend', 'open_group', 'Shard', 'lay_out',
+           'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'is_added_once', 'SharedTable', 'SharedHead',
+           'SharedNorm', 'join_ranks', 'RankRunner', 'GraphRankRunner', 'make_rank']
 
 # %% ../../nbs/parallel/71a_shards.ipynb #4eee882c
 def cut(count: int, name: str, n: int, option: str = "tensor_parallel_size") -> int:
@@ -49,23 +49,6 @@ def cut(count: int, name: str, n: int, option: str = "tensor_parallel_size") -> 
     what = f"{option}={n} does not divide {name}={count}"
     require(right == n, f"{what}: set it to {right}")
     return count // n
-
-# %% ../../nbs/parallel/71a_shards.ipynb #4fdec326
-def check_dealt(spec: ModelSpec, n: int, option: str = "tensor_parallel_size") -> None:
-    """ValueError if whole experts cannot be dealt to `n` ranks, set by `option`."""
-    what = f"enable_expert_parallel=True, and {spec.model_type} has no experts"
-    require(any(getattr(spec, "sparse", ())), f"{what}: leave it out")
-    experts = getattr(spec, "experts", None)
-    assert experts is not None
-    cut(experts.count, "num_experts", n, option)
-
-
-def cut_experts(experts: Experts, n: int, is_dealt: bool) -> Experts:
-    """The `Experts` of one of `n` ranks."""
-    shared = cut(experts.shared, "shared_expert_intermediate_size", n)
-    parts = 1 if is_dealt else n
-    width = cut(experts.width, "moe_intermediate_size", parts)
-    return replace(experts, width=width, shared=shared)
 
 # %% ../../nbs/parallel/71a_shards.ipynb #ec28b80c
 def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
@@ -93,6 +76,23 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     what = f"{given} exceeds what a vocabulary of {vocab} can be cut into: lower it"
     require((n - 1) * rows < vocab, what)
     return replace(spec, num_attention_heads=heads, vocab_size=rows, **more)
+
+# %% ../../nbs/parallel/71a_shards.ipynb #4fdec326
+def check_dealt(spec: ModelSpec, n: int, option: str = "tensor_parallel_size") -> None:
+    """ValueError if whole experts cannot be dealt to `n` ranks, set by `option`."""
+    what = f"enable_expert_parallel=True, and {spec.model_type} has no experts"
+    require(any(getattr(spec, "sparse", ())), f"{what}: leave it out")
+    experts = getattr(spec, "experts", None)
+    assert experts is not None
+    cut(experts.count, "num_experts", n, option)
+
+
+def cut_experts(experts: Experts, n: int, is_dealt: bool) -> Experts:
+    """The `Experts` of one of `n` ranks."""
+    shared = cut(experts.shared, "shared_expert_intermediate_size", n)
+    parts = 1 if is_dealt else n
+    width = cut(experts.width, "moe_intermediate_size", parts)
+    return replace(experts, width=width, shared=shared)
 
 # %% ../../nbs/parallel/71a_shards.ipynb #0075e736
 class Group:
@@ -181,21 +181,6 @@ class Shard:
         """This rank's part of the sum; the layer's hook adds the others'."""
         return x
 
-    def cut_readers(self, readers: Readers, model: CausalLM) -> Readers:
-        """Readers for the weights of a rank's model, from those of the files."""
-        laid_out = lay_out(self.dealt(self.whole))
-        whole, mine = shapes_of(laid_out), shapes_of(model)
-        readers = laid_out.weight_readers(readers)
-        cuts = {name: find_cut(whole[name], mine[name], self) for name in mine}
-        summed = {name for name, cut in cuts.items() if cut and cut[0] == 1}
-        ours = dict(readers)
-        for name in mine.keys() & readers.keys():
-            if (cut := cuts[name]) is not None:
-                ours[name] = partial(read_cut, readers[name], whole[name][cut[0]], *cut)
-            elif self.rank and name.removesuffix("bias") + "weight" in summed:
-                ours[name] = partial(read_zeros, readers[name])
-        return ours
-
     def dealt(self, spec: ModelSpec) -> ModelSpec:
         """`spec`, with this rank's experts if they are dealt."""
         if not self.is_dealt:
@@ -203,6 +188,20 @@ class Shard:
         from atom_mini.parallel.experts import deal
 
         return deal(spec, self)
+
+    def cut_readers(self, readers: Readers, model: CausalLM) -> Readers:
+        """Readers for the weights of a rank's model, from those of the files."""
+        whole_model = lay_out(self.dealt(self.whole))
+        whole, mine = shapes_of(whole_model), shapes_of(model)
+        places = {name: find_cut(whole[name], mine[name], self) for name in mine}
+        found = whole_model.weight_readers(readers)  # under the model's names
+        ours = dict(found)
+        for name in mine.keys() & found.keys():
+            if (place := places[name]) is not None:
+                ours[name] = partial(read_cut, found[name], whole[name][place[0]], *place)
+            elif self.rank and is_added_once(name, places):
+                ours[name] = partial(read_zeros, found[name])
+        return ours
 
     def spec(self) -> ModelSpec:
         """The spec of this rank's part of the model."""
@@ -253,6 +252,7 @@ def read_cut(
     From a file, only these bytes are read. Rows past the end are zeros.
     """
     part = (*[slice(None)] * axis, slice(start, end if end < count else None))
+    # `read_tensor` can read a part; any other reader computes the whole weight
     is_file = getattr(read, "func", None) is read_tensor
     tensor = read(part=part) if is_file else read()[part]
     return F.pad(tensor, (0, 0, 0, end - count)) if end > count else tensor
@@ -261,6 +261,13 @@ def read_cut(
 def read_zeros(read: Callable[..., Tensor]) -> Tensor:
     """Zeros in place of a bias that another rank adds."""
     return torch.zeros_like(read())
+
+
+def is_added_once(name: str, places: dict[str, tuple[int, int, int] | None]) -> bool:
+    """Whether a weight is a bias after a row-parallel product. `places`: name -> the
+    rank's part of each weight, as from `find_cut`."""
+    place = places.get(name.removesuffix("bias") + "weight")
+    return place is not None and place[0] == 1
 
 # %% ../../nbs/parallel/71a_shards.ipynb #db0c792c
 class SharedTable(nn.Module):
@@ -325,7 +332,9 @@ def join_ranks(model: Any, shard: Shard) -> None:
 # %% ../../nbs/parallel/71a_shards.ipynb #51a4b13a
 class RankRunner(ModelRunner):
     """Runs one rank's part of the model. Agrees with the other ranks on the number of
-    blocks. `meet(device)` returns the group; it is called when the weights have loaded."""
+    blocks. `meet(device)` returns the group; it is called when the weights have loaded.
+    `beside`: the bytes that others need, in all and for each block (`ModelRunner`).
+    """
 
     def __init__(
         self, config: EngineFields, ops: TorchOps, sampler: Sampler, shard: Shard,
@@ -357,7 +366,8 @@ def make_rank(
     config: EngineFields, rank: int, meet: Callable[[torch.device], Group],
     beside: tuple[int, int] = (0, 0),
 ) -> RankRunner:  # fmt: skip
-    """The runner of one rank. `beside`: the bytes of a drafter, which only rank 0 has."""
+    """The runner of one rank. `beside`: the bytes of a drafter, in all and for each
+    block; only rank 0 has one."""
     size, is_dealt = config.tensor_parallel_size, config.enable_expert_parallel
     shard = Shard(rank, size, config.spec, is_dealt)
     device = choose_device(config.device)

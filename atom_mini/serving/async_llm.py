@@ -89,7 +89,7 @@ class AsyncLLM:
         self.error: Exception | None = None  # of the last step, if it failed
         # only the engine's thread uses these
         self.streams: dict[int, tuple[Stream, int]] = {}  # by request id, with index
-        self.is_stepping = False  # a step has been submitted
+        self.step_is_queued = False  # behind the jobs that were submitted before it
 
     def require_open(self) -> None:
         """ValueError in a fork, and after `close`."""
@@ -102,14 +102,14 @@ class AsyncLLM:
         return asyncio.wrap_future(self.thread.submit(job, *args))
 
     def _wake(self) -> None:
-        """Submit a step, unless one has been submitted."""
-        if not self.is_stepping:
-            self.is_stepping = True
+        """Submit a step, unless one is in the queue."""
+        if not self.step_is_queued:
+            self.step_is_queued = True
             self.thread.submit(self._step)
 
     def _step(self) -> None:
         """Run a step and deliver the new text."""
-        self.is_stepping = False
+        self.step_is_queued = False
         try:
             step = self.llm.step()
             self._deliver({seq.id for seq in step.seqs} if step else set())
@@ -153,7 +153,7 @@ class AsyncLLM:
     def _encode_chat(
         self, messages: Chat, generation: bool, more: TemplateOptions
     ) -> list[int]:
-        """The token ids of a conversation, as `LLM.format_chat` makes them."""
+        """What `LLM.format_chat` returns, without its lock, which a step holds."""
         tokenizer = chat_tokenizer(self.llm.tokenizer, self.llm.config.model)
         check_template_options(more)
         options = {"add_generation_prompt": generation} | more

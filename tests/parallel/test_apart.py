@@ -38,7 +38,7 @@ from atom_mini.options.build import make_scheduler
 from atom_mini.parallel import manager
 from atom_mini.parallel.apart import Held
 from atom_mini.parallel.connectors import P2pNcclConnector, Parcel, Pipe
-from atom_mini.parallel.kv_transfer import Offer, TransferCore, resume
+from atom_mini.parallel.kv_transfer import Arrival, Offer, TransferCore, resume
 from atom_mini.parallel.manager import EngineDead
 from atom_mini.parallel.roles import check_connector, connector_name, devices_of
 from atom_mini.sequence import Sequence, SequenceStatus
@@ -54,8 +54,8 @@ class SymbolicPull:
     def __init__(self, runner: SymbolicRunner, pools: list[SymbolicRunner], fails: Callable[[], bool] = bool) -> None:
         self.runner, self.pools, self.fails = runner, pools, fails
 
-    def receive(self, request_id: int, source: int, blocks: list[int]) -> bool:
-        return True
+    def receive(self, request_id: int, source: int, blocks: list[int]) -> Arrival:
+        return Arrival.HERE
 
     def drop(self, request_id: int) -> None:
         pass
@@ -110,7 +110,7 @@ class SymbolicPeer(P2pNcclConnector):
                 raise StepFailed
         self.runner.stats["copied"] += len(rows)
 
-    def receive(self, request_id: int, source: int, blocks: list[int]) -> bool | None:
+    def receive(self, request_id: int, source: int, blocks: list[int]) -> Arrival:
         try:
             return super().receive(request_id, source, blocks)
         except ConnectionError:
@@ -754,13 +754,13 @@ def test_what_is_asked_for_again_waits_until_the_old_has_arrived() -> None:
     peer.pipes, peer.num_staged = cast(Any, {0: SymbolicPipe()}), 4
     asked: list[tuple[int, list[int]]] = []
     peer.ask = lambda request_id, _, blocks: asked.append((request_id, blocks))
-    assert peer.receive(1, 0, [1]) is False and peer.receive(2, 0, [5, 6]) is False
-    assert peer.receive(3, 0, [6, 7]) is None, "block 6 is on its way"
-    assert peer.receive(4, 0, [2, 3]) is None, "there is no memory"
-    assert peer.receive(1, 0, [0, 1]) is None and [*peer.parcels] == [2]
+    assert peer.receive(1, 0, [1]) is peer.receive(2, 0, [5, 6]) is Arrival.COMING
+    assert peer.receive(3, 0, [6, 7]) is Arrival.MUST_WAIT, "block 6 is on its way"
+    assert peer.receive(4, 0, [2, 3]) is Arrival.MUST_WAIT, "there is no memory"
+    assert peer.receive(1, 0, [0, 1]) is Arrival.MUST_WAIT and [*peer.parcels] == [2]
     for parcel in cast(Any, peer.pipes[0]).queue:
         parcel.is_here = True
-    assert peer.receive(1, 0, [0, 1]) is False and asked == [(1, [1]), (2, [5, 6]), (1, [0, 1])]
+    assert peer.receive(1, 0, [0, 1]) is Arrival.COMING and asked == [(1, [1]), (2, [5, 6]), (1, [0, 1])]
     peer.lose(0)
     with pytest.raises(ConnectionError, match="engine 0 has died"):
         peer.receive(1, 0, [0, 1])
@@ -1033,7 +1033,7 @@ def test_the_first_offer_gets_the_memory_that_later_ones_have_staged() -> None:
     for number, blocks in ((1, [0, 1]), (2, [5, 6, 7, 8])):
         seq = Sequence([number] * (4 * len(blocks) + 1), 4, SamplingParams(ignore_eos=True), number)
         core.take(seq, Offer(0, blocks, 0))
-    assert peer.receive(2, 0, [5, 6, 7, 8]) is False
+    assert peer.receive(2, 0, [5, 6, 7, 8]) is Arrival.COMING
     peer.parcels[2].is_here = True
     core.step()
     core.step()

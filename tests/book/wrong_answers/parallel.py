@@ -5,9 +5,19 @@ class Matrix(Message):
 
     def unpack(self):
         return np.resize(np.frombuffer(self.data, np.float32), self.shape)  # repeats what there is
+# %% 70_engine_process 1
+class Matrix(Message):
+    shape: list[Size]
+    data: bytes
+
+    def unpack(self):
+        return np.frombuffer(self.data, np.float32).reshape(self.shape)  # NumPy counts numbers, not bytes
 # %% 70_engine_process 2
 def merge(tokens: list[int], row: Row) -> list[int]:
     return tokens if row.start < len(tokens) else row.token_ids
+# %% 70_engine_process 2
+def merge(tokens: list[int], row: Row) -> list[int]:
+    return list(dict.fromkeys(tokens + row.token_ids))  # drops a token that comes twice
 # %% 70b_deaths 1
 def worst(limit: float) -> float:
     return limit
@@ -22,10 +32,15 @@ def argmax_of_all(group, part):
     value, place = part.max(0)
     best = group.all_gather(torch.stack([value.double(), place.double()]))
     return int(best[best[:, 0].argmax(), 1])  # the place in its own part
+# %% 71a_shards 1
+def argmax_of_all(group, part):
+    value, place = part.max(0)
+    mine = torch.stack([value.double(), place.double() + group.rank * len(part)])
+    return int(group.all_gather(mine)[-1, 1])  # always the last rank's
 # %% 71a_shards 2
-def share_of_sums(tokens):
+def share_of_sums(tokens, ranks):
     compute_ms = 2 * 70.6e9 * tokens / (2 * 989e12) * 1e3
-    return bytes_ms(1, 2, 450e9) / compute_ms
+    return bytes_ms(tokens, ranks, 450e9) / compute_ms  # as if two GPUs computed
 # %% 71b_experts 1
 def visited(ranks: int, experts: int, k: int) -> float:
     return ranks * (1 - (1 - 1 / ranks) ** k)  # as if an expert could be chosen twice
@@ -44,8 +59,14 @@ def follow(last: int, frame: bytes) -> int:
 def fewest_tokens(replicas, seq):
     return min(replicas, key=lambda r: max(map(len, r.seqs.values())))
 # %% 72a_replicas 2
-def with_promises(replica, seq):
-    replica.hashes.update(chain(seq)[:2])
+def promise(replica, seq):
+    had = {*replica.hashes}
+    replica.hashes.update(chain(seq)[:3])  # not the last block
+    return lambda: replica.hashes.intersection_update(had)
+# %% 72a_replicas 2
+def promise(replica, seq):
+    replica.hashes.update(chain(seq))
+    return replica.hashes.clear
 # %% 72a_replicas 3
 def served(p: float, n: int, lockstep: bool) -> float:
     return 1 - p * n if lockstep else 1 - p

@@ -6,6 +6,9 @@ async def first_sentence(engine, prompt):
         if "." in text:
             break
     return text + "."
+# %% 80_async_llm 1
+async def first_sentence(engine, prompt):
+    return "."
 # %% 80_async_llm 2
 async def in_time(engine, prompt, seconds):
     texts = []
@@ -26,6 +29,16 @@ def text_of(chunks):
     if not chunk["choices"] or choice["finish_reason"] is None:
         raise ValueError("it broke off")
     return text
+# %% 81_server 1
+def text_of(chunks):
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    if choices[-1]["finish_reason"] is None:
+        raise ValueError("it broke off")
+    return "".join(choice["delta"].get("content", "") for choice in choices)  # of all answers
+# %% 81_server 2
+async def status_of(engine, seconds):
+    await asyncio.wait([asyncio.ensure_future(engine.submit(time.sleep, 0))])
+    return 200  # late, but it has answered
 # %% 81b_full_queue 1
 class Fair(Server):
     async def pieces(self, request, stream):
