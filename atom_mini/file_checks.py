@@ -1,4 +1,4 @@
-"""Rules for a checkpoint's JSON files, checked before anything is built from them (chapter 24)."""
+"""Rules for a checkpoint's JSON files, checked before anything is built from them (chapter 24c)."""
 
 from __future__ import annotations
 

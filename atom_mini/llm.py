@@ -342,7 +342,7 @@ def chat_tokenizer(tokenizer: Tokenizer | None, model: object) -> Tokenizer:
     assert tokenizer is not None
     return tokenizer
 
-# %% ../nbs/24_what_every_engine_does.ipynb #00963268
+# %% ../nbs/24c_files_and_prompts.ipynb #00963268
 def unwrap(prompt: Any) -> Any:
     """The content of a dict or an array (NumPy, torch); any other prompt unchanged."""
     if isinstance(prompt, dict):
@@ -360,7 +360,7 @@ def read_prompts(prompts: Any) -> list[Any]:
     are_ids = are_many and inner and isinstance(inner[0], int)  # perhaps a million
     return as_list([*map(unwrap, inner)] if are_many and not are_ids else inner)
 
-# %% ../nbs/24_what_every_engine_does.ipynb #a93ea247
+# %% ../nbs/24c_files_and_prompts.ipynb #a93ea247
 def part_text(part: Any) -> str:
     """The text of one part of a message. Raises ValueError for any other kind of part,
     and for a text that is not a string."""

@@ -471,7 +471,7 @@ def _explain(
         return "error", reason
     return {"eos": "stop", "abort": "abort"}.get(reason, "length"), reason
 
-# %% ../nbs/24_what_every_engine_does.ipynb #bfc6556e
+# %% ../nbs/24b_byte_tokens.ipynb #bfc6556e
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -507,7 +507,8 @@ class ByteDetokenizer(IncrementalDetokenizer):
         super().__init__(tokenizer, stop)
         self.bytes = byte_tokens(tokenizer)
         ids = {byte: id for id, byte in self.bytes.items()}
-        self.halves, self.never = (ids[0xC3], ids[0xA9]), ids[0xFF]
+        self.halves = ids[0xC3], ids[0xA9]  # together an "é"
+        self.never = ids[0xFF]  # a byte that is never in UTF-8: always a \ufffd
 
     def _unfinished(self, progress: Progress) -> bytes:
         """The held bytes of the open run."""
@@ -525,17 +526,19 @@ class ByteDetokenizer(IncrementalDetokenizer):
 
     def _broken(self, progress: Progress) -> Progress:
         """The progress with a � for each byte of the open run; the last one is held."""
-        begun, text = progress.start or progress, (progress.run - 1) * "\ufffd"
+        begun = progress.start or progress
+        # The text before the run, as it is before a broken byte, and without that byte.
         whole = decode(self.tokenizer, (*begun.context, *begun.held, self.never))
-        size = self._write(begun.size, whole[len(begun.alone) : -1] + text)
-        last = (self.never,)
+        before = whole[len(begun.alone) : -1]
+        size = self._write(begun.size, before + (progress.run - 1) * "\ufffd")
+        last = (self.never,)  # one as the context, whose text is written; one is held
         begun = begun._replace(context=last, alone="\ufffd", held=last, run=-1)
         free = min(progress.free, size)
         return begun._replace(num=progress.num, size=size, free=free)
 
     def _in_run(self, progress: Progress, id: int) -> Progress:
         """The progress after one more byte."""
-        if progress.run < 0:
+        if progress.run < 0:  # the held byte is written, and this one is held
             size = self._write(progress.size, "\ufffd")
             return progress._replace(num=progress.num + 1, size=size)
         start = progress.start or progress
@@ -549,20 +552,20 @@ class ByteDetokenizer(IncrementalDetokenizer):
         """As in the base class; in an open run, `start` keeps what is certain."""
         if id in self.bytes:
             return self._in_run(progress, id)
-        if progress.run and self._is_silent(id):
+        if progress.run and self._is_silent(id):  # the run goes on behind it
             return progress._replace(num=progress.num + 1)
         if progress.run > 0 and not is_whole(self._unfinished(progress)):
-            progress = self._broken(progress)
+            progress = self._broken(progress)  # it ends within a character
         progress = progress._replace(run=0, start=None)
         return IncrementalDetokenizer._grown(self, progress, id)
 
-# %% ../nbs/24_what_every_engine_does.ipynb #0278c11b
+# %% ../nbs/24b_byte_tokens.ipynb #0278c11b
 def make_detokenizer(tokenizer: Any, stop: tuple[str, ...]) -> IncrementalDetokenizer:
     """Make the detokenizer that this tokenizer needs."""
     kind = ByteDetokenizer if byte_tokens(tokenizer) else IncrementalDetokenizer
     return kind(tokenizer, stop)
 
-# %% ../nbs/24_what_every_engine_does.ipynb #24c0b002
+# %% ../nbs/24c_files_and_prompts.ipynb #24c0b002
 @lru_cache(maxsize=8)
 def longest_token(tokenizer: Any) -> int | None:
     """The characters of the longest token; None if unknown ones have any length."""

@@ -77,7 +77,7 @@ def add_product_kernel(
 
 # %% ../../nbs/gpu/25_half_the_launches.ipynb #a051c44d
 MOST_ROWS = 64
-START_EARLY = False  # on Hopper: see "Starting early"
+START_EARLY = False  # on Hopper and later: see "What was left out"
 
 TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # up to 16 rows, up to 64
     "sm_80": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(64, 2**13, 4, 3, 2)),
@@ -230,6 +230,7 @@ def _turn(
     m = tl.arange(0, acc.shape[0])
     at, inside = m[:, None] * D + dims, (m < rows)[:, None] & fits[None, :]
     cos = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    # The table has -sin, then sin, as for x1 and x2 of the library's formula.
     sin = tl.load(sin_ptr + HALF + at, mask=inside, other=0.0).to(tl.float32)
     y1 = tl.where(is_v, x1, x1 * cos - x2 * sin)
     return y1, tl.where(is_v, x2, x2 * cos + x1 * sin)

@@ -94,7 +94,7 @@ class RadixCache(PrefixIndex):
         node.tokens += block.token_ids
         node.block_ids.append(block.block_id)
         self.places[block.content_id] = node, len(node.block_ids) - 1
-        block.hash = block.content_id
+        block.hash = block.content_id  # any value but NO_HASH: the tree has this block
 
     def publish(self) -> None:
         """Add the pending blocks to the tree: the step has run."""

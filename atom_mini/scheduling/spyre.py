@@ -282,7 +282,7 @@ def volume(num_tokens: list[int], block_size: int) -> int:
     left = align(num_tokens, block_size)
     return len(left) * max(n + pad for n, pad in zip(num_tokens, left, strict=True))
 
-# %% ../../nbs/scheduling/41_spyre.ipynb #5c3dc80e
+# %% ../../nbs/scheduling/41c_looking_ahead.ipynb #5c3dc80e
 class LookAheadScheduler(SpyreScheduler):
     """The rules until July 2026: it never pauses, and looks ahead at admission.
 

@@ -58,6 +58,7 @@ class TurnScheduler(Scheduler):
         super().__init__(config)
         self.gate = DelayGate(config.scheduler_delay_factor)
         self.last_was_prefill = False
+        self.can_admit = True  # whether the gate is open in this step
 
     def _choose(self) -> tuple[list[Sequence], list[Sequence]]:
         """Decode after a prefill step; otherwise choose as `Scheduler` does."""

@@ -150,6 +150,34 @@ def play(engine, seqs, arrivals=None, forward=None) -> list[Played]:
     return steps
 
 
+class Replayed:
+    """A runner that gives each request so many tokens, and then token 0, which ends it."""
+
+    def __init__(self, counts) -> None:
+        self.left = list(counts)
+
+    def forward(self, batch) -> ScheduledBatchOutput:
+        tokens = {}
+        for i, _ in sampled(batch):
+            self.left[i] -= 1
+            tokens[i] = (7 if self.left[i] else 0,)
+        return ScheduledBatchOutput(tokens)
+
+
+def replay(requests, scheduler, config) -> tuple[list[Played], Any]:
+    """Play requests of (arrival, prompt tokens, max_tokens, tokens that they generate): the steps, and their `Trace`."""
+    from atom_mini.engine_core import EngineCore
+    from atom_mini.trace.trace import record
+
+    config = config.changed(eos_token_ids=(0,))
+    core = EngineCore(config, Replayed(made for *_, made in requests), scheduler(config))
+    trace, seqs = record(core), []
+    for i, (_, n, most, _) in enumerate(requests):
+        ids = list(range(1000 * i + 1, 1000 * i + 1 + n))  # no two prompts begin alike
+        seqs.append(Sequence(ids, config.kv_cache_block_size, SamplingParams(max_tokens=most), id=i))
+    return play(core, seqs, [arrival for arrival, *_ in requests]), trace
+
+
 def check_index(index) -> None:
     """Assert that a block has a hash if and only if the index points at it."""
     if hasattr(index, "places"):  # a tree: chapter 40
@@ -441,7 +469,7 @@ MAP = {
     "blocks": (5.5, 1, "00c 03", "BlockManager"),
     "index": (5.5, 0, "00c 03b", "prefix cache"),
     "model": (7.5, 1, "06a 06b 11 22", "model"),
-    "attention": (7.5, 0, "05 10 10b", "attention"),
+    "attention": (7.5, 0, "05 10 10a 10b", "attention"),
     "sampler": (9.5, 1, "06c 07 11a", "sampler"),
 }
 WAYS = [  # who calls whom
@@ -592,6 +620,24 @@ def to_rgba(name: str | None) -> tuple[float, ...]:
     from matplotlib.colors import to_rgba
 
     return to_rgba(COLOURS[name] if name else "none")
+
+
+def plot_units(ax, launches: list[list[tuple[int, int]]], names: list[str], units=132) -> int:
+    """What each unit of a GPU reads: `launches` of (sequence, keys), given to the units in turns; a launch begins when the
+    one before is done. Returns the keys until the end."""
+    palette = [COLOURS[c] for c in ("decode", "device", "bonus", "prefill", "waiting")]
+    height = [0] * units
+    for launch in launches:
+        height = [max(height)] * units
+        for i, (seq, keys) in enumerate(launch):
+            unit = i % units
+            ax.bar(unit, keys, 1, height[unit], color=palette[seq], ec="white", lw=0.3)
+            height[unit] += int(keys)
+    for name, colour in zip(names, palette, strict=True):
+        ax.bar(0, 0, color=colour, label=name)
+    ax.legend(frameon=False, fontsize=7, loc="upper right")
+    ax.set(xlabel="unit", ylabel="keys read", xlim=(-1, units), ylim=(0, 3100))
+    return max(height)
 
 
 def plot_used(ax, steps: list[Played], num_blocks: int) -> None:

@@ -374,7 +374,7 @@ def test_every_page_loads_and_fits_a_phone(tab: Any, pages: dict[Path, Page], pa
     assert not broken
 
 
-@pytest.mark.parametrize("word, page", [("can_append", "block_manager"), ("preemption", "scheduler"), ("volumetric", "41_spyre")])
+@pytest.mark.parametrize("word, page", [("can_append", "block_manager"), ("preemption", "scheduler"), ("volumetric", "41c_look")])
 @pytest.mark.parametrize("from_file", [False, True])
 def test_search_finds(tab: Any, word: str, page: str, from_file: bool) -> None:
     """Typed into the box on the landing page, served or opened from a file."""

@@ -30,14 +30,17 @@ def windowed_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         l, m = l * alpha + tl.sum(weights, 1), new_m
     tl.store(out_ptr + q_at, acc / l[:, None], mask=valid)
+# %% 10a_work_items 1
+def is_seen(items, window):
+    return items[:, 5] > items[:, 2] + items[:, 1] - window  # of the last query, not of the first
+# %% 10a_work_items 1
+def is_seen(items, window):
+    return items[:, 5] >= items[:, 2] + 1 - window  # the key before the oldest one that is seen
 # %% 10b_triton_attention 1
 @triton.jit
 def merge_two(m0, l0, acc0, m1, l1, acc1):
     weight0, weight1 = l0 * tl.exp(m0), l1 * tl.exp(m1)  # too large for float32
     return (acc0 * tl.exp(m0) + acc1 * tl.exp(m1)) / (weight0 + weight1)
-# %% 10b_triton_attention 2
-def is_seen(items, window):
-    return items[:, 5] > items[:, 2] + items[:, 1] - window  # of the last query, not of the first
 # %% 11_small_kernels 1
 differs = [torch.bfloat16]
 # %% 11_small_kernels 2

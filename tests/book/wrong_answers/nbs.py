@@ -255,12 +255,12 @@ def ntk(freqs: Tensor, p: dict[str, Any], dim: int) -> tuple[Tensor, float]:
 # %% 22_rope_scaling 2
 def new_share(freqs: Tensor, scaled: Tensor, factor: float) -> Tensor:
     return (factor * TRAINED * scaled / (2 * math.pi)).clamp(max=1)  # also what training showed
-# %% 24_what_every_engine_does 1
+# %% 24_penalties 1
 def no_second_pair(logits, tokens):
     changed = logits.clone()
     changed[tokens] = float("-inf")
     return changed
-# %% 24_what_every_engine_does 2
+# %% 24b_byte_tokens 1
 names = ["b", "<0xC3>", "<0xA9>", "b"]  # a character of two bytes, and nothing that breaks it
-# %% 24_what_every_engine_does 3
+# %% 24c_files_and_prompts 1
 rule = (lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, at most 1")  # accepts True

@@ -59,8 +59,6 @@ class ByArrival(SpyreScheduler):
 class ByArrival(SpyreScheduler):
     def _unpaused(self, decoding):
         return [min(decoding, key=lambda s: s.id)]  # the others would fit beside it
-# %% 41_spyre 2
-load = [(0, 6, 3, 2), (0, 6, 10, 10)]
 # %% 41b_spyre_runner 1
 computed = 64
 # %% 41b_spyre_runner 2
@@ -70,6 +68,8 @@ class ColumnPositions(RectangularRunner):
         return ids, positions * 0, meta, rows  # other logits, but not those of the columns
 
 first_length = 23
+# %% 41c_looking_ahead 1
+third = (3, 2, 8, 8)  # it fits without the block, too
 # %% 42_host_pool 1
 def position(weights, numbers, layers, heads, dim, link=LINK, peak=PEAK):
     needed = 2 * numbers / link * peak

@@ -24,3 +24,12 @@ def must_follow(form, tokens):
             break
         found += ids[:1]
     return found
+# %% 26_structured_outputs 2
+def must_follow(form, tokens):
+    found = []
+    while (mask := form.mask(vocabulary, (*tokens, *found))) is not None:
+        ids = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        if len(ids) != 1:  # a lone end is returned, too
+            break
+        found += ids
+    return found
