@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate, filterfalse, repeat
+from itertools import accumulate, filterfalse
 from math import log2
 from operator import mul
 from typing import Any
@@ -22,7 +22,7 @@ from ..sequence import SequenceType
 from .verify import Drafter, Seqs, SpecCore, SpecScheduler
 
 # %% auto #0
-__all__ = ['Choice', 'ranked', 'best_drafts', 'Acceptance', 'Costs', 'Chooser', 'AdaptiveCore']
+__all__ = ['Choice', 'ranked', 'best_drafts', 'Acceptance', 'Costs', 'RuleChooser', 'TryingChooser', 'Chooser', 'AdaptiveCore']
 
 # %% ../../nbs/speculation/54_when_it_pays.ipynb #faa1ca4a
 Choice = tuple[list[int], float]  # the drafts of each request, tokens per second
@@ -134,35 +134,16 @@ class Costs:
         share = (size - xs[i - 1]) / (xs[i] - xs[i - 1])
         return ys[i - 1] + share * (ys[i] - ys[i - 1])
 
-# %% ../../nbs/speculation/54_when_it_pays.ipynb #909bad7a
-class Chooser:
+# %% ../../nbs/speculation/54_when_it_pays.ipynb #4f5ecb4e
+class RuleChooser:
     """Chooses how many drafts each request of a step gets, by what it has measured."""
-
-    longest_rest = 32  # steps without drafts before it thinks again
-    spare = 0.005  # share of the time that may be lost to find out
-    most_won = 4.0  # plain steps; as many may be owed
 
     def __init__(self, places: int) -> None:
         self.acceptance = Acceptance(places)
         self.plain, self.drafting = Costs(), Costs()
         self.verify = Costs(self.plain)
         self.found = 1.0  # share of the drafts asked for that there were
-        self.luck = random.Random(0)
-        self.trial, self.is_trial = self.luck.random(), False
-        self.credit, self.rate = 0.0, 0.0
-        self.won = 0.0  # against no drafts, with what may be lost
-        self.rest, self.resting = 1, 0
-
-    @property
-    def rests(self) -> bool:
-        """Whether the next decode gets no drafts, without a thought."""
-        return self.resting > 0 or self.won < 0
-
-    def rested(self, seconds: float) -> None:
-        """A decode of a rest took `seconds`."""
-        self.resting = max(0, self.resting - 1)
-        self.credit += self.spare * seconds
-        self.won += self.spare * seconds
+        self.rate = 0.0  # tokens per second that the best choice promised
 
     def seconds(self, batch: int, drafts: int, found: float = 1.0) -> list[float]:
         """What steps of `batch` requests take, by the number of drafts asked for."""
@@ -171,43 +152,18 @@ class Chooser:
 
     def choose(self, ids: list[int], most: list[int]) -> list[int]:
         """How many drafts to ask for: at most `most[i]` for the request `ids[i]`."""
-        none, self.is_trial = [0] * len(ids), False
         if not self.plain.knows(len(ids)):
-            return none
-        worth = [*map(self.acceptance.worth, ids, most, repeat(self.found))]
+            return [0] * len(ids)
+        worth = [*map(self.acceptance.worth, ids, most, [self.found] * len(ids))]
         seconds = self.seconds(len(ids), sum(most), self.found)
         drafting = [0.0, *self.drafting.at(range(1, max(most) + 1))]
-        counts, self.rate = best_drafts(worth, seconds, drafting)
-        counts = self._try(worth, seconds, drafting, counts)
-        self.rest = 1 if any(counts) else min(2 * self.rest, self.longest_rest)
-        self.resting = 0 if any(counts) else self.rest
-        return counts
+        return self._pick(worth, seconds, drafting)
 
-    def _try(
-        self, worth: list[list[float]], seconds: list[float], drafting: list[float],
-        counts: list[int],
+    def _pick(
+        self, worth: list[list[float]], seconds: list[float], drafting: list[float]
     ) -> list[int]:
-        """`counts`, or those of a trial, once the time that it loses is to spare."""
-        places = max(map(len, worth))
-        drafts = ranked(worth, places)
-        drafts = drafts[: int(self.trial * (len(drafts) + 1))]
-        tokens = len(worth) + sum(gain for gain, _ in drafts)
-        passes = places if drafts else 0
-        lost = seconds[len(drafts)] + drafting[passes] - tokens / self.rate
-        if lost > self.credit:
-            return counts
-        self.trial, self.is_trial = self.luck.random(), True
-        owners = [i for _, i in drafts]
-        return [owners.count(i) for i in range(len(worth))]
-
-    def trim(self, ids: list[int], asked: list[int], has: list[int]) -> list[int]:
-        """How many to verify of the drafts that there are: at most `has[i]`."""
-        self.found += 0.1 * (sum(has) / sum(asked) - self.found)
-        if self.is_trial or has == asked:
-            return has
-        worth = [*map(self.acceptance.worth, ids, has)]
-        free = [0.0] * (max(has) + 1)
-        return best_drafts(worth, self.seconds(len(ids), sum(has)), free)[0]
+        counts, self.rate = best_drafts(worth, seconds, drafting)
+        return counts
 
     def learn(
         self, batch: int, rows: int, passes: int, tokens: int, seconds: float,
@@ -218,13 +174,102 @@ class Chooser:
         costs.learn(rows, seconds - before)
         if passes:
             self.drafting.learn(passes, before)
+
+# %% ../../nbs/speculation/54_when_it_pays.ipynb #8c6c0a77
+class TryingChooser(RuleChooser):
+    """Also tries other numbers of drafts, as far as the time lost is to spare."""
+
+    spare = 0.005  # share of the time that trials may lose
+
+    def __init__(self, places: int) -> None:
+        super().__init__(places)
+        self.rng = random.Random(0)
+        self.trial = self.rng.random()  # share of all drafts that the next trial makes
+        self.is_trial = False  # whether this step is one
+        self.credit = 0.0  # seconds that trials may lose now
+
+    def choose(self, ids: list[int], most: list[int]) -> list[int]:
+        """The numbers of the rule, or those of a trial."""
+        self.is_trial = False
+        return super().choose(ids, most)
+
+    def _pick(
+        self, worth: list[list[float]], seconds: list[float], drafting: list[float]
+    ) -> list[int]:
+        counts = super()._pick(worth, seconds, drafting)
+        places = max(map(len, worth))
+        drafts = ranked(worth, places)
+        drafts = drafts[: int(self.trial * (len(drafts) + 1))]
+        tokens = len(worth) + sum(gain for gain, _ in drafts)
+        passes = places if drafts else 0
+        lost = seconds[len(drafts)] + drafting[passes] - tokens / self.rate
+        if lost > self.credit:
+            return counts
+        self.trial, self.is_trial = self.rng.random(), True
+        owners = [i for _, i in drafts]
+        return [owners.count(i) for i in range(len(worth))]
+
+    def learn(
+        self, batch: int, rows: int, passes: int, tokens: int,
+        seconds: float, before: float,
+    ) -> None:
+        super().learn(batch, rows, passes, tokens, seconds, before)
         self.credit += self.spare * seconds
         if self.is_trial:
             self.credit -= seconds - tokens / self.rate
+
+# %% ../../nbs/speculation/54_when_it_pays.ipynb #b10e92bc
+class Chooser(TryingChooser):
+    """Also rests where drafts do not pay: then it chooses only now and then."""
+
+    longest_rest = 32  # steps
+    most_won = 4.0  # plain steps; `won` stays between this and its negative
+
+    def __init__(self, places: int) -> None:
+        super().__init__(places)
+        self.won = 0.0  # seconds against no drafts, with what may be lost
+        self.rest, self.resting = 1, 0  # steps: of the next rest, left of this one
+
+    @property
+    def rests(self) -> bool:
+        """Whether the next decode gets no drafts, and nothing is to be chosen."""
+        return self.resting > 0 or self.won < 0
+
+    def rested(self, seconds: float) -> None:
+        """A decode of a rest took `seconds`."""
+        self.resting = max(0, self.resting - 1)
+        self.credit += self.spare * seconds
+        self.won += self.spare * seconds
+
+    def choose(self, ids: list[int], most: list[int]) -> list[int]:
+        """As without rests; a choice of no drafts begins one."""
+        counts = super().choose(ids, most)
+        if not self.plain.knows(len(ids)):
+            return counts
+        self.rest = 1 if any(counts) else min(2 * self.rest, self.longest_rest)
+        self.resting = 0 if any(counts) else self.rest
+        return counts
+
+    def learn(
+        self, batch: int, rows: int, passes: int, tokens: int, seconds: float,
+        before: float,
+    ) -> None:
+        super().learn(batch, rows, passes, tokens, seconds, before)
         alone = self.plain.at([batch])[0]  # a step without drafts
         won = alone * tokens / batch - seconds if passes else -before
         most = self.most_won * alone
         self.won = min(max(self.won + self.spare * seconds + won, -most), most)
+
+    def trim(
+        self, ids: list[int], asked: list[int], has: list[int]
+    ) -> list[int]:
+        """How many to verify of the drafts that there are: at most `has[i]`."""
+        self.found += 0.1 * (sum(has) / sum(asked) - self.found)
+        if self.is_trial or has == asked:
+            return has
+        worth = [*map(self.acceptance.worth, ids, has)]
+        free = [0.0] * (max(has) + 1)
+        return best_drafts(worth, self.seconds(len(ids), sum(has)), free)[0]
 
 # %% ../../nbs/speculation/54_when_it_pays.ipynb #a5450cef
 class AdaptiveCore(SpecCore):
@@ -241,7 +286,7 @@ class AdaptiveCore(SpecCore):
         super().__init__(config, runner, drafter, scheduler)
         self.clock, self.chooser = clock, Chooser(self.scheduler.num_drafts)
         self.passes, self.before = 0, 0.0  # of this step: to choose and to draft
-        self.thinks = True  # this step is not one of a rest
+        self.thinks = True  # a step that is not one of a rest
 
     def _choose(self, seqs: Seqs) -> list[int]:
         """The number of drafts of each of `seqs`."""

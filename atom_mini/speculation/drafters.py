@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -44,21 +44,24 @@ class NgramDrafter(Drafter):
         self, config: EngineFields, runner: Any = None, make_runner: Any = None
     ) -> None:
         super().__init__()
-        # by_request: run of tokens -> the position after its first occurrence
+        # by_request: tokens read so far, {run: position after its first occurrence}
         options = config.speculative_config
         self.sizes = range(options.prompt_lookup_min, options.prompt_lookup_max + 1)
 
     def _find(self, seq: Sequence) -> int:
         """The position after the first occurrence of the longest repeated suffix; the end
         of `seq` if no suffix occurred before."""
-        after = self.by_request.setdefault(seq.id, {})
+        num_read, after = self.by_request.get(seq.id, (0, {}))
         tokens, end = seq.token_ids, seq.num_tokens
-        for place in range(after.get((), 0), end):
-            for n in takewhile(place.__ge__, self.sizes):
-                after.setdefault(tuple(tokens[place - n : place]), place)
-        after[()] = end
-        found = (after.get(tuple(tokens[-n:])) for n in reversed(self.sizes))
-        return next(filter(None, found), end)
+        for place in range(num_read, end):
+            for n in self.sizes:
+                if n <= place:
+                    after.setdefault(tuple(tokens[place - n : place]), place)
+        self.by_request[seq.id] = end, after
+        for n in reversed(self.sizes):
+            if place := after.get(tuple(tokens[-n:])):
+                return place
+        return end
 
     def propose(self, seqs: Seqs, most: list[int]) -> Drafts:
         places = [self._find(seq) if n else 0 for seq, n in zip(seqs, most, strict=True)]
@@ -70,13 +73,16 @@ class NgramDrafter(Drafter):
 
 # %% ../../nbs/speculation/52_drafters.ipynb #e59810da
 class ModelDrafter(Drafter):
-    """A drafter that is a model, of the checkpoint `source(config)`: (folder, spec).
+    """A drafter that is a model. Its K/V has a pool of its own, under the target's ids."""
 
-    Its K/V has its own pool, under the target's block ids.
-    """
+    @classmethod
+    def source(cls, config: EngineFields) -> tuple[Any, Any]:
+        """(folder, spec) of its checkpoint."""
+        raise NotImplementedError
 
-    source: Any
-    guess: Any  # (seqs, place) -> the draft of each sequence at this place: int64 [B]
+    def guess(self, seqs: Seqs, place: int) -> Tensor:
+        """The draft of each of `seqs` at this place: int64 [B]."""
+        raise NotImplementedError
 
     def lags(self, seq: Sequence) -> bool:
         """Whether `seq` needs a pass now, even if no draft is requested."""
@@ -90,14 +96,15 @@ class ModelDrafter(Drafter):
             if seq.id in self.by_request:
                 passes[i] = max(most[i], self.lags(seq))
         order = sorted(range(len(seqs)), key=lambda i: -passes[i])
-        guesses = []
+        guesses, owners = list[Tensor](), list[int]()
         for place in range(max(passes, default=0)):
-            active = [seqs[i] for i in order if passes[i] > place]
-            guesses.append(self.guess(active, place))
+            active = [i for i in order if passes[i] > place]
+            guesses.append(self.guess([seqs[i] for i in active], place))
+            owners += active
+        tokens = torch.cat(guesses).tolist() if guesses else []
         drafts: Drafts = [[] for _ in seqs]
-        for tokens in guesses:
-            for i, token in zip(order, tokens.tolist(), strict=False):
-                drafts[i].append(token)
+        for i, token in zip(owners, tokens, strict=True):
+            drafts[i].append(token)
         return [draft[:n] for draft, n in zip(drafts, most, strict=True)]
 
     @classmethod
@@ -147,6 +154,7 @@ class DraftModel(ModelDrafter):
         self.max_id = min(self.vocab_size, own.spec.vocab_size) - 1  # in both models
         self.draws = config.speculative_config.draft_sampling
         self.params = SamplingParams(temperature=0)
+        self.guessed = torch.empty(0, dtype=torch.int64)  # by the newest pass, [B]
         self.probs: dict[int, list[Tensor]] = defaultdict(list)  # each draft's q
 
     @classmethod
@@ -175,22 +183,29 @@ class DraftModel(ModelDrafter):
     def num_read(self, seq: Sequence) -> int:
         return self.by_request.get(seq.id, 0)
 
+    def _rows(self, seqs: Seqs, place: int) -> Rows:
+        """What a pass reads: unread tokens, or a draft each, which `fill_in` copies."""
+        if place:
+            return extend(seqs, [[0]] * len(seqs), place, self.params)
+        unread = [seq.token_ids[self.by_request[seq.id] :] for seq in seqs]
+        readable = [[min(token, self.max_id) for token in tokens] for tokens in unread]
+        return extend(seqs, readable, 0, self.params)
+
     def guess(self, seqs: Seqs, place: int) -> Tensor:
         if place == 0:
             self.probs.clear()
-        unread = [[0] if place else s.token_ids[self.by_request[s.id] :] for s in seqs]
-        readable = [[min(token, self.max_id) for token in tokens] for tokens in unread]
-        rows = extend(seqs, readable, place, self.params)
+        rows = self._rows(seqs, place)
 
         def fill_in(batch: ScheduledBatch, ids: Tensor) -> None:
             if place:
                 ids[: len(seqs)] = self.guessed[: len(seqs)]
 
-        (logits, ids), whole = self.runner.launch(rows, fill_in), rows.whole
-        lens, last = whole.context_lens, whole.num_scheduled_tokens.cumsum() - 1
-        self.by_request |= zip(whole.req_ids, lens.tolist(), strict=True)
-        ids = self._draw(seqs, logits[last], lens) if self.draws else ids[last]
-        self.guessed = ids.clamp(0, self.max_id)
+        logits, ids = self.runner.launch(rows, fill_in)
+        lens, last = rows.whole.context_lens, rows.whole.num_scheduled_tokens.cumsum() - 1
+        for id, num_read in zip(rows.whole.req_ids, lens.tolist(), strict=True):
+            self.by_request[id] = num_read
+        drafts = self._draw(seqs, logits[last], lens) if self.draws else ids[last]
+        self.guessed = drafts.clamp(0, self.max_id)
         return self.guessed
 
     def _draw(self, seqs: Seqs, logits: Tensor, lens: np.ndarray) -> Tensor:
@@ -208,15 +223,18 @@ class DraftModel(ModelDrafter):
         """With `draft_sampling`, `RejectionSampler` chooses the tokens."""
         if not self.draws:
             return super().judge(runner, rows)
-        (logits, _), size = runner.launch(rows), self.vocab_size
-        params, lens, counts = rows.sampling_params, rows.context_lens, rows.queries[0]
+        logits, _ = runner.launch(rows)
         adjusted = runner.extras.adjust(rows, logits, runner.upload)
-        meta = SamplingMetaData.pack(params, lens, size, runner.upload)
+        params, lens = rows.sampling_params, rows.context_lens
+        meta = SamplingMetaData.pack(params, lens, self.vocab_size, runner.upload)
+        p = final_probs(adjusted, meta)
+        counts = rows.queries[0]
         drafts = np.append(rows.scheduled_tokens[1:], NO_DRAFT)
-        zeros = logits.new_zeros(size)
         drafts[counts.cumsum() - 1] = NO_DRAFT  # in each sequence's last row
-        owners = zip(rows.whole.req_ids, counts.tolist(), strict=True)
-        q = torch.stack([x for id, n in owners for x in (*self.probs[id][: n - 1], zeros)])
-        x, seeds = torch.from_numpy(drafts).to(q.device), [p.seed or 0 for p in params]
-        kept = RejectionSampler()(final_probs(adjusted, meta), q, x, seeds, lens)
+        draft_probs, no_draft = list[Tensor](), logits.new_zeros(self.vocab_size)
+        for id, n in zip(rows.whole.req_ids, counts.tolist(), strict=True):
+            draft_probs += [*self.probs[id][: n - 1], no_draft]
+        on_device = torch.from_numpy(drafts).to(p.device)
+        seeds = [each.seed or 0 for each in params]
+        kept = RejectionSampler()(p, torch.stack(draft_probs), on_device, seeds, lens)
         return runner.pack_output(rows, logits, without_broken(kept, adjusted).tolist())

@@ -44,9 +44,11 @@ def as_rows(batch: ScheduledBatch) -> Rows:
     """
     counts = batch.num_scheduled_tokens
     owners, ends = np.repeat(np.arange(len(counts)), counts), counts.cumsum()
+    # each row of a sequence sees one token more than the row before it
     lens = (batch.context_lens - ends)[owners] + np.arange(1, len(owners) + 1)
     params = [batch.sampling_params[i] for i in owners]
-    ones, (past, prompt_lens) = np.ones(len(owners), np.int32), row_histories(batch)
+    past, prompt_lens = row_histories(batch)
+    ones = np.ones(len(owners), np.int32)
     return Rows(
         type=batch.type, req_ids=[*range(len(owners))],
         scheduled_tokens=batch.scheduled_tokens, num_scheduled_tokens=ones,
@@ -93,6 +95,14 @@ class Drafter:
         blocks for their K/V."""
         return [[] for _ in seqs]
 
+    def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
+        """A token for each row of a verify step; equal drafts are accepted."""
+        return runner.forward(rows)
+
+    def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
+        """Called after a step, before its tokens `new` are appended. Of a decoded
+        sequence, as many rows as it has new tokens saw the right context."""
+
     @classmethod
     def memory(
         cls, config: EngineFields, dtype: Any
@@ -103,14 +113,6 @@ class Drafter:
     def num_ready(self, seqs: Seqs, asked: list[int]) -> list[int]:
         """How many of the drafts `asked` for there are, if it knows before it drafts."""
         return asked
-
-    def judge(self, runner: Any, rows: Rows) -> ScheduledBatchOutput:
-        """A token for each row of a verify step; equal drafts are accepted."""
-        return runner.forward(rows)
-
-    def observe(self, seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> None:
-        """Called after a step, before its tokens `new` are appended. Of a decoded
-        sequence, as many rows as it has new tokens saw the right context."""
 
     def num_read(self, seq: Sequence) -> int:
         """How many tokens of `seq` it has read: full blocks of these are shared."""
@@ -209,7 +211,7 @@ class SpecScheduler(Scheduler):
         for seq in verified:  # the rows that saw the right context
             seq.num_scheduled_tokens = len(output.token_ids[seq.id])
         finished = super().postprocess(seqs, output)
-        for seq in verified:
+        for seq in verified:  # `output` now ends where the sequence does
             self._verified(seq, len(output.token_ids[seq.id]))
         return finished
 

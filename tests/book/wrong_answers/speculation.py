@@ -45,6 +45,16 @@ class Latest(NgramDrafter):
         return seq.num_tokens  # guesses nothing
 
 text_for_latest = [1] * 8
+# %% 52_drafters 1
+class Latest(NgramDrafter):
+    def _find(self, seq):
+        tokens, end = seq.token_ids, seq.num_tokens
+        for place in range(end - 1, 1, -1):
+            if tokens[place - 2 : place] == tokens[-2:]:  # matches of two only
+                return place
+        return end
+
+text_for_latest = [1] * 8
 # %% 52_drafters 2
 class Both(DraftModel):
     def __init__(self, config, runner, make_runner):
@@ -76,6 +86,15 @@ class PostNorm(EagleDrafter):
     def run(self, step, hidden, ids=None):
         states, drafts = super().run(step, hidden, ids)
         return states * 0, drafts  # the later places suffer, too, but from no norm
+
+first_to_suffer = 2
+# %% 53_eagle 2
+class PostNorm(EagleDrafter):
+    def run(self, step, hidden, ids=None):
+        states, drafts = super().run(step, hidden, ids)
+        return self.model.norm(states, None)[0], drafts
+
+first_to_suffer = 3  # one too late
 # %% 53b_mtp 1
 second_proj = fit(  # from the target's states, which a second module does not get
     [joined(ids[2:], states[1:-1]) for ids, _, states in train],
@@ -90,7 +109,13 @@ def share_of(accepted, k):
     # as if every step had looked at one draft more than it accepted
     return sum(accepted) / sum(count + 1 for count in accepted)
 # %% 54_when_it_pays 2
-pays_from = 0.2  # as if each draft counted alone: 1 + 3 a
+def best_k(a, V, c):
+    k = 0  # goes on only while the next draft pays by itself
+    while k + 1 < len(V) and (
+        expected(a, k + 1) / (V[k + 1] + (k + 1) * c) > expected(a, k) / (V[k] + k * c)
+    ):
+        k += 1
+    return k
 # %% 91_tiny_head 1
 def visible(row: int, step: int, length: int) -> list[int]:
     return [*range(row + 1), *([step * length + row] if step else [])]  # not the steps between
