@@ -364,7 +364,7 @@ def read_prompts(prompts: Any) -> list[Any]:
 def part_text(part: Any) -> str:
     """The text of one part of a message. Raises ValueError for any other kind of part,
     and for a text that is not a string."""
-    kind = part.get("type") if isinstance(part, dict) else part
+    kind = part.get("type") if isinstance(part, dict) else type(part)
     good, what = kind == "text", "a part of a chat message"
     require(good, f"{what} must be a dict of type 'text', not {kind!r}")
     text = part.get("text")

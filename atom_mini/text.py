@@ -501,7 +501,7 @@ def is_whole(run: bytes) -> bool:
 
 
 class ByteDetokenizer(IncrementalDetokenizer):
-    """A detokenizer for byte tokens. It shows a run only when the run has ended."""
+    """A detokenizer for byte tokens. It shows a run when it has ended or is broken."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         super().__init__(tokenizer, stop)

@@ -183,17 +183,18 @@ def _attend(
     PRODUCT: tl.constexpr,
 ):
     BLOCK_D: tl.constexpr = q.shape[1]
-    LOAD_MASKED: tl.constexpr = MASKED or D != BLOCK_D
+    LOAD_MASKED: tl.constexpr = MASKED or D != BLOCK_D  # or numbers beyond the head
     n = tl.arange(0, KEYS)
     dims = tl.arange(0, BLOCK_D)
     block = _load_blocks(table_ptr, begin, n, begin + n < end, S, KEYS, True)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-        place = n % S if KEYS % S == 0 else (start + n) % S
+        place = n % S if KEYS % S == 0 else (start + n) % S  # n % S stays the same
         exists = start + n < end
         at = (
             cache_ptr + block.to(tl.int64)[:, None] * block_stride
             + place[:, None] * D + dims[None, :]
         )
+        # Without masks, the last round loads its own block numbers again.
         after = start + KEYS if MASKED else tl.minimum(start + KEYS, end - KEYS)
         block = _load_blocks(table_ptr, after, n, after + n < end, S, KEYS, MASKED)
         inside = (exists[:, None] | (not MASKED)) & (dims < D)[None, :]

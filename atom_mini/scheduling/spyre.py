@@ -284,7 +284,7 @@ def volume(num_tokens: list[int], block_size: int) -> int:
 
 # %% ../../nbs/scheduling/41c_looking_ahead.ipynb #5c3dc80e
 class LookAheadScheduler(SpyreScheduler):
-    """The rules until July 2026: it never pauses, and looks ahead at admission.
+    """The default until July 2026: it never pauses, and looks ahead at admission.
 
     Source: sendnn-inference, "Scheduling and Padding Logic".
     """

@@ -481,7 +481,7 @@ def test_bad_requests(llm: LLM) -> None:
     refused(lambda: llm.chat([]), "message")
     refused(lambda: llm.chat([{"role": "user", "content": "\ud8ff"}]), "ud8ff", "surrogate")
     refused(lambda: llm.chat([{"role": 5, "content": "x"}]), "role", "5", "string")
-    for content in (5, None, ["a"], [{"type": "image_url"}], [{"type": "text", "text": 5}], [{}]):
+    for content in (5, None, ["a"], ["text"], [{"type": "image_url"}], [{"type": "text", "text": 5}], [{}]):
         chat = [{"role": "user", "content": content}]
         refused(lambda chat=chat: llm.chat(chat), "chat message")
 

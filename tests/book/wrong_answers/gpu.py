@@ -41,6 +41,13 @@ def is_seen(items, window):
 def merge_two(m0, l0, acc0, m1, l1, acc1):
     weight0, weight1 = l0 * tl.exp(m0), l1 * tl.exp(m1)  # too large for float32
     return (acc0 * tl.exp(m0) + acc1 * tl.exp(m1)) / (weight0 + weight1)
+# %% 10b_triton_attention 1
+@triton.jit
+def merge_two(m0, l0, acc0, m1, l1, acc1):
+    m = tl.maximum(m0, m1)
+    weight0, weight1 = l0 * tl.exp(m0 - m), l1 * tl.exp(m1 - m)
+    average1 = tl.where(l1 == 0, 0.0, acc1 / l1)  # only the second may be empty
+    return (weight0 * (acc0 / l0) + weight1 * average1) / (weight0 + weight1)
 # %% 11_small_kernels 1
 differs = [torch.bfloat16]
 # %% 11_small_kernels 2

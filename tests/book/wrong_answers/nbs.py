@@ -262,5 +262,9 @@ def no_second_pair(logits, tokens):
     return changed
 # %% 24b_byte_tokens 1
 names = ["b", "<0xC3>", "<0xA9>", "b"]  # a character of two bytes, and nothing that breaks it
+# %% 24b_byte_tokens 1
+names = ["<0xE2>", "<0x82>", "<0xAC>", "<0xE2>"]  # as on the page: four bytes
+# %% 24c_files_and_prompts 1
+rule = (lambda value: is_number(value) and 0 < value <= 1, "anything")  # the old words
 # %% 24c_files_and_prompts 1
 rule = (lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, at most 1")  # accepts True

@@ -8,7 +8,7 @@ class ThreeInARow(TurnScheduler):
         self.in_a_row = self.in_a_row + 1 if prompts else 0
         return decodes, prompts
 # %% 20_turns 2
-best_factor = 4
+best_factor = 2  # more prefill steps
 # %% 20_turns 3
 def largest_budget(limit, step, token):
     return int((limit - step) / token) // 2
