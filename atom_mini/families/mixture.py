@@ -175,7 +175,7 @@ class MixtureMLP(nn.Module):
         return out + shared
 
 # %% ../../nbs/families/60_mixture.ipynb #28ecd6b6
-NUM_ROWS = 3  # where an `AttentionPlan`'s header (chapter 10b) counts the real rows
+NUM_ROWS = 3  # where an `AttentionPlan`'s header (chapter 10a) counts the real rows
 
 # %% ../../nbs/families/60_mixture.ipynb #8f60a4c9
 class MixtureModel(CausalLM):

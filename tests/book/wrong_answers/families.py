@@ -9,6 +9,11 @@ def share(B):
     p = 1 / (np.arange(E) + 10)
     draw = [rng.choice(E, K, replace=False, p=p / p.sum()) for _ in range(B)]
     return len(set(np.concatenate(draw).tolist())) / E  # of all, not of the even case
+# %% 60_mixture 2
+def share(B):
+    p = 1 / (np.arange(E) + 10)
+    draw = rng.choice(E, (B, K), p=p / p.sum())  # with replacement: a token may use fewer than 8
+    return len(np.unique(draw)) / (E * (1 - (1 - K / E) ** B))
 # %% 60_mixture 3
 def balance(logits):
     correction = torch.zeros(logits.shape[1])

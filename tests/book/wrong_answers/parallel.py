@@ -81,5 +81,9 @@ events = [(0, "hears"), (1, "hears"), (0, "sleeps"), (1, "sleeps")]
 # %% 73_apart 1
 def senders(n, prompt, answer, fast, slow):
     return max(1, min(n - 1, round(n * prompt / (prompt + answer))))  # as if both kinds were equally fast
+# %% 73_apart 1
+def senders(n, prompt, answer, fast, slow):
+    best = n * (prompt / fast) / (prompt / fast + answer / slow)
+    return min(max(1, -int(-best // 1)), n - 1)  # always rounded up
 # %% 73_apart 2
 load = [[1] * 8, [1] * 8, [1] * 8]  # all find the same blocks
