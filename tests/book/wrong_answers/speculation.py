@@ -55,6 +55,20 @@ class Latest(NgramDrafter):
         return end
 
 text_for_latest = [1] * 8
+# %% 52_drafters 1
+class Latest(NgramDrafter):
+    def _find(self, seq):
+        tokens, end = seq.token_ids, seq.num_tokens
+        for n in reversed(self.sizes):
+            for place in range(end - 1, n - 1, -1):
+                if tokens[place - n : place] == tokens[-n:]:
+                    return place
+        return end
+
+    def propose(self, seqs, most):
+        return [draft[:1] for draft in super().propose(seqs, most)]  # the right place, one token
+
+text_for_latest = [1, 2, 1, 2, 1, 2]
 # %% 52_drafters 2
 class Both(DraftModel):
     def __init__(self, config, runner, make_runner):
@@ -68,6 +82,16 @@ class Both(DraftModel):
     def keep(self, alive):
         super().keep(alive)
         self.lookup.keep(alive)
+# %% 52_drafters 2
+class Both(DraftModel):
+    def __init__(self, config, runner, make_runner):
+        super().__init__(config, runner, make_runner)
+        self.lookup = NgramDrafter(EngineArgs(speculative_config={}))
+
+    def propose(self, seqs, most):  # and no `keep`: the lookup never forgets
+        found = self.lookup.propose(seqs, most)
+        made = super().propose(seqs, [0 if draft else n for draft, n in zip(found, most)])
+        return [a or b for a, b in zip(found, made)]
 # %% 53_eagle 1
 class Sure(EagleDrafter):
     def guess(self, seqs, place):
