@@ -19,8 +19,8 @@ from ..loading import Readers, weight_targets
 from ..models import MLP, MODELS, CausalLM, Linear, SelfAttention, TorchOps
 
 # %% auto #0
-__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'largest_code', 'multiply_bytes', 'Int8Linear', 'read_codes', 'read_scales',
-           'Int8Spec', 'Int8Embedding', 'Int8Model']
+__all__ = ['LEAST', 'ask', 'HAS_BYTES', 'quantize_rows', 'largest_code', 'multiply_bytes', 'Int8Linear', 'read_codes',
+           'read_scales', 'Int8Spec', 'Int8Embedding', 'Int8Model']
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #6e7facb3
 LEAST = 1e-30  # instead of the largest number of a row of zeros
@@ -36,11 +36,13 @@ def quantize_rows(x: Tensor, largest: int = 127) -> tuple[Tensor, Tensor]:
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #b4d96f9b
 def largest_code(size: int) -> int:
     """Of activations [T, size]: its products with `size` codes of eight bits add up to
-    less than 2**31. At most 15 bits, with the sign."""
+    less than 2**31. At most 15 bits, with the sign, so that `multiply_bytes` can cut
+    a code into two bytes."""
     return min(2**14 - 1, (2**31 - 1) // (127 * size))
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #b9da2927
-HAS_BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)()  # private
+ask = getattr(torch.cpu, "_is_vnni_supported", None)  # private, so it may be gone
+HAS_BYTES = ask is not None and ask()
 
 
 def multiply_bytes(x: Tensor, weight: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class RuleChooser:
 
     def __init__(self, places: int) -> None:
         self.acceptance = Acceptance(places)
-        self.plain, self.drafting = Costs(), Costs()
+        self.plain, self.drafting = Costs(), Costs()  # the second in plain steps
         self.verify = Costs(self.plain)
         self.found = 1.0  # share of the drafts asked for that there were
         self.rate = 0.0  # tokens per second that the best choice promised
@@ -150,13 +150,18 @@ class RuleChooser:
         rows = [batch + found * n for n in range(1, drafts + 1)]
         return self.plain.at([batch]) + self.verify.at(rows)
 
+    def alone(self, batch: int) -> float:
+        """Seconds of a step without drafts. A coarse clock may have measured none."""
+        return max(self.plain.at([batch])[0], 1e-9)
+
     def choose(self, ids: list[int], most: list[int]) -> list[int]:
         """How many drafts to ask for: at most `most[i]` for the request `ids[i]`."""
         if not self.plain.knows(len(ids)):
             return [0] * len(ids)
         worth = [*map(self.acceptance.worth, ids, most, [self.found] * len(ids))]
         seconds = self.seconds(len(ids), sum(most), self.found)
-        drafting = [0.0, *self.drafting.at(range(1, max(most) + 1))]
+        passes = self.drafting.at(range(1, max(most) + 1))
+        drafting = [0.0, *(self.alone(len(ids)) * steps for steps in passes)]
         return self._pick(worth, seconds, drafting)
 
     def _pick(
@@ -173,20 +178,20 @@ class RuleChooser:
         costs = self.verify if rows > batch else self.plain
         costs.learn(rows, seconds - before)
         if passes:
-            self.drafting.learn(passes, before)
+            self.drafting.learn(passes, before / self.alone(batch))
 
 # %% ../../nbs/speculation/54_when_it_pays.ipynb #8c6c0a77
 class TryingChooser(RuleChooser):
     """Also tries other numbers of drafts, as far as the time lost is to spare."""
 
-    spare = 0.005  # share of the time that trials may lose
+    spare = 0.005  # plain steps that trials may lose, for each that passes
 
     def __init__(self, places: int) -> None:
         super().__init__(places)
         self.rng = random.Random(0)
         self.trial = self.rng.random()  # share of all drafts that the next trial makes
         self.is_trial = False  # whether this step is one
-        self.credit = 0.0  # seconds that trials may lose now
+        self.credit = 0.0  # plain steps that trials may lose now
 
     def choose(self, ids: list[int], most: list[int]) -> list[int]:
         """The numbers of the rule, or those of a trial."""
@@ -203,7 +208,7 @@ class TryingChooser(RuleChooser):
         tokens = len(worth) + sum(gain for gain, _ in drafts)
         passes = places if drafts else 0
         lost = seconds[len(drafts)] + drafting[passes] - tokens / self.rate
-        if lost > self.credit:
+        if lost > self.credit * seconds[0]:
             return counts
         self.trial, self.is_trial = self.rng.random(), True
         owners = [i for _, i in drafts]
@@ -214,9 +219,10 @@ class TryingChooser(RuleChooser):
         seconds: float, before: float,
     ) -> None:
         super().learn(batch, rows, passes, tokens, seconds, before)
-        self.credit += self.spare * seconds
+        alone = self.alone(batch)
+        self.credit += self.spare * seconds / alone
         if self.is_trial:
-            self.credit -= seconds - tokens / self.rate
+            self.credit -= (seconds - tokens / self.rate) / alone
 
 # %% ../../nbs/speculation/54_when_it_pays.ipynb #b10e92bc
 class Chooser(TryingChooser):
@@ -227,7 +233,7 @@ class Chooser(TryingChooser):
 
     def __init__(self, places: int) -> None:
         super().__init__(places)
-        self.won = 0.0  # seconds against no drafts, with what may be lost
+        self.won = 0.0  # plain steps against no drafts, with what may be lost
         self.rest, self.resting = 1, 0  # steps: of the next rest, left of this one
 
     @property
@@ -235,11 +241,11 @@ class Chooser(TryingChooser):
         """Whether the next decode gets no drafts, and nothing is to be chosen."""
         return self.resting > 0 or self.won < 0
 
-    def rested(self, seconds: float) -> None:
-        """A decode of a rest took `seconds`."""
+    def rested(self) -> None:
+        """A decode of a rest, a plain step, has ended."""
         self.resting = max(0, self.resting - 1)
-        self.credit += self.spare * seconds
-        self.won += self.spare * seconds
+        self.credit += self.spare
+        self.won += self.spare
 
     def choose(self, ids: list[int], most: list[int]) -> list[int]:
         """As without rests; a choice of no drafts begins one."""
@@ -255,10 +261,11 @@ class Chooser(TryingChooser):
         before: float,
     ) -> None:
         super().learn(batch, rows, passes, tokens, seconds, before)
-        alone = self.plain.at([batch])[0]  # a step without drafts
-        won = alone * tokens / batch - seconds if passes else -before
-        most = self.most_won * alone
-        self.won = min(max(self.won + self.spare * seconds + won, -most), most)
+        alone = self.alone(batch)
+        steps = seconds / alone
+        won = tokens / batch - steps if passes else -before / alone
+        won += self.won + self.spare * steps
+        self.won = min(max(won, -self.most_won), self.most_won)
 
     def trim(
         self, ids: list[int], asked: list[int], has: list[int]
@@ -348,9 +355,10 @@ class AdaptiveCore(SpecCore):
             return None
         if done.finished:
             self._forget()
-        if done.batch.type is SequenceType.DECODE:
-            seconds = self.clock() - start
-            self._learn(done, seconds) if thought else self.chooser.rested(seconds)
+        if done.batch.type is SequenceType.DECODE and thought:
+            self._learn(done, self.clock() - start)
+        elif done.batch.type is SequenceType.DECODE:
+            self.chooser.rested()
         return done
 
     def _learn(self, done: StepOutput, seconds: float) -> None:

@@ -115,7 +115,7 @@ class HeadRunner(ModelRunner):
         """Make the head, and a pool of as many blocks as the target's."""
         self.upload, self.model = self.target.upload, self.make_head(self)
         self._set_kv_cache(self.target.kv_cache.shape[2])
-        self.kv_cache.zero_()  # a prefix hit may read a slot that was never written
+        self.kv_cache.zero_()  # a slot holds no NaN before its first pass
 
 # %% ../../nbs/speculation/53_eagle.ipynb #c3ad31d9
 class Taps:

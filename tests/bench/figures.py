@@ -201,6 +201,14 @@ def collect_real(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
     return {**old, "real": said, "real_work": work, "tables": old["tables"][:WHOLE] + real_tables(real)}
 
 
+def collect_drafts(folder: Path, old: dict[str, Any]) -> dict[str, Any]:
+    """The same of speculation.json alone, with its day."""
+    found = json.loads((folder / "speculation.json").read_text())
+    said = {"drafts": drafts_sentence(found["results"]), "drafts_date": f"measured on {found['date'][:10]}"}
+    *before, table = old["tables"][:3]
+    return {**old, **said, "tables": [*before, table | drafts(found["results"]), *old["tables"][3:]]}
+
+
 def updated(old: list[Table], new: list[Table]) -> list[Table]:
     """The tables with their new rows. ValueError for a row that they do not have."""
     for before, after in zip(old, new, strict=True):
@@ -239,7 +247,7 @@ def write_page(text: str, old: dict[str, Any], new: dict[str, Any]) -> str:
     for _, rows in tables:
         *_, last = re.finditer(r"(?m)(?:^\|.*\n)+", section)
         section = f"{section[: last.end()]}\n{SECOND}{as_markdown(rows)}{section[last.end() :]}"
-    for name in ("stamp", "drafts", "busy"):
+    for name in ("stamp", "drafts", "busy", "drafts_date"):
         section = section.replace(old[name], new[name], 1)
     before_real, _, after_real = section.rpartition(old["real"])  # the last: it may begin like the stamp
     section = f"{before_real}{new['real']}{after_real}"
@@ -251,6 +259,8 @@ def main(folder: str) -> None:
     old = new = json.loads(RECORDED.read_text())
     if (Path(folder) / "cpu.json").exists():
         new = collect(Path(folder), new)
+    if (Path(folder) / "speculation.json").exists():
+        new = collect_drafts(Path(folder), new)
     if (Path(folder) / "real.json").exists():
         new = collect_real(Path(folder), new)
     page = json.loads(INDEX.read_text())

@@ -55,6 +55,14 @@ def test_costs_begin_with_what_is_expected() -> None:
     assert verify.at([8])[0] == pytest.approx(5, abs=0.1)
 
 
+def test_each_draft_is_a_row() -> None:
+    chooser = Chooser(4)
+    for _ in range(30):
+        chooser.learn(4, 4, 0, 4, 1.0, 0.0)
+        chooser.learn(4, 8, 1, 4, 5.0, 0.0)
+    assert chooser.seconds(4, 4) == pytest.approx([1, 2, 3, 4, 5], abs=0.1)
+
+
 def test_a_new_request_begins_with_the_mean_of_all() -> None:
     acceptance = Acceptance(2)
     for request in range(50):
@@ -213,12 +221,38 @@ def test_thinking_is_paid_for() -> None:
     chooser, thoughts = Chooser(4), 0
     for _ in range(4000):
         if chooser.rests:
-            chooser.rested(1.0)
+            chooser.rested()
             continue
         thoughts += 1
         chooser.choose([1], [4])
         chooser.learn(1, 1, 0, 1, 2.0, 1.0)
     assert 10 <= thoughts <= 4000 * chooser.spare + 5
+
+
+def drafted(chooser: Chooser, batch: int, plain: float, right: int, steps: int) -> float:
+    """Drafts per request in the last quarter of `steps`; each draft costs a twentieth of a plain step, choosing a tenth."""
+    made = []
+    for _ in range(steps):
+        rests, ids = chooser.rests, [*range(batch)]
+        counts = [0] * batch if rests else chooser.choose(ids, [4] * batch)
+        made.append(sum(counts) / batch)
+        if rests:
+            chooser.rested()
+            continue
+        seconds = plain * (1.1 + 0.05 * sum(counts) / batch)
+        tokens = batch + right * sum(counts)
+        chooser.learn(batch, batch + sum(counts), max(counts), tokens, seconds, 0.1 * plain)
+        for i, n in zip(ids, counts, strict=True):
+            chooser.acceptance.learn(i, n, right * n)
+    last = made[-steps // 4 :]
+    return sum(last) / len(last)
+
+
+def test_what_many_have_lost_does_not_hold_up_one() -> None:
+    """Steps of 64 requests take 30 times as long as those of one: their loss in seconds would be 30 times too much."""
+    chooser = Chooser(4)
+    assert drafted(chooser, 64, 12.0, 0, 400) < 0.2
+    assert drafted(chooser, 1, 0.4, 1, 400) > 3.5
 
 
 def test_drawn_drafts_are_refused() -> None:
