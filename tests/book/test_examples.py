@@ -119,7 +119,7 @@ def test_what_readme_says_of_drafts_holds_in_its_table() -> None:
     results = json.loads((ROOT / "tests" / "bench" / "results" / "speculation.json").read_text())["results"]
     for row, task in (("lookup, a list that is copied", "copy"), ("lookup, questions about facts in the prompt", "recall")):
         ratios = [r["ratio"] for r in results if (r["task"], r["drafter"]) == (task, "lookup") and r["batch"] <= 4]
-        assert len(ratios) == 2 and min(ratios) > 1.2
+        assert len(ratios) == 2 and min(ratios) > 1.1
         assert found[row][:2] == [float(f"{ratio:.2g}") for ratio in ratios]  # the page has this record's
     assert max(found["EAGLE-3 head, stories"]) < 1
 
