@@ -104,7 +104,7 @@ class Extras:
         `logits` [R, V]. `found`: the seen, the generated, and the barred tokens, each
         [2, N]; the tokens with a bias, and it."""
         seen, generated, barred, biased, by = found
-        if (newest := self.newest) is not None:  # in the place of -1
+        if (newest := self.newest) is not None:  # instead of -1
             seen, generated = (pairs.where(pairs >= 0, newest[pairs[0]])
                                for pairs in (seen, generated))
         if by.numel():

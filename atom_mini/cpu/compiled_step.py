@@ -65,7 +65,8 @@ def as_numpy(x: Tensor) -> np.ndarray:
 
 
 def in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Empty memory that begins with a cache line. NumPy asks Linux for huge pages, and torch does not."""
+    """Empty memory that begins with a cache line. NumPy asks Linux for huge pages; torch does so
+    only if an environment variable tells it to."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64

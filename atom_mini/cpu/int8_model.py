@@ -19,8 +19,8 @@ from ..loading import Readers, weight_targets
 from ..models import MLP, MODELS, CausalLM, Linear, SelfAttention, TorchOps
 
 # %% auto #0
-__all__ = ['LEAST', 'ask', 'HAS_BYTES', 'quantize_rows', 'largest_code', 'multiply_bytes', 'Int8Linear', 'read_codes',
-           'read_scales', 'Int8Spec', 'Int8Embedding', 'Int8Model']
+__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'largest_code', 'has_byte_products', 'multiply_bytes', 'Int8Linear',
+           'read_codes', 'read_scales', 'Int8Spec', 'Int8Embedding', 'Int8Model']
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #6e7facb3
 LEAST = 1e-30  # instead of the largest number of a row of zeros
@@ -41,8 +41,13 @@ def largest_code(size: int) -> int:
     return min(2**14 - 1, (2**31 - 1) // (127 * size))
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #b9da2927
-ask = getattr(torch.cpu, "_is_vnni_supported", None)  # private, so it may be gone
-HAS_BYTES = ask is not None and ask()
+def has_byte_products() -> bool:
+    """Whether this processor has VNNI. False if torch does not tell."""
+    ask = getattr(torch.cpu, "_is_vnni_supported", None)  # private, so it may be gone
+    return ask is not None and ask()
+
+
+HAS_BYTES = has_byte_products()
 
 
 def multiply_bytes(x: Tensor, weight: Tensor) -> Tensor:

@@ -162,9 +162,9 @@ class RuleChooser:
         seconds = self.seconds(len(ids), sum(most), self.found)
         passes = self.drafting.at(range(1, max(most) + 1))
         drafting = [0.0, *(self.alone(len(ids)) * steps for steps in passes)]
-        return self._pick(worth, seconds, drafting)
+        return self._decide(worth, seconds, drafting)
 
-    def _pick(
+    def _decide(
         self, worth: list[list[float]], seconds: list[float], drafting: list[float]
     ) -> list[int]:
         counts, self.rate = best_drafts(worth, seconds, drafting)
@@ -198,10 +198,10 @@ class TryingChooser(RuleChooser):
         self.is_trial = False
         return super().choose(ids, most)
 
-    def _pick(
+    def _decide(
         self, worth: list[list[float]], seconds: list[float], drafting: list[float]
     ) -> list[int]:
-        counts = super()._pick(worth, seconds, drafting)
+        counts = super()._decide(worth, seconds, drafting)
         places = max(map(len, worth))
         drafts = ranked(worth, places)
         drafts = drafts[: int(self.trial * (len(drafts) + 1))]

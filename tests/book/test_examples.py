@@ -113,13 +113,16 @@ def test_what_readme_says_of_the_options_for_a_cpu_is_recorded(option: str, said
 
 
 def test_what_readme_says_of_drafts_holds_in_its_table() -> None:
-    """"A lookup that hits pays for one request and for four, and a head pays for none"."""
+    """"For one request and for four, a lookup gains much on copies and 16 to 31 % on answers", and a head gains nothing."""
     table = {row: cells for row, cells in RECORDED["tables"][2].items() if row}
     found = {row: [float(cell.split(", ")[1].rstrip(" x")) for cell in cells] for row, cells in table.items()}
     results = json.loads((ROOT / "tests" / "bench" / "results" / "speculation.json").read_text())["results"]
     for row, task in (("lookup, a list that is copied", "copy"), ("lookup, questions about facts in the prompt", "recall")):
         ratios = [r["ratio"] for r in results if (r["task"], r["drafter"]) == (task, "lookup") and r["batch"] <= 4]
-        assert len(ratios) == 2 and min(ratios) > 1.1
+        assert len(ratios) == 2 and min(ratios) > (1.2 if task == "copy" else 1)
+        if task == "recall":
+            gains = "{:.0f} to {:.0f} % on answers".format(*(100 * ratio - 100 for ratio in ratios))
+            assert gains in (ROOT / "docs" / "figures.md").read_text()
         assert found[row][:2] == [float(f"{ratio:.2g}") for ratio in ratios]  # the page has this record's
     assert max(found["EAGLE-3 head, stories"]) < 1
 
