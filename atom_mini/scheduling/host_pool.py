@@ -201,7 +201,7 @@ class OffloadBatch(ScheduledBatch):
     saves: tuple[tuple[int, int], ...] = ()
     loads: tuple[tuple[int, int], ...] = ()
 
-# %% ../../nbs/scheduling/42_host_pool.ipynb #3b70a871
+
 class OffloadCore(EngineCore):
     """`EngineCore` with a second pool. Any runner fits: copies are made before it runs."""
 
@@ -219,6 +219,11 @@ class OffloadCore(EngineCore):
         manager = self.scheduler.block_manager
         assert isinstance(manager, OffloadManager)
         return manager
+
+    def close(self) -> None:
+        """Also release the second pool's memory."""
+        super().close()
+        vars(self).pop("copies", None)
 
     def before_step(
         self, batch: ScheduledBatch, seqs: list[Sequence]
@@ -241,8 +246,3 @@ class OffloadCore(EngineCore):
     ) -> None:
         """Publish what was copied."""
         self.manager.publish()
-
-    def close(self) -> None:
-        """Also release the second pool's memory."""
-        super().close()
-        vars(self).pop("copies", None)

@@ -74,10 +74,6 @@ class Launcher:
         self.token_pool[self.stored_rows] = token_ids.clamp(min=0)  # -1: it ends here
         return logits, token_ids.clone()  # a graph's next replay overwrites its outputs
 
-    def _run(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        logits, token_ids = self._compute(batch)
-        return self.runner.pack_output(batch, logits, token_ids.tolist())
-
     def check_process(self) -> None:
         """Raise ValueError in a fork of the process that made this launcher."""
         here = os.getpid()
@@ -86,6 +82,14 @@ class Launcher:
             f"overlap=True: process {self.process} made this engine, and its fork {here} "
             f"has no device thread: make a new LLM in process {here}, or fork before",
         )
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """The runner's context, which a core enters for each step."""
+        return self.runner.on_device()
+
+    def _run(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        logits, token_ids = self._compute(batch)
+        return self.runner.pack_output(batch, logits, token_ids.tolist())
 
     def _computed(
         self, future: Future[ScheduledBatchOutput]
@@ -137,10 +141,6 @@ class Launcher:
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Run one step and wait for it."""
         return self.launch(batch)()
-
-    def on_device(self) -> AbstractContextManager[object]:
-        """The runner's context, which a core enters for each step."""
-        return self.runner.on_device()
 
     def close(self) -> None:
         """Wait for all launched steps, because their memory is about to be freed."""

@@ -81,6 +81,11 @@ class OverlapScheduler(TurnScheduler):
             return []  # a preempted sequence would lose the token that is being computed
         return super()._schedule_decode(decodable)
 
+    def rollback(self) -> None:
+        """Forget all launched steps, and let all sequences start again."""
+        self.num_launched = 0
+        super().rollback()
+
     def check(self, seq: Sequence) -> None:
         """As in the base class. ValueError also for what needs the newest token on the host."""
         super().check(seq)
@@ -88,11 +93,6 @@ class OverlapScheduler(TurnScheduler):
             wrong = f"{name} needs the newest token, and overlap=True plans a step before it "
             is_set = bool(getattr(seq.sampling_params, name))
             require(not is_set, f"{wrong}is known: set overlap=False")
-
-    def rollback(self) -> None:
-        """Forget all launched steps, and let all sequences start again."""
-        self.num_launched = 0
-        super().rollback()
 
 # %% ../../nbs/scheduling/23a_overlap.ipynb #ad27c9ae
 Wait = Callable[[], ScheduledBatchOutput]  # waits for a launched step

@@ -214,6 +214,18 @@ class SpyreScheduler(BaseScheduler):
         needed = used + sum(to_come) - sum(blocks[i].ref_count > 0 for i in cached)
         return f"num_kvcache_blocks: {needed} > {total}" if needed > total else None
 
+    def _why_not(self, seq: Sequence, decoding: Seqs) -> str | None:
+        """The rule that forbids the next chunk of `seq` in this step, or None."""
+        if decoding and self.config.interleave and self.last_was_prefill:
+            return "interleaving: a decode comes first"
+        if decoding and self.paused:
+            return f"paused: request {next(iter(self.paused))} goes on first"
+        if seq is self.prefilling:
+            return None
+        if len(self.running) >= self.config.max_num_seqs:
+            return f"max_num_seqs: {len(self.running)} are running"
+        return self._no_blocks(seq, self._cached(seq))
+
     def _unpaused(self, decoding: Seqs) -> Seqs:
         """Those of `decoding` that the limit allows, the longest paused first."""
         chosen: list[Sequence] = []
@@ -233,18 +245,6 @@ class SpyreScheduler(BaseScheduler):
         for seq in left_out:
             self.running.remove(seq)
             self.running.append(seq)
-
-    def _why_not(self, seq: Sequence, decoding: Seqs) -> str | None:
-        """The rule that forbids the next chunk of `seq` in this step, or None."""
-        if decoding and self.config.interleave and self.last_was_prefill:
-            return "interleaving: a decode comes first"
-        if decoding and self.paused:
-            return f"paused: request {next(iter(self.paused))} goes on first"
-        if seq is self.prefilling:
-            return None
-        if len(self.running) >= self.config.max_num_seqs:
-            return f"max_num_seqs: {len(self.running)} are running"
-        return self._no_blocks(seq, self._cached(seq))
 
 # %% ../../nbs/scheduling/41_spyre.ipynb #67011056
 INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
