@@ -162,7 +162,7 @@ def decode(frame: bytes, kind: object) -> Any:
         what = f"{len(frame)} bytes are not a valid message: {error}"
         raise ValueError(what) from None
 
-
+# %% ../../nbs/parallel/70_engine_process.ipynb #e2822bd9
 def read_id(frame: bytes) -> int:
     """The id in a frame that is not a valid message; 0 if it cannot be read."""
     with suppress(ValueError, msgspec.ValidationError):
@@ -189,7 +189,7 @@ def open_sockets(
         socket.connect(address) if is_engine else socket.bind(address)
     return inbox, outbox
 
-# %% ../../nbs/parallel/70_engine_process.ipynb #ba7d9316
+# %% ../../nbs/parallel/70_engine_process.ipynb #ec893e00
 def engine_metrics(core: EngineCore, steps: int = 0) -> dict[str, int | float]:
     """The number of requests, free blocks, and preemptions in `core`, after `steps`."""
     scheduler = core.scheduler
@@ -203,7 +203,7 @@ def no_report() -> tuple[dict[int, bool], bool]:
     """The changes of a prefix cache that does not report any."""
     return {}, False
 
-
+# %% ../../nbs/parallel/70_engine_process.ipynb #ba7d9316
 class EngineCoreProc:
     """An engine core that is controlled by messages (vLLM's word).
 

@@ -18,18 +18,6 @@ from ..scheduler import Scheduler
 from ..sequence import Sequence, SequenceStatus
 
 
-def resume(
-    token_ids: list[int], num_prompt_tokens: int, block_size: int,
-    params: SamplingParams, id: int,
-) -> Sequence:  # fmt: skip
-    """A new sequence that has generated all tokens after its prompt already."""
-    seq = Sequence(token_ids[:num_prompt_tokens], block_size, params, id)
-    for token_id in token_ids[num_prompt_tokens:]:
-        seq.append_token(token_id)
-        seq.logprobs.append({})  # the front has them
-    return seq
-
-
 @dataclass(frozen=True)
 class Offer:
     """Where the K/V of all tokens of a sequence but its newest one is: in these blocks of
@@ -40,7 +28,19 @@ class Offer:
     num_cached_tokens: int = 0  # of the prompt, which `source` has found in its cache
 
 # %% auto #0
-__all__ = ['resume', 'Offer', 'Arrival', 'Connector', 'TransferCore']
+__all__ = ['Offer', 'resume', 'Arrival', 'Connector', 'TransferCore']
+
+# %% ../../nbs/parallel/73_apart.ipynb #9ed1d06b
+def resume(
+    token_ids: list[int], num_prompt_tokens: int, block_size: int,
+    params: SamplingParams, id: int,
+) -> Sequence:  # fmt: skip
+    """A new sequence that has generated all tokens after its prompt already."""
+    seq = Sequence(token_ids[:num_prompt_tokens], block_size, params, id)
+    for token_id in token_ids[num_prompt_tokens:]:
+        seq.append_token(token_id)
+        seq.logprobs.append({})  # the front has them
+    return seq
 
 # %% ../../nbs/parallel/73_apart.ipynb #7e3f4cfb
 class Arrival(Enum):
@@ -207,11 +207,6 @@ class TransferCore(EngineCore):
         seq.status = SequenceStatus.RUNNING
         self.scheduler.running.append(seq)
 
-    def note(self, event: str, batch: ScheduledBatch | None = None) -> None:
-        """Whatever begins may change what can run."""
-        if event == "begin":
-            self.is_stuck = False
-
     def step(self) -> StepOutput | None:
         """Admit what is offered, and run a step; None if there is nothing to do now."""
         self.is_waiting = False
@@ -224,6 +219,11 @@ class TransferCore(EngineCore):
             if seq.id in self.held:
                 seq.leave_reason = None  # "kv_cache", its limit here: it goes on elsewhere
         return done
+
+    def note(self, event: str, batch: ScheduledBatch | None = None) -> None:
+        """Whatever begins may change what can run."""
+        if event == "begin":
+            self.is_stuck = False
 
     def is_finished(self) -> bool:
         return super().is_finished() and not self.offers

@@ -162,9 +162,6 @@ class WrappedRunner:
 
     runner: Any
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.runner!r})"
-
     def around(self, batch: ScheduledBatch) -> AbstractContextManager[None]:
         """The context in which a step runs."""
         return nullcontext()
@@ -173,6 +170,9 @@ class WrappedRunner:
         """Run one step."""
         with self.around(batch):
             return self.runner.forward(batch)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.runner!r})"
 
     def launch(
         self, batch: ScheduledBatch, fill_in: FillIn | None = None
@@ -197,7 +197,7 @@ class WrappedRunner:
     def upload(self) -> Upload:
         return self.runner.upload
 
-# %% ../../nbs/parallel/71c_ranks.ipynb #3e36d704
+# %% ../../nbs/parallel/71c_ranks.ipynb #8ac0d5fc
 def check_machine(config: EngineFields) -> None:
     """ValueError if there are fewer GPUs than ranks."""
     n, count = config.tensor_parallel_size, torch.cuda.device_count()
@@ -206,7 +206,7 @@ def check_machine(config: EngineFields) -> None:
     enough = device.type == "cpu" or (device.index or 0) + n <= count
     require(enough, f"{what}GPUs: lower it, or set device='cpu'")
 
-
+# %% ../../nbs/parallel/71c_ranks.ipynb #3e36d704
 class Leader(WrappedRunner):
     """The runner of rank 0: it starts the other ranks, and sends them each step."""
 

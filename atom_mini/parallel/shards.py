@@ -35,8 +35,8 @@ from ..models import CausalLM, RMSNorm, TorchOps, model_class
 from ..sampler import Sampler
 
 # %% auto #0
-__all__ = ['cut', 'cut_spec', 'check_dealt', 'cut_experts', 'Group', 'make_backend', 'open_group', 'Shard', 'lay_out',
-           'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'is_added_once', 'SharedTable', 'SharedHead',
+__all__ = ['cut', 'check_cut', 'cut_spec', 'check_dealt', 'cut_experts', 'Group', 'make_backend', 'open_group', 'Shard',
+           'lay_out', 'shapes_of', 'find_cut', 'read_cut', 'read_zeros', 'is_added_once', 'SharedTable', 'SharedHead',
            'SharedNorm', 'join_ranks', 'RankRunner', 'GraphRankRunner', 'make_rank']
 
 # %% ../../nbs/parallel/71a_shards.ipynb #4eee882c
@@ -50,19 +50,28 @@ def cut(count: int, name: str, n: int, option: str = "tensor_parallel_size") -> 
     require(right == n, f"{what}: set it to {right}")
     return count // n
 
+
+def check_cut(spec: ModelSpec, n: int, is_dealt: bool) -> None:
+    """ValueError if the model cannot be cut, or its experts not be dealt, to `n` ranks."""
+    given, vocab = f"tensor_parallel_size={n}", spec.vocab_size
+    kv = spec.num_key_value_heads
+    cut(spec.num_attention_heads, "num_attention_heads", n)
+    if is_dealt:
+        check_dealt(spec, n)
+    what = f"{given} and num_key_value_heads={kv}: one must divide the other, lower it"
+    require(kv % n == 0 or n % kv == 0, what)
+    what = f"{given} exceeds what a vocabulary of {vocab} can be cut into: lower it"
+    require((n - 1) * -(-vocab // n) < vocab, what)
+
 # %% ../../nbs/parallel/71a_shards.ipynb #ec28b80c
 def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     """The spec of one rank's part of a model on `n` ranks.
 
     `is_dealt`: with whole experts. ValueError if the model cannot be cut.
     """
-    given = f"tensor_parallel_size={n}"
-    kv, vocab = spec.num_key_value_heads, spec.vocab_size
+    check_cut(spec, n, is_dealt)
     sparse = getattr(spec, "sparse", ())
-    more: Fields = {"num_key_value_heads": max(1, kv // n)}
-    heads = cut(spec.num_attention_heads, "num_attention_heads", n)
-    if is_dealt:
-        check_dealt(spec, n)
+    more: Fields = {"num_key_value_heads": max(1, spec.num_key_value_heads // n)}
     if getattr(spec, "storage", None):
         more["storage"] = None  # packed weights are unpacked before they are cut
     if (experts := getattr(spec, "experts", None)) and any(sparse):
@@ -70,11 +79,7 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     if not sparse or not all(sparse):
         width = cut(spec.intermediate_size, "intermediate_size", n)
         more["intermediate_size"] = width
-    what = f"{given} and num_key_value_heads={kv}: one must divide the other, lower it"
-    require(kv % n == 0 or n % kv == 0, what)
-    rows = -(-vocab // n)
-    what = f"{given} exceeds what a vocabulary of {vocab} can be cut into: lower it"
-    require((n - 1) * rows < vocab, what)
+    heads, rows = spec.num_attention_heads // n, -(-spec.vocab_size // n)
     return replace(spec, num_attention_heads=heads, vocab_size=rows, **more)
 
 # %% ../../nbs/parallel/71a_shards.ipynb #4fdec326
