@@ -222,11 +222,9 @@ def grouped_experts(
     """The weighted sum of each token's experts: x [T, H], ids [T, k] -> [T, H].
 
     `weights` [T, k] float32, `gate_up` [E, 2I, H], `down` [E, H, I], biases [E, 2I] and
-    [E, H]. The id E means none.
-    A `limit` selects gpt-oss's activation. In MXFP4 (OCP Microscaling 1.0),
+    [E, H]. The id E means none. A `limit` selects gpt-oss's activation. In MXFP4,
     `gate_up` is blocks uint8 [E, 2I, H/2] and scales uint8 [E, 2I, H/32], and `down`
-    likewise. The launches depend only on shapes. ValueError if x is float32 and the
-    experts are packed.
+    likewise. ValueError if x is float32 and the experts are packed.
     """
     x, ids, weights = (t.contiguous() for t in (x, ids, weights))
     order, limit = sort_pairs(ids, len(gate_up[0])), float(limit)
