@@ -24,8 +24,8 @@ def round_up(x: int, step: int) -> int:
     return -(-x // step) * step
 
 # %% auto #0
-__all__ = ['Seqs', 'INTERLEAVE', 'round_up', 'align', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'check_spyre', 'volume',
-           'LookAheadScheduler', 'remaining']
+__all__ = ['Seqs', 'INTERLEAVE', 'round_up', 'align', 'largest_tkv', 'PaddedBatch', 'ChunkPlan', 'SpyreScheduler', 'volume',
+           'check_spyre', 'LookAheadScheduler', 'remaining']
 
 # %% ../../nbs/scheduling/41_spyre.ipynb #a2ca6342
 def align(num_tokens: list[int], block_size: int) -> list[int]:
@@ -33,6 +33,12 @@ def align(num_tokens: list[int], block_size: int) -> list[int]:
     `num_tokens` tokens into the same column of blocks."""
     widths = [round_up(n, block_size) for n in num_tokens]
     return [max(widths) - width for width in widths]
+
+# %% ../../nbs/scheduling/41_spyre.ipynb #7e6f91aa
+def largest_tkv(num_tokens: list[int], block_size: int) -> int:
+    """The largest tkv of sequences with `num_tokens` tokens, after `align`."""
+    left = align(num_tokens, block_size)
+    return max(n + pad for n, pad in zip(num_tokens, left, strict=True))
 
 # %% ../../nbs/scheduling/41_spyre.ipynb #71dfd0ce
 @dataclass(frozen=True)
@@ -52,15 +58,14 @@ class PaddedBatch(ScheduledBatch):
     ) -> PaddedBatch:  # fmt: skip
         """`batch` with `left` dummy tokens before each sequence, in blocks of `size`.
         `fields` sets the fields that only a `PaddedBatch` has."""
-        padding, ends = np.array(left), -(-batch.context_lens // size)
-        width = int((padding // size + ends).max())
-        columns = np.arange(width) - padding[:, None] // size  # of the sequence's own table
-        inside = columns.clip(0, batch.block_tables.shape[1] - 1)
-        ids = np.take_along_axis(batch.block_tables, inside, 1) + 1
-        is_own = (columns >= 0) & (columns < ends[:, None])
-        tables = np.where(is_own, ids, 0).astype(np.int32)
-        padded = {"block_tables": tables, "left_padding": padding}
-        return cls(**vars(batch) | padded | fields)
+        starts = [pad // size for pad in left]
+        counts = [round_up(n, size) // size for n in batch.context_lens.tolist()]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        tables = np.zeros((len(left), max(ends)), np.int32)
+        for i, count in enumerate(counts):
+            tables[i, starts[i] : ends[i]] = batch.block_tables[i, :count] + 1
+        changed = {"block_tables": tables, "left_padding": np.array(left), **fields}
+        return cls(**{**vars(batch), **changed})
 
 # %% ../../nbs/scheduling/41_spyre.ipynb #bd735801
 class ChunkPlan(NamedTuple):
@@ -180,16 +185,11 @@ class SpyreScheduler(BaseScheduler):
         manager.stage(seq, end)
         self.prefilling = None if end == seq.num_tokens else seq
         if self.prefilling is None:  # from now on it decodes with the others
-            self._align([s.num_computed_tokens for s in decoding] + [end])
+            lens = [s.num_computed_tokens for s in decoding] + [end]
+            self.tkv = largest_tkv(lens, self.size)
         batch = ScheduledBatch.pack(SequenceType.PREFILL, [seq], manager)
         extra = {"query_len": plan.chunk_size, "num_redirected": redirected}
         return PaddedBatch.pad(batch, [plan.left], self.size, **extra)
-
-    def _align(self, num_tokens: list[int]) -> list[int]:
-        """The left padding of a rectangle, whose largest tkv becomes `tkv`."""
-        left = align(num_tokens, self.size)
-        self.tkv = max(n + pad for n, pad in zip(num_tokens, left, strict=True))
-        return left
 
     def _decode(self, decoding: Seqs) -> PaddedBatch:
         """One token of each sequence in `decoding`, with the least padding."""
@@ -198,9 +198,10 @@ class SpyreScheduler(BaseScheduler):
             seq.num_scheduled_tokens = 1
             if seq.num_tokens % self.size == 0:
                 self.block_manager.stage(seq, seq.num_tokens)
-        left = self._align([s.num_tokens for s in decoding])
+        lens = [s.num_tokens for s in decoding]
+        self.tkv = largest_tkv(lens, self.size)
         batch = ScheduledBatch.pack(SequenceType.DECODE, decoding, self.block_manager)
-        return PaddedBatch.pad(batch, left, self.size)
+        return PaddedBatch.pad(batch, align(lens, self.size), self.size)
 
     def _to_come(self, seq: Sequence) -> int:
         """The blocks that `seq` may still take. Its last token needs no slot."""
@@ -230,10 +231,12 @@ class SpyreScheduler(BaseScheduler):
         """Those of `decoding` that the limit allows, the longest paused first."""
         chosen: list[Sequence] = []
         lens: list[int] = []
-        limit, waited = self.config.max_batch_tkv_limit, self.paused.get
-        turns = [(-waited(s.id, 0), s.num_completion_tokens, i) for i, s in enumerate(decoding)]
-        for *_, i in sorted(turns):
-            seq = decoding[i]
+        limit = self.config.max_batch_tkv_limit
+
+        def turn(seq: Sequence) -> tuple[int, int]:
+            return -self.paused.get(seq.id, 0), seq.num_completion_tokens
+
+        for seq in sorted(decoding, key=turn):
             if volume([*lens, seq.num_tokens], self.size) <= limit:
                 chosen.append(seq)
                 lens.append(seq.num_tokens)
@@ -245,6 +248,11 @@ class SpyreScheduler(BaseScheduler):
         for seq in left_out:
             self.running.remove(seq)
             self.running.append(seq)
+
+# %% ../../nbs/scheduling/41_spyre.ipynb #d24c5dcb
+def volume(num_tokens: list[int], block_size: int) -> int:
+    """The volume of a decode of sequences with `num_tokens` tokens."""
+    return len(num_tokens) * largest_tkv(num_tokens, block_size)
 
 # %% ../../nbs/scheduling/41_spyre.ipynb #67011056
 INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
@@ -275,12 +283,6 @@ def check_spyre(config: EngineFields, given: set[str]) -> bool:
         return config.interleave
     require(value in ("0", "1"), f"{INTERLEAVE}={value!r} must be 0 or 1")
     return value == "1"
-
-# %% ../../nbs/scheduling/41_spyre.ipynb #d24c5dcb
-def volume(num_tokens: list[int], block_size: int) -> int:
-    """The volume of a decode of sequences with `num_tokens` tokens."""
-    left = align(num_tokens, block_size)
-    return len(left) * max(n + pad for n, pad in zip(num_tokens, left, strict=True))
 
 # %% ../../nbs/scheduling/41c_looking_ahead.ipynb #5c3dc80e
 class LookAheadScheduler(SpyreScheduler):
