@@ -78,7 +78,7 @@ class OverlapScheduler(TurnScheduler):
         batch = decodable[: self.config.max_num_batched_tokens]
         missing = sum(s.num_blocks > len(s.block_table) for s in batch)
         if self.num_launched and missing > self.block_manager.num_free_blocks:
-            return []  # a preempted sequence would lose the token that is being computed
+            return []  # wait for the step's results
         return super()._schedule_decode(decodable)
 
     def rollback(self) -> None:
