@@ -356,17 +356,22 @@ def unwrap(prompt: Any) -> Any:
 def read_prompts(prompts: Any) -> list[Any]:
     """One prompt or several, in any form, as a list of strings and lists of ids."""
     inner = unwrap(prompts)
-    are_many = isinstance(inner, list | tuple)
-    are_ids = are_many and inner and isinstance(inner[0], int)  # perhaps a million
-    return as_list([*map(unwrap, inner)] if are_many and not are_ids else inner)
+    if not isinstance(inner, list | tuple):
+        return as_list(inner)
+    are_ids = inner and isinstance(inner[0], int)
+    if not are_ids:  # otherwise, do not unwrap each of perhaps a million ids
+        inner = [unwrap(prompt) for prompt in inner]
+    return as_list(inner)
 
 # %% ../nbs/24c_files_and_prompts.ipynb #a93ea247
 def part_text(part: Any) -> str:
     """The text of one part of a message. Raises ValueError for any other kind of part,
     and for a text that is not a string."""
-    kind = part.get("type") if isinstance(part, dict) else type(part)
-    good, what = kind == "text", "a part of a chat message"
-    require(good, f"{what} must be a dict of type 'text', not {kind!r}")
+    what = "a part of a chat message"
+    wrong = f"{what} must be a dict of type 'text', not"
+    require(isinstance(part, dict), f"{wrong} a {type(part).__name__}")
+    kind = part.get("type")
+    require(kind == "text", f"{wrong} of type {kind!r}")
     text = part.get("text")
     require(isinstance(text, str), f"text={text!r} in {what} must be a string")
     return text
@@ -387,8 +392,11 @@ def content_text(message: dict[str, Any]) -> str:
 
 def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a conversation, each with a string as its content."""
-    texts = [*map(content_text, messages)]
-    bad = [m.get("role") for m in messages if not isinstance(m.get("role"), str)]
-    wrong = f"role={bad[:1]} of a chat message must be a string, such as 'user'"
-    require(not bad, wrong)
-    return [m | {"content": text} for m, text in zip(messages, texts, strict=True)]
+    read = []
+    for message in messages:
+        text = content_text(message)
+        role = message.get("role")
+        wrong = f"role={role!r} of a chat message must be a string, such as 'user'"
+        require(isinstance(role, str), wrong)
+        read.append(message | {"content": text})
+    return read

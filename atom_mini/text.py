@@ -479,7 +479,9 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 def byte_tokens(tokenizer: Any) -> dict[int, int]:
     """The bytes of the tokens `<0x00>` to `<0xFF>`, by id; empty if a tokenizer has
     none, or does not decode a run of them as a whole."""
-    ids: Any = getattr(tokenizer, "convert_tokens_to_ids", lambda names: [None])(BYTES)
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        return {}
+    ids = tokenizer.convert_tokens_to_ids(BYTES)
     if None in ids or tokenizer.convert_ids_to_tokens(ids) != BYTES:
         return {}
     broken = decode(tokenizer, [ids[byte] for byte in b"\xc3\xa9\xff"])  # "é" breaks
@@ -490,7 +492,7 @@ def is_broken(run: bytes) -> bool:
     """Whether no more bytes can make `run` whole characters."""
     try:
         run.decode()
-    except UnicodeDecodeError as error:
+    except UnicodeDecodeError as error:  # codecs' decoder would wait after ED A0
         return error.reason != "unexpected end of data"
     return False
 
@@ -527,7 +529,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
     def _broken(self, progress: Progress) -> Progress:
         """The progress with a � for each byte of the open run; the last one is held."""
         begun = progress.start or progress
-        # The text before the run, as it is before a broken byte, and without that byte.
+        # Text that is still held before the run, such as a space, is written first.
         whole = decode(self.tokenizer, (*begun.context, *begun.held, self.never))
         before = whole[len(begun.alone) : -1]
         size = self._write(begun.size, before + (progress.run - 1) * "\ufffd")
