@@ -160,7 +160,7 @@ TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # few rows for each expert,
     "float32": 2 * (TileConfig(16, 2**13, 4, 1, 2),),  # as in `TILE_CONFIGS`
 }
 
-
+# %% ../../nbs/families/61_grouped_kernel.ipynb #e53a2000
 def choose_config(x: Tensor, pairs: int, experts: int) -> TileConfig:
     """The configuration for this many pairs. Depends only on shapes and the device."""
     few, many = configs_for(x.device, x.dtype, TILES)
