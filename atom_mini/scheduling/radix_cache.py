@@ -40,15 +40,17 @@ class RadixCache(PrefixIndex):
     def match(self, token_ids: list[int]) -> list[int]:
         """The ids of the blocks on the longest path that is a prefix of `token_ids`."""
         found: list[int] = []
-        children, size = self.root.children, self.block_size
-        while child := children.get(tuple(token_ids[len(found) * size :][:size])):
-            at = len(found) * size
+        children, size, at = self.root.children, self.block_size, 0
+        while child := children.get(tuple(token_ids[at : at + size])):
             rest = token_ids[at : at + len(child.tokens)]
             if rest != child.tokens:
-                differs = (a != b for a, b in zip(rest, child.tokens, strict=False))
-                same = next((i for i, d in enumerate(differs) if d), len(rest)) // size
+                end = 0
+                while rest[end : end + size] == child.tokens[end : end + size]:
+                    end += size
+                same = end // size
                 return found + child.block_ids[:same]
             found += child.block_ids
+            at += len(child.tokens)
             children = child.children
         return found
 
