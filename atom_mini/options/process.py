@@ -47,6 +47,6 @@ def load_rank(
     recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket
 ) -> Callable[[], None]:
     """Load a rank's part of the model; returns the function that runs its steps."""
-    from ..parallel.ranks import join_ranks
+    from ..parallel.ranks import Rank
 
-    return join_ranks(from_recipe(recipe), inbox, outbox)
+    return Rank(from_recipe(recipe), inbox, outbox).run

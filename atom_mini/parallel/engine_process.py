@@ -186,7 +186,10 @@ def open_sockets(
     for socket, is_to_engine in ((inbox, is_engine), (outbox, not is_engine)):
         socket.hwm = 0 if is_to_engine else AHEAD
         address = f"ipc://{path}.{'in' if is_to_engine else 'out'}"
-        socket.connect(address) if is_engine else socket.bind(address)
+        if is_engine:
+            socket.connect(address)
+        else:
+            socket.bind(address)
     return inbox, outbox
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #ec893e00

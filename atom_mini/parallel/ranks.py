@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from queue import SimpleQueue
@@ -39,7 +39,7 @@ from ..scheduling.launcher import Launcher
 from ..sequence import SequenceType
 
 # %% auto #0
-__all__ = ['KINDS', 'ToRank', 'Step', 'encode_params', 'decode_params', 'pack_batch', 'unpack_batch', 'Meet', 'join_ranks',
+__all__ = ['KINDS', 'ToRank', 'Step', 'encode_params', 'decode_params', 'pack_batch', 'unpack_batch', 'Meet', 'Rank',
            'RankManager', 'WrappedRunner', 'check_machine', 'Leader']
 
 # %% ../../nbs/parallel/71c_ranks.ipynb #6073aea5
@@ -58,7 +58,7 @@ class Step(Message):
     prompt_lens: dict[int, Size]  # how many tokens of a history are the prompt
     has_drafts: bool = False  # each draft gets a row
 
-
+# %% ../../nbs/parallel/71c_ranks.ipynb #0eeaa8ea
 @lru_cache(4096)
 def encode_params(params: SamplingParams) -> bytes:
     """The parameters of one request, as MessagePack."""
@@ -73,27 +73,37 @@ def decode_params(data: bytes) -> SamplingParams:
 # %% ../../nbs/parallel/71c_ranks.ipynb #ffdd0efd
 def pack_batch(batch: ScheduledBatch) -> bytes:
     """The message of a step, as bytes."""
-    plain: ScheduledBatch = getattr(batch, "whole", batch)  # without rows for its drafts
-    arrays = [plain.scheduled_tokens, plain.num_scheduled_tokens, plain.context_lens]
-    arrays += [plain.is_sampled, plain.block_tables]
+    whole: ScheduledBatch | None = getattr(batch, "whole", None)
+    if whole is not None:
+        batch = whole  # without rows for its drafts
+    arrays = [
+        batch.scheduled_tokens, batch.num_scheduled_tokens, batch.context_lens,
+        batch.is_sampled, batch.block_tables,
+    ]  # fmt: skip
     both = zip(arrays, KINDS, strict=True)
-    frames = [array.astype(kind, copy=False).tobytes() for array, kind in both]
-    params = [*map(encode_params, plain.sampling_params)]
-    rest = plain.histories, plain.rows, plain.prompt_lens, plain is not batch
-    return encode(Step(0, plain.type, plain.req_ids, frames, params, *rest))
+    step = Step(
+        id=0, type=batch.type, req_ids=batch.req_ids,
+        arrays=[array.astype(kind, copy=False).tobytes() for array, kind in both],
+        params=[encode_params(params) for params in batch.sampling_params],
+        histories=batch.histories, rows=batch.rows, prompt_lens=batch.prompt_lens,
+        has_drafts=whole is not None,
+    )  # fmt: skip
+    return encode(step)
 
 
 def unpack_batch(step: Step) -> ScheduledBatch:
     """The batch in a message; ValueError if its arrays do not fit together."""
     both = zip(step.arrays, KINDS, strict=True)
-    arrays = (np.frombuffer(x, kind).copy() for x, kind in both)
-    ids, counts, lens, flags, tables = arrays
-    count = len(step.req_ids)
-    tables = tables.reshape(count, len(tables) // max(count, 1))  # [B, W]
-    params = [*map(decode_params, step.params)]
-    past = step.histories, step.rows, step.prompt_lens
-    facts = ids, counts, lens, tables, flags, params, *past
-    batch = ScheduledBatch(step.type, step.req_ids, *facts)
+    arrays = [np.frombuffer(data, kind).copy() for data, kind in both]
+    tokens, counts, lens, is_sampled, tables = arrays
+    size = len(step.req_ids)
+    batch = ScheduledBatch(
+        type=step.type, req_ids=step.req_ids, scheduled_tokens=tokens,
+        num_scheduled_tokens=counts, context_lens=lens, is_sampled=is_sampled,
+        block_tables=tables.reshape(size, len(tables) // max(size, 1)),  # [B, W]
+        sampling_params=[decode_params(data) for data in step.params],
+        histories=step.histories, rows=step.rows, prompt_lens=step.prompt_lens,
+    )  # fmt: skip
     if not step.has_drafts:
         return batch
     from atom_mini.speculation.verify import as_rows
@@ -108,32 +118,40 @@ class Meet(Message):
 ToRank = Meet | Step | Shutdown
 
 
-def join_ranks(
-    config: EngineFields, inbox: zmq.Socket, outbox: zmq.Socket
-) -> Callable[[], None]:
-    """Load this rank's part and join the group. Returns the loop that runs steps."""
-    rank, meeting = config.recipe["number"], config.recipe["meeting"]
-    size, limit = config.tensor_parallel_size, config.collective_timeout
+class Rank:
+    """A rank in a process of its own: loads its part, joins the group, and runs steps."""
 
-    def receive() -> Any:
-        return decode(inbox.recv(), ToRank)
+    def __init__(
+        self, config: EngineFields, inbox: zmq.Socket, outbox: zmq.Socket
+    ) -> None:
+        self.config, self.inbox, self.outbox = config, inbox, outbox
+        self.number = config.recipe["number"]
+        self.runner: Launcher | RankRunner
+        if config.overlap:
+            self.runner = Launcher(config, self.make)
+        else:
+            self.runner = self.make(config)
 
-    def meet(device: torch.device) -> Group:
-        outbox.send(encode(Ready(0)))
-        receive()  # MEET
-        return open_group(meeting, rank, size, limit, device)
+    def make(self, config: EngineFields) -> RankRunner:
+        """Load this rank's part of the model and join the group."""
+        return make_rank(config, self.number, self.meet)
 
-    def make(config: EngineFields) -> RankRunner:
-        return make_rank(config, rank, meet)
+    def receive(self) -> Any:
+        """The next message from rank 0."""
+        return decode(self.inbox.recv(), ToRank)
 
-    runner: Launcher | RankRunner
-    runner = Launcher(config, make) if config.overlap else make(config)
+    def meet(self, device: torch.device) -> Group:
+        """Report that this rank has loaded; join the group when all have."""
+        self.outbox.send(encode(Ready(0)))
+        self.receive()  # MEET
+        meeting, size = self.config.recipe["meeting"], self.config.tensor_parallel_size
+        limit = self.config.collective_timeout
+        return open_group(meeting, self.number, size, limit, device)
 
-    def run() -> None:
-        while not isinstance(message := receive(), Shutdown):
-            runner.forward(unpack_batch(message))
-
-    return run
+    def run(self) -> None:
+        """Run the steps that arrive, until SHUTDOWN."""
+        while not isinstance(message := self.receive(), Shutdown):
+            self.runner.forward(unpack_batch(message))
 
 # %% ../../nbs/parallel/71c_ranks.ipynb #f6792e05
 class RankManager(CoreManager):

@@ -49,6 +49,7 @@ class Replica(CoreManager):
         """Update the hashes after a step."""
         if output.is_new:
             self.hashes.clear()
+        # drop all that are reported, then add those that came
         self.hashes.difference_update(output.blocks)
         self.hashes.update(hash for hash, is_there in output.blocks.items() if is_there)
 
@@ -176,7 +177,8 @@ class Replicas(EngineCoreClient):
             lost = [self.abort(request_id) for request_id in [*engine.seqs]]
             self.engines.remove(engine)
             self.causes += (str(engine.dead),)
-            warnings.warn(f"{len(lost)} requests end: {engine.dead}", stacklevel=4)
+            what = f"{len(lost)} requests end: {engine.dead}"
+            warnings.warn(what, stacklevel=4)  # 4: the caller of `LLM.step`
 
     def wake(self) -> None:
         """In lockstep, wake all engines before waiting: one may have work."""
