@@ -118,16 +118,15 @@ class FusedOps(TritonOps):
     def tile(self, x: Tensor, columns: int) -> dict[str, Any]:
         """The constants of a kernel for x [rows, size] and this many columns."""
         rows, size = x.shape
-        few, many = self.products
-        config = few if rows <= few.rows else many
+        launch = self.products[rows > self.products[0].rows]
         tall = max(16, triton.next_power_of_2(rows))
-        depth = config.key_bytes // max(tall, columns) // x.itemsize
+        depth = launch.key_bytes // max(tall, columns) // x.itemsize
         depth = max(16, min(depth, triton.next_power_of_2(size)))
         sizes = {"SIZE": size, "ROWS": tall, "COLUMNS": columns, "DEPTH": depth}
-        rest = {"STAGES": config.stages, "PRODUCT": product_type(x.dtype)}
+        rest = {"STAGES": launch.stages, "PRODUCT": product_type(x.dtype)}
         early = {"launch_pdl": True} if self.starts_early else {}
         rest |= {"EARLY": self.starts_early, **early}
-        return sizes | rest | config.options()
+        return sizes | rest | launch.options()
 
     def add_product(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         """residual + linear(x): x [T, size], residual [T, N] -> [T, N]."""
