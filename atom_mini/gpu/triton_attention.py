@@ -377,7 +377,7 @@ class PagedAttention:
         self.kv_heads = num_kv_heads
         self.dim = head_dim
         self.group = num_heads // num_kv_heads
-        self.units = 4
+        self.units = 4  # any number is right: programs are persistent
         if device.type != "cpu":
             properties = torch.cuda.get_device_properties(device)
             self.units = properties.multi_processor_count
@@ -425,7 +425,9 @@ class PagedAttention:
                 paged_attention_kernel[(programs,)](
                     q, kv_cache, out, partial, lse, plan.data, *kv_cache.stride()[:2],
                     scale * math.log2(math.e), self.heads, self.kv_heads, self.dim, block_d,
-                    kv_cache.shape[3], large, *self.tiles[large], config.stages,
+                    kv_cache.shape[3],
+                    large, *self.tiles[large],  # LARGE, ROWS, KEYS
+                    config.stages,
                     product_type(q.dtype), window, sinks, **config.options(),
                 )
         self.merge(partial, lse, out, plan)
