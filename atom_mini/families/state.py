@@ -5,7 +5,7 @@
 # %% ../../nbs/families/65a_delta_rule.ipynb #03230851
 from __future__ import annotations
 
-import logging
+import logging  # chapter 65b adds to this module, and uses some of these
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -125,6 +125,7 @@ class StateCore(EngineCore):
     """`EngineCore` that keeps states for the prefix cache."""
 
     config: EngineFields
+    manager_cls: type[StateManager] = StateManager
 
     def __init__(
         self, config: EngineFields, runner: Runner, scheduler: BaseScheduler
@@ -134,7 +135,7 @@ class StateCore(EngineCore):
         sizes = old.num_blocks, old.block_size, old.index_cls, old.max_num_seqs
         interval, count = config.state_checkpoint_interval_tokens, config.num_state_checkpoints
         assert interval is not None and count is not None, "unchecked options"
-        scheduler.block_manager = StateManager(*sizes, interval, count)
+        scheduler.block_manager = self.manager_cls(*sizes, interval, count)
 
     @property
     def manager(self) -> StateManager:
