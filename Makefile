@@ -109,21 +109,22 @@ $(VENV)/ray: $(VENV)/dev
 serve: $(VENV)/server
 	$(PY) -m atom_mini serve "$(MODEL)" --port $(PORT)
 
-# Files are side by side, JOBS at a time; tests that look at other processes come after them, one by one.
-TOGETHER := -n $(JOBS) --dist loadfile -m "not alone and not large and not ray and not real and not site
-ALONE := -m "alone and not large and not ray and not real and not site
+# Files are side by side, JOBS at a time; those tests that start processes, or look at the clock, are only beside each other.
+BESIDE := -n $(JOBS) --dist loadfile
+COMPUTE := $(BESIDE) -m "not processes and not large and not ray and not real and not site
+PROCESSES := $(BESIDE) -m "processes and not large and not ray and not real and not site
 
 # CI runs `make test-rest` as well, which has the slow tests, and `make test-docs`, which builds the site once for those that read it.
 test: $(VENV)/dev
 	$(PY) -m ruff check atom_mini nbs tests kernels docs/*.py docs/examples
-	$(PY) -m pytest $(TOGETHER) and not slow"
-	$(PY) -m pytest $(ALONE) and not slow"
+	$(PY) -m pytest $(COMPUTE) and not slow"
+	$(PY) -m pytest $(PROCESSES) and not slow"
 	@echo "All tests passed but the slow ones, which are: make test-rest"
 
 test-rest: $(VENV)/dev
 	$(PY) -m mypy atom_mini
-	$(PY) -m pytest $(TOGETHER) and slow"
-	$(PY) -m pytest $(ALONE) and slow"
+	$(PY) -m pytest $(COMPUTE) and slow"
+	$(PY) -m pytest $(PROCESSES) and slow"
 
 # Each fault of tests/faults is put into a copy of the package, and the test that it names has to fail.
 test-faults: $(VENV)/dev
@@ -198,9 +199,9 @@ execute: $(VENV)/dev
 	$(PY) kernels/execute.py $(if $(TARGET),--target $(TARGET)) $(if $(ALL),--all)
 
 # What five Tritons write around an atomic add, checked and compared with kernels/fences.json. Those that are not installed come
-# into build/triton, 3 GB in all; TRITON="3.6.0 3.8.0": only these.
+# into build/triton, 3 GB in all; TRITON="3.6.0 3.8.0" TARGETS="gfx942 gfx1100": only these.
 fences: $(VENV)/dev
-	$(PY) kernels/fences.py --install $(addprefix --triton ,$(TRITON))
+	$(PY) kernels/fences.py --install $(addprefix --triton ,$(TRITON)) $(addprefix --target ,$(TARGETS))
 
 # On a machine with a GPU, in the Python that holds its torch and Triton (PYTHON=...): nothing is installed. Three runs of at
 # most ten minutes; each ends with a block of text to paste into an issue, OUT/report.txt. SLOTS=1: only the first, which says

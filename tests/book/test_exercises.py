@@ -23,12 +23,12 @@ from places import TOOLS
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = ROOT / "tests" / "book" / "wrong_answers"
 CHAPTERS = [p for p in book.notebooks([]) if "#| exercise" in p.read_text()]
-SLOW, ALONE = pytest.mark.slow, pytest.mark.alone
+SLOW, PROCESSES = pytest.mark.slow, pytest.mark.processes
 
 
 def marks(path: Path) -> list[pytest.MarkDecorator]:
-    """`make test` runs those of the first evening; chapters of processes and servers run alone."""
-    return [SLOW] * (not path.stem.startswith("00")) + [ALONE] * (path.stem[0] in "78")
+    """`make test` runs those of the first evening; those of processes and servers have their mark."""
+    return [SLOW] * (not path.stem.startswith("00")) + [PROCESSES] * (path.stem[0] in "78")
 
 
 CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in CHAPTERS if book.is_part_one(path)]

@@ -220,7 +220,7 @@ def test_options_that_go_together_give_the_same_tokens(
     assert tokens(model, FEW, ROWS[number]) == tokens(model, FEW, {"attention": "torch"})
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(DEPLOYED)))
 def test_options_meet_in_other_processes(number: int, plain: list[list[int]]) -> None:

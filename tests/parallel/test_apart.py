@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -564,7 +565,7 @@ def counted(out: Any, n: int) -> bool:
     return bool(out.token_ids == [100 + length + i for i in range(n)])
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @SLOW_WAYS
 @pytest.mark.parametrize("victim", [0, 1], ids=["a-sender", "a-receiver"])
 def test_a_death_costs_time_and_no_token(victim: int, way: Way, fake: Callable[..., Any]) -> None:
@@ -593,7 +594,7 @@ def test_a_death_costs_time_and_no_token(victim: int, way: Way, fake: Callable[.
     llm.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @SLOW_WAYS
 @pytest.mark.parametrize("victim", [0, 1], ids=["the-sender", "the-receiver"])
 def test_the_last_of_a_kind_dies(victim: int, way: Way, fake: Callable[..., Any]) -> None:
@@ -619,7 +620,7 @@ def test_the_last_of_a_kind_dies(victim: int, way: Way, fake: Callable[..., Any]
     llm.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_who_loses_two_engines_ends(fake: Callable[..., Any]) -> None:
     """A request that kills engines must not kill all of them."""
     llm = fake(kind=LLM, in_forward="assert 66 not in batch.scheduled_tokens", **TWO_AND_TWO)
@@ -629,7 +630,7 @@ def test_who_loses_two_engines_ends(fake: Callable[..., Any]) -> None:
     llm.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @WAYS
 def test_thousands_of_requests_leave_nothing(way: Way, fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the front, nor in the engines; some are aborted."""
@@ -643,19 +644,20 @@ def test_thousands_of_requests_leave_nothing(way: Way, fake: Callable[..., Any],
         outs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert all(counted(out, 4) for out in outs)
         left += sum(map(llm.abort, aborted))
-        if turn in (10, 39):
+        if turn in (10, 25, 39):
             wait_for(lambda: core.metrics()["free_blocks"] == 2 * 200)
             gc.collect()
             pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
             sizes.append((len(gc.get_objects()), sum(pages) * 4096))
     assert left > 20 and not any(engine.unread or engine.seqs for engine in core.engines)
     assert core.metrics()["held"] == core.metrics()["offers"] == core.metrics()["arriving"] == 0
-    (objects, before), (more, after) = sizes
-    assert more < objects + 1000 and after < before + 3e6, sizes  # of 1,600 requests
+    objects, bytes_used = zip(*sizes, strict=True)
+    grown = [b - a for a, b in pairwise(objects)]  # for 800 requests; a module that is loaded late is in one of them only
+    assert min(grown) < 500 and bytes_used[-1] < bytes_used[0] + 3e6, sizes
     llm.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @SLOW_WAYS
 def test_a_full_receiver_holds_the_sender_back(way: Way, fake: Callable[..., Any]) -> None:
     """It is told of no more than it has space for, and the sender keeps the blocks of the others, until it is full, too."""
@@ -676,7 +678,7 @@ def test_a_full_receiver_holds_the_sender_back(way: Way, fake: Callable[..., Any
     llm.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @WAYS
 def test_only_what_the_other_lacks_is_copied(way: Way, tidy: Path) -> None:
     """With prefix hits on both sides."""
@@ -774,7 +776,7 @@ def arriving(member: Any) -> Any:
     return member.ask()["arriving"]
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_what_is_on_its_way_when_a_request_or_the_sender_ends(tidy: Path) -> None:
     """With real blocks over Gloo: those of an aborted request are drained, so the next request gets its own; and
     the receiver computes a prompt whose sender has died with it."""
@@ -883,7 +885,7 @@ def test_a_gpu_and_another_system_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert EngineArgs("tiny", device="cpu", kv_transfer_config=roles).kv_transfer_config == roles
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_pools_that_differ_are_refused(fake: Callable[..., Any]) -> None:
     """As if one engine had another model, or other sizes."""
     code = "Pool.form = f\"blocks of {config.recipe['number']}\""
@@ -902,7 +904,7 @@ def test_json_says_the_same() -> None:
 # Above it
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_tasks_read_their_texts_while_others_leave_and_an_engine_dies(tidy: Path) -> None:
     """Through `AsyncLLM`, which the server uses."""
     params = [SamplingParams(max_tokens=40, temperature=0.8, seed=i, ignore_eos=True) for i in range(16)]
@@ -938,7 +940,7 @@ def test_tasks_read_their_texts_while_others_leave_and_an_engine_dies(tidy: Path
     assert any("computed again" in str(warning.message) for warning in caught)
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_the_server_answers_with_engines_apart(tidy: Path) -> None:
     """In one piece and as a stream, several answers and log probabilities too; as from one engine."""
     body = {"model": "tiny", "prompt": ["Once upon a time", "12 + 7 ="], "max_tokens": 12, "seed": 3, "n": 2, "logprobs": 1}
@@ -961,7 +963,7 @@ FORMS: list[SamplingParams] = [
 ]  # fmt: skip
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_forms_and_penalties_go_on_where_the_other_engine_has_begun(tidy: Path) -> None:
     found = []
     for more in ({}, APART):

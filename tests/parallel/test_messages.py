@@ -209,7 +209,7 @@ def test_a_step_crosses_whole() -> None:
             unpack_batch(decode(encode(step), ToRank))
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_bad_frames_do_not_end_an_engine(fake: Callable[..., Any]) -> None:
     """Each is refused with a warning; a running request of the same id gets all its tokens. What
     the front accepted by mistake ends, and the others go on."""
@@ -248,7 +248,7 @@ def test_bad_frames_do_not_end_an_engine(fake: Callable[..., Any]) -> None:
     core.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_an_abort_does_not_overtake_its_request(fake: Callable[..., Any]) -> None:
     """So no block is lost and nothing runs on."""
     core = fake(num_kvcache_blocks=600)
@@ -264,7 +264,7 @@ def test_an_abort_does_not_overtake_its_request(fake: Callable[..., Any]) -> Non
     core.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_a_row_without_a_token_crosses(fake: Callable[..., Any]) -> None:
     """The request keeps its tokens and ends with an error; the others run on."""
     found = "{i: (-1,) if n == 6 else (n,) for i, n in both}"
@@ -277,7 +277,7 @@ def test_a_row_without_a_token_crosses(fake: Callable[..., Any]) -> None:
     core.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.slow
 def test_an_engine_does_not_run_ahead(
     fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -294,7 +294,7 @@ def test_an_engine_does_not_run_ahead(
     core.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_scheduler_of_the_users_own_crosses(
     by_name: bool, fake: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -301,7 +301,7 @@ class Together:
         assert not self.errors, self.errors
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.parametrize("seed", range(2))
 def test_the_same_collectives_on_all_ranks(seed: int) -> None:
     """Requests, aborts, pings and waves, in any order and at any time."""
@@ -338,7 +338,7 @@ def test_the_same_collectives_on_all_ranks(seed: int) -> None:
     together.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_a_dummy_is_not_noticed() -> None:
     """Rank 1 has no work: its dummy steps change no count but their own."""
     together = Together()
@@ -357,7 +357,7 @@ def test_a_dummy_is_not_noticed() -> None:
     together.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_a_message_to_one_wakes_only_that_one() -> None:
     """A ping is answered, and a request without its wave waits: no rank starts alone."""
     together = Together(limit=1.0)
@@ -372,7 +372,7 @@ def test_a_message_to_one_wakes_only_that_one() -> None:
     together.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_a_wave_that_comes_late_to_one_rank() -> None:
     """The next wave has reached one rank when both agree that none has work: they go on until it
     has reached both."""
@@ -390,7 +390,7 @@ def test_a_wave_that_comes_late_to_one_rank() -> None:
     together.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_shutdown_waits_for_the_others() -> None:
     together = Together()
     together.inboxes[1].put(Shutdown(0))
@@ -403,7 +403,7 @@ def test_shutdown_waits_for_the_others() -> None:
     together.close()
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 def test_it_does_not_run_ahead_nor_spin() -> None:
     """An engine with a full queue of results sleeps, and goes on when the front reads."""
     together = Together()

@@ -30,7 +30,7 @@ from atom_mini.serving.async_llm import AsyncLLM
 from atom_mini.serving.protocol import NEUTRAL
 from atom_mini.serving.server import GracefulServer, Serve, Server
 
-alone = pytest.mark.alone  # it starts a process, or looks at the clock
+processes = pytest.mark.processes
 SMALL: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 900, "max_num_seqs": 256}
 PROMPT = "Once upon a time"
 STORY = {"model": "tiny", "prompt": PROMPT, "temperature": 0.8, "ignore_eos": True, "seed": 1}
@@ -542,7 +542,7 @@ def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-@alone
+@processes
 def test_a_stopped_engine_is_hung_and_a_killed_one_ends_50_streams() -> None:
     """ATOM #680 (a silent hang), vLLM #36451 (hung, and 200), #24897: /health asks the loop; all
     clients get an error, and /health is 503."""
@@ -599,7 +599,7 @@ def test_a_client_that_reads_nothing_delays_no_other(served: Served) -> None:
     served.wait_idle()
 
 
-@alone
+@processes
 @pytest.mark.slow
 @pytest.mark.skipif(not socket.has_ipv6, reason="there is no IPv6")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -700,7 +700,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@alone
+@processes
 @pytest.mark.slow
 def test_the_page_chats_and_shows_the_engine(served: Served, browser: Any) -> None:
     """It loads nothing from other sites; its answer is the engine's; its timeline moves, and shows why the first request waits."""

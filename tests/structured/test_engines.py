@@ -96,7 +96,7 @@ def test_every_engine_gives_the_same_tokens(number: int, tmp_path: Path) -> None
         assert serve(llm, drawn(number, count, most)) == wanted
 
 
-@pytest.mark.alone
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(DEPLOYED)))
 def test_masks_in_other_processes(number: int) -> None:
