@@ -10,9 +10,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate, filterfalse
+from itertools import accumulate
 from math import log2
-from operator import mul
 from typing import Any
 
 from ..engine_core import EngineCore, StepOutput
@@ -77,16 +76,20 @@ class Acceptance:
             part = max(0.02, 1 / self.num_seen[place])
             self.mean[place] += part * (right - self.mean[place])
 
-    def keep(self, alive: Container[int]) -> None:
-        """Forget all requests but `alive`."""
-        for request in [*filterfalse(alive.__contains__, self.by_request)]:
-            del self.by_request[request]
-
     def worth(self, request: int, most: int, found: float = 1.0) -> list[float]:
         """How likely the drafts are right up to each of `most` places, if there are any
         with the probability `found`."""
-        shares = self.by_request.get(request, self.mean)[:most]
-        return [*accumulate(shares, mul, initial=found)][1:]
+        worth = []
+        for share in self.by_request.get(request, self.mean)[:most]:
+            found *= share
+            worth.append(found)
+        return worth
+
+    def keep(self, alive: Container[int]) -> None:
+        """Forget all requests but `alive`."""
+        for request in list(self.by_request):
+            if request not in alive:
+                del self.by_request[request]
 
 # %% ../../nbs/speculation/54_when_it_pays.ipynb #616c55b3
 class Costs:
@@ -117,9 +120,12 @@ class Costs:
 
     def at(self, sizes: Sequence[float]) -> list[float]:
         """Seconds at `sizes`; 0 while nothing is known."""
-        points = sorted(((self.other.found if self.other else {}) | self.found).values())
-        if not points:
+        known = self.found
+        if self.other:
+            known = self.other.found | self.found
+        if not known:
             return [0.0] * len(sizes)
+        points = sorted(known.values())
         xs, ys = [x for x, _ in points], [*accumulate((y for _, y in points), max)]
         slope = (ys[-1] - ys[0]) / max(xs[-1] - xs[0], 1)
         return [self._line(xs, ys, size, slope) for size in sizes]
@@ -150,18 +156,17 @@ class RuleChooser:
         rows = [batch + found * n for n in range(1, drafts + 1)]
         return self.plain.at([batch]) + self.verify.at(rows)
 
-    def alone(self, batch: int) -> float:
-        """Seconds of a step without drafts. A coarse clock may have measured none."""
-        return max(self.plain.at([batch])[0], 1e-9)
-
     def choose(self, ids: list[int], most: list[int]) -> list[int]:
         """How many drafts to ask for: at most `most[i]` for the request `ids[i]`."""
         if not self.plain.knows(len(ids)):
             return [0] * len(ids)
-        worth = [*map(self.acceptance.worth, ids, most, [self.found] * len(ids))]
+        worth = []
+        for id, n in zip(ids, most, strict=True):
+            worth.append(self.acceptance.worth(id, n, self.found))
         seconds = self.seconds(len(ids), sum(most), self.found)
-        passes = self.drafting.at(range(1, max(most) + 1))
-        drafting = [0.0, *(self.alone(len(ids)) * steps for steps in passes)]
+        alone, drafting = self.alone(len(ids)), [0.0]
+        for steps in self.drafting.at(range(1, max(most) + 1)):
+            drafting.append(alone * steps)
         return self._decide(worth, seconds, drafting)
 
     def _decide(
@@ -179,6 +184,10 @@ class RuleChooser:
         costs.learn(rows, seconds - before)
         if passes:
             self.drafting.learn(passes, before / self.alone(batch))
+
+    def alone(self, batch: int) -> float:
+        """Seconds of a step without drafts. A coarse clock may have measured none."""
+        return max(self.plain.at([batch])[0], 1e-9)
 
 # %% ../../nbs/speculation/54_when_it_pays.ipynb #8c6c0a77
 class TryingChooser(RuleChooser):
@@ -241,12 +250,6 @@ class Chooser(TryingChooser):
         """Whether the next decode gets no drafts, and nothing is to be chosen."""
         return self.resting > 0 or self.won < 0
 
-    def rested(self) -> None:
-        """A decode of a rest, a plain step, has ended."""
-        self.resting = max(0, self.resting - 1)
-        self.credit += self.spare
-        self.won += self.spare
-
     def choose(self, ids: list[int], most: list[int]) -> list[int]:
         """As without rests; a choice of no drafts begins one."""
         counts = super().choose(ids, most)
@@ -266,6 +269,12 @@ class Chooser(TryingChooser):
         won = tokens / batch - steps if passes else -before / alone
         won += self.won + self.spare * steps
         self.won = min(max(won, -self.most_won), self.most_won)
+
+    def rested(self) -> None:
+        """A decode of a rest, a plain step, has ended."""
+        self.resting = max(0, self.resting - 1)
+        self.credit += self.spare
+        self.won += self.spare
 
     def trim(
         self, ids: list[int], asked: list[int], has: list[int]
@@ -303,6 +312,12 @@ class AdaptiveCore(SpecCore):
         if not any(asked):
             return asked
         return self.chooser.trim(ids, asked, self.drafter.num_ready(seqs, asked))
+
+    def _learn(self, done: StepOutput, seconds: float) -> None:
+        """Note what the step took."""
+        batch, tokens = done.batch, sum(map(len, done.output.token_ids.values()))
+        sizes = batch.total_seqs_num, batch.total_tokens_num
+        self.chooser.learn(*sizes, self.passes, tokens, seconds, self.before)
 
     def before_step(self, batch: ScheduledBatch, seqs: Seqs) -> ScheduledBatch:
         """`batch` of `seqs`; a decode in which nobody gets drafts stays as it is."""
@@ -360,9 +375,3 @@ class AdaptiveCore(SpecCore):
         elif done.batch.type is SequenceType.DECODE:
             self.chooser.rested()
         return done
-
-    def _learn(self, done: StepOutput, seconds: float) -> None:
-        """Note what the step took."""
-        batch, tokens = done.batch, sum(map(len, done.output.token_ids.values()))
-        sizes = batch.total_seqs_num, batch.total_tokens_num
-        self.chooser.learn(*sizes, self.passes, tokens, seconds, self.before)

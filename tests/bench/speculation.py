@@ -1,6 +1,6 @@
 """Decodes with drafts against decodes without, on a CPU: tokens per step, speed, and what the formula predicts.
 
-Chapters 53 and 54 read results/speculation.json, which `--json` writes. It holds three things.
+Chapter 54 reads results/speculation.json, which `--json` writes. It holds three things.
 
 `steps`: the time of a decode step without drafts by its rows, compiled and in torch: the best and the median of many runs,
 in milliseconds. The best is what the machine can do; the median also holds what else the machine did.
