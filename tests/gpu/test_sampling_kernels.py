@@ -206,6 +206,7 @@ def placed(masks: dict[int, np.ndarray], rows: int) -> tuple[Tensor, Tensor]:
     return places.to(DEVICE), torch.from_numpy(words).to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_filters", [False, True])
 def test_a_mask_is_minus_infinity_elsewhere(dtype: torch.dtype, has_filters: bool) -> None:
@@ -229,6 +230,7 @@ def test_a_mask_is_minus_infinity_elsewhere(dtype: torch.dtype, has_filters: boo
     assert allowed[drawn, found[drawn]].all()
 
 
+@pytest.mark.slow
 def test_masked_seeds_draw_the_tokens_of_the_plain_sampler() -> None:
     """A batch of every kind beside its masks, and a batch in which every request is greedy."""
     rows = 8 * len(OPTIONS)

@@ -209,7 +209,11 @@ def compare(options: dict[str, Any], plain: list[list[int]]) -> None:
     assert tokens("tiny", PROMPTS, options) == wanted
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)))
+def slow_in_the_interpreter(number: int) -> Any:
+    return pytest.param(number, marks=[pytest.mark.slow] if ROWS[number].get("attention") == "triton" else [])
+
+
+@pytest.mark.parametrize("number", [*map(slow_in_the_interpreter, range(len(ROWS)))])
 def test_options_that_go_together_give_the_same_tokens(
     number: int, plain: list[list[int]], tmp_path: Path
 ) -> None:

@@ -566,7 +566,8 @@ def counted(out: Any, n: int) -> bool:
 
 
 @pytest.mark.processes
-@SLOW_WAYS
+@pytest.mark.slow
+@WAYS
 @pytest.mark.parametrize("victim", [0, 1], ids=["a-sender", "a-receiver"])
 def test_a_death_costs_time_and_no_token(victim: int, way: Way, fake: Callable[..., Any]) -> None:
     """It is noticed within two seconds, and its requests are computed again."""
@@ -631,6 +632,7 @@ def test_who_loses_two_engines_ends(fake: Callable[..., Any]) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 @WAYS
 def test_thousands_of_requests_leave_nothing(way: Way, fake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the front, nor in the engines; some are aborted."""

@@ -214,6 +214,7 @@ def test_interrupted_at_any_line() -> None:
             assert core.scheduler.block_manager.num_free_blocks == llm.config.num_kvcache_blocks
 
 
+@pytest.mark.slow
 def test_a_recorded_step_samples_with_masks(tmp_path: Path) -> None:
     """By its own recording, if masks are all that its requests ask for; the tokens are those of torch."""
     pytest.importorskip("triton")
