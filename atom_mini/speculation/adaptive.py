@@ -120,9 +120,7 @@ class Costs:
 
     def at(self, sizes: Sequence[float]) -> list[float]:
         """Seconds at `sizes`; 0 while nothing is known."""
-        known = self.found
-        if self.other:
-            known = self.other.found | self.found
+        known = self.other.found | self.found if self.other else self.found
         if not known:
             return [0.0] * len(sizes)
         points = sorted(known.values())

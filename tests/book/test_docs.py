@@ -386,9 +386,10 @@ def test_search_finds(tab: Any, word: str, page: str, from_file: bool) -> None:
     assert page in " ".join(tab.locator("#search-results ul.search a").evaluate_all("all => all.map(a => a.href)"))
 
 
-def test_the_timeline_plays(tab: Any) -> None:
+@pytest.mark.parametrize("chapter", ["30_timeline", "41_spyre"])
+def test_timelines_play(tab: Any, chapter: str) -> None:
     """The recorded run stands in a frame of its own, drawn."""
-    tab.goto("30_timeline.html")
+    tab.goto(f"{chapter}.html")
     frame = tab.frame_locator("iframe").first
     frame.locator("svg, canvas, table").first.wait_for()
     assert len(frame.locator("body").inner_text()) > 100

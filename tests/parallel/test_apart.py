@@ -16,7 +16,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -646,16 +645,15 @@ def test_thousands_of_requests_leave_nothing(way: Way, fake: Callable[..., Any],
         outs = llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert all(counted(out, 4) for out in outs)
         left += sum(map(llm.abort, aborted))
-        if turn in (10, 25, 39):
+        if turn in (10, 39):
             wait_for(lambda: core.metrics()["free_blocks"] == 2 * 200)
             gc.collect()
             pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
             sizes.append((len(gc.get_objects()), sum(pages) * 4096))
     assert left > 20 and not any(engine.unread or engine.seqs for engine in core.engines)
     assert core.metrics()["held"] == core.metrics()["offers"] == core.metrics()["arriving"] == 0
-    objects, bytes_used = zip(*sizes, strict=True)
-    grown = [b - a for a, b in pairwise(objects)]  # for 800 requests; a module that is loaded late is in one of them only
-    assert min(grown) < 500 and bytes_used[-1] < bytes_used[0] + 3e6, sizes
+    (objects, before), (more, after) = sizes
+    assert more < objects + 1000 and after < before + 3e6, sizes  # of 1,600 requests
     llm.close()
 
 

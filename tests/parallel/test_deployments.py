@@ -42,7 +42,7 @@ from test_mtp import save_module
 from atom_mini import LLM, SamplingParams
 from atom_mini.parallel.manager import EngineDead
 
-pytestmark = pytest.mark.processes  # it starts processes
+pytestmark = pytest.mark.processes
 slow = pytest.mark.slow
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 

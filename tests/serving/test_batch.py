@@ -125,7 +125,7 @@ ONE = ["--model", "tiny", "--device", "cpu", "--num-kvcache-blocks", "400"]
 ENV = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
 
 
-@pytest.mark.processes  # it starts a process
+@pytest.mark.processes
 def test_a_file_of_1000_requests_outlives_a_kill(tmp_path: Path) -> None:
     """Killed without warning in the middle, and its last line torn: the same command goes on. Equal to `generate`."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
