@@ -96,3 +96,26 @@ def kernel_traffic(cached: bool = True, of: Tensor | None = None) -> Iterator[Ke
     finally:
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
         GridExecutor.__call__ = run
+
+
+@contextmanager
+def load_order(**tensors: Tensor) -> Iterator[list[tuple[str, bool]]]:
+    """The loads of interpreted kernels from `tensors`, in order: the tensor's name, and whether the load has a mask.
+
+    Loads whose mask is false everywhere are left out.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load, order = InterpreterBuilder.create_masked_load, []
+    ranges = {name: (t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in tensors.items()}
+
+    def loading(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        read = ptrs.data[mask.data]
+        order.extend((name, other is not None) for name, (low, high) in ranges.items() if read.size and low <= read[0] < high)
+        return load(self, ptrs, mask, other, *rest)
+
+    InterpreterBuilder.create_masked_load = loading
+    try:
+        yield order
+    finally:
+        InterpreterBuilder.create_masked_load = load
