@@ -130,9 +130,10 @@ def test_one_choice_of_no_expert() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_bits_again_alone_and_in_another_order() -> None:
+@pytest.mark.parametrize("k", [2, 8])
+def test_the_same_bits_again_alone_and_in_another_order(k: int) -> None:
     """A row's bits do not depend on the run, on the other rows, or on its place."""
-    layer = Layer(7, 2, dtype=torch.bfloat16)
+    layer = Layer(7, k, dtype=torch.bfloat16)
     order = torch.tensor([4, 0, 2, 6, 1, 3, 5], device=DEVICE)
     together = layer.run()
     assert torch.equal(layer.run(), together)
