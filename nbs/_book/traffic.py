@@ -106,7 +106,8 @@ def load_order(**tensors: Tensor) -> Iterator[list[tuple[str, bool]]]:
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
-    load, order = InterpreterBuilder.create_masked_load, []
+    load = InterpreterBuilder.create_masked_load
+    order: list[tuple[str, bool]] = []
     ranges = {name: (t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in tensors.items()}
 
     def loading(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
