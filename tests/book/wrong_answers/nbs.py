@@ -268,3 +268,12 @@ names = ["<0xE2>", "<0x82>", "<0xAC>", "<0xE2>"]  # as on the page: four bytes
 rule = (lambda value: is_number(value) and 0 < value <= 1, "anything")  # the old words
 # %% 24c_files_and_prompts 1
 rule = (lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, at most 1")  # accepts True
+# %% 24c_files_and_prompts 2
+def read_any(prompts: Any) -> list[Any]:  # not the iterables inside
+    return read_prompts(prompts if isinstance(prompts, str | dict | np.ndarray) else [*prompts])
+# %% 24c_files_and_prompts 2
+def read_any(prompts: Any) -> list[Any]:  # the ids of an array are NumPy's
+    prompts = prompts if isinstance(prompts, str | dict) else [*prompts]
+    if isinstance(prompts, list):
+        prompts = [p if isinstance(p, str | dict | int) else [*p] for p in prompts]
+    return read_prompts(prompts)
