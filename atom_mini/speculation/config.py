@@ -28,14 +28,14 @@ class SpeculativeConfig:
 
     `method`: a name in `METHODS`. `model`: the draft model's or head's folder or hub
     id; for a head, None means the one in the checkpoint's folder.
-    `enable_adaptive_verification`: choose each step's number of drafts (chapter 54).
+    `enable_adaptive_verification`: choose each step's number of drafts (chapter 54b).
     """
 
     method: str = "ngram"
     num_speculative_tokens: Annotated[int, Field(ge=0)] = 4  # 0: off
     model: Text | None = None
     draft_sampling: bool = False  # draft_model: sample the drafts; see chapter 52
-    # each step chooses how many drafts a request gets, by measured times; see chapter 54
+    # each step chooses how many drafts a request gets, by measured times; see chapter 54b
     enable_adaptive_verification: bool = False
     # ngram: most and fewest tokens that must match
     prompt_lookup_max: Annotated[int, Field(ge=1, le=128)] = 4

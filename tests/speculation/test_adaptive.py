@@ -15,7 +15,8 @@ from test_speculation import BASE, PROMPTS, SAMPLING, SETUPS, FromABook, outcome
 
 from atom_mini import LLM, EngineArgs, SamplingParams
 from atom_mini.sequence import Sequence
-from atom_mini.speculation.adaptive import Acceptance, AdaptiveCore, Chooser, Costs, best_drafts
+from atom_mini.speculation.adaptive import Acceptance, AdaptiveCore, Chooser, Costs, StepTiming
+from atom_mini.speculation.goodput import best_drafts
 from atom_mini.speculation.verify import Drafter, SpecCore, SpecScheduler
 
 
@@ -58,8 +59,8 @@ def test_costs_begin_with_what_is_expected() -> None:
 def test_each_draft_is_a_row() -> None:
     chooser = Chooser(4)
     for _ in range(30):
-        chooser.learn(4, 4, 0, 4, 1.0, 0.0)
-        chooser.learn(4, 8, 1, 4, 5.0, 0.0)
+        chooser.learn(StepTiming(4, 4, 0, 4, 1.0, 0.0))
+        chooser.learn(StepTiming(4, 8, 1, 4, 5.0, 0.0))
     assert chooser.seconds(4, 4) == pytest.approx([1, 2, 3, 4, 5], abs=0.1)
 
 
@@ -159,7 +160,7 @@ def test_text_is_what_it_is_without(setup: str, sampling: str) -> None:
 def test_a_rest_leaves_the_batch_as_it_is() -> None:
     chooser = Chooser(2)
     for _ in range(9):
-        chooser.learn(1, 1, 0, 1, 1.0, 0.0)
+        chooser.learn(StepTiming(1, 1, 0, 1, 1.0, 0.0))
     chooser.acceptance.mean = [0.0, 0.0]
     rests = []
     for _ in range(7):
@@ -225,7 +226,7 @@ def test_thinking_is_paid_for() -> None:
             continue
         thoughts += 1
         chooser.choose([1], [4])
-        chooser.learn(1, 1, 0, 1, 2.0, 1.0)
+        chooser.learn(StepTiming(1, 1, 0, 1, 2.0, 1.0))
     assert 10 <= thoughts <= 4000 * chooser.spare + 5
 
 
@@ -241,7 +242,7 @@ def drafted(chooser: Chooser, batch: int, plain: float, right: int, steps: int) 
             continue
         seconds = plain * (1.1 + 0.05 * sum(counts) / batch)
         tokens = batch + right * sum(counts)
-        chooser.learn(batch, batch + sum(counts), max(counts), tokens, seconds, 0.1 * plain)
+        chooser.learn(StepTiming(batch, batch + sum(counts), max(counts), tokens, seconds, 0.1 * plain))
         for i, n in zip(ids, counts, strict=True):
             chooser.acceptance.learn(i, n, right * n)
     last = made[-steps // 4 :]

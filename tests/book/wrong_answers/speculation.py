@@ -129,10 +129,6 @@ def module_alone(ids, states):
     rows = [module(ids[i : i + 1], states[i : i + 1]) for i in range(len(ids))]
     return torch.cat(rows)  # right, but one pass per row
 # %% 54_when_it_pays 1
-def share_of(accepted, k):
-    # as if every step had looked at one draft more than it accepted
-    return sum(accepted) / sum(count + 1 for count in accepted)
-# %% 54_when_it_pays 2
 def best_k(a, V, c):
     k = 0  # goes on only while the next draft pays by itself
     while k + 1 < len(V) and (
@@ -140,6 +136,39 @@ def best_k(a, V, c):
     ):
         k += 1
     return k
+# %% 54_when_it_pays 2
+def break_even(k, V, c):
+    low, high = 0.0, 1.0  # never says that drafts cannot pay
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle, k) < V + k * c else (low, middle)
+    return high
+# %% 54_when_it_pays 2
+def break_even(k, V, c):
+    a = (V + k * c - 1) / k  # as if each draft could be right after a wrong one
+    return a if a <= 1 else None
+# %% 54b_adaptive 1
+def share_of(accepted, k):
+    # as if every step had looked at one draft more than it accepted
+    return sum(accepted) / sum(count + 1 for count in accepted)
+# %% 54b_adaptive 2
+class TableChooser(RuleChooser):
+    def __init__(self, places, table):
+        super().__init__(places)
+        self.table = table
+
+    def _decide(self, worth, seconds, drafting):
+        drafts = self.table.get(len(worth), 0)  # only for the sizes in the table
+        return [min(drafts, len(gains)) for gains in worth]
+# %% 54b_adaptive 2
+class TableChooser(RuleChooser):
+    def __init__(self, places, table):
+        super().__init__(places)
+        self.table = table
+
+    def _decide(self, worth, seconds, drafting):
+        sizes = [size for size in self.table if size <= len(worth)]
+        return [self.table[max(sizes)] if sizes else 0 for _ in worth]  # more than a request may have
 # %% 91_tiny_head 1
 def visible(row: int, step: int, length: int) -> list[int]:
     return [*range(row + 1), *([step * length + row] if step else [])]  # not the steps between
