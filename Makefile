@@ -138,10 +138,10 @@ test-real: $(VENV)/dev
 test-ray: $(VENV)/ray
 	$(PY) -m pytest -m ray tests/serving/test_fleet.py
 
-# OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python, gguf and safetensors.
-# Then they are peers.
+# OPENVINO: a Python that has openvino-genai and optimum-intel; LLAMA: one that has llama-cpp-python, gguf and safetensors;
+# ZENTORCH: one that has zentorch, the torch that it names, and transformers. Then they are peers.
 # The real model is measured where `make real` has made it.
-PEERS := $(if $(OPENVINO),--openvino $(OPENVINO)) $(if $(LLAMA),--llama $(LLAMA))
+PEERS := $(if $(OPENVINO),--openvino $(OPENVINO)) $(if $(LLAMA),--llama $(LLAMA)) $(if $(ZENTORCH),--zentorch $(ZENTORCH))
 
 bench: $(VENV)/dev
 	$(PY) tests/bench/cpu.py --plain --loops 0 2 $(if $(OPENVINO),--openvino $(OPENVINO))
@@ -161,7 +161,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/apart.py
 
 # docs/figures.md's tables, and those of chapters 26, 54, 54b, 73, 81b and 92b: the benchmarks behind them, on a quiet machine; recorded with
-# machine, date and commit, and written into the pages. OPENVINO= and LLAMA= as above.
+# machine, date and commit, and written into the pages. OPENVINO=, LLAMA= and ZENTORCH= as above.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
 	for name in cpu speculation families host_step full_size busy; do \

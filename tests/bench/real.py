@@ -8,6 +8,7 @@ second of wall time, prefill included.
 * atom_mini in float32: as it is by default, with `packed=True`, and with `compiled=True`; compiled in bfloat16; compiled with
   `quantization="int8"`; and with both, so that embedding, head and cache have 16 bits, too;
 * OpenVINO GenAI in float32, with `--openvino PYTHON` (a Python that has openvino-genai and optimum-intel);
+* zentorch, AMD's plugin of torch, in float32, with `--zentorch PYTHON` (a Python that has zentorch and transformers);
 * llama.cpp, with `--llama PYTHON` (a Python that has llama-cpp-python, gguf and safetensors): files of F32, BF16, Q8_0 and
   Q4_1, made of the same checkpoint; requests are decoded together, as its server does.
 
@@ -18,7 +19,7 @@ as those of `atom-mini` do (docs/machines.md).
 
 With `--loops N` everything runs beside N processes that keep a core busy.
 
-Run: `python tests/bench/real.py [--rounds 3] [--loops N] [--openvino PYTHON] [--llama PYTHON] [--json results.json]`
+Run: `python tests/bench/real.py [--rounds 3] [--loops N] [--json results.json]`, and the peers as above
 """
 
 from __future__ import annotations
@@ -114,20 +115,25 @@ def ours(folder: Path, options: dict[str, Any]) -> Engine:
 
 
 @contextmanager
-def engines(folder: Path, openvino: str | None, llama: str | None, about: dict[str, str]) -> Iterator[dict[str, Engine]]:
+def engines(folder: Path, args: argparse.Namespace, about: dict[str, str]) -> Iterator[dict[str, Engine]]:
     """Every engine that there is, on one checkpoint; the processes of the peers end with the block."""
     generate = Generate(folder)
     full = float(sum(w.nbytes for w in generate.model.parameters()))
     found = {GENERATE: Engine(generate.run, full, 4)}
     found |= {name: ours(folder, options) for name, options in OURS.items()}
     with ExitStack() as stack:
-        if openvino:
-            peer = OpenVino(openvino, folder)
+        if args.openvino:
+            peer = OpenVino(args.openvino, folder)
             stack.callback(peer.close)
             about[OPENVINO] = peer.about["version"]
             found[OPENVINO] = Engine(peer.run, full, 4)
-        if llama:
-            files = Peer(llama, "llama_peer.py", folder)
+        if args.zentorch:
+            plugin = Peer(args.zentorch, "zentorch_peer.py", folder)
+            stack.callback(plugin.close)
+            about["zentorch"] = plugin.about["version"]
+            found["zentorch"] = Engine(lambda work: plugin.ask(work.prompts, work.outputs), full, 4)
+        if args.llama:
+            files = Peer(args.llama, "llama_peer.py", folder)
             stack.callback(files.close)
             about["llama.cpp"] = files.about["version"]
             for kind, size in files.about["bytes"].items():
@@ -171,7 +177,7 @@ def measure(found: dict[str, Engine], work: Workload, rounds: int, config: dict[
 def measure_model(name: str, args: argparse.Namespace, about: dict[str, str]) -> dict[str, Any]:
     """All batches of one model."""
     work = text if name == REAL else noise
-    with model_folder(name) as folder, engines(folder, args.openvino, args.llama, about) as found:
+    with model_folder(name) as folder, engines(folder, args, about) as found:
         config = json.loads((folder / "config.json").read_text())
         for engine in found.values():  # each compiles or allocates what it needs for one, and for several
             engine.run(work(1, 4))
@@ -190,6 +196,7 @@ def main() -> None:
     parser.add_argument("--loops", type=int, default=0, help="processes beside it that want a core all the time")
     parser.add_argument("--model", choices=[REAL, RANDOM], help="one of the two")
     parser.add_argument("--openvino", metavar="PYTHON", help="one that has openvino-genai and optimum-intel: a peer")
+    parser.add_argument("--zentorch", metavar="PYTHON", help="one that has zentorch and transformers: a peer")
     parser.add_argument("--llama", metavar="PYTHON", help="one that has llama-cpp-python, gguf and safetensors: a peer")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
