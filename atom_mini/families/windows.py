@@ -83,7 +83,7 @@ def kernel_attention(
 class WindowModel(MixtureModel):
     """A `MixtureModel` whose layers may have a window, and `sinks` [H].
 
-    Raises ValueError for `ops` that pad their rows, whose masks know no window.
+    Raises ValueError for `ops` that pad their rows, whose masks do not support a window.
     """
 
     def make_attention(self, layer: int) -> nn.Module:

@@ -99,20 +99,23 @@ def kernel_traffic(cached: bool = True, of: Tensor | None = None) -> Iterator[Ke
 
 
 @contextmanager
-def load_order(**tensors: Tensor) -> Iterator[list[tuple[str, bool]]]:
-    """The loads of interpreted kernels from `tensors`, in order: the tensor's name, and whether the load has a mask.
+def load_order(**tensors: Tensor) -> Iterator[list[tuple[str, bool, int]]]:
+    """The loads of interpreted kernels from `tensors`, in order: the tensor's name, whether the load has a mask, and the
+    index of the first number that it loads, counted in the tensor's memory.
 
     Loads whose mask is false everywhere are left out.
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
     load = InterpreterBuilder.create_masked_load
-    order: list[tuple[str, bool]] = []
+    order: list[tuple[str, bool, int]] = []
     ranges = {name: (t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in tensors.items()}
 
     def loading(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any) -> Any:
         read = ptrs.data[mask.data]
-        order.extend((name, other is not None) for name, (low, high) in ranges.items() if read.size and low <= read[0] < high)
+        for name, (low, high) in ranges.items():
+            if read.size and low <= read[0] < high:
+                order.append((name, other is not None, int(read[0] - low) // tensors[name].itemsize))
         return load(self, ptrs, mask, other, *rest)
 
     InterpreterBuilder.create_masked_load = loading

@@ -48,6 +48,14 @@ def merge_two(m0, l0, acc0, m1, l1, acc1):
     weight0, weight1 = l0 * tl.exp(m0 - m), l1 * tl.exp(m1 - m)
     average1 = tl.where(l1 == 0, 0.0, acc1 / l1)  # only the second may be empty
     return (weight0 * (acc0 / l0) + weight1 * average1) / (weight0 + weight1)
+# %% 10b_triton_attention 2
+def unmasked(position, tokens, begin, end, keys, window):
+    low, high = max(begin, position + 1 - window), min(end, position + 1)  # as if all had the first query's window
+    first = begin + -(-(low - begin) // keys) * keys
+    return max(high - first, 0) // keys
+# %% 10b_triton_attention 2
+def unmasked(position, tokens, begin, end, keys, window):
+    return max(min(end, position + 1) - max(begin, position + tokens - window), 0) // keys  # from any key on
 # %% 11_small_kernels 1
 differs = [torch.bfloat16]
 # %% 11_small_kernels 2
