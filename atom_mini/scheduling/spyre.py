@@ -122,39 +122,6 @@ class SpyreScheduler(BaseScheduler):
         self.tkv = 0
         self.paused: dict[int, int] = {}  # request -> steps since its last decode
 
-    def schedule(
-        self,
-    ) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """The next step and its sequences by id; None if there is nothing to do."""
-        if self.is_finished():
-            return None
-        if self.prefilling and self.prefilling.status is not SequenceStatus.RUNNING:
-            self.prefilling = None  # aborted, or rolled back
-        decoding = [s for s in self.running if s is not self.prefilling]
-        seq = self.prefilling or next(iter(self.waiting), None)
-        reason = self._why_not(seq, decoding) if seq is not None else None
-        if seq is not None and reason is None:
-            batch, seqs = self._prefill(seq, decoding), [seq]
-        else:
-            assert decoding, "every step schedules something, or everything is finished"
-            seqs = self._unpaused(decoding)
-            self._pause([s for s in decoding if s not in seqs])
-            batch = self._decode(seqs)
-        self._note_refusals(seq, reason)
-        self.last_was_prefill = batch.type is SequenceType.PREFILL
-        return batch, {s.id: s for s in seqs}
-
-    def _note_refusals(
-        self, seq: Sequence | None, reason: str | None
-    ) -> None:
-        """Report why `seq`, and the first waiting request, are not in this step."""
-        if seq is not None and reason:
-            self.note("refused", seq, why=reason)
-        if self.waiting and self.waiting[0] is not seq:
-            busy = self.prefilling or self.running[-1]
-            why = f"one prefill at a time: request {busy.id} is first"
-            self.note("refused", self.waiting[0], why=why)
-
     def _plan(self, seq: Sequence) -> ChunkPlan:
         return ChunkPlan(seq.num_tokens, self.size, self.chunk_size)
 
@@ -215,18 +182,6 @@ class SpyreScheduler(BaseScheduler):
         needed = used + sum(to_come) - sum(blocks[i].ref_count > 0 for i in cached)
         return f"num_kvcache_blocks: {needed} > {total}" if needed > total else None
 
-    def _why_not(self, seq: Sequence, decoding: Seqs) -> str | None:
-        """The rule that forbids the next chunk of `seq` in this step, or None."""
-        if decoding and self.config.interleave and self.last_was_prefill:
-            return "interleaving: a decode comes first"
-        if decoding and self.paused:
-            return f"paused: request {next(iter(self.paused))} goes on first"
-        if seq is self.prefilling:
-            return None
-        if len(self.running) >= self.config.max_num_seqs:
-            return f"max_num_seqs: {len(self.running)} are running"
-        return self._no_blocks(seq, self._cached(seq))
-
     def _unpaused(self, decoding: Seqs) -> Seqs:
         """Those of `decoding` that the limit allows, the longest paused first."""
         chosen: list[Sequence] = []
@@ -249,6 +204,51 @@ class SpyreScheduler(BaseScheduler):
             self.running.remove(seq)
             self.running.append(seq)
 
+    def _why_not(self, seq: Sequence, decoding: Seqs) -> str | None:
+        """The rule that forbids the next chunk of `seq` in this step, or None."""
+        if decoding and self.config.interleave and self.last_was_prefill:
+            return "interleaving: a decode comes first"
+        if decoding and self.paused:
+            return f"paused: request {next(iter(self.paused))} goes on first"
+        if seq is self.prefilling:
+            return None
+        if len(self.running) >= self.config.max_num_seqs:
+            return f"max_num_seqs: {len(self.running)} are running"
+        return self._no_blocks(seq, self._cached(seq))
+
+    def schedule(
+        self,
+    ) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """The next step and its sequences by id; None if there is nothing to do."""
+        if self.is_finished():
+            return None
+        if self.prefilling and self.prefilling.status is not SequenceStatus.RUNNING:
+            self.prefilling = None  # aborted, or rolled back
+        decoding = [s for s in self.running if s is not self.prefilling]
+        seq = self.prefilling or next(iter(self.waiting), None)
+        reason = self._why_not(seq, decoding) if seq is not None else None
+        if seq is not None and reason is None:
+            batch, seqs = self._prefill(seq, decoding), [seq]
+        else:
+            assert decoding, "every step schedules something, or everything is finished"
+            seqs = self._unpaused(decoding)
+            self._pause([s for s in decoding if s not in seqs])
+            batch = self._decode(seqs)
+        self._note_refusals(seq, reason)
+        self.last_was_prefill = batch.type is SequenceType.PREFILL
+        return batch, {s.id: s for s in seqs}
+
+    def _note_refusals(
+        self, seq: Sequence | None, reason: str | None
+    ) -> None:
+        """Report why `seq`, and the first waiting request, are not in this step."""
+        if seq is not None and reason:
+            self.note("refused", seq, why=reason)
+        if self.waiting and self.waiting[0] is not seq:
+            busy = self.prefilling or self.running[-1]
+            why = f"one prefill at a time: request {busy.id} is first"
+            self.note("refused", self.waiting[0], why=why)
+
 # %% ../../nbs/scheduling/41_spyre.ipynb #d24c5dcb
 def volume(num_tokens: list[int], block_size: int) -> int:
     """The volume of a decode of sequences with `num_tokens` tokens."""
@@ -260,7 +260,7 @@ INTERLEAVE = "SENDNN_INFERENCE_CP_INTERLEAVE_STEPS"
 
 def _check_shape(config: EngineFields) -> None:
     size, chunk = config.kv_cache_block_size, config.chunk_size
-    rows, longest = config.max_num_seqs, config.max_model_len
+    rows, longest = config.max_num_seqs, config.max_model_len or 0
     budget, limit = config.max_num_batched_tokens, config.max_batch_tkv_limit
     multiple = f"must be a multiple of kv_cache_block_size={size}"
     require(chunk % size == 0, f"chunk_size={chunk} {multiple}")
@@ -268,10 +268,10 @@ def _check_shape(config: EngineFields) -> None:
     require(chunk <= budget, f"chunk_size={chunk} {over}; raise the latter")
     require(rows <= budget, f"max_num_seqs={rows} {over}; raise the latter")
     needs = "scheduler='spyre' needs max_model_len"
-    require(longest is not None, f"{needs}: the limit must hold a sequence of that length")
-    require((longest or 0) % size == 0, f"max_model_len={longest} {multiple}")
+    require(longest > 0, f"{needs}: the limit must hold a sequence of that length")
+    require(longest % size == 0, f"max_model_len={longest} {multiple}")
     small = f"cannot hold a request of max_model_len={longest}; raise the limit"
-    require(limit >= (longest or 0), f"max_batch_tkv_limit={limit} {small}")
+    require(limit >= longest, f"max_batch_tkv_limit={limit} {small}")
 
 
 def check_spyre(config: EngineFields, given: set[str]) -> bool:

@@ -80,6 +80,17 @@ class RectangularRunner(ModelRunner):
         blocks = np.where(stored, inside, 0).astype(np.int64)
         return columns, is_real, blocks * size + columns % size
 
+    def _rectangle(
+        self, left: Tensor, seen: Tensor, lens: Tensor, tables: Tensor
+    ) -> Rectangle:
+        """The masks of B sequences of `lens` [B] tokens after `left` [B, 1] dummies, whose
+        queries see the columns up to `seen` [B, Q, 1]."""
+        num_keys = tables.shape[1] * self.config.kv_cache_block_size
+        keys = torch.arange(num_keys, device=self.device)
+        mask = (keys >= left[:, :, None]) & (keys <= seen)
+        exists = (keys >= left) & (keys < left + lens[:, None])
+        return Rectangle(tables, mask[:, None], exists[:, None, :, None])
+
     def prepare_model(
         self, batch: ScheduledBatch
     ) -> tuple[Tensor, Tensor, AttentionMetaData, Tensor]:
@@ -87,19 +98,16 @@ class RectangularRunner(ModelRunner):
         assert isinstance(batch, PaddedBatch)
         columns, is_real, slots = self._lay_out(batch)
         padding, (num_rows, width) = batch.left_padding[:, None], columns.shape
-        ids, positions = np.zeros(columns.shape, np.int64), columns - padding
+        ids = np.zeros(columns.shape, np.int64)
         ids[is_real] = batch.scheduled_tokens
-        last = width - 1 - is_real[:, ::-1].argmax(1) + np.arange(num_rows) * width
+        positions = np.where(is_real, columns - padding, 0)
         seen_to = np.where(is_real, columns, padding)  # a dummy query sees the first key
-        arrays = [ids.ravel(), np.where(is_real, positions, 0).ravel(), slots.ravel()]
-        arrays += [last[batch.is_sampled], padding, seen_to[:, :, None]]
-        arrays += [batch.context_lens, batch.block_tables.astype(np.int64)]
+        last = width - 1 - is_real[:, ::-1].argmax(1) + np.arange(num_rows) * width
+        arrays = [ids.ravel(), positions.ravel(), slots.ravel(), last[batch.is_sampled]]
+        arrays += [padding, seen_to[:, :, None], batch.context_lens]
+        arrays += [batch.block_tables.astype(np.int64)]
         input_ids, position, slot, rows, left, seen, lens, tables = self.upload(arrays)
-        num_keys = tables.shape[1] * self.config.kv_cache_block_size
-        keys = torch.arange(num_keys, device=self.device)
-        mask = (keys >= left[:, :, None]) & (keys <= seen)
-        exists = (keys >= left) & (keys < left + lens[:, None])
-        plan = Rectangle(tables, mask[:, None], exists[:, None, :, None])
+        plan = self._rectangle(left, seen, lens, tables)
         new, ends = batch.num_scheduled_tokens.tolist(), batch.context_lens.tolist()
         meta = AttentionMetaData(lens, tables, slot, new, ends, plan=plan)
         return input_ids, position, meta, rows
