@@ -376,7 +376,7 @@ def part_text(part: Any) -> str:
     require(isinstance(text, str), f"text={text!r} in {what} must be a string")
     return text
 
-
+# %% ../nbs/24c_files_and_prompts.ipynb #5fdb664e
 def content_text(message: dict[str, Any]) -> str:
     """The text of a message: its string, or the joined texts of its parts. Raises
     ValueError for anything else."""

@@ -487,12 +487,12 @@ def byte_tokens(tokenizer: Any) -> dict[int, int]:
     broken = decode(tokenizer, [ids[byte] for byte in b"\xc3\xa9\xff"])  # "é" breaks
     return {id: byte for byte, id in enumerate(ids)} if broken == 3 * "\ufffd" else {}
 
-
+# %% ../nbs/24b_byte_tokens.ipynb #471b2d68
 def is_broken(run: bytes) -> bool:
     """Whether no more bytes can make `run` whole characters."""
     try:
         run.decode()
-    except UnicodeDecodeError as error:  # codecs' decoder would wait after ED A0
+    except UnicodeDecodeError as error:
         return error.reason != "unexpected end of data"
     return False
 
@@ -501,7 +501,7 @@ def is_whole(run: bytes) -> bool:
     """Whether `run` consists of whole characters."""
     return run.decode("utf-8", errors="ignore").encode() == run
 
-
+# %% ../nbs/24b_byte_tokens.ipynb #e32b8317
 class ByteDetokenizer(IncrementalDetokenizer):
     """A detokenizer for byte tokens. It shows a run when it has ended or is broken."""
 
@@ -512,8 +512,8 @@ class ByteDetokenizer(IncrementalDetokenizer):
         self.halves = ids[0xC3], ids[0xA9]  # together an "é"
         self.never = ids[0xFF]  # a byte that is never in UTF-8: always a \ufffd
 
-    def _unfinished(self, progress: Progress) -> bytes:
-        """The held bytes of the open run."""
+    def _held_bytes(self, progress: Progress) -> bytes:
+        """The bytes of the open run that are held."""
         return bytes(self.bytes[id] for id in progress.held[-progress.run :])
 
     def _is_silent(self, id: int) -> bool:
@@ -523,7 +523,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
 
     def _shortened(self, progress: Progress) -> Progress:
         """As in the base class, but bytes of one character stay together."""
-        is_open = progress.run > 0 and not is_whole(self._unfinished(progress))
+        is_open = progress.run > 0 and not is_whole(self._held_bytes(progress))
         return progress if is_open else IncrementalDetokenizer._shortened(self, progress)
 
     def _broken(self, progress: Progress) -> Progress:
@@ -546,7 +546,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
         start = progress.start or progress
         progress = progress._replace(start=start, run=progress.run + 1)
         more = progress._replace(num=progress.num + 1, held=(*progress.held, id))
-        if is_broken(self._unfinished(more)):
+        if is_broken(self._held_bytes(more)):
             return self._broken(more)
         return IncrementalDetokenizer._grown(self, progress, id)
 
@@ -556,7 +556,7 @@ class ByteDetokenizer(IncrementalDetokenizer):
             return self._in_run(progress, id)
         if progress.run and self._is_silent(id):  # the run goes on behind it
             return progress._replace(num=progress.num + 1)
-        if progress.run > 0 and not is_whole(self._unfinished(progress)):
+        if progress.run > 0 and not is_whole(self._held_bytes(progress)):
             progress = self._broken(progress)  # it ends within a character
         progress = progress._replace(run=0, start=None)
         return IncrementalDetokenizer._grown(self, progress, id)

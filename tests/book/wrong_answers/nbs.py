@@ -265,9 +265,18 @@ names = ["b", "<0xC3>", "<0xA9>", "b"]  # a character of two bytes, and nothing 
 # %% 24b_byte_tokens 1
 names = ["<0xE2>", "<0x82>", "<0xAC>", "<0xE2>"]  # as on the page: four bytes
 # %% 24c_files_and_prompts 1
-rule = (lambda value: is_number(value) and 0 < value <= 1, "anything")  # the old words
+def check_heads(file, raw):  # not in the objects inside
+    many, few = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    wrong = f"{file}: num_attention_heads={many} must be a multiple of num_key_value_heads={few}"
+    require(None in (many, few) or many % few == 0, wrong)
 # %% 24c_files_and_prompts 1
-rule = (lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, at most 1")  # accepts True
+def check_heads(file, raw):  # null is divided
+    for value in raw.values():
+        if isinstance(value, dict):
+            check_heads(file, value)
+    many, few = raw.get("num_attention_heads", 1), raw.get("num_key_value_heads", 1)
+    wrong = f"{file}: num_attention_heads={many} must be a multiple of num_key_value_heads={few}"
+    require(many % few == 0, wrong)
 # %% 24c_files_and_prompts 2
 def read_any(prompts: Any) -> list[Any]:  # not the iterables inside
     return read_prompts(prompts if isinstance(prompts, str | dict | np.ndarray) else [*prompts])

@@ -8,7 +8,21 @@ class ThreeInARow(TurnScheduler):
         self.in_a_row = self.in_a_row + 1 if prompts else 0
         return decodes, prompts
 # %% 20_turns 2
-best_factor = 2  # more prefill steps
+class ByTime(TurnScheduler):
+    limit, last_decode = 0.1, 0.0
+
+    def _choose(self):  # the time since the last turn, whether or not anything decoded
+        self.last_was_prefill = time.perf_counter() - self.last_decode >= self.limit
+        self.last_decode = time.perf_counter()
+        return super()._choose()
+# %% 20_turns 2
+class ByTime(TurnScheduler):
+    limit = 0.1
+
+    def _choose(self):  # the age of the oldest request in the queue
+        now = time.perf_counter()
+        self.last_was_prefill = any(now - s.arrive_time >= self.limit for s in self.waiting)
+        return super()._choose()
 # %% 20_turns 3
 def largest_budget(limit, step, token):
     return int((limit - step) / token) // 2
