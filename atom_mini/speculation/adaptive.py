@@ -22,7 +22,8 @@ from .goodput import best_drafts, ranked
 from .verify import Drafter, Seqs, SpecCore, SpecScheduler
 
 # %% auto #0
-__all__ = ['Acceptance', 'Costs', 'StepTiming', 'RuleChooser', 'TryingChooser', 'BackoffChooser', 'Chooser', 'AdaptiveCore']
+__all__ = ['Acceptance', 'Costs', 'line_at', 'StepTiming', 'RuleChooser', 'TryingChooser', 'BackoffChooser', 'Chooser',
+           'AdaptiveCore']
 
 # %% ../../nbs/speculation/54b_adaptive.ipynb #ee1b233f
 class Acceptance:
@@ -30,9 +31,10 @@ class Acceptance:
 
     own_weight = 0.2  # of a new draft in the average of its request
     mean_weight = 0.02  # and, at least, in the mean of all
+    first = 0.8  # before there was a draft
 
-    def __init__(self, places: int, share: float = 0.8) -> None:
-        self.mean = [share] * places
+    def __init__(self, places: int) -> None:
+        self.mean = [self.first] * places
         self.num_seen = [1] * places
         self.by_request: dict[int, list[float]] = {}
 
@@ -65,6 +67,8 @@ class Acceptance:
 class Costs:
     """Means of what was measured, by a size; between sizes, straight lines."""
 
+    weight_down, weight_up = 0.5, 0.2  # of a new time below the mean, and above it
+
     def __init__(self, other: Costs | None = None) -> None:
         """`other` has those that were not measured. A mean begins with them."""
         self.found: dict[int, tuple[float, float]] = {}  # rounded size -> (size, seconds)
@@ -81,7 +85,7 @@ class Costs:
         if self.other and key not in self.found:
             begin = self.at([size])[0]
         _, mean = self.found.get(key, (size, begin))
-        part = 0.5 if seconds < mean else 0.2
+        part = self.weight_down if seconds < mean else self.weight_up
         self.found[key] = size, mean + part * (seconds - mean)
 
     def knows(self, size: float) -> bool:
@@ -96,17 +100,18 @@ class Costs:
         points = sorted(known.values())
         xs, ys = [x for x, _ in points], [*accumulate((y for _, y in points), max)]
         slope = (ys[-1] - ys[0]) / max(xs[-1] - xs[0], 1)
-        return [self._line(xs, ys, size, slope) for size in sizes]
+        return [line_at(xs, ys, size, slope) for size in sizes]
 
-    @staticmethod
-    def _line(xs: list[float], ys: list[float], size: float, slope: float) -> float:
-        i = bisect_left(xs, size)
-        if i == len(xs):
-            return ys[-1] + slope * (size - xs[-1])
-        if i == 0:
-            return ys[0]
-        share = (size - xs[i - 1]) / (xs[i] - xs[i - 1])
-        return ys[i - 1] + share * (ys[i] - ys[i - 1])
+# %% ../../nbs/speculation/54b_adaptive.ipynb #b62c52dc
+def line_at(xs: list[float], ys: list[float], size: float, slope: float) -> float:
+    """At `size` on the lines between the points; beyond the last, with `slope`."""
+    i = bisect_left(xs, size)
+    if i == len(xs):
+        return ys[-1] + slope * (size - xs[-1])
+    if i == 0:
+        return ys[0]
+    share = (size - xs[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[i - 1] + share * (ys[i] - ys[i - 1])
 
 # %% ../../nbs/speculation/54b_adaptive.ipynb #293708cc
 class StepTiming(NamedTuple):
