@@ -18,7 +18,7 @@ from ..model_runner import ModelRunner, made_up_batch
 from ..models import TorchOps
 from ..sampler import Sampler
 from ..scheduler import ScheduledBatch
-from .spyre import PaddedBatch
+from .spyre import ChunkPlan, PaddedBatch
 from ..sequence import SequenceType
 
 
@@ -113,7 +113,7 @@ class RectangularRunner(ModelRunner):
         return input_ids, position, meta, rows
 
     def _largest_batch(self) -> ScheduledBatch:
-        """A decode whose volume is the limit."""
+        """A decode of as many of the longest sequences as the limits allow."""
         config, longest = self.config, self.config.max_model_len or 1
         rows = (config.max_batch_tkv_limit or longest) // longest
         count, size = max(1, min(config.max_num_seqs, rows)), config.kv_cache_block_size
@@ -122,3 +122,21 @@ class RectangularRunner(ModelRunner):
         ids, new = batch.scheduled_tokens[:count], np.ones(count, np.int32)
         batch = replace(batch, scheduled_tokens=ids, num_scheduled_tokens=new)
         return PaddedBatch.pad(batch, [0] * count, size)
+
+    def _largest_chunk(self) -> ScheduledBatch:
+        """The last chunk of the longest prompt."""
+        config, longest = self.config, self.config.max_model_len or 1
+        size, chunk = config.kv_cache_block_size, config.chunk_size or longest
+        plan = ChunkPlan(longest, size, chunk)
+        computed = max(0, (plan.num_chunks - 1) * chunk - plan.left)
+        table = np.arange(longest // size, dtype=np.int32)[None]
+        batch = made_up_batch(SequenceType.PREFILL, longest, table)
+        ids, new = batch.scheduled_tokens[computed:], np.array([longest - computed], np.int32)
+        batch = replace(batch, scheduled_tokens=ids, num_scheduled_tokens=new)
+        return PaddedBatch.pad(batch, [plan.left], size, query_len=chunk)
+
+    def _run_largest_steps(self) -> None:
+        """Run the largest decode, chunk, and sampling, to measure their memory."""
+        for batch in (self._largest_batch(), self._largest_chunk()):
+            self.run_model(*self.prepare_model(batch))
+        self._sample_most()

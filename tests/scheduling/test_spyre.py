@@ -626,6 +626,26 @@ def test_logits_equal_those_of_atoms_scheduler(options: dict[str, Any], device: 
     assert torch.isnan(runner.kv_cache).any()  # most of the pool was never written
 
 
+@pytest.mark.parametrize(("chunk", "limit", "decode", "queries"), [(12, 256, 2, 12), (48, 96, 1, 48), (128, 192, 2, 128)])
+def test_memory_is_measured_on_the_largest_steps(
+    chunk: int, limit: int, decode: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's pool is what they leave free: `decode` sequences of 96 tokens, and the last chunk of a prompt of 96."""
+    shape: dict[str, Any] = {"device": "cpu", "kv_cache_block_size": 4, "num_kvcache_blocks": 100, "max_model_len": 96}
+    config = EngineArgs("tiny", scheduler="spyre", max_num_seqs=2, chunk_size=chunk, max_batch_tkv_limit=limit, **shape)
+    runner, ran = RectangularRunner(config), []
+    run = runner.run_model
+
+    def note(ids: Any, positions: Any, meta: Any, last: Any) -> Any:
+        ran.append((tuple(meta.plan.mask.shape), int(positions.max())))
+        return run(ids, positions, meta, last)
+
+    monkeypatch.setattr(runner, "run_model", note)
+    runner._run_largest_steps()
+    keys = -(-96 // chunk) * chunk
+    assert ran == [((decode, 1, 1, 96), 95), ((1, 1, queries, keys), 95)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
