@@ -43,8 +43,11 @@ def merged(lses, averages, sink):
     weights = lses.exp()
     return weights @ averages / (weights.sum() - len(lses) * sink.exp())  # the sink belongs in it once
 # %% 62_sinks_windows 3
-def blocks_read(length, window, tile):
+def blocks_read(length, tokens, window, tile):
     return -(-length // 8) - max(0, length - window) // 8  # as if loads began at any block
+# %% 62_sinks_windows 3
+def blocks_read(length, tokens, window, tile):
+    return -(-length // 8) - max(0, length - window) // tile * tile // 8  # the last query's window
 # %% 63_quantized_files 1
 def dequantize_nvfp4(blocks, scales, scale):
     pairs = PAIRS.view(torch.int64).flatten()
