@@ -55,6 +55,15 @@ def news(known, tables):
 # %% 71c_ranks 2
 def follow(last: int, frame: bytes) -> int:
     return decode(frame, Step).id
+# %% 71c_ranks 3
+def late_ranks(entered, now, limit):  # each rank's own last time, whether or not another one waits
+    newest = max(map(len, entered))
+    return [r for r, times in enumerate(entered) if len(times) < newest and now - times[-1] > limit]
+# %% 71c_ranks 3
+def late_ranks(entered, now, limit):  # the wait counts from the last rank that came
+    newest = max(map(len, entered))
+    last = max((times[-1] for times in entered if len(times) == newest > 0), default=now)
+    return [r for r, times in enumerate(entered) if len(times) < newest and now - last > limit]
 # %% 72a_replicas 1
 def fewest_tokens(replicas, seq):
     return min(replicas, key=lambda r: max(map(len, r.seqs.values())))
