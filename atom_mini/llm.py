@@ -349,7 +349,10 @@ def unwrap(prompt: Any) -> Any:
         known = [*prompt] in (["prompt"], ["prompt_token_ids"])
         wrong = f"a prompt with the keys {[*prompt]} is not supported"
         require(known, f"{wrong}: use either 'prompt' or 'prompt_token_ids'")
-        (prompt,) = prompt.values()
+        ((key, prompt),) = prompt.items()
+        wanted = "a string" if key == "prompt" else "token ids"
+        is_right = isinstance(prompt, str) == (key == "prompt")
+        require(is_right, f"{key!r} must be {wanted}, not a {type(prompt).__name__}")
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
