@@ -21,8 +21,8 @@ from atom_mini.models import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['NUM_ROWS', 'keep_groups', 'route', 'loop_over_experts', 'ExpertLinear', 'activate', 'MixtureMLP', 'VariedAttention',
-           'rotary_order', 'PartialRotary', 'MixtureModel']
+__all__ = ['NUM_ROWS', 'keep_groups', 'route', 'loop_over_experts', 'ExpertLinear', 'activate', 'MixtureMLP', 'MixtureModel',
+           'VariedAttention', 'rotary_order', 'PartialRotary']
 
 # %% ../../nbs/families/60_mixture.ipynb #b4b998a9
 def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
@@ -177,6 +177,40 @@ class MixtureMLP(nn.Module):
 # %% ../../nbs/families/60_mixture.ipynb #28ecd6b6
 NUM_ROWS = 3  # where an `AttentionPlan`'s header (chapter 10a) counts the real rows
 
+# %% ../../nbs/families/60_mixture.ipynb #8f60a4c9
+class MixtureModel(CausalLM):
+    """A `CausalLM` with experts and with the attention of these families."""
+
+    spec: FamilySpec
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        if self.spec.sparse[layer]:
+            return MixtureMLP(self.spec, self.ops)
+        return super().make_mlp(layer)  # a dense layer
+
+    def rename(self, readers: Readers) -> Readers:
+        """The checkpoint's weights under our names."""
+        return rename_weights(readers, self.spec)
+
+    def weight_readers(self, readers: Readers) -> Readers:
+        readers = split_experts(self.rename(readers), self.spec)
+        return sort_rows(readers, self.row_orders())
+
+    def make_attention(self, layer: int) -> nn.Module:
+        return VariedAttention(self.spec, self.ops, layer)
+
+    def make_rotary(self, max_position: int) -> nn.Module:
+        if self.spec.rotated_dim < self.spec.head_dim:
+            return PartialRotary(self.spec, max_position)
+        return super().make_rotary(max_position)
+
+    def row_orders(self) -> dict[str, Tensor]:
+        """The order of the rows of a module, by its name."""
+        if self.spec.rotated_dim == self.spec.head_dim:
+            return {}
+        order = rotary_order(self.spec.head_dim, self.spec.rotated_dim)
+        return dict.fromkeys(("q_proj", "k_proj", "q_norm", "k_norm"), order)
+
 # %% ../../nbs/families/60_mixture.ipynb #f3b3f576
 class VariedAttention(SelfAttention):
     """`SelfAttention` that may skip the rotation, or normalize all heads as one."""
@@ -223,35 +257,3 @@ class PartialRotary(RotaryEmbedding):
         cos, sin = (x.unflatten(-1, (2, -1)) for x in (self.cos, self.sin))
         self.cos = F.pad(cos, rest, value=1.0).flatten(1)
         self.sin = F.pad(sin, rest).flatten(1)
-
-# %% ../../nbs/families/60_mixture.ipynb #8f60a4c9
-class MixtureModel(CausalLM):
-    """A `CausalLM` with experts and with the attention of these families."""
-
-    spec: FamilySpec
-
-    def make_attention(self, layer: int) -> nn.Module:
-        return VariedAttention(self.spec, self.ops, layer)
-
-    def make_mlp(self, layer: int) -> nn.Module:
-        if self.spec.sparse[layer]:
-            return MixtureMLP(self.spec, self.ops)
-        return super().make_mlp(layer)
-
-    def make_rotary(self, max_position: int) -> nn.Module:
-        if self.spec.rotated_dim < self.spec.head_dim:
-            return PartialRotary(self.spec, max_position)
-        return super().make_rotary(max_position)
-
-    def rename(self, readers: Readers) -> Readers:
-        """The checkpoint's weights under our names."""
-        return rename_weights(readers, self.spec)
-
-    def weight_readers(self, readers: Readers) -> Readers:
-        spec = self.spec
-        readers = split_experts(self.rename(readers), spec)
-        if spec.rotated_dim == spec.head_dim:
-            return readers
-        names = ("q_proj", "k_proj", "q_norm", "k_norm")
-        order = rotary_order(spec.head_dim, spec.rotated_dim)
-        return sort_rows(readers, dict.fromkeys(names, order))

@@ -137,13 +137,13 @@ class TransferProc(EngineCoreProc):
             self.core.is_stuck = False  # look again whether they are here
 
     def _ask(self, request_id: int, source: int, blocks: list[int]) -> None:
-        self.outbox.send(encode(Wanted(request_id, source, blocks)))
+        self.send(Wanted(request_id, source, blocks))
 
     def _meet(self, message: Meet) -> None:
         self.core.scheduler.max_len = message.max_len
         for number, path in sorted(message.pools.items()):
             self.pool.open(number, path)
-        self.outbox.send(encode(Met(0)))
+        self.send(Met(0))
 
     def _sequence(self, message: Compute | Take) -> Sequence:
         size, top = self.core.config.spec.vocab_size, max(message.token_ids, default=0)
@@ -195,10 +195,10 @@ class TransferProc(EngineCoreProc):
         for request_id in [i for i in self.core.held if i not in self.offered]:
             self.offered.add(request_id)
             self.number += 1
-            self.outbox.send(encode(Held(request_id, self.number, self.core.held[request_id])))
+            self.send(Held(request_id, self.number, self.core.held[request_id]))
         for request_id in self.unread - self.core.offers.keys():
             self.unread.remove(request_id)
-            self.outbox.send(encode(Pulled(request_id)))
+            self.send(Pulled(request_id))
 
     def _report(self, step: StepOutput) -> None:
         super()._report(step)

@@ -5,6 +5,7 @@
 # %% ../../nbs/parallel/70_engine_process.ipynb #5fa82e6f
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -225,7 +226,8 @@ class EngineCoreProc:
         self.outbox = outbox
         self.report = report
         self.steps = 0  # that have run
-        self.wave = 0  # the newest that has arrived
+        self.wave = 0  # the newest that has arrived (chapter 72b)
+        self.unsent: deque[bytes] = deque()  # frames that wait for space
         self.is_open = True  # until SHUTDOWN arrives
         self.is_done = False
 
@@ -235,8 +237,18 @@ class EngineCoreProc:
 
     def may_step(self) -> bool:
         """Whether it has work, and space for the results."""
-        has_work = self.is_open and not self.core.is_finished()
-        return has_work and bool(self.outbox.poll(0, zmq.POLLOUT))
+        return self.is_open and not self.core.is_finished() and self.flush()
+
+    def send(self, message: Message) -> None:
+        """Send a message, now or when the queue of results has space."""
+        self.unsent.append(encode(message))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what is unsent while there is space; returns whether there is space left."""
+        while (has_space := bool(self.outbox.poll(0, zmq.POLLOUT))) and self.unsent:
+            self.outbox.send(self.unsent.popleft())
+        return has_space
 
     def _add(self, message: Add) -> None:
         """Queue a request; ValueError if it cannot run."""
@@ -253,7 +265,7 @@ class EngineCoreProc:
             case Abort():
                 self.core.abort(message.id)
             case Utility():
-                self.outbox.send(encode(Answer(message.id, self.metrics())))
+                self.send(Answer(message.id, self.metrics()))
             case Wave():
                 self.wave = message.id
             case Shutdown():
@@ -265,7 +277,7 @@ class EngineCoreProc:
             self._handle(decode(frame, self.reads))
         except ValueError as error:
             why, id = str(error)[:1000], read_id(frame)  # it may quote the frame
-            self.outbox.send(encode(Refused(id, why, id in self.core.scheduler.seqs)))
+            self.send(Refused(id, why, id in self.core.scheduler.seqs))
 
     def _report(self, step: StepOutput) -> None:
         """Send the results of a step."""
@@ -279,12 +291,11 @@ class EngineCoreProc:
                     metrics=seq.metrics,
                 ))  # fmt: skip
         batch, (blocks, is_new) = step.batch, self.report()
-        output = Output(
+        self.send(Output(
             id=self.steps, type=batch.type, total_tokens_num=batch.total_tokens_num,
             seconds=step.seconds, rows=rows, blocks=blocks, is_new=is_new,
             num_decodes=batch.num_decodes,
-        )  # fmt: skip
-        self.outbox.send(encode(output))
+        ))  # fmt: skip
 
     def pause(self) -> int | None:
         """Milliseconds that it may wait for a message; None: until one arrives."""
@@ -299,7 +310,8 @@ class EngineCoreProc:
     def run(self) -> None:
         """Handle messages and run steps until SHUTDOWN."""
         while not self.is_done:
-            if self.inbox.poll(self.pause()):
+            self.flush()
+            if self.inbox.poll(10 if self.unsent else self.pause()):
                 self.receive(self.inbox.recv())
             elif not self.may_step():
                 self.idle()

@@ -6,31 +6,41 @@ import ast
 import importlib
 import pickle
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
-from deployed import expect_empty, finish, request, wait_for
+import zmq
+from deployed import SMALL, expect_empty, finish, request, wait_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import atom_mini.parallel
-from atom_mini import SamplingParams
+from atom_mini import EngineArgs, SamplingParams
+from atom_mini.engine_core import EngineCore
 from atom_mini.parallel.engine_process import (
     MAX_FRAME,
     Abort,
     Add,
+    Answer,
+    EngineCoreProc,
     FromEngine,
     Message,
+    Ready,
     Refused,
     Row,
+    Shutdown,
     ToEngine,
+    Utility,
     decode,
     encode,
+    open_sockets,
     pack_params,
     read_id,
 )
@@ -292,6 +302,44 @@ def test_an_engine_does_not_run_ahead(
     finish(core, seq)
     assert seq.completion_token_ids == [103 + i for i in range(2000)]
     core.close()
+
+
+@pytest.mark.processes
+def test_a_full_queue_stops_only_the_steps(tidy: Path) -> None:
+    """While the front does not read, the loop handles every message: answers and refusals wait, and
+    SHUTDOWN ends it. Once the front reads, they arrive in their order."""
+    context, path = zmq.Context(), str(tidy / "e")
+    front_in, front_out = open_sockets(context, path, is_engine=False)
+    inbox, outbox = open_sockets(context, path, is_engine=True)
+    core = EngineCore(EngineArgs("tiny", **SMALL), SimpleNamespace())  # type: ignore[arg-type]
+    loop, full = EngineCoreProc(core, inbox, outbox), 0
+    while outbox.poll(50, zmq.POLLOUT):
+        outbox.send(encode(Ready(0)))
+        full += 1
+    add = Add(1, [5], {})
+
+    def start(*messages: Message) -> threading.Thread:
+        for message in messages:
+            front_out.send(encode(message))
+        loop.is_open, loop.is_done = True, False
+        thread = threading.Thread(target=loop.run, daemon=True)
+        thread.start()
+        return thread
+
+    thread = start(add, Utility(2), Utility(3), add, Abort(1), Shutdown(0))
+    thread.join(5)
+    assert not thread.is_alive() and not core.scheduler.seqs
+    for _ in range(full):
+        front_in.recv()
+    thread = start()
+    received = [decode(front_in.recv(), FromEngine) for _ in range(3)]
+    assert [(type(m), m.id) for m in received] == [(Answer, 2), (Answer, 3), (Refused, 1)]
+    front_out.send(encode(Shutdown(0)))
+    thread.join(5)
+    assert not thread.is_alive()
+    context.destroy(linger=0)
+    (tidy / "e.in").unlink(missing_ok=True)
+    (tidy / "e.out").unlink(missing_ok=True)
 
 
 @pytest.mark.processes

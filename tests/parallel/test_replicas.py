@@ -56,7 +56,8 @@ from atom_mini.sequence import Sequence, SequenceType
 def on_page(config: Config, runner: Any) -> Any:
     """The loop of a replica, without sockets: its messages are in `sent`."""
     sent: list[Any] = []
-    outbox = SimpleNamespace(send=lambda frame: sent.append(decode(frame, FromEngine)))
+    outbox = SimpleNamespace(poll=lambda *_: True)
+    outbox.send = lambda frame: sent.append(decode(frame, FromEngine))
     loop = make_loop(EngineCore(config, runner), None, outbox)
     loop.sent = sent
     return loop

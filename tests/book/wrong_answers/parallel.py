@@ -13,11 +13,25 @@ class Matrix(Message):
     def unpack(self):
         return np.frombuffer(self.data, np.float32).reshape(self.shape)  # NumPy counts numbers, not bytes
 # %% 70_engine_process 2
-def merge(tokens: list[int], row: Row) -> list[int]:
-    return tokens if row.start < len(tokens) else row.token_ids
+class TwoInboxes(EngineCoreProc):
+    early = frozenset()
+
+    def _handle(self, message):  # remembers every abort, also of what has ended
+        match message:
+            case Add() if message.id in self.early:
+                return
+            case Abort():
+                self.early |= {message.id}
+        super()._handle(message)
 # %% 70_engine_process 2
-def merge(tokens: list[int], row: Row) -> list[int]:
-    return list(dict.fromkeys(tokens + row.token_ids))  # drops a token that comes twice
+class TwoInboxes(EngineCoreProc):
+    early = None
+
+    def _handle(self, message):  # takes an abort of what has run for one that is early
+        if isinstance(message, Abort) and message.id not in self.core.scheduler.seqs:
+            self.early = message.id
+        elif not isinstance(message, Add) or message.id < (self.early or 0):
+            super()._handle(message)
 # %% 70b_deaths 1
 def worst(limit: float) -> float:
     return limit
