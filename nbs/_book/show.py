@@ -739,12 +739,17 @@ def recorded(name: str) -> Any:
     return json.loads((PROJECT / "tests" / "bench" / "results" / f"{name}.json").read_text())
 
 
+def benchmark(name: str) -> Any:
+    """The module tests/bench/NAME.py."""
+    from importlib import import_module
+
+    sys.path.append(str(PROJECT / "tests" / "bench"))
+    return import_module(name)
+
+
 def rungs(*names: str) -> None:
     """Print what the scorecard's file says of these rungs; `make score` writes it anew."""
-    sys.path.append(str(PROJECT / "tests" / "bench"))
-    from scorecard import as_lines
-
-    print(as_lines(*names))
+    print(benchmark("scorecard").as_lines(*names))
 
 
 def run_ranks(size, work) -> list:

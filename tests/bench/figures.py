@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from noise import band
+
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests" / "bench" / "results" / "readme.json"
 INDEX = ROOT / "nbs" / "index.ipynb"
@@ -109,13 +111,15 @@ def drafts(results: list[dict[str, Any]]) -> Table:
 
 
 def drafts_sentence(results: list[dict[str, Any]]) -> str:
-    """What drafts cost in vain, and how right the formula is."""
+    """The noise, what drafts cost in vain, and how right the formula is."""
+    low, high = band(results)
     others = [row for row in results if row["drafter"] != "none"]
     vain = [1 - row["ratio"] for row in others if row["drafter"] == "lookup, in vain"]
     errors = sorted(abs(row["predicted"] / row["ratio"] - 1) for row in others)
     near = sum(error <= 0.2 for error in errors)
     return (
-        f"In the same run a lookup that finds nothing costs {100 * statistics.fmean(vain):.1f} % (mean of {len(vain)} cases, "
+        f"In the same run, lookups that draft nothing lie between {low:.2f} and {high:.2f} x. "
+        f"One that finds nothing costs {100 * statistics.fmean(vain):.1f} % (mean of {len(vain)} cases, "
         f"{100 * max(vain):.0f} % at most), and chapter [54](nbs/speculation/54_when_it_pays.ipynb)'s formula, "
         f"with step and drafter times measured in the same run, is {100 * statistics.median(errors):.0f} % off in the "
         f"median, within 20 % in {near} of "
