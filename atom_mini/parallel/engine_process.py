@@ -310,7 +310,8 @@ class EngineCoreProc:
     def run(self) -> None:
         """Handle messages and run steps until SHUTDOWN."""
         while not self.is_done:
-            self.flush()
+            if self.unsent:
+                self.flush()
             if self.inbox.poll(10 if self.unsent else self.pause()):
                 self.receive(self.inbox.recv())
             elif not self.may_step():
