@@ -79,6 +79,18 @@ def test_outputs_are_of_the_present_records(path: Path, monkeypatch: pytest.Monk
             assert printed.getvalue() == shown, f"python nbs/_book/book.py run {path.stem}"
 
 
+FINISHED = re.compile(r"^finished\(.*?\)$", re.M | re.S)  # show.py's, which prints the source of the package
+
+
+@pytest.mark.parametrize("path", [p for p in CHAPTERS if "\"finished(" in p.read_text()], ids=lambda p: p.stem)
+def test_finished_classes_are_those_of_the_package(path: Path) -> None:
+    """A class may change by a cell of another chapter, or a method after the cell that shows the whole ran."""
+    for cell in read_nb(path).cells:
+        if cell.cell_type == "code" and (call := FINISHED.search(cell.source)):
+            (shown,) = ("".join(o.data["text/markdown"]) for o in cell.outputs if o.output_type == "execute_result")
+            assert eval(call[0], {"finished": show.finished}).data == shown, f"python nbs/_book/book.py run {path.stem}"
+
+
 @pytest.mark.parametrize("path", [p for p in CHAPTERS if p.stem[0].isdigit()], ids=lambda p: p.stem)
 def test_chapter_teaches(path: Path) -> None:
     """Each chapter has a promise, a figure from the running code, and one to three exercises (tests/book/test_exercises.py)."""
