@@ -131,7 +131,8 @@ class RectangularRunner(ModelRunner):
         computed = max(0, (plan.num_chunks - 1) * chunk - plan.left)
         table = np.arange(longest // size, dtype=np.int32)[None]
         batch = made_up_batch(SequenceType.PREFILL, longest, table)
-        ids, new = batch.scheduled_tokens[computed:], np.array([longest - computed], np.int32)
+        ids = batch.scheduled_tokens[computed:]
+        new = np.array([longest - computed], np.int32)
         batch = replace(batch, scheduled_tokens=ids, num_scheduled_tokens=new)
         return PaddedBatch.pad(batch, [plan.left], size, query_len=chunk)
 
