@@ -160,7 +160,7 @@ bench: $(VENV)/dev
 	$(PY) tests/bench/server.py
 	$(PY) tests/bench/apart.py
 
-# docs/figures.md's tables, and those of chapters 26, 54, 54b, 73, 81b and 92b: the benchmarks behind them, on a quiet machine; recorded with
+# docs/figures.md's tables, and those of chapters 21, 54, 54b, 73, 81b and 92b: the benchmarks behind them, on a quiet machine; recorded with
 # machine, date and commit, and written into the pages. OPENVINO=, LLAMA= and ZENTORCH= as above.
 figures: $(VENV)/dev real
 	mkdir -p build/figures
@@ -177,7 +177,7 @@ figures: $(VENV)/dev real
 	$(PY) tests/bench/apart.py --json tests/bench/results/apart.json
 	$(PY) tests/bench/masks.py --json tests/bench/results/masks.json
 	$(PY) nbs/_book/book.py run nbs/parallel/73_apart.ipynb nbs/serving/81b_full_queue.ipynb nbs/cpu/92b_eight_bits.ipynb \
-		nbs/structured/26_structured_outputs.ipynb \
+		nbs/structured/21_structured_outputs.ipynb \
 		nbs/cpu/92_cpu_decode.ipynb nbs/speculation/54_when_it_pays.ipynb nbs/speculation/54b_adaptive.ipynb
 
 # The scorecard: one load on every rung, recorded for this machine; docs/figures.md's table and README's figure are made from it. Then the

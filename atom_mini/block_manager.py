@@ -35,7 +35,8 @@ class Block:
 
 # %% ../nbs/03_block_manager.ipynb #35c69851
 class BlockPool:
-    """All blocks, and the queue of the free ones, least recently used first."""
+    """All blocks, and the queue of the free ones in the order of their eviction: those
+    without cached content first, then the least recently used."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]

@@ -69,7 +69,7 @@ def why_not_fetched(model: str, error: Exception) -> str:
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"could not be fetched from the hub: {type(error).__name__}: {first}"
 
-
+# %% ../nbs/01a_checkpoint.ipynb #c0119ec1
 def resolve_model(model: str) -> Path:
     """The folder of a checkpoint: `"tiny"`, a folder, or a hub id, downloaded once.
 

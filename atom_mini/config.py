@@ -22,7 +22,7 @@ from .file_checks import check_files
 from .forms import Allowed, AnyForm, Biases, Vocabulary, Words
 
 # %% auto #0
-__all__ = ['Count', 'STRICT', 'LEAST', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds', 'as_token_ids',
+__all__ = ['Count', 'STRICT', 'LEAST_POSITIVE', 'Positive', 'Temperature', 'Penalty', 'Text', 'Texts', 'TokenIds', 'as_token_ids',
            'as_texts', 'as_stop_ids', 'SamplingParams', 'Config']
 
 # %% ../nbs/01b_config.ipynb #917e64ba
@@ -42,8 +42,8 @@ def as_token_ids(values: Iterable[SupportsIndex], what: str = "prompt") -> list[
     return [*map(int, ids)]
 
 # %% ../nbs/01b_config.ipynb #66f4ccec
-LEAST = 1e-30  # the sampler computes in float32, where 1e-46 becomes 0
-Positive = Annotated[float, Field(ge=LEAST, le=3e38)]  # within float32
+LEAST_POSITIVE = 1e-30  # the sampler computes in float32, where 1e-46 becomes 0
+Positive = Annotated[float, Field(ge=LEAST_POSITIVE, le=3e38)]  # within float32
 Temperature = Annotated[float, Field(ge=0, le=3e38)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's limits
 Text = Annotated[str, Field(min_length=1)]
@@ -53,9 +53,8 @@ def as_texts(value: Any) -> tuple[str, ...]:
     """One text or several, as a tuple. ValueError for anything else."""
     many = [value] if isinstance(value, str) else value
     is_list = isinstance(many, list | tuple)
-    good = is_list and all(isinstance(text, str) and text for text in many)
-    wrong = f"stop={value!r} must be a non-empty string or a list of them"
-    require(good, wrong)
+    if not is_list or not all(isinstance(text, str) and text for text in many):
+        raise ValueError(f"stop={value!r} must be a non-empty string or a list of them")
     return tuple(many)
 
 
@@ -79,15 +78,14 @@ class SamplingParams:
     part of the distribution. `repetition_penalty`: Keskar et al. 2019. `seed` fixes the
     random numbers, whatever else is in the batch. `logprobs=k` adds the k most likely
     tokens. `presence_penalty` and `frequency_penalty` are OpenAI's. A text does not end
-    before `min_tokens`. With `n` answers, answer i uses `seed + i`. `logit_bias` is added
-    to the logits of tokens, `allowed_token_ids` allows no others, and `bad_words` are never
-    generated. `structured_outputs` is the form that an answer must have.
-
-    Raises ValueError with the value, the limit, and the field.
+    before `min_tokens`. Of `n` answers, number i uses `seed + i`. `logit_bias` is added
+    to logits, `allowed_token_ids` allows no others, and `bad_words` are never
+    generated. `structured_outputs` is the form that an answer must have. Raises
+    ValueError with the value, the limit, and the field.
     """
 
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(ge=LEAST, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=LEAST_POSITIVE, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=10**38)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Positive | None = None
@@ -107,12 +105,11 @@ class SamplingParams:
     structured_outputs: AnyForm = None
 
     def __post_init__(self) -> None:
-        least, most = self.min_tokens, self.max_tokens or self.min_tokens
-        wrong = f"min_tokens={least} is over max_tokens={most}: lower it"
-        require(least <= most, wrong)
-        ends = self.structured_outputs is None or not self.ignore_eos
-        wrong = "ignore_eos=True does not go with structured_outputs: a form ends with a "
-        require(ends, f"{wrong}token that ends a text: set ignore_eos=False")
+        least = self.min_tokens
+        if least > (most := self.max_tokens or least):
+            raise ValueError(f"min_tokens={least} is over max_tokens={most}: lower it")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise ValueError("ignore_eos=True excludes structured_outputs: set ignore_eos=False")
 
     def resolve(self, defaults: JsonObject) -> SamplingParams:
         """A copy in which each `None` is replaced by its value in `defaults`, if any."""
@@ -122,10 +119,11 @@ class SamplingParams:
     @property
     def is_penalized(self) -> bool:
         """Whether the request changes the scores of its next token."""
-        more = [self.presence_penalty, self.frequency_penalty, self.min_tokens]
-        more += [self.repetition_penalty not in (None, 1), len(self.bad_words)]
-        more += [len(self.logit_bias), len(self.allowed_token_ids or ())]
-        return any(more) or self.structured_outputs is not None
+        return any((
+            self.presence_penalty, self.frequency_penalty, self.min_tokens,
+            self.repetition_penalty not in (None, 1), self.bad_words, self.logit_bias,
+            self.allowed_token_ids, self.structured_outputs is not None,
+        ))  # fmt: skip
 
 # %% ../nbs/01b_config.ipynb #288426cc
 @explained
@@ -175,23 +173,30 @@ class Config:
         ends, defaults = read_defaults(folder, spec.eos_token_id)
         longest = spec.max_position_embeddings
         asked = self.max_model_len or longest
-        wrong = f"max_model_len={asked} is over the checkpoint's {longest} positions"
-        require(asked <= longest, f"{wrong}: lower it")
+        if asked > longest:
+            raise ValueError(
+                f"max_model_len={asked} is over the checkpoint's {longest} positions: "
+                "lower it"
+            )
         dtype = None if self.dtype == "auto" else self.dtype
         self._set(folder=folder, spec=spec, dtype=dtype, max_model_len=asked)
         self._set(eos_token_ids=ends, sampling_defaults=defaults)
 
     def _check_chunks(self) -> None:
-        longest = self.max_model_len
-        budget = self.max_num_batched_tokens
-        fits = longest is not None and longest <= budget
-        what = f"a sequence of max_model_len={longest} tokens must fit in one step of "
-        what += f"max_num_batched_tokens={budget}: raise it, lower max_model_len, or set "
-        wrong = f"without chunked prefill {what}enable_chunked_prefill=True"
-        require(self.enable_chunked_prefill or fits, wrong)
-        wrong = "enable_chunked_prefill=False does not go with enable_mixed_steps=True: "
-        wrong += "set it to True (prompts get what decodes leave)"
-        require(self.enable_chunked_prefill or not self.enable_mixed_steps, wrong)
+        if self.enable_chunked_prefill:
+            return
+        longest, budget = self.max_model_len, self.max_num_batched_tokens
+        if longest is None or longest > budget:
+            raise ValueError(
+                f"without chunked prefill a sequence of max_model_len={longest} tokens "
+                f"must fit in one step of max_num_batched_tokens={budget}: raise it, "
+                "lower max_model_len, or set enable_chunked_prefill=True"
+            )
+        if self.enable_mixed_steps:
+            raise ValueError(
+                "enable_chunked_prefill=False does not go with enable_mixed_steps=True: "
+                "set it to True (prompts get what decodes leave)"
+            )
 
     @property
     def max_decode_rows(self) -> int:

@@ -96,9 +96,10 @@ def no_such_option(kind: str, name: str, known: list[str]) -> str:
     return f"{kind} has no option {name!r}: {NOT_HERE.get(name, hint)}"
 
 
-def describe(error: ValidationError, cls: type, given: Mapping[str, object]) -> str:
+def describe_error(error: ValidationError, cls: type, given: Mapping[str, object]) -> str:
     """One line about the first wrong option: its value, the limit, the option."""
-    first, kind = error.errors()[0], cls.__name__
+    first = error.errors()[0]
+    kind = cls.__name__
     if first["type"] == "value_error":  # our own
         return str(first["ctx"]["error"])
     names = [f.name for f in fields(cls) if f.init]
@@ -126,7 +127,7 @@ def explained(cls: type[Options]) -> type[Options]:
         try:
             check(self, *args, **given)
         except ValidationError as error:
-            raise ValueError(shortened(describe(error, cls, given))) from None
+            raise ValueError(shortened(describe_error(error, cls, given))) from None
 
     cls.__init__ = __init__  # type: ignore[assignment, method-assign]
     return cls

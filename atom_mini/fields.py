@@ -1,4 +1,4 @@
-"""The options of all parts, as the parts read them (chapter 21)."""
+"""The options of all parts, as the parts read them (chapter 14)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class EngineFields(Config):
     """The options of Part I and of all later parts, each checked alone."""
 
     _: KW_ONLY
-    # scheduling, fewer launches, a CPU (20_turns, 23a, 25, 92b, 93), records (30)
+    # scheduling, fewer launches, a CPU (20_turns, 23a, 25, 92, 92b), records (30)
     interleave_decode: bool = False  # decode between two prefills
     # prompts wait until the oldest has waited this many times the last prefill step
     scheduler_delay_factor: Annotated[float, Field(ge=0)] = 0.0
     overlap: bool = False  # plan a step while the device computes the last one
     fuse_layers: bool = False  # on a GPU: five launches per layer in small batches
     compiled: bool = False  # on a CPU: decodes of dense models as one function
-    packed: bool = False  # on a CPU: packed products, decodes in place (93)
+    packed: bool = False  # on a CPU: packed products, decodes in place (92, 92a)
     quantization: Literal["int8"] | None = None  # of weights and activations (92b)
     trace: bool = False  # record each step
     # other caches and schedulers (40, 41); None: "hash" if caching is on

@@ -10,9 +10,7 @@ from .checkpoint import JsonObject, read_json
 from .errors import require
 
 
-def is_number(
-    value: Any, kinds: type | tuple[type, ...] = (int, float)
-) -> TypeGuard[float]:
+def is_number(value: Any, kinds: type | tuple[type, ...] = (int, float)) -> TypeGuard[float]:
     """Whether `value` is a finite number that fits float32, and not a bool."""
     is_kind = isinstance(value, kinds) and type(value) is not bool
     return is_kind and -3e38 < value < 3e38
@@ -34,17 +32,20 @@ def are_names(value: object) -> bool:
     return type(value) is list and all(isinstance(name, str) for name in value)
 
 
-COUNTED = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
-COUNTED += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
-COUNTED += ["head_dim"]
+COUNTED = [
+    "hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "head_dim",
+]  # fmt: skip
 Rules = Mapping[str, tuple[Callable[[object], bool], str]]  # field -> (its rule, in words)
 FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "eos_token_id": (is_end, "a token id (0 or above) or a list of them"),
     "architectures": (are_names, "a list of strings"),
 }
 FIELDS |= dict.fromkeys(COUNTED, (is_count, "a whole number from 1"))
-ABOVE = ["rope_theta", "rms_norm_eps", "factor", "original_max_position_embeddings"]
-ABOVE += ["low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"]
+ABOVE = [
+    "rope_theta", "rms_norm_eps", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+]  # fmt: skip
 FIELDS |= dict.fromkeys(ABOVE, (lambda v: is_number(v) and v > 0, "a number above 0"))
 FIELDS["rope_type"] = (lambda v: isinstance(v, str), "a string")
 
@@ -62,9 +63,9 @@ def check_fields(file: Path, raw: JsonObject, rules: Rules = FIELDS) -> None:
 def check_index(file: Path, raw: JsonObject) -> None:
     """Raise ValueError if an index of shards does not name a file for each weight."""
     places = raw.get("weight_map")
-    what = f"{file} has no weight_map, which names the shard of each weight"
-    require(isinstance(places, dict), f"{what}: download the file again")
-    odd = [(k, v) for k, v in (places or {}).items() if not isinstance(v, str)][:1]
+    if not isinstance(places, dict):
+        raise ValueError(f"{file} has no weight_map, which names the shard of each weight: download the file again")
+    odd = [(k, v) for k, v in places.items() if not isinstance(v, str)][:1]
     require(not odd, f"{file}: weight_map must name a file for each weight, not {odd}")
 
 
@@ -75,8 +76,7 @@ def check_end(file: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ValueError if a JSON file of `folder` breaks a rule; missing files are
-    accepted."""
+    """Raise ValueError if a JSON file of `folder` breaks a rule; missing files are accepted."""
     for name in ("config.json", "generation_config.json"):
         if (file := folder / name).is_file():
             check_fields(file, read_json(file))

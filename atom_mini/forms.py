@@ -58,13 +58,12 @@ def is_id(value: object) -> bool:
 def as_biases(value: object) -> tuple[tuple[int, float], ...]:
     """{token id: bias}, or pairs, as pairs. ValueError for anything else."""
     must = "must be a dict of token ids and numbers from -100 to 100"
-    wrong = f"logit_bias={value!r:.200} {must}"
     if not isinstance(value, Mapping | list | tuple):
-        raise ValueError(wrong)
+        raise ValueError(f"logit_bias={value!r:.200} {must}")
     try:
         pairs = [(id, by) for id, by in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
-        raise ValueError(wrong) from None
+        raise ValueError(f"logit_bias={value!r:.200} {must}") from None
     for id, by in pairs:
         is_number = isinstance(by, int | float) and type(by) is not bool and abs(by) <= MOST_BIAS
         require(is_id(id) and is_number, f"logit_bias has {id!r:.50}: {by!r:.50}, and it {must}")
@@ -147,6 +146,12 @@ def forced_tokens(params: Any, vocabulary: Vocabulary, answer: list[int], most: 
             break
         found.append(int(ids[0]))
     return found
+
+
+def prefer_forced(draft: list[int], seq: Any, vocabulary: Vocabulary, most: int) -> list[int]:
+    """`draft` of `seq`, or the tokens that its form forces, if these are others."""
+    forced = forced_tokens(seq.sampling_params, vocabulary, seq.completion_token_ids, most)
+    return draft if draft[: len(forced)] == forced else forced
 
 
 def has_more(mask: np.ndarray, ends: Iterable[int]) -> bool:

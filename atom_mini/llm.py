@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from .config import Config, SamplingParams
 from .engine_core import EngineCore, StepOutput
-from .errors import require
+from .errors import require, shortened
 from .sequence import Sequence
 from .text import RequestOutput, IncrementalDetokenizer
 from .text import InputOutputProcessor, Request, TextPiece, Tokenizer
@@ -28,16 +28,11 @@ from .text import load_tokenizer
 from .thread_safe import ThreadSafe
 
 # %% auto #0
-__all__ = ['PromptDict', 'Prompts', 'Params', 'Chat', 'TemplateOptions', 'Listener', 'LLM', 'as_list', 'as_outputs',
-           'check_template_options', 'chat_tokenizer', 'unwrap', 'read_prompts', 'part_text', 'content_text', 'read_messages']
+__all__ = ['PromptDict', 'Prompts', 'Params', 'Chat', 'TemplateOptions', 'LLM', 'as_list', 'Listener', 'as_outputs',
+           'check_template_options', 'chat_tokenizer', 'apply_template', 'unwrap', 'read_prompts', 'part_text', 'content_text',
+           'read_messages']
 
 # %% ../nbs/09c_llm.ipynb #b2c07960
-class Listener(Protocol):
-    """An object whose `record` is called after each step."""
-
-    def record(self, step: StepOutput) -> None: ...
-
-
 class LLM(ThreadSafe):
     """A loaded checkpoint, with an engine around it.
 
@@ -45,8 +40,8 @@ class LLM(ThreadSafe):
     fields of `Config`. Raises ValueError for an unknown or impossible option, a broken
     checkpoint, or too little memory.
 
-    Threads may share it. Their requests are computed in one batch: every step serves
-    all requests, whichever thread runs it. `close` ends all requests with "abort". A
+    Threads may share it. Their requests are scheduled together: a step may serve
+    requests of any thread, whichever thread runs it. `close` ends all requests with "abort". A
     stream is for one thread at a time. Another process, even a fork, must make its own
     LLM.
     """
@@ -56,17 +51,15 @@ class LLM(ThreadSafe):
     def __init__(
         self, model: str | Path, *, seed: int | None = None, **options: Any
     ) -> None:
-        require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
+        _check_arguments(model, seed)
         ThreadSafe.__init__(self)
-        good = seed is None or (type(seed) is int and seed >= 0)
-        require(good, f"seed={seed!r} must be None or a whole number from 0")
         self.config = self.config_cls(model, **options)
         self.tokenizer = load_tokenizer(self.config)
         self.engine_core = self.make_engine_core()
         self.config = self.engine_core.config  # which knows the number of blocks
         self.processor = InputOutputProcessor(self.config, self.tokenizer, seed)
         self.listeners: list[Listener] = []
-        # sequence -> detokenizer, for unfinished requests with stop strings
+        # sequence -> detokenizer, with stop strings; an entry goes with its sequence
         self._readers: WeakKeyDictionary[Sequence, IncrementalDetokenizer]
         self._readers = WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # requests to remove
@@ -100,11 +93,13 @@ class LLM(ThreadSafe):
                 self.engine_core.scheduler.check(request.seq)
         return requests
 
-    def _take_back(self) -> None:
-        """Abort the requests noted in `_dropped`."""
-        while self._dropped:
-            self.engine_core.abort(self._dropped[0])
-            self._dropped.popleft()
+    def _add(self, requests: list[Request]) -> None:
+        with self._in_line():
+            self._require_open()
+            for request in requests:
+                if request.seq.sampling_params.stop:
+                    self._readers[request.seq] = request.detokenizer
+                self.engine_core.add(request.seq)
 
     def _end_stopped(self, step: StepOutput) -> None:
         """End the requests whose text has reached a stop string."""
@@ -114,8 +109,14 @@ class LLM(ThreadSafe):
                 self.engine_core.abort(seq.id, "stop_sequence")
                 step.finished.append(seq)
 
+    def _take_back(self) -> None:
+        """Abort the requests noted in `_dropped`."""
+        while self._dropped:
+            self.engine_core.abort(self._dropped[0])
+            self._dropped.popleft()
+
     def step(self) -> StepOutput | None:
-        """Run one step for all requests; None if there is nothing to do."""
+        """Run the next step, whichever requests it serves; None if there is nothing to do."""
         self._require_mine()
         with self._lock:
             self._require_open()
@@ -127,14 +128,6 @@ class LLM(ThreadSafe):
                     listener.record(step)
             return step
 
-    def _add(self, requests: list[Request]) -> None:
-        with self._in_line():
-            self._require_open()
-            for request in requests:
-                if request.seq.sampling_params.stop:
-                    self._readers[request.seq] = request.detokenizer
-                self.engine_core.add(request.seq)
-
     def _check_lost(self, seqs: list[Sequence]) -> None:
         """RuntimeError if one of `seqs` is not finished, once there is nothing to do."""
         lost = [seq.id for seq in seqs if not seq.is_finished]
@@ -145,26 +138,33 @@ class LLM(ThreadSafe):
     def _serve(self, seqs: list[Sequence]) -> bool:
         """Run a step; if all of `seqs` are finished, run none and return False."""
         with self._in_line():
-            is_open = not all(s.is_finished for s in seqs)
-            if is_open and self.step() is None:
+            is_waiting = not all(s.is_finished for s in seqs)
+            if is_waiting and self.step() is None:
                 self._check_lost(seqs)
         self._give_way()
-        return is_open
+        return is_waiting
 
     @contextmanager
     def _queued(self, requests: list[Request]) -> Iterator[None]:
-        """Queue the requests; at the end remove those that are not finished."""
+        """Queue the requests; on exit, remove the unfinished ones."""
         try:
             self._add(requests)
             yield
         finally:
             self._dropped.extend(r.seq.id for r in requests if not r.seq.is_finished)
-            is_held = self._lock._is_owned()  # type: ignore[attr-defined]
-            if not is_held and not self._is_fork():
-                with self._lock:
-                    self._take_back()
-                    if not self.engine_core.scheduler.seqs and not self._closed:
-                        self.engine_core.step()  # finish a step launched in advance
+            self._remove_dropped()
+
+    def _remove_dropped(self) -> None:
+        """Remove the dropped requests; within a step of this thread, leave them to the
+        next one."""
+        is_in_step = self._lock._is_owned()  # type: ignore[attr-defined]
+        if is_in_step or self._is_fork():
+            return
+        with self._lock:
+            self._take_back()
+            # only for a core that launches steps in advance; others have nothing to do
+            if not self.engine_core.scheduler.seqs and not self._closed:
+                self.engine_core.step()  # finish a step launched in advance
 
     def generate(
         self, prompts: Prompts, sampling_params: Params = None,
@@ -241,8 +241,7 @@ class LLM(ThreadSafe):
         check_template_options(own)
         options = {"add_generation_prompt": add_generation_prompt} | own
         with self._lock:
-            apply = tokenizer.apply_chat_template
-            text = apply(read_messages(messages), tokenize=False, **options)
+            text = apply_template(tokenizer, read_messages(messages), options)
             return self.processor.encode(text, add_special_tokens=False)
 
     def chat(
@@ -292,6 +291,13 @@ class LLM(ThreadSafe):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+# %% ../nbs/09c_llm.ipynb #09c00001
+def _check_arguments(model: str | Path | None, seed: int | None) -> None:
+    """Raise ValueError for a missing model, or a seed that is not a whole number."""
+    require(model is not None, "model=None: give a folder, a hub id or 'tiny'")
+    good = seed is None or (type(seed) is int and seed >= 0)
+    require(good, f"seed={seed!r} must be None or a whole number from 0")
+
 # %% ../nbs/09c_llm.ipynb #dda8f05b
 PromptDict = Mapping[str, object]  # {"prompt"} or {"prompt_token_ids"}
 Prompts = str | PromptDict | Seq[int] | Seq[str | list[int] | PromptDict]
@@ -306,6 +312,12 @@ def as_list(prompts: Any) -> list[str | list[int]]:
     require(good, f"prompts must be strings or lists, not {type(prompts).__name__}")
     are_ids = prompts and hasattr(prompts[0], "__index__")
     return [prompts] if are_ids else [*prompts]
+
+# %% ../nbs/09c_llm.ipynb #1ac6c97e
+class Listener(Protocol):
+    """An object whose `record` is called after each step."""
+
+    def record(self, step: StepOutput) -> None: ...
 
 # %% ../nbs/09c_llm.ipynb #a38b744a
 def as_outputs(outs: list[RequestOutput]) -> list[RequestOutput]:
@@ -342,6 +354,17 @@ def chat_tokenizer(tokenizer: Tokenizer | None, model: object) -> Tokenizer:
     assert tokenizer is not None
     return tokenizer
 
+
+def apply_template(
+    tokenizer: Tokenizer, messages: Chat, options: TemplateOptions
+) -> str:
+    """The text of a conversation. ValueError if the template does not accept it."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template may raise anything
+        wrong = f"the chat template refuses the conversation: {error}"
+        raise ValueError(shortened(" ".join(wrong.split()))) from None
+
 # %% ../nbs/24c_files_and_prompts.ipynb #00963268
 def unwrap(prompt: Any) -> Any:
     """The content of a dict or an array (NumPy, torch); any other prompt unchanged."""
@@ -358,6 +381,8 @@ def unwrap(prompt: Any) -> Any:
 
 def read_prompts(prompts: Any) -> list[Any]:
     """One prompt or several, in any form, as a list of strings and lists of ids."""
+    if isinstance(prompts, dict):  # always one, even if its list holds lists or nothing
+        return [unwrap(prompts)]
     inner = unwrap(prompts)
     if not isinstance(inner, list | tuple):
         return as_list(inner)

@@ -84,10 +84,11 @@ def fill(target: Tensor, tensor: Tensor, what: str) -> None:
         "quantized weights need their scales",
     )
     total = target.copy_(tensor).sum(dtype=torch.float32)
-    what = f"{what} has NaN or inf in {target.dtype}: the file is broken"
-    if target.dtype != torch.float32:
-        what += ", or set dtype='float32'"
-    require(bool(total.isfinite()), what)
+    if not total.isfinite():
+        other = "" if target.dtype == torch.float32 else ", or set dtype='float32'"
+        raise ValueError(
+            f"{what} has NaN or inf in {target.dtype}: the file is broken{other}"
+        )
 
 # %% ../nbs/06b_loading.ipynb #06b0f012
 def check_names(folder: Path, wanted: Collection[str], found: Collection[str]) -> None:
@@ -95,11 +96,12 @@ def check_names(folder: Path, wanted: Collection[str], found: Collection[str]) -
     known = {"lm_head.weight", *wanted}  # a tied matrix may be there twice
     missing = [n for n in wanted if n not in found]
     extra = [n for n in found if n not in known and "rotary_emb" not in n]
-    faults = {
-        f"lacks {len(missing)} weight(s)": missing,
-        f"has {len(extra)} weight(s) that the model has no place for": extra,
-    }
-    said = [f"{what}: {', '.join(ns[:5])}" for what, ns in faults.items() if ns]
+    said = []
+    if missing:
+        said.append(f"lacks {len(missing)} weight(s): {', '.join(missing[:5])}")
+    if extra:
+        shown = f"{len(extra)} weight(s) that the model has no place for"
+        said.append(f"has {shown}: {', '.join(extra[:5])}")
     require(not said, f"{folder} {', and '.join(said)}")
 
 # %% ../nbs/06b_loading.ipynb #400164f0

@@ -51,9 +51,7 @@ def group_free_bytes(folder: Path) -> int | None:
     return None
 
 
-def cgroup_free_bytes(
-    root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
+def cgroup_free_bytes(root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")) -> int | None:
     """Bytes that this process's control groups leave free; None without a limit."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     folders = {root, root / "memory"}

@@ -29,8 +29,7 @@ from .sequence import SequenceType
 from .uploads import choose_upload
 
 # %% auto #0
-__all__ = ['Inputs', 'SMALL_STEP', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'numbered', 'choose_dtype',
-           'made_up_batch']
+__all__ = ['Inputs', 'SMALL_STEP', 'FillIn', 'locate', 'ModelRunner', 'choose_device', 'numbered', 'choose_dtype', 'made_up_batch']
 
 # %% ../nbs/08_model_runner.ipynb #85b8ec1d
 def locate(batch: ScheduledBatch, block_size: int) -> tuple[np.ndarray, ...]:
@@ -55,11 +54,6 @@ class ModelRunner:
     """
 
     num_spare_blocks = 0  # blocks that the block manager does not hand out
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """A context in which the runner's GPU is the thread's current device."""
-        is_gpu = self.device.type == "cuda"
-        return torch.cuda.device(self.device) if is_gpu else nullcontext()
 
     def _set_kv_cache(self, num_blocks: int) -> None:
         """Allocate the pool [layers, 2, N, K, S, D], and give each layer its part."""
@@ -152,51 +146,15 @@ class ModelRunner:
         return ScheduledBatchOutput(tokens, reported)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        """Run one step; `tolist` is the only wait for the device."""
+        """Run one step; `tolist` is the only wait for the device, except for log probabilities."""
         logits, token_ids = self.launch(batch)
         return self.pack_output(batch, logits, token_ids.tolist())
 
-    def _largest_batch(self) -> ScheduledBatch:
-        """The largest prefill: as many tokens as a step may have."""
-        tokens = self.config.max_num_batched_tokens
-        n = min(tokens, self.config.max_model_len or tokens)
-        table = np.arange(-(-n // self.config.kv_cache_block_size), dtype=np.int32)
-        return made_up_batch(SequenceType.PREFILL, n, np.tile(table, (tokens // n, 1)))
-
-    def _sample_most(self) -> None:
-        """Sample as many rows as a step may have, each with all filters, by the sort: no
-        other way to sample needs more memory."""
-        rows, vocab = self.config.max_decode_rows, self.config.spec.vocab_size
-        params = [SamplingParams(temperature=1, top_p=0.5, min_p=0.1)] * rows
-        meta = SamplingMetaData.pack(params, np.arange(rows), vocab, self.upload)
-        Sampler()(torch.zeros(rows, vocab, dtype=self.dtype, device=self.device), meta)
-
-    def _run_largest_steps(self) -> None:
-        """Run the largest prefill and the largest sampling, to measure their memory."""
-        config = self.config
-        ops: Any = self.ops
-        ids, positions, meta, last = self.prepare_model(self._largest_batch())
-        if meta.plan is not None:
-            sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
-            meta.plan = replace(meta.plan, num_partials=ops.most_partials(*sizes))
-        self.run_model(ids, positions, meta, last)
-        self._sample_most()
-
     def _free_bytes(self) -> int:
         """Bytes for the pool; on a GPU, what the largest steps leave free."""
-        if self.device.type == "cpu":
-            return min(CPU_KVCACHE_BYTES, free_host_bytes() // 2)
-        batch = self._largest_batch()
-        self._set_kv_cache(int(batch.block_tables.max()) + 1)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._run_largest_steps()
-        torch.cuda.synchronize(self.device)
-        self._set_kv_cache(0)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - torch.cuda.memory_reserved(self.device)
-        ours = int(total * self.config.gpu_memory_utilization)
-        return ours - others - torch.cuda.max_memory_allocated(self.device)
+        if self.device.type != "cpu":
+            return self._free_gpu_bytes()
+        return min(CPU_KVCACHE_BYTES, free_host_bytes() // 2)
 
     def _useful_blocks(self) -> int:
         """The most blocks worth having, however much memory is free."""
@@ -217,13 +175,19 @@ class ModelRunner:
         blocks = asked or min(free // needed, self._useful_blocks())
         if asked and self.device.type == "cpu":  # by itself, it takes half
             free = max(free, free_host_bytes() - in_all)
-        require(
-            1 <= blocks <= free // needed,
-            f"{free} bytes are free for the KV cache and {max(blocks, 1)} block(s) need "
-            f"{max(blocks, 1) * needed}: lower num_kvcache_blocks, kv_cache_block_size, "
-            "max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization",
-        )
+        fit = max(0, free // needed)
+        if not 1 <= blocks <= fit:
+            how = "lower kv_cache_block_size or max_num_batched_tokens"
+            how += "" if self.device.type == "cpu" else ", or raise gpu_memory_utilization"
+            how = f"set num_kvcache_blocks to at most {fit}" if fit else how
+            wrong = f"{max(blocks, 1)} block(s) need {max(blocks, 1) * needed} bytes, and"
+            raise ValueError(f"{wrong} {free} bytes are free for the KV cache: {how}")
         return blocks
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """A context in which the runner's GPU is the thread's current device."""
+        is_gpu = self.device.type == "cuda"
+        return torch.cuda.device(self.device) if is_gpu else nullcontext()
 
     def _load_model(self, folder: Path, longest: int) -> CausalLM:
         spec, place = self.config.spec, (self.device, self.dtype, self.ops)
@@ -259,6 +223,58 @@ class ModelRunner:
         parts = type(self.ops).__name__, type(self.sampler).__name__
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def _largest_batch(self) -> ScheduledBatch:
+        """The largest prefill: as many tokens as a step may have."""
+        config = self.config
+        tokens = config.max_num_batched_tokens
+        longest = min(tokens, config.max_model_len or tokens)
+        lens = np.full(-(-tokens // longest), longest)
+        lens[-1] = tokens - lens[:-1].sum()
+        table = np.arange(-(-longest // config.kv_cache_block_size), dtype=np.int32)
+        return made_up_batch(SequenceType.PREFILL, lens, np.tile(table, (len(lens), 1)))
+
+    def _sample_most(self) -> None:
+        """Sample as many rows as a step may have, each with all filters, with the sort,
+        which needs the most memory."""
+        rows, vocab = self.config.max_decode_rows, self.config.spec.vocab_size
+        params = [SamplingParams(temperature=1, top_p=0.5, min_p=0.1)] * rows
+        meta = SamplingMetaData.pack(params, np.arange(rows), vocab, self.upload)
+        Sampler()(torch.zeros(rows, vocab, dtype=self.dtype, device=self.device), meta)
+
+    def _run_largest_steps(self) -> None:
+        """Run the largest prefill and the largest sampling, to measure their memory."""
+        config = self.config
+        ops: Any = self.ops
+        ids, positions, meta, last = self.prepare_model(self._largest_batch())
+        if meta.plan is not None:
+            sizes = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+            meta.plan = replace(meta.plan, num_partials=ops.most_partials(*sizes))
+        self.run_model(ids, positions, meta, last)
+        self._sample_most()
+
+    def _free_gpu_bytes(self) -> int:
+        """Bytes of the GPU that the largest steps and other processes leave to the pool."""
+        self._set_kv_cache(int(self._largest_batch().block_tables.max()) + 1)
+        trial = self.kv_cache.nbytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._run_largest_steps()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - trial
+        self._set_kv_cache(0)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        return int(total * self.config.gpu_memory_utilization) - others - peak
+
+# %% ../nbs/08_model_runner.ipynb #71abe8f4
+Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]
+
+# %% ../nbs/08_model_runner.ipynb #4712b33b
+SMALL_STEP = 100_000_000  # tokens x weights
+
+# %% ../nbs/08_model_runner.ipynb #15d1d9c3
+FillIn = Callable[[ScheduledBatch, Tensor], None]
+
 # %% ../nbs/08_model_runner.ipynb #affdb2c8
 def choose_device(name: str | None) -> torch.device:
     """The device called `name`, or the best one; ValueError for an unknown one."""
@@ -282,24 +298,16 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
     stored = None if device.type == "cpu" else config.spec.dtype
     return getattr(torch, config.dtype or stored or "float32")
 
-# %% ../nbs/08_model_runner.ipynb #71abe8f4
-Inputs = tuple[Tensor, Tensor, AttentionMetaData, Tensor]
-
-# %% ../nbs/08_model_runner.ipynb #4712b33b
-SMALL_STEP = 100_000_000  # tokens x weights
-
-# %% ../nbs/08_model_runner.ipynb #15d1d9c3
-FillIn = Callable[[ScheduledBatch, Tensor], None]
-
-# %% ../nbs/08_model_runner.ipynb #09d022ac
+# %% ../nbs/11c_pool_size.ipynb #09d022ac
 def made_up_batch(
-    kind: SequenceType, length: int, tables: np.ndarray
+    kind: SequenceType, length: int | np.ndarray, tables: np.ndarray
 ) -> ScheduledBatch:
-    """A batch of B new sequences of `length` zeros, with block `tables` [B, W]."""
+    """A batch of B new sequences of `length` zeros, one for all or [B], with block
+    `tables` [B, W]."""
     count = len(tables)
     lens = np.full(count, length, np.int32)
     return ScheduledBatch(
         type=kind, req_ids=[*range(count)], block_tables=tables, context_lens=lens,
-        scheduled_tokens=np.zeros(count * length, np.int64), num_scheduled_tokens=lens,
+        scheduled_tokens=np.zeros(lens.sum(), np.int64), num_scheduled_tokens=lens,
         is_sampled=lens > 0, sampling_params=[SamplingParams(temperature=0)] * count,
     )  # fmt: skip

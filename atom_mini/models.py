@@ -307,7 +307,7 @@ def model_class(spec: ModelSpec) -> type[CausalLM]:
     require(kind in MODELS, f"{what}: import the module that adds it, or add it")
     return MODELS[kind]
 
-# %% ../nbs/08_model_runner.ipynb #080f1001
+# %% ../nbs/08b_products_on_a_cpu.ipynb #080f1001
 @cache
 def is_intel() -> bool:
     """Whether the CPU is Intel's, as far as the system says."""
@@ -315,7 +315,7 @@ def is_intel() -> bool:
     named = cpus.read_text() if cpus.exists() else platform.processor()
     return "GenuineIntel" in named
 
-# %% ../nbs/08_model_runner.ipynb #080f0005
+# %% ../nbs/08b_products_on_a_cpu.ipynb #080f0005
 FEW_ROWS = 4  # up to here: `F.linear` on Intel's CPUs, exchanged sides on others
 SOME_ROWS = 64  # up to here, oneDNN multiplies
 
@@ -332,7 +332,7 @@ def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     out = (weight @ x.T).T[:count].contiguous()
     return out if bias is None else out + bias
 
-# %% ../nbs/08_model_runner.ipynb #080f0008
+# %% ../nbs/08b_products_on_a_cpu.ipynb #080f0008
 def is_large_on_cpu(weight: Tensor) -> bool:
     """Whether `multiply_on_cpu` takes `weight`: float32, on a CPU, of 2**16 numbers or more."""
     is_float_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32

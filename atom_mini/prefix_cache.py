@@ -89,7 +89,7 @@ class PrefixIndex(NoIndex):
     def publish(self) -> None:
         """Add the pending blocks to the index: the step has run."""
         for hash, block_id in self.pending.items():
-            if hash in self.hash_to_block_id:  # an orphan (see below), or a collision
+            if hash in self.hash_to_block_id:  # of an orphan, or a collision
                 self.forget(self.blocks[self.hash_to_block_id[hash]])
             self.blocks[block_id].hash = hash
         self.hash_to_block_id.update(self.pending)

@@ -99,6 +99,7 @@ class Sequence:
         place = self.num_known_tokens
         self.token_ids[place : place + 1] = [token_id]
         self._resize()
+        # on one line: an interrupt in between would leave a finished request without its end
         self.num_known_tokens, self.leave_reason = place + 1, why
 
     @property

@@ -354,8 +354,8 @@ class InputOutputProcessor:
         """ValueError unless prompt and parameters are valid, and fit together."""
         kind = type(params).__name__
         require(isinstance(params, SamplingParams), f"{kind} is not a SamplingParams")
-        good, kind = isinstance(prompt, str | list | tuple), type(prompt).__name__
-        require(good, f"a prompt is text or token ids, not {kind}")
+        if not isinstance(prompt, str | list | tuple):
+            raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
         has_text = isinstance(prompt, str) or len(params.stop) > 0
         has_text = has_text or any(isinstance(word, str) for word in params.bad_words)
         wrong = f"{self.config.model} has no tokenizer: pass token ids"

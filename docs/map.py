@@ -24,8 +24,8 @@ from places import EVENING, chapters  # noqa: E402
 
 EVENING_PART = "The first evening"
 PARTS = {  # tens digit of a chapter -> the part that it belongs to; all that the site says about parts is from here
-    0: "I The engine", 1: "I The engine", 2: "II Refinements", 3: "III Instruments", 4: "IV Other systems",
-    5: "V Speculation", 6: "VI Families", 7: "VII Processes", 8: "VIII Serving",
+    0: "I The engine", 1: "I The engine", 2: "II Scheduling, overlap, and structured outputs", 3: "III Tracing",
+    4: "IV Other schedulers and caches", 5: "V Speculation", 6: "VI Families", 7: "VII Processes", 8: "VIII Serving",
     9: "Appendix",
 }  # fmt: skip
 HOUR = {  # an hour's path: chapter -> what it answers

@@ -1,4 +1,4 @@
-"""The player on the landing page: the five requests of chapter 04, computed by the engine and its built-in model."""
+"""The player on the landing page: the five requests of chapter 02, computed by the engine and its built-in model."""
 
 import sys
 from html import escape

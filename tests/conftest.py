@@ -12,6 +12,7 @@ import pytest
 from atom_mini.options.command_line import spin_less
 
 spin_less(os.environ)  # before torch loads OpenMP, which reads it then; for the processes of tests, too
+os.environ.setdefault("MKL_CBWR", "AUTO")  # so that sums have one order, wherever their numbers lie in memory
 
 import torch  # noqa: E402
 

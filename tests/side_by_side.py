@@ -11,7 +11,7 @@ from typing import Any
 from atom_mini.config import Config
 from atom_mini.options import build
 from atom_mini.parallel import ranks, replicas
-from atom_mini.parallel.engine_process import decode
+from atom_mini.parallel.engine_process import decode_frame
 from atom_mini.parallel.ranks import ToRank, pack_batch, unpack_batch
 from atom_mini.parallel.shards import make_rank, open_group
 from atom_mini.scheduler import ScheduledBatch, ScheduledBatchOutput
@@ -49,7 +49,7 @@ class SideBySide:
         self.num_steps += 1
 
         def received() -> ScheduledBatch:
-            return unpack_batch(decode(frame, ToRank))
+            return unpack_batch(decode_frame(frame, ToRank))
 
         first, *others = self.all(lambda r: self.runners[r].forward(received() if r else batch))
         assert all(other == first for other in others), "the ranks drew different tokens"

@@ -45,7 +45,7 @@ def why_not(config: EngineFields) -> str | None:
     return unfit(config) if how is None else f"Numba cannot compile here: {how}"
 
 
-def unpacked(config: EngineFields) -> str | None:
+def why_not_packed(config: EngineFields) -> str | None:
     """Why `packed` would change nothing here; None if it would."""
     import torch
 
@@ -62,7 +62,7 @@ def unpacked(config: EngineFields) -> str | None:
 def check_cpu(config: EngineFields) -> None:
     """ValueError if `compiled` or `packed` is True and cannot be."""
     which = "compiled=True" if config.compiled else "packed=True"
-    reason = why_not(config) if config.compiled else unpacked(config)
+    reason = why_not(config) if config.compiled else why_not_packed(config)
     require(reason is None, f"{which} does not apply: {reason}; or leave it out")
-    gpu = f"{which} is for a CPU, and there is a GPU: set device='cpu', or leave it out"
-    require(is_on_cpu(config), gpu)
+    if not is_on_cpu(config):
+        raise ValueError(f"{which} is for a CPU, and there is a GPU: set device='cpu', or leave it out")

@@ -40,8 +40,7 @@ def say_compiling() -> None:
 
 
 class KeptCode(FunctionCache):
-    """The machine code of a function on disk. A file that cannot be read or written
-    costs time, not the engine."""
+    """The machine code of a function on disk. A file that cannot be read or written costs time, not the engine."""
 
     def load_overload(self, sig: Signature, target_context: BaseContext) -> object:
         try:
@@ -121,10 +120,7 @@ def load(typing, array, row, i):
     return VECTOR(array, types.intp, types.intp), generate
 
 
-def call(
-    b: ir.IRBuilder, name: str, result: ir.Type, values: list[ir.Value],
-    **options: object,
-) -> ir.Value:  # fmt: skip
+def call(b: ir.IRBuilder, name: str, result: ir.Type, values: list[ir.Value], **options: object) -> ir.Value:
     """Call LLVM's function `name`."""
     kind = ir.FunctionType(result, [value.type for value in values])
     return b.call(b.module.declare_intrinsic(name, (), kind), values, **options)
@@ -153,7 +149,8 @@ def sum_lanes(typing, x):
     """The sum of the lanes, by halves."""
 
     def generate(context, b, sig, args):
-        zero, name = ir.FloatType()(-0.0), f"llvm.vector.reduce.fadd.v{LANES}f32"
+        zero = ir.FloatType()(-0.0)
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
         return call(b, name, zero.type, [zero, *args], fastmath=("reassoc",))
 
     return types.float32(VECTOR), generate
@@ -198,13 +195,13 @@ def make_tile(rows: int) -> Callable[..., None]:
     @kernel
     def tile(w, o, x, r, bias, y, at):
         """y[r + j, at + i] = w[o + i] . x[r + j] + bias[at + i]: four i and all j."""
-        zero, later = broadcast(np.float32(0)), min(o + 8, len(w) - 4)
+        zero = broadcast(np.float32(0))
+        later = min(o + 8, len(w) - 4)
         has_few = 2 * rows <= len(x) < 4 * rows  # two or three tiles of rows
         second = rows if has_few else 0  # the row whose tile prefetches the rest
         a = b = c = d = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], LANES):
-            four = (load(w, o, k), load(w, o + 1, k),
-                    load(w, o + 2, k), load(w, o + 3, k))  # fmt: skip
+            four = (load(w, o, k), load(w, o + 1, k), load(w, o + 2, k), load(w, o + 3, k))
             if r == 0:
                 prefetch(w, later, k)
                 prefetch(w, later + 1, k)
@@ -317,11 +314,9 @@ def widen(w, o, panel):
 
 @kernel
 def multiply_piece(start, end, x, w, bias, y, panel):
-    """Outputs [start, end) of y [R, O] = x [R, I] @ w.T + bias; `start` is a multiple
-    of 4, `end` may be above O.
+    """Outputs [start, end) of y [R, O] = x [R, I] @ w.T + bias; `start` is a multiple of 4, `end` may be above O.
 
-    w [O, I], I a multiple of LANES, O >= 4; `panel` [4, I] is scratch to widen rows of
-    w, or [0, I]."""
+    w [O, I], I a multiple of LANES, O >= 4; `panel` [4, I] is scratch to widen rows of w, or [0, I]."""
     for first in range(start, min(end, len(w)), 4):
         o = min(first, len(w) - 4)
         if len(panel):
@@ -379,13 +374,11 @@ def quantize(x, codes, scales):
             codes[r, i] = np.int16(np.rint(x[r, i] * inverse))
 
 
-def fold(
-    b: ir.IRBuilder, groups: int, x: ir.Value, y: ir.Value | None = None
-) -> ir.Value:
+def add_halves(b: ir.IRBuilder, groups: int, x: ir.Value, y: ir.Value | None = None) -> ir.Value:
     """The sums of the two halves of each group of lanes, first of x, then of y."""
-    half, ends = x.type.count // groups // 2, [x.type.count] * (y is not None)
-    first = [start + 2 * half * group + i
-             for start in (0, *ends) for group in range(groups) for i in range(half)]
+    half = x.type.count // groups // 2
+    ends = [x.type.count] * (y is not None)
+    first = [start + 2 * half * group + i for start in (0, *ends) for group in range(groups) for i in range(half)]
     kind = ir.VectorType(ir.IntType(32), len(first))
     halves = (kind(first), kind([i + half for i in first]))
     return b.add(*[b.shuffle_vector(x, x if y is None else y, at) for at in halves])
@@ -393,8 +386,7 @@ def fold(
 
 @intrinsic
 def store_sums(typing, y, r, o, sums, scale, scales, bias):
-    """y[r, o : o + 4] = the sums of four vectors of whole numbers, times both scales,
-    plus the bias."""
+    """y[r, o : o + 4] = the sums of four vectors of whole numbers, times both scales, plus the bias."""
 
     def generate(context, b, sig, args):
         place, _ = pointer(context, b, sig, args, 4)
@@ -404,10 +396,11 @@ def store_sums(typing, y, r, o, sums, scale, scales, bias):
             return b.load(b.bitcast(b.gep(data, [args[2]]), place.type), align=4)
 
         x = [b.bitcast(b.extract_value(args[3], i), WORDS) for i in range(4)]
-        x = fold(b, 2, fold(b, 1, *x[:2]), fold(b, 1, *x[2:]))
+        x = add_halves(b, 2, add_halves(b, 1, *x[:2]), add_halves(b, 1, *x[2:]))
         while x.type.count > 4:
-            x = fold(b, 4, x)
-        x, one = b.sitofp(x, place.type.pointee), ir.IntType(32)(0)
+            x = add_halves(b, 4, x)
+        x = b.sitofp(x, place.type.pointee)
+        one = ir.IntType(32)(0)
         scale = b.insert_element(x.type(ir.Undefined), args[4], one)
         scale = b.shuffle_vector(scale, scale, ir.VectorType(one.type, 4)([0] * 4))
         factors = x, b.fmul(scale, four(5))  # one instruction: no other order
@@ -431,11 +424,11 @@ def make_code_tile(rows: int) -> Callable[..., None]:
     @kernel
     def tile(w, scales, o, codes, row_scales, r, bias, y):
         """y[r + j, o + i] = w[o + i] . codes[r + j], scaled, + bias: four i, all j."""
-        zero, later = broadcast(np.float32(0)), min(o + 8, len(w) - 4)
+        zero = broadcast(np.float32(0))
+        later = min(o + 8, len(w) - 4)
         a = b = (zero, zero, zero, zero)
         for k in range(0, w.shape[1], 2 * LANES):
-            four = (load_codes(w, o, k), load_codes(w, o + 1, k),
-                    load_codes(w, o + 2, k), load_codes(w, o + 3, k))  # fmt: skip
+            four = (load_codes(w, o, k), load_codes(w, o + 1, k), load_codes(w, o + 2, k), load_codes(w, o + 3, k))
             if r == 0:
                 for i in range(4):
                     prefetch(w, later + i, k)
@@ -502,7 +495,8 @@ def multiply_codes(start, end, codes, row_scales, w, scales, bias, y):
     and w [O, I] int8 with a scale per output.
 
     I is a multiple of 2 * LANES, `start` of 4, and O >= 4; `end` may be above O."""
-    rest, scales = len(codes) % 2, scales[:]  # an array even for Numba, never None
+    rest = len(codes) % 2
+    scales = scales[:]  # an array even for Numba, never None
     for first in range(start, min(end, len(w)), 4):
         o = min(first, len(w) - 4)
         if len(codes) == 1:
@@ -533,8 +527,7 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @njit(**OPTIONS)
 def pieces(counts, n):
-    """Yield 0 to n - 1, each in only one of the threads that call this. Ends when all
-    are done.
+    """Yield 0 to n - 1, each in only one of the threads that call this. Ends when all are done.
 
     `counts` [16] int64, zeros at first: [0] handed out, [8] done.
     """
@@ -551,7 +544,7 @@ def pieces(counts, n):
 
 
 @kernel
-def linear(counts, num_pieces, x, w, bias, y, scales=None):
+def matmul(counts, num_pieces, x, w, bias, y, scales=None):
     """y [R, O] = x [R, I] @ w [O, I].T + bias [O]; I is a multiple of LANES, O >= 4.
 
     If w is int8, `scales` [O] are those of its rows (chapter 92b)."""
@@ -637,9 +630,11 @@ def rotate_and_store(counts, qkv, norms, cos, sin, eps, cache, lens, tables):
 
     `norms`: weights [2, D] for queries and keys, or [2, 0]."""
     kv_heads, size, dim = cache.shape[2:]
-    scale, one = np.float32(LOG2_E / np.sqrt(dim)), np.float32(1)
+    scale = np.float32(LOG2_E / np.sqrt(dim))
+    one = np.float32(1)
     for b in pieces(counts, len(lens)):
-        at, x = lens[b] - 1, qkv[b].reshape(-1, dim)
+        at = lens[b] - 1
+        x = qkv[b].reshape(-1, dim)
         keys, values = len(x) - 2 * kv_heads, len(x) - kv_heads
         for h in range(keys):
             norm_and_rotate(x[h], norms[0], cos[at], sin[at], eps, scale)
@@ -736,9 +731,8 @@ def attend_group(q, q_row, out, out_row, scores, pool, rows, n, size):
 
 @kernel
 def attend(counts, qkv, cache, lens, tables, out):
-    """Attention of one token of each of B sequences, whose K/V is stored: the rotated
-    `qkv` [B, (H + 2K) * D] -> `out` [B, H * D]; a layer's cache [2, N, K, S, D]; lens
-    [B], tables [B, W]."""
+    """Attention of one token of each of B sequences, whose K/V is stored: the rotated `qkv` [B, (H + 2K) * D] -> `out`
+    [B, H * D]; a layer's cache [2, N, K, S, D]; lens [B], tables [B, W]."""
     kv_heads, size, dim = cache.shape[2:]
     pool, q, y = cache.reshape(-1, dim), qkv.reshape(-1, dim), out.reshape(-1, dim)
     heads, width = len(y) // len(lens), len(q) // len(lens)  # of a sequence
@@ -789,36 +783,35 @@ def scales_at(scales, i):
 
 @kernel
 def decode_step(counters, num_pieces, w, eps, ids, cache, lens, tables, buffers):
-    """A decode of B sequences, from their tokens `ids` [B] to their logits in
-    `buffers[-1]`.
+    """A decode of B sequences, from their tokens `ids` [B] to their logits in `buffers[-1]`.
 
-    `counters` [9 * layers + 3, 16] int64, zeros: a row for each loop. `w`: `Weights`;
-    `cache` [layers, 2, N, K, S, D]; lens [B], tables [B, W]; the buffers [B, ...] are
-    those that the runner makes."""
+    `counters` [9 * layers + 3, 16] int64, zeros: a row for each loop. `w`: `Weights`; `cache` [layers, 2, N, K, S, D];
+    lens [B], tables [B, W]; the buffers [B, ...] are those that the runner makes."""
     x, residual, normed, qkv, attended, gate_up, act, logits = buffers
     qkv_w, o_w, gate_up_w, down_w = w.matrices
     qkv_bias, o_bias, gate_up_bias, down_bias = w.biases
     embed(counters[-3], ids, w.table, w.table_scales, x, residual)
     for i in range(len(cache)):
-        counts, kv = counters[9 * i :], cache[i]
+        counts = counters[9 * i :]
+        kv = cache[i]
         add_norm(counts[0], x, residual, w.norms[2 * i], eps, normed)
         scale = scales_at(w.scales[0], i)
-        linear(counts[1], num_pieces, normed, qkv_w[i], qkv_bias[i], qkv, scale)
+        matmul(counts[1], num_pieces, normed, qkv_w[i], qkv_bias[i], qkv, scale)
         norms = w.head_norms[i]
         rotate_and_store(counts[2], qkv, norms, w.cos, w.sin, eps, kv, lens, tables)
         attend(counts[3], qkv, kv, lens, tables, attended)
         scale = scales_at(w.scales[1], i)
-        linear(counts[4], num_pieces, attended, o_w[i], o_bias[i], x, scale)
+        matmul(counts[4], num_pieces, attended, o_w[i], o_bias[i], x, scale)
         add_norm(counts[5], x, residual, w.norms[2 * i + 1], eps, normed)
         scale = scales_at(w.scales[2], i)
         bias = gate_up_bias[i]
-        linear(counts[6], num_pieces, normed, gate_up_w[i], bias, gate_up, scale)
+        matmul(counts[6], num_pieces, normed, gate_up_w[i], bias, gate_up, scale)
         silu_and_mul(counts[7], gate_up, act)
         scale = scales_at(w.scales[3], i)
-        linear(counts[8], num_pieces, act, down_w[i], down_bias[i], x, scale)
+        matmul(counts[8], num_pieces, act, down_w[i], down_bias[i], x, scale)
     add_norm(counters[-1], x, residual, w.norms[-1], eps, normed)
     scale = scales_at(w.head_scales, 0)
-    linear(counters[-2], num_pieces, normed, w.head, w.no_bias, logits, scale)
+    matmul(counters[-2], num_pieces, normed, w.head, w.no_bias, logits, scale)
 
 
 TALL = 96  # a multiple of 6 and of 2 * LANES
@@ -852,8 +845,7 @@ def add_product(a, b, n, y, rows, columns):
 
 @kernel
 def turn(q, head, group, columns):
-    """columns [D, TALL] = the queries q [n, H, D] of K/V head `head`, scaled, token
-    after token."""
+    """columns [D, TALL] = the queries q [n, H, D] of K/V head `head`, scaled, token after token."""
     scale = np.float32(LOG2_E / np.sqrt(len(columns)))
     for t in range(len(q)):
         for h in range(group):
@@ -904,7 +896,8 @@ def attend_piece(q, cache, table, head, seen, scratch, out):
     [n, H, D]; a layer's cache [2, N, K, S, D]; `scratch` as `attend_prompts` has it."""
     scores, columns, panel, found, some, tops, sums = scratch
     group, dim = q.shape[1] // cache.shape[2], q.shape[2]
-    used, first = len(q) * group, seen - len(q)
+    used = len(q) * group
+    first = seen - len(q)
     turn(q, head, group, columns)
     scores[:seen] = found[:] = np.float32(0)
     for s in range(0, seen, TALL):

@@ -111,8 +111,7 @@ def collect(model: Any) -> Weights:
     head.data = in_huge_pages(tuple(head.shape), head.dtype).copy_(head)  # the embedding's, too, if they share it
     norms = [n for x in layers for n in (x.input_layernorm, x.post_attention_layernorm)]
     attns, mlps = [x.self_attn for x in layers], [x.mlp for x in layers]
-    kinds = [[a.qkv for a in attns], [a.o for a in attns]]
-    kinds += [[m.gate_up for m in mlps], [m.down for m in mlps]]
+    kinds = [[a.qkv for a in attns], [a.o for a in attns], [m.gate_up for m in mlps], [m.down for m in mlps]]
     return Weights(
         table=as_numpy(decoder.embed_tokens.weight),
         table_scales=scales_of(decoder.embed_tokens),
@@ -177,9 +176,8 @@ class OneThreadSampler(Sampler):
 class CompiledRunner(ModelRunner):
     """A `ModelRunner` on a CPU whose decodes are one compiled function.
 
-    Steps of more than `most_rows` sequences go through torch: with so many, a product
-    that splits all three dimensions is faster. Where torch's products are slow, they
-    are computed in groups. The next step overwrites the logits.
+    Steps of more than `most_rows` sequences go through torch: with so many, a product that splits all three dimensions
+    is faster. Where torch's products are slow, they are computed in groups. The next step overwrites the logits.
     """
 
     most_rows = 64
@@ -187,14 +185,13 @@ class CompiledRunner(ModelRunner):
     ops: PlainOps
 
     def __init__(self, config: EngineFields, beside: tuple[int, int] = (0, 0)) -> None:
-        ops = PlainOps(Threads(torch.get_num_threads()))
-        super().__init__(config, ops, OneThreadSampler(), beside)
+        super().__init__(config, PlainOps(Threads(torch.get_num_threads())), OneThreadSampler(), beside)
         self.weights = collect(self.model)
         self.eps = np.float32(config.spec.rms_norm_eps)
         qkv, o, gate_up, down = self.weights.matrices
         # x, residual, normed, qkv, attended, gate_up, act, and logits
-        sizes = [qkv.shape[2]] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1]]
-        sizes += [down.shape[2], config.spec.vocab_size]
+        hidden = qkv.shape[2]
+        sizes = [hidden] * 3 + [qkv.shape[1], o.shape[2], gate_up.shape[1], down.shape[2], config.spec.vocab_size]
         self.buffers = [np.empty((self.most_rows, n), np.float32) for n in sizes]
         is_int8 = self.weights.scales[0] is not None
         self.in_groups = is_int8 or lacks_products(self.model.head.weight)
@@ -210,8 +207,7 @@ class CompiledRunner(ModelRunner):
         where = meta.context_lens.numpy(), meta.block_tables.contiguous().numpy()
         args = ids.numpy(), as_numpy(self.kv_cache), *where, buffers
         threads = self.ops.threads
-        count = self.pieces_per_thread * threads.count
-        threads.run(decode_step, counters, count, self.weights, self.eps, *args)
+        threads.run(decode_step, counters, self.pieces_per_thread * threads.count, self.weights, self.eps, *args)
         return torch.from_numpy(buffers[-1])
 
     def decode_in_groups(self, ids: Tensor, meta: AttentionMetaData) -> Tensor:
@@ -225,10 +221,7 @@ class CompiledRunner(ModelRunner):
             found.append(self.decode(ids[rows], part).clone())
         return torch.cat(found)
 
-    def run_model(
-        self, ids: Tensor, positions: Tensor, meta: AttentionMetaData,
-        last: Tensor,
-    ) -> Tensor:  # fmt: skip
+    def run_model(self, ids: Tensor, positions: Tensor, meta: AttentionMetaData, last: Tensor) -> Tensor:
         """As `ModelRunner.run_model`."""
         self.ops.threads.recover()
         if len(ids) == len(meta.lens) == len(last):

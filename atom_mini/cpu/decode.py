@@ -29,7 +29,8 @@ def sparse_table(
     rows = (rows * block_size + position % block_size).flatten(0, 1)
     is_seen = position < meta.context_lens.repeat_interleave(num_heads)[:, None]
     starts = F.pad(is_seen.sum(1).cumsum(0), (1, 0))
-    columns, size = rows[is_seen], (len(rows), kv_cache[0, ..., 0].numel())
+    columns = rows[is_seen]
+    size = (len(rows), kv_cache[0, ..., 0].numel())
     values = torch.zeros(len(columns))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")

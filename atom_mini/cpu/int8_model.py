@@ -19,7 +19,7 @@ from ..loading import Readers, weight_targets
 from ..models import MLP, MODELS, CausalLM, Linear, SelfAttention, TorchOps
 
 # %% auto #0
-__all__ = ['LEAST', 'HAS_BYTES', 'quantize_rows', 'largest_code', 'has_byte_products', 'multiply_bytes', 'Int8Linear',
+__all__ = ['LEAST', 'HAS_BYTES', 'LONG_ROW', 'quantize_rows', 'largest_code', 'has_byte_products', 'multiply_bytes', 'Int8Linear',
            'read_codes', 'read_scales', 'Int8Spec', 'Int8Embedding', 'Int8Model']
 
 # %% ../../nbs/cpu/92b_eight_bits.ipynb #6e7facb3
@@ -48,10 +48,14 @@ def has_byte_products() -> bool:
 
 
 HAS_BYTES = has_byte_products()
+LONG_ROW = 4096  # codes; float32 rounds longer sums too much
 
 
 def multiply_bytes(x: Tensor, weight: Tensor) -> Tensor:
     """Codes x [T, size] float32 @ weight.T [size, rows] int8 -> [T, rows] float32."""
+    if not HAS_BYTES and x.shape[1] > LONG_ROW:
+        tiles = (tile.double().T for tile in weight.split(512))
+        return torch.cat([x.double() @ tile for tile in tiles], 1).float()
     if not HAS_BYTES:
         return multiply_wide(x, weight)
     high = ((x + 128) / 256).floor()

@@ -76,8 +76,7 @@ TILE = 512  # rows of a weight that are widened at a time
 
 
 def multiply_wide(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in] @ weight [out, in].T + bias in float32 -> [T, out], rounded to x's
-    dtype."""
+    """x [T, in] @ weight [out, in].T + bias in float32 -> [T, out], rounded to x's dtype."""
     wide = x.float()
     product = multiply if uses_onednn(wide) else F.linear
     out = torch.cat([product(wide, tile.float()) for tile in weight.split(TILE)], 1)
@@ -90,8 +89,7 @@ def multiply_short(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def prepare(model: nn.Module, keeps_order: bool = False) -> None:
-    """`pack` every float32 `Linear` on a CPU, and widen 16-bit ones where that is
-    faster."""
+    """`pack` every float32 `Linear` on a CPU, and widen 16-bit ones where that is faster."""
     keep_freed_memory()
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     for layer in model.modules():

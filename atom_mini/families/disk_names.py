@@ -69,20 +69,22 @@ def split_experts(readers: Readers, spec: FamilySpec) -> Readers:
     if (experts := spec.experts) is None:
         return readers
     take = interleaved if experts.is_interleaved else in_halves
-    split, read_one = Readers(), lru_cache(maxsize=1)(read_expert)  # for gate, then up
+    split = Readers()
+    read_one = lru_cache(maxsize=1)(read_expert)  # for gate, then up
     for name, read in readers.items():
         if not (match := FUSED.fullmatch(name)):
             split[name] = read
             continue
         where, fused, kind = match.groups()
-        ours, parts = kind if kind in ("bias", "scales") else "weight", PARTS[fused]
+        ours = kind if kind in ("bias", "scales") else "weight"
+        parts = PARTS[fused]
         for e, (i, part) in product(range(experts.count), enumerate(parts)):
             one = partial(read_one, read, e, experts.count)
             split[f"{where}.{e}.{part}.{ours}"] = partial(take, one, i, len(parts))
     return split
 
 
-def reorder(read: Callable[..., Tensor], order: Tensor) -> Tensor:
+def permute_rows(read: Callable[..., Tensor], order: Tensor) -> Tensor:
     """The rows of q or k, or a norm's weights, sorted by `order` within each head."""
     return read().unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
@@ -92,5 +94,5 @@ def sort_rows(readers: Readers, orders: dict[str, Tensor]) -> Readers:
     ours = dict(readers)
     for name in ours:
         if (order := orders.get(name.split(".")[-2:][0])) is not None:
-            ours[name] = partial(reorder, ours[name], order)
+            ours[name] = partial(permute_rows, ours[name], order)
     return ours

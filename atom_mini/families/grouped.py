@@ -140,7 +140,7 @@ def expert_kernel(
         tl.store(out_ptr + target[:, None] * size + at[None, :], out, mask=inside)
 
 # %% ../../nbs/families/61_grouped_kernel.ipynb #0ebf9b63
-TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # few rows for each expert, many
+TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # few rows for each, many
     "sm_80": (TileConfig(16, 2**14, 4, 3, 3), TileConfig(64, 2**13, 4, 3, 2)),
     "sm_90": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(128, 2**14, 8, 3, 2)),
     "sm_100": (TileConfig(16, 2**14, 4, 3, 4), TileConfig(128, 2**14, 8, 3, 2)),
@@ -157,7 +157,7 @@ TILES: dict[str, tuple[TileConfig, TileConfig]] = {  # few rows for each expert,
                 TileConfig(64, 2**13, 8, 2, 2, amd())),
     "gfx1201": (TileConfig(16, 2**13, 4, 2, 4, amd()),
                 TileConfig(128, 2**13, 8, 2, 2, amd())),
-    "float32": 2 * (TileConfig(16, 2**13, 4, 1, 2),),  # as in `TILE_CONFIGS`
+    "float32": 2 * (TileConfig(16, 2**13, 4, 1, 2),),  # without a matrix unit for float32
 }
 
 # %% ../../nbs/families/61_grouped_kernel.ipynb #e53a2000
@@ -227,7 +227,7 @@ def grouped_experts(
     likewise. ValueError if x is float32 and the experts are packed.
     """
     x, ids, weights = (t.contiguous() for t in (x, ids, weights))
-    order, limit = sort_pairs(ids, len(gate_up[0])), float(limit)
-    inner = expert_product(x, gate_up, weights, order, limit, True)
-    y = expert_product(inner, down, weights, order, limit, False)
+    order = sort_pairs(ids, len(gate_up[0]))
+    inner = expert_product(x, gate_up, weights, order, float(limit), True)
+    y = expert_product(inner, down, weights, order, float(limit), False)
     return y.view(*ids.shape, -1).sum(1)

@@ -21,16 +21,8 @@ from atom_mini.models import (
 )  # fmt: skip
 
 # %% auto #0
-__all__ = ['NUM_ROWS', 'keep_groups', 'route', 'loop_over_experts', 'ExpertLinear', 'activate', 'MixtureMLP', 'MixtureModel',
+__all__ = ['NUM_ROWS', 'route', 'keep_groups', 'loop_over_experts', 'ExpertLinear', 'activate', 'MixtureMLP', 'MixtureModel',
            'VariedAttention', 'rotary_order', 'PartialRotary']
-
-# %% ../../nbs/families/60_mixture.ipynb #b4b998a9
-def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """`choice` [T, E] with -inf for all experts outside the best groups of a token."""
-    grouped = choice.unflatten(-1, (routing.groups, -1))
-    best = grouped.topk(routing.group_best, -1).values.sum(-1)
-    kept = torch.zeros_like(best).scatter(1, best.topk(routing.top_groups).indices, 1.0)
-    return grouped.masked_fill(kept[..., None] == 0, -torch.inf).flatten(1)
 
 # %% ../../nbs/families/60_mixture.ipynb #c85bfdaf
 def route(
@@ -53,6 +45,14 @@ def route(
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * routing.scale, ids
+
+# %% ../../nbs/families/60_mixture.ipynb #b4b998a9
+def keep_groups(choice: Tensor, routing: Routing) -> Tensor:
+    """`choice` [T, E] with -inf for all experts outside the best groups of a token."""
+    grouped = choice.unflatten(-1, (routing.groups, -1))
+    best = grouped.topk(routing.group_best, -1).values.sum(-1)
+    kept = torch.zeros_like(best).scatter(1, best.topk(routing.top_groups).indices, 1.0)
+    return grouped.masked_fill(kept[..., None] == 0, -torch.inf).flatten(1)
 
 # %% ../../nbs/families/60_mixture.ipynb #a93f89dc
 def loop_over_experts(
@@ -156,14 +156,6 @@ class MixtureMLP(nn.Module):
         stacks = self.gate_up.stacked(), self.down.stacked()
         return grouped_experts(x, ids, weights, *stacks, self.limit)
 
-    def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The output of the chosen experts: x [T, hidden], ids and weights [T, k]."""
-        if self.ops.is_triton:  # a graph pads its batch with rows that are not real
-            num_rows = get_forward_context().plan.data[NUM_ROWS]
-            is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
-            ids = torch.where(is_real, ids, self.gate_up.count)
-        return self.run_experts(x, ids, weights)
-
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = route(self.router(x.float()), self.routing, self.correction)
         out = self.compute(x, ids, weights)
@@ -174,7 +166,15 @@ class MixtureMLP(nn.Module):
             shared = shared * torch.sigmoid(self.shared_gate(x))
         return out + shared
 
-# %% ../../nbs/families/60_mixture.ipynb #28ecd6b6
+    def compute(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The output of the chosen experts: x [T, hidden], ids and weights [T, k]."""
+        if self.ops.is_triton:  # a graph pads its batch with rows that are not real
+            num_rows = get_forward_context().plan.data[NUM_ROWS]
+            is_real = torch.arange(len(x), device=x.device)[:, None] < num_rows
+            ids = torch.where(is_real, ids, self.gate_up.count)
+        return self.run_experts(x, ids, weights)
+
+# %% ../../nbs/families/60_mixture.ipynb #f9b27ccb
 NUM_ROWS = 3  # where an `AttentionPlan`'s header (chapter 10a) counts the real rows
 
 # %% ../../nbs/families/60_mixture.ipynb #8f60a4c9

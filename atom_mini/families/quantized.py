@@ -138,8 +138,8 @@ class PackedExperts(ExpertLinear):
         self, size: int, count: int, parts: dict[str, int], bias: bool = False
     ) -> None:
         super().__init__(size // 32, count, parts, bias)  # sets the names
-        rows, kind = len(self.weight), torch.uint8
-        blocks, scales = (torch.empty(rows, size // n, dtype=kind) for n in (2, 32))
+        shapes = ((len(self.weight), size // n) for n in (2, 32))
+        blocks, scales = (torch.empty(shape, dtype=torch.uint8) for shape in shapes)
         self.weight, self.scales = (nn.Parameter(w, False) for w in (blocks, scales))
 
     def stacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:

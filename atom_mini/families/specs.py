@@ -126,9 +126,7 @@ def is_sparse(cfg: PretrainedConfig, layer: int) -> bool:
     return not (is_first or is_between or is_named)
 
 
-def read_mixture(
-    cfg: PretrainedConfig, count: int, rule: Fields | None = None, **own: Any
-) -> Fields:
+def read_mixture(cfg: PretrainedConfig, count: int, rule: Fields | None = None, **own: Any) -> Fields:
     """The fields `experts`, `routing`, and `sparse` of a config with `count` experts.
 
     No fields if `count` is 0. `rule`: fields of `Routing`; `own`: of `Experts`.
@@ -142,8 +140,7 @@ def read_mixture(
     sparse = tuple(is_sparse(cfg, i) for i in range(cfg.num_hidden_layers))
     if any(sparse):
         check_routing(routing, count)
-    experts = Experts(count, width, **own)
-    return {"experts": experts, "routing": routing, "sparse": sparse}
+    return {"experts": Experts(count, width, **own), "routing": routing, "sparse": sparse}
 
 
 def check_routing(r: Routing, count: int) -> None:
@@ -151,9 +148,11 @@ def check_routing(r: Routing, count: int) -> None:
     size, rest = divmod(count, r.groups)
     is_whole = r.groups == 1 or (not rest and size >= r.group_best)
     most = min(r.top_groups, r.groups) * size if is_whole else 0
-    given = f"num_experts_per_tok={r.top_k}, n_group={r.groups}, "
-    given += f"topk_group={r.top_groups} do not fit {count} experts"
-    require(0 < r.top_k <= most, f"{given}; a token can pick from 1 to {most}")
+    if not 0 < r.top_k <= most:
+        raise ValueError(
+            f"num_experts_per_tok={r.top_k}, n_group={r.groups}, topk_group={r.top_groups} "
+            f"do not fit {count} experts; a token can pick from 1 to {most}"
+        )
 
 
 def check_only(cfg: PretrainedConfig, name: str, only: object) -> None:
@@ -169,8 +168,7 @@ def read_plain(cfg: PretrainedConfig) -> Fields:
 
 def read_smollm3(cfg: PretrainedConfig) -> Fields:
     """Every fourth layer does not rotate."""
-    rotates = get(cfg, "no_rope_layers", [1] * cfg.num_hidden_layers)
-    return {"rotates": tuple(map(bool, rotates))}
+    return {"rotates": tuple(map(bool, get(cfg, "no_rope_layers", [1] * cfg.num_hidden_layers)))}
 
 
 def read_mixtral(cfg: PretrainedConfig) -> Fields:
@@ -206,8 +204,7 @@ EVEN = {"scoring": "sigmoid", "is_corrected": True, "group_best": 2}
 
 def read_groups(cfg: PretrainedConfig, rule: Fields) -> Fields:
     """A mixture as DeepSeek builds it: groups of experts, a scale, shared experts."""
-    names = {"scale": "routed_scaling_factor", "groups": "n_group"}
-    names |= {"top_groups": "topk_group"}
+    names = {"scale": "routed_scaling_factor", "groups": "n_group", "top_groups": "topk_group"}
     found = {field: get(cfg, name, 1) for field, name in names.items()}
     shared = get(cfg, "n_shared_experts", 0) * get(cfg, "moe_intermediate_size", 0)
     count = get(cfg, "n_routed_experts", 0)
@@ -216,8 +213,7 @@ def read_groups(cfg: PretrainedConfig, rule: Fields) -> Fields:
 
 def read_glm4_moe(cfg: PretrainedConfig) -> Fields:
     """DeepSeek's mixture; norms of heads, and a bias of q, k, and v, are options."""
-    own = {"out_bias": False, "has_qk_norm": get(cfg, "use_qk_norm", False)}
-    return own | read_groups(cfg, EVEN)
+    return {"out_bias": False, "has_qk_norm": get(cfg, "use_qk_norm", False)} | read_groups(cfg, EVEN)
 
 
 def read_gpt_oss(cfg: PretrainedConfig) -> Fields:
@@ -231,8 +227,8 @@ def read_gpt_oss(cfg: PretrainedConfig) -> Fields:
 
 def read_latent(cfg: PretrainedConfig, rule: Fields = EVEN) -> Fields:
     """DeepSeek-V3's mixture, with latent attention."""
-    what = "attention_bias=True needs q_lora_rank: without it, q_proj has no bias"
-    require(cfg.q_lora_rank or not cfg.attention_bias, what)
+    if cfg.attention_bias and not cfg.q_lora_rank:
+        raise ValueError("attention_bias=True needs q_lora_rank: without it, q_proj has no bias")
     return read_groups(cfg, rule)
 
 
@@ -240,18 +236,17 @@ def read_deepseek_v2(cfg: PretrainedConfig) -> Fields:
     """DeepSeek-V2's mixture, with latent attention."""
     method = get(cfg, "topk_method", None)
     known = ("greedy", "group_limited_greedy")
-    what = f"topk_method={method!r} is not supported; use one of {known}"
-    require(method in known, what)
-    rule = {"renormalize": False} | ({"groups": 1} if method == "greedy" else {})
-    return read_latent(cfg, rule)
+    if method not in known:
+        raise ValueError(f"topk_method={method!r} is not supported; use one of {known}")
+    return read_latent(cfg, {"renormalize": False} | ({"groups": 1} if method == "greedy" else {}))
 
 
 def read_state(cfg: PretrainedConfig) -> Fields:
     """Layers with a state, and perhaps Qwen2-MoE's mixture, renormalized."""
     check_only(cfg, "attn_output_gate", True)
     keys, values = cfg.linear_num_key_heads, cfg.linear_num_value_heads
-    what = f"{values} value heads cannot share {keys} key heads evenly"
-    require(values % keys == 0, what)
+    if values % keys:
+        raise ValueError(f"{values} value heads cannot share {keys} key heads evenly")
     count, rule = get(cfg, "num_experts", 0), {"renormalize": True}
     return {"has_qk_norm": True} | read_gated(cfg, count, rule)
 
@@ -287,15 +282,10 @@ FAMILIES = {
     "glm4_moe_lite": Family("Glm4MoeLite", read_latent, LatentSpec, (FULL,)),
 }
 HYBRID = read_state, StateSpec, (FULL, LINEAR), True
-FAMILIES |= {
-    "qwen3_5_text": Family("Qwen3_5", *HYBRID),
-    "qwen3_5_moe_text": Family("Qwen3_5Moe", *HYBRID),
-}
+FAMILIES |= {"qwen3_5_text": Family("Qwen3_5", *HYBRID), "qwen3_5_moe_text": Family("Qwen3_5Moe", *HYBRID)}
 
 
-def read_windows(
-    cfg: PretrainedConfig, layers: tuple[str, ...] = (SLIDING,)
-) -> tuple[int, ...]:
+def read_windows(cfg: PretrainedConfig, layers: tuple[str, ...] = (SLIDING,)) -> tuple[int, ...]:
     """For each layer, the number of keys that a query sees; 0: all. `layers`: the
     kinds that the model may have. ValueError if layers slide and no window is given."""
     size = getattr(cfg, "sliding_window", 0) if SLIDING in layers else 0
@@ -303,8 +293,8 @@ def read_windows(
     if not types:
         return (size or 0,) * cfg.num_hidden_layers
     slides = [kind == SLIDING for kind in types]
-    what = f"sliding_window={size}, but layers slide; give the number of keys"
-    require(not any(slides) or bool(size), what)
+    if any(slides) and not size:
+        raise ValueError(f"sliding_window={size}, but layers slide; give the number of keys")
     return tuple(size if one else 0 for one in slides)
 
 
@@ -343,33 +333,33 @@ def read_storage(cfg: PretrainedConfig) -> Storage | None:
         method = f"fp8, weight_block_size={size}, activation_scheme={scheme}"
     if method == "compressed-tensors":
         method = read_compressed(how)
-    what = f"quant_method={method} is not supported, mxfp4, fp8 (in blocks), and int8 "
-    what += "(compressed-tensors, symmetric, by row and token) are"
-    known = ("mxfp4", "fp8", "int8")
-    require(method in known, f"{what}: use the checkpoint in 16 bits")
+    if method not in ("mxfp4", "fp8", "int8"):
+        raise ValueError(
+            f"quant_method={method} is not supported, mxfp4, fp8 (in blocks), and int8 "
+            "(compressed-tensors, symmetric, by row and token) are: use the checkpoint in 16 bits"
+        )
     return Storage(method, tuple(size or ()))
 
 
 def check_family(cfg: PretrainedConfig, family: Family) -> None:
     """ValueError if the config asks for something that we do not compute."""
     check_supported(cfg)
-    given, known = {*get(cfg, "layer_types", ())}, " and ".join(family.layers)
+    given = {*get(cfg, "layer_types", ())}
+    known = " and ".join(family.layers)
     others = sorted(given - {*family.layers})
     require(not others, f"layer_types={others} are not supported; {known} are")
-    slides = get(cfg, "use_sliding_window", False) and SLIDING not in family.layers
-    what = "use_sliding_window=True is not supported; set it to False"
-    require(not slides, what)
+    if get(cfg, "use_sliding_window", False) and SLIDING not in family.layers:
+        raise ValueError("use_sliding_window=True is not supported; set it to False")
     part = read_rope(cfg)["partial_rotary_factor"]
-    what = f"partial_rotary_factor={part} is not supported for {cfg.model_type}; use 1"
-    require(family.is_partial or part == 1, what)
+    if part != 1 and not family.is_partial:
+        raise ValueError(f"partial_rotary_factor={part} is not supported for {cfg.model_type}; use 1")
 
 
 def decoder_of(wrapper: PretrainedConfig) -> PretrainedConfig:
     """A copy of the decoder's config, from a model with an image encoder."""
     cfg = copy(wrapper.text_config)
     for name in ("dtype", "tie_word_embeddings", "quantization_config"):
-        found = getattr(cfg, name, None) or getattr(wrapper, name, None)
-        setattr(cfg, name, found)
+        setattr(cfg, name, getattr(cfg, name, None) or getattr(wrapper, name, None))
     return cfg
 
 
@@ -400,11 +390,10 @@ def read_family(cfg: PretrainedConfig, raw: JsonObject | None = None) -> ModelSp
     is_part_one = family.name in ("Llama", "Qwen2", "Qwen3")
     if is_part_one and not storage and not any(windows):
         return read_spec(cfg)
-    layers, found = cfg.num_hidden_layers, own_sizes(cfg, family.spec)
-    found |= {"windows": windows, "storage": storage}
-    found |= {"sparse": (False,) * layers, "rotates": (True,) * layers}
+    layers = cfg.num_hidden_layers
     mtp = [get(cfg, name, 0) for name in MTP if raw is None or name in raw]
-    found |= {"mtp_layers": max([0, *mtp])}
+    found = own_sizes(cfg, family.spec) | {"windows": windows, "storage": storage, "mtp_layers": max([0, *mtp])}
+    found |= {"sparse": (False,) * layers, "rotates": (True,) * layers}
     if is_wrapped:
         found["has_vision"] = True
     return read_spec(cfg, family.spec, **found | family.read(cfg))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import AttentionMetaData, get_forward_context
-from ..errors import require
 from .quantized import FamilyModel
 from .specs import StateSpec
 from ..loading import Readers
@@ -145,7 +144,8 @@ class GatedDeltaNet(nn.Module):
         meta: Any = get_forward_context()
         mixed, z, b, a = self.inner(x).split(self.rows, -1)
         g = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
-        rows, counts = (mixed, g, b.float().sigmoid()), meta.query_lens
+        rows = (mixed, g, b.float().sigmoid())
+        counts = meta.query_lens
         if len(counts) == len(x):
             out = self.advance(meta.state_slots, *(row[:, None] for row in rows))[:, 0]
         else:
@@ -173,8 +173,8 @@ class GatedAttention(SelfAttention):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         norm = self.q_norm.weight, self.k_norm.weight
         cache, places = self.attn.kv_cache, get_forward_context().slot_mapping
-        qkv, rest = self.project(x), (norm, self.eps, cos, sin, cache, places)
-        q = self.ops.rotate_and_store(qkv, *rest)
+        qkv = self.project(x)
+        q = self.ops.rotate_and_store(qkv, norm, self.eps, cos, sin, cache, places)
         return self.o(self.attn(q).flatten(1) * self.gate(x).sigmoid())
 
 # %% ../../nbs/families/65a_delta_rule.ipynb #c3b8b8f8
@@ -273,8 +273,7 @@ class StateRunner(ModelRunner):
         layers = [m for m in self.model.modules() if isinstance(m, GatedDeltaNet)]
         self.pool = StatePool(layers, slots, self.dtype, self.device)
         self.upload_slots = choose_upload(self.device)
-        what = "%d states; torch's attention, no graphs"
-        _log.info(what, slots - 1)
+        _log.info("%d states; torch's attention, no graphs", slots - 1)
 
     def _free_bytes(self) -> int:
         """The bytes left for keys and values after the states, which are allocated here.
@@ -286,9 +285,12 @@ class StateRunner(ModelRunner):
         taken = (count + 1 + kept) * each  # with the spare slot
         on_host = self.device.type == "cpu"
         free = free_host_bytes() if on_host else torch.cuda.mem_get_info(self.device)[0]
-        wrong = f"max_num_seqs={count} needs {taken} bytes of states, but {free} are free"
-        wrong += f" (num_state_checkpoints={kept})" * (kept > 0)
-        require(taken < free, f"{wrong}; set it to at most {free // each - 1 - kept}")
+        if taken >= free:
+            also = f" (num_state_checkpoints={kept})" if kept else ""
+            raise ValueError(
+                f"max_num_seqs={count} needs {taken} bytes of states, but {free} are free"
+                f"{also}; set it to at most {free // each - 1 - kept}"
+            )
         self._make_pool(count + 1 + kept)
         return min(super()._free_bytes(), free - taken)
 

@@ -40,8 +40,8 @@ def check_checkpoints(config: EngineFields) -> JsonObject:
     if config.spec is not None and not keeps_state(config):
         options = {"state_checkpoint_interval_tokens": interval, "num_state_checkpoints": count}
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        wrong = f"{' and '.join(given)} has no effect without layers that keep a state"
-        require(not given, f"{wrong}: leave it out")
+        if given:
+            raise ValueError(f"{' and '.join(given)} has no effect without layers that keep a state: leave it out")
     if not (keeps_state(config) and config.enable_prefix_caching):
         return {}
     interval, count = interval or default_interval(config), count or COUNT
@@ -55,8 +55,7 @@ def check_interval(config: EngineFields, interval: int) -> None:
     """ValueError if no sequence reaches the end of an interval, or no block ends there."""
     size, longest = config.kv_cache_block_size, config.max_model_len or 0
     what = f"state_checkpoint_interval_tokens={interval}"
-    wrong = f"{what} is not a multiple of kv_cache_block_size={size}"
-    require(interval % size == 0, f"{wrong}: set it to one")
+    require(interval % size == 0, f"{what} is not a multiple of kv_cache_block_size={size}: set it to one")
     require(interval < longest, f"{what} must be below max_model_len={longest}: lower it")
 
 
@@ -73,5 +72,8 @@ def check_memory(config: EngineFields, count: int) -> None:
     from ..memory import free_host_bytes
 
     each, free = checkpoint_bytes(config), free_host_bytes()
-    wrong = f"num_state_checkpoints={count} needs {count * each} bytes, but {free} are free"
-    require(count * each < free, f"{wrong}: set it to at most {free // each - 1}")
+    if count * each >= free:
+        raise ValueError(
+            f"num_state_checkpoints={count} needs {count * each} bytes, but {free} are free: "
+            f"set it to at most {free // each - 1}"
+        )

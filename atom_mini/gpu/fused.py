@@ -280,7 +280,8 @@ class FusedLayer(nn.Module):
     def __init__(self, layer: DecoderLayer, ops: FusedOps) -> None:
         super().__init__()
         self.layer, self.ops = layer, ops
-        attn, self.qk_norm = layer.self_attn, None
+        attn = layer.self_attn
+        self.qk_norm = None
         if attn.has_qk_norm:
             self.qk_norm = torch.stack([attn.q_norm.weight, attn.k_norm.weight])
 

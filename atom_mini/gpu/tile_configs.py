@@ -1,5 +1,8 @@
 """How each GPU launches the kernels of Part I: tiles, warps, and options, by architecture (chapter 10b).
 
+`sm_80` is an A100, `sm_90` an H100 or H200, `sm_100` a B200, `sm_120` an RTX 50, `gfx90a` an MI200, `gfx942` an
+MI300, `gfx950` an MI350, `gfx1100` an RX 7900, `gfx1102` an RX 7600, and `gfx1201` an RX 9070.
+
 The numbers come from the compilers' reports (`make kernels` prints them), and have not been tuned by measuring time.
 A decode needs many loads under way. A prefill needs the matrix unit: on Hopper, 128 rows and 8 warps compile to
 `wgmma`, with which four warps multiply together. On CDNA, up to 8 waves share 512 registers per thread: a prefill

@@ -1,4 +1,4 @@
-"""All options in one class, the parts they choose, and one table of what goes together (chapter 21)."""
+"""All options in one class, the parts they choose, and one table of what goes together (chapter 14)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from pydantic_core import ArgsKwargs
 from ..checkpoint import ModelSpec
 from ..config import STRICT, explained
 from ..errors import require
-from ..families.state_checks import (
-    asks_for_checkpoints, check_checkpoints, keeps_no_checkpoint, keeps_state,
-)  # fmt: skip
+from ..families.state_checks import asks_for_checkpoints, check_checkpoints, keeps_no_checkpoint, keeps_state
 from ..fields import EngineFields, is_on_cpu
 
 
@@ -55,8 +53,7 @@ class EngineArgs(EngineFields):
     def settle(self, given: set[str]) -> None:
         """Fill in the options that follow from others.
 
-        `given`: the options that the user has set. Raises ValueError for options that do
-        not go together.
+        `given`: the options that the user has set. Raises ValueError for options that do not go together.
         """
         if self.prefix_cache is None:
             self._set(prefix_cache="hash" if self.enable_prefix_caching else "none")
@@ -210,7 +207,7 @@ TOGETHER += [
     Need(STATE, keeps_state, {"kv_offloading_size": (None,)},
         "host memory would keep blocks without their states"),
     Need(STATE, keeps_state, {"speculative_config": (None,)},
-        "a state cannot forget the drafts that are rejected"),
+        "a state here keeps no copy from before the drafts"),
     Need(STATE, keeps_state, {"scheduler": ("atom",)},
         "a padded step would write its padding into the state"),
     Need(STATE, keeps_state, {"tensor_parallel_size": (1,)},
@@ -267,8 +264,7 @@ def apply(row: Need, config: EngineArgs, fixed: set[str]) -> bool:
         now = getattr(config, name)
         if now not in allowed:
             need = repr(allowed[0]) if len(allowed) == 1 else f"one of {[*allowed]}"
-            wrong = f"{name}={now!r} does not go with {row.asked}"
-            require(name not in fixed, f"{wrong}: set it to {need} ({row.why})")
+            require(name not in fixed, f"{name}={now!r} does not go with {row.asked}: set it to {need} ({row.why})")
             config._set(**{name: allowed[0]})
             fixed.add(name)
     return len(fixed) > before
@@ -299,26 +295,27 @@ def check_switches(config: EngineArgs, given: set[str]) -> None:
 
     for switch, names in SWITCHES.items():
         idle = [n for n in names if n in given and not is_default(n)]
-        which, now = ", ".join(idle), f"{switch}={getattr(config, switch)!r}"
-        does = f"{which} has no effect with {now}: change that, or leave {which} out"
-        require(not idle or not is_default(switch), does)
+        if idle and is_default(switch):
+            which = ", ".join(idle)
+            now = getattr(config, switch)
+            raise ValueError(f"{which} has no effect with {switch}={now!r}: change that, or leave {which} out")
 
 
 def fuse(config: EngineArgs) -> ModelSpec:
-    """The spec with fused operations. ValueError if they cannot run here, or not for its
-    layers."""
-    runs = find_spec("triton") is not None
-    runs = runs and (os.environ.get("TRITON_INTERPRET") == "1" or not is_on_cpu(config))
-    wrong = "fuse_layers=True needs Triton and a GPU (or, for tests, TRITON_INTERPRET=1"
-    require(runs, f"{wrong} before Python starts): leave it out")
+    """The spec with fused operations. ValueError if they cannot run here, or not for its layers."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if find_spec("triton") is None or (is_on_cpu(config) and not is_interpreted):
+        raise ValueError(
+            "fuse_layers=True needs Triton and a GPU (or, for tests, TRITON_INTERPRET=1 before Python starts): "
+            "leave it out"
+        )
     from atom_mini.gpu.fused import fused_spec
 
     return fused_spec(config.spec)
 
 
 class EngineOptions(TypedDict, total=False):
-    """The options of an engine as keywords: the fields of `EngineArgs`, for editors and
-    type checkers."""
+    """The options of an engine as keywords: the fields of `EngineArgs`, for editors and type checkers."""
 
     device: str | None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None

@@ -1,4 +1,4 @@
-"""Makes what the options ask for: the scheduler, the runner, the core, and the `LLM` (chapter 21)."""
+"""Makes what the options ask for: the scheduler, the runner, the core, and the `LLM` (chapter 14)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import atom_mini.llm
 from .. import assemble
 from ..assemble import check_scheduler
 from ..engine_core import EngineCore
-from ..errors import require
 from ..fields import EngineFields
 from ..llm import Listener
 from ..families.state_checks import keeps_state
@@ -35,8 +34,7 @@ def check_not_spyre(config: EngineFields) -> None:
     own = config.scheduler_cls
     spyre = sys.modules.get("atom_mini.scheduling.spyre")  # which a subclass has imported
     if spyre and isinstance(own, type) and issubclass(own, spyre.SpyreScheduler):
-        wrong = f"scheduler_cls={own.__name__} needs the runner of padded batches"
-        raise ValueError(f"{wrong}: set scheduler='spyre', too")
+        raise ValueError(f"scheduler_cls={own.__name__} needs the runner of padded batches: set scheduler='spyre', too")
 
 
 def choose_scheduler(config: EngineFields) -> type[BaseScheduler]:
@@ -87,11 +85,8 @@ def choose_ops(config: EngineFields) -> tuple[TorchOps, Sampler]:
     return assemble.choose_ops(config)
 
 
-def bytes_beside(
-    config: EngineFields, dtype: torch.dtype | None = None
-) -> tuple[int, int]:
-    """The memory of a drafter on the device: bytes in all, and per block of the cache.
-    `dtype` None is the engine's."""
+def bytes_beside(config: EngineFields, dtype: torch.dtype | None = None) -> tuple[int, int]:
+    """The memory of a drafter on the device: bytes in all, and per block of the cache. `dtype` None is the engine's."""
     if config.speculative_config is None:
         return 0, 0
     from atom_mini.model_runner import choose_device, choose_dtype
@@ -101,9 +96,7 @@ def bytes_beside(
     return find_drafter(config).memory(config, dtype)
 
 
-def make_runner(
-    config: EngineFields, kind: Callable[..., ModelRunner] | None = None
-) -> Any:
+def make_runner(config: EngineFields, kind: Callable[..., ModelRunner] | None = None) -> Any:
     """Make the runner that the options ask for. This loads the checkpoint.
 
     `kind`: a drafter's own class of runner instead.
@@ -207,8 +200,11 @@ def make_engine_core(config: EngineFields) -> EngineCore:
     """Make the engine core in this process, or a client of cores in others."""
     own = choose_scheduler(config)  # raises ValueError for a wrong `scheduler_cls`
     if config.kv_transfer_config is not None:
-        wrong = f"scheduler_cls={own.__name__} cannot say what its sequences may still need"
-        require(issubclass(own, Scheduler), f"{wrong}: derive it from Scheduler, or leave out kv_transfer_config")
+        if not issubclass(own, Scheduler):
+            raise ValueError(
+                f"scheduler_cls={own.__name__} cannot say what its sequences may still need: "
+                "derive it from Scheduler, or leave out kv_transfer_config"
+            )
         from atom_mini.parallel.apart import Apart
 
         return cast(EngineCore, Apart(config))
@@ -220,12 +216,12 @@ def make_engine_core(config: EngineFields) -> EngineCore:
 
 
 def make_shown(config: EngineFields) -> EngineCore:
-    """`make_engine_core`; stderr, if it is a terminal, shows what is loaded and how long
-    it took."""
+    """`make_engine_core`; stderr, if it is a terminal, shows what is loaded and how long it took."""
     if config.folder is None or sys.stderr is None or not sys.stderr.isatty():
         return make_engine_core(config)
     size = sum(file.stat().st_size for file in config.folder.glob("*.safetensors"))
-    what, started = f"loading {config.model} ({size / 1e6:,.0f} MB) ... ", time.time()
+    what = f"loading {config.model} ({size / 1e6:,.0f} MB) ... "
+    started = time.time()
     print(what, end="", file=sys.stderr, flush=True)
     found = ""
     try:
@@ -247,17 +243,13 @@ class LLM(atom_mini.llm.LLM):
     config_cls = EngineArgs
     config: EngineArgs
 
-    def __init__(
-        self, model: str | Path, *, seed: int | None = None,
-        **options: Unpack[EngineOptions],
-    ) -> None:
+    def __init__(self, model: str | Path, *, seed: int | None = None, **options: Unpack[EngineOptions]) -> None:
         super().__init__(model, seed=seed, **options)
         from atom_mini.trace.callbacks import Callbacks, Log
         from atom_mini.trace.trace import Metrics, record
 
         self.listeners += [Metrics(), Callbacks(self), Log(self)]
-        traced = self.config.trace
-        self.trace = record(self.engine_core, self.tokenizer) if traced else None
+        self.trace = record(self.engine_core, self.tokenizer) if self.config.trace else None
 
     @property
     def metrics(self) -> Metrics:

@@ -1,4 +1,4 @@
-"""`atom-mini generate | chat | bench | trace | info`: the engine from a shell and for scripts (chapter 21)."""
+"""`atom-mini generate | chat | bench | trace | info`: the engine from a shell and for scripts (chapter 14)."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def figures(llm: LLM, outs: list[RequestOutput]) -> Figures:
     return report
 
 
-SUMMARY = "prefill {prefill_tokens_per_second:,.0f} tokens/s, decode "
-SUMMARY += "{decode_tokens_per_second:,.0f} tokens/s, TTFT {mean_ttft_ms:,.1f} ms, "
-SUMMARY += "TPOT {mean_tpot_ms:,.1f} ms"
+SUMMARY = (
+    "prefill {prefill_tokens_per_second:,.0f} tokens/s, decode {decode_tokens_per_second:,.0f} tokens/s, "
+    "TTFT {mean_ttft_ms:,.1f} ms, TPOT {mean_tpot_ms:,.1f} ms"
+)
 
 
 def took(number: int, out: RequestOutput) -> str:
@@ -89,9 +90,7 @@ def save_trace(trace: Trace, path: Path) -> None:
     print(f"timeline: {path}", file=sys.stderr)
 
 
-def show_texts(
-    llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams
-) -> list[RequestOutput]:
+def show_texts(llm: LLM, prompts: list[str] | list[list[int]], params: SamplingParams) -> list[RequestOutput]:
     """Generate and print: one prompt piece by piece, several at the end."""
     if len(prompts) != 1 or params.n > 1:
         outs = llm.generate(prompts, params)
@@ -109,8 +108,7 @@ EXAMPLES = ["Once upon a time", "Mia has a red cat. What does Mia have?", "12 + 
 
 
 def prompts_of(typed: list[str]) -> list[str]:
-    """The typed prompts. For "-", the lines of stdin. For none, the lines of a pipe, or
-    else `EXAMPLES`."""
+    """The typed prompts. For "-", the lines of stdin. For none, the lines of a pipe, or else `EXAMPLES`."""
     if typed not in ([], ["-"]):
         return typed
     lines: list[str] = []
@@ -151,15 +149,14 @@ def measure(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Figur
         scheduler.spec_stats = type(stats)()
     outs = llm.generate(prompts, params)
     answers = answers_in(outs)  # each is a request of the engine
-    report = {"requests": len(answers), "seconds": max(a.latency for a in answers)}
-    return report | figures(llm, outs)
+    return {"requests": len(answers), "seconds": max(a.latency for a in answers)} | figures(llm, outs)
 
 
 def run_bench(args: argparse.Namespace) -> None:
     """Measure the engine on random prompts of 1 to --input-len tokens."""
     count, longest = args.num_requests, args.input_len
-    wrong = f"num_requests={count}, input_len={longest}: both must be at least 1"
-    require(count > 0 and longest > 0, wrong)
+    if count < 1 or longest < 1:
+        raise ValueError(f"num_requests={count}, input_len={longest}: both must be at least 1")
     with LLM(**given(args, EngineArgs)) as llm:
         rng = random.Random(args.params.seed or 0)
         ids = range(llm.config.spec.vocab_size)
@@ -177,13 +174,14 @@ def run_info(args: argparse.Namespace) -> None:
     print_report(describe(config), args.json)
 
 
-def answer(
+def print_answer(
     llm: LLM, messages: Chat, params: SamplingParams,
     outs: list[RequestOutput] | None = None,
 ) -> dict[str, str]:
     """Print and return the next message. Ctrl-C ends it and keeps the text so far.
     Append the output of a finished answer to `outs`."""
-    pieces, text = llm.stream(llm.format_chat(messages), params), ""
+    pieces = llm.stream(llm.format_chat(messages), params)
+    text = ""
     try:
         for piece in pieces:
             print(piece.text, end="", flush=True)
@@ -204,10 +202,7 @@ CHAT_HELP = """/help          show this list
 /exit          leave, like Ctrl-D (Ctrl-C stops an answer)"""
 
 
-def respond(
-    llm: LLM, messages: Chat, line: str, params: SamplingParams,
-    outs: list[RequestOutput],
-) -> None:
+def respond(llm: LLM, messages: Chat, line: str, params: SamplingParams, outs: list[RequestOutput]) -> None:
     """Run the command `line`, or append it and its answer to `messages`, and the
     output to `outs`. Raises ValueError for an unknown command."""
     match line.split():
@@ -226,7 +221,7 @@ def respond(
         case [word, *_]:
             require(word[0] != "/", f"{word} is not a command; /help lists them")
             question = {"role": "user", "content": line}
-            messages += [question, answer(llm, [*messages, question], params, outs)]
+            messages += [question, print_answer(llm, [*messages, question], params, outs)]
 
 
 def run_chat(args: argparse.Namespace, read: Callable[[str], str] = input) -> None:
@@ -295,8 +290,7 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
     """The parser of the command line, with the options of the command `chosen`."""
     more = "Without a command: generate. Options: atom-mini COMMAND --help"
     parser = argparse.ArgumentParser("atom-mini", epilog=more)
-    version = f"atom-mini {atom_mini.__version__}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="version", version=f"atom-mini {atom_mini.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
         about = command.about or command.run.__doc__
@@ -322,11 +316,11 @@ def command_of(arguments: list[str]) -> str:
     first = arguments[0] if arguments else ""
     if first in ("-h", "--help", "--version") or first in COMMANDS:
         return first
-    names = [*COMMANDS, "--help"]
-    found = get_close_matches(first, names, n=1)
-    hint = f"did you mean {found[0]}?" if found else f"use {', '.join(names)}."
-    wrong = f"{first!r} is not a command: {hint} For a prompt: atom-mini generate "
-    require(re.fullmatch("[a-z][a-z_-]*", first) is None, wrong + first)
+    if re.fullmatch("[a-z][a-z_-]*", first):
+        names = [*COMMANDS, "--help"]
+        found = get_close_matches(first, names, n=1)
+        hint = f"did you mean {found[0]}?" if found else f"use {', '.join(names)}."
+        raise ValueError(f"{first!r} is not a command: {hint} For a prompt: atom-mini generate {first}")
     return "generate"
 
 
@@ -337,8 +331,7 @@ def check_order(arguments: list[str], prompts: list[str]) -> None:
         rest = [word for word in arguments if word != late[0]]
         first = shlex.join(["atom-mini", late[0], *rest])
         as_prompt = shlex.join(["atom-mini", "generate", *arguments])
-        wrong = f"options before {late[0]!r}: put the command first: {first}"
-        raise ValueError(f"{wrong} (as a prompt: {as_prompt})")
+        raise ValueError(f"options before {late[0]!r}: put the command first: {first} (as a prompt: {as_prompt})")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -389,8 +382,7 @@ def as_flag(found: re.Match[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0 success, 1 failure, 2 an impossible
-    request, 130 interrupted."""
+    """Run one command. Returns the exit code: 0 success, 1 failure, 2 an impossible request, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "torch" not in sys.modules:  # which reads the variable once
         spin_less(os.environ)

@@ -1,4 +1,4 @@
-"""The options of the command line, made from the fields of dataclasses (chapter 21)."""
+"""The options of the command line, made from the fields of dataclasses (chapter 14)."""
 
 from __future__ import annotations
 
@@ -214,12 +214,14 @@ class Serve:
     log_level: Literal["debug", "info", "warning", "error"] = "info"  # each request
 
     def __post_init__(self) -> None:
-        wrong = f"allowed_host={self.allowed_host!r} must be names or addresses"
-        require(are_hosts(self.allowed_host), f"{wrong}, without ports")
+        if not are_hosts(self.allowed_host):
+            raise ValueError(f"allowed_host={self.allowed_host!r} must be names or addresses, without ports")
         origin = re.compile(r"\*|https?://[^/\s]+")
-        good = all(map(origin.fullmatch, self.allowed_origins))
-        wrong = f"allowed_origins={self.allowed_origins!r} must be '*', or addresses"
-        require(good, f"{wrong} without a path, such as 'http://localhost:3000'")
+        if not all(map(origin.fullmatch, self.allowed_origins)):
+            raise ValueError(
+                f"allowed_origins={self.allowed_origins!r} must be '*', or addresses without a path, "
+                "such as 'http://localhost:3000'"
+            )
 
 
 Cores = Annotated[float, pydantic.Field(ge=0)]
@@ -239,10 +241,9 @@ class Fleet(Serve):
     def __post_init__(self) -> None:
         Serve.__post_init__(self)
         least, most = self.replicas, self.max_replicas or self.replicas
-        wrong = f"max_replicas={most} is below replicas={least}: raise it"
-        require(least <= most, wrong)
-        wrong = f"log_level={self.log_level!r} has no effect: a fleet's log is Ray's"
-        require(self.log_level == "info", f"{wrong}; leave it out")
+        require(least <= most, f"max_replicas={most} is below replicas={least}: raise it")
+        if self.log_level != "info":
+            raise ValueError(f"log_level={self.log_level!r} has no effect: a fleet's log is Ray's; leave it out")
         require(self.port > 0, "port=0 must be from 1 to 65535: set Fleet(port=...)")
 
 

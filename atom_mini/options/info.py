@@ -16,12 +16,13 @@ from .args import EngineArgs
 from .build import bytes_beside
 
 
-def needs(config: EngineArgs, device: str) -> JsonObject:
+def memory_needs(config: EngineArgs, device: str) -> JsonObject:
     """The bytes that a checkpoint needs on a "cpu" or "cuda" device: for its weights, a
     token's K/V, a sequence's state, and a draft model."""
     stored = None if device == "cpu" else config.spec.dtype
     dtype = getattr(torch, config.dtype or stored or "float32")
-    ops, meta = TorchOps(), torch.device("meta")
+    ops = TorchOps()
+    meta = torch.device("meta")
     plain = blank_model(config.spec, 1, meta, dtype, ops)
     ops.is_triton = (config.attention or {"cuda": "triton"}.get(device)) == "triton"
     model = blank_model(config.spec, 1, meta, dtype, ops)
@@ -42,7 +43,7 @@ def describe(config: EngineArgs) -> JsonObject:
     """`needs` of the checkpoint of `config` on its device, and how many tokens fit."""
     device = runner.choose_device(config.device)
     report: JsonObject = {"model": config.model, "device": str(device)}
-    report |= needs(config, device.type)
+    report |= memory_needs(config, device.type)
     held = report["weight_bytes"] + report["draft_weight_bytes"]
     kept = config.num_state_checkpoints if config.enable_prefix_caching else None
     held += (config.max_num_seqs + (kept or 0)) * report["state_bytes_per_sequence"]

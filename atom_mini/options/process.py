@@ -19,9 +19,7 @@ def from_recipe(recipe: Recipe) -> EngineArgs:
     return config.changed(**recipe.get("inner", {}), recipe=recipe)
 
 
-def load_engine(
-    recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket
-) -> Callable[[], None]:
+def load_engine(recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket) -> Callable[[], None]:
     """Load the engine and send READY; returns the function that runs its loop."""
     from ..parallel.engine_process import EngineCoreProc, Ready, encode
 
@@ -38,14 +36,11 @@ def load_engine(
     else:
         core = make_core(config)
     loop = loop_cls(core, inbox, outbox)
-    ready = Ready(0, core.config.num_kvcache_blocks or 0, core.scheduler.max_len, repr(core))
-    outbox.send(encode(ready))
+    outbox.send(encode(Ready(0, core.config.num_kvcache_blocks or 0, core.scheduler.max_len, repr(core))))
     return loop.run
 
 
-def load_rank(
-    recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket
-) -> Callable[[], None]:
+def load_rank(recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket) -> Callable[[], None]:
     """Load a rank's part of the model; returns the function that runs its steps."""
     from ..parallel.ranks import Rank
 

@@ -48,7 +48,7 @@ class Release(Message):
     """Nobody reads the blocks of a request any more. An unknown id is not an error."""
 
 
-class Meet(Message):
+class PoolHandles(Message, tag="POOL_HANDLES"):
     """All engines are ready: the most tokens of a sequence, and the pools of all."""
 
     max_len: Size
@@ -61,7 +61,7 @@ class Gone(Message):
     number: Size
 
 
-class Pool(Message):
+class PoolHandle(Message, tag="POOL_HANDLE"):
     """Where the pool of engine `id` can be opened, and what is in it."""
 
     path: str
@@ -97,8 +97,8 @@ class Send(Message):
     blocks: list[Size]
 
 
-ToMember = ToEngine | Compute | Take | Release | Meet | Send | Gone
-FromMember = FromEngine | Pool | Met | Held | Wanted | Pulled
+ToMember = ToEngine | Compute | Take | Release | PoolHandles | Send | Gone
+FromMember = FromEngine | PoolHandle | Met | Held | Wanted | Pulled
 
 
 class TransferProc(EngineCoreProc):
@@ -116,7 +116,7 @@ class TransferProc(EngineCoreProc):
         self.offered: set[int] = set()  # of what is held
         self.unread: set[int] = set()  # of what was taken, until it is copied
         self.newest: dict[int, int] = {}  # source -> the number of its newest offer here
-        outbox.send(encode(Pool(0, self.pool.path, self.pool.form)))
+        outbox.send(encode(PoolHandle(0, self.pool.path, self.pool.form)))
 
     def metrics(self) -> dict[str, int | float]:
         own = {"held": len(self.core.held), "offers": len(self.core.offers), "arriving": int(self.pool.is_busy)}
@@ -139,16 +139,18 @@ class TransferProc(EngineCoreProc):
     def _ask(self, request_id: int, source: int, blocks: list[int]) -> None:
         self.send(Wanted(request_id, source, blocks))
 
-    def _meet(self, message: Meet) -> None:
+    def _meet(self, message: PoolHandles) -> None:
         self.core.scheduler.max_len = message.max_len
         for number, path in sorted(message.pools.items()):
             self.pool.open(number, path)
         self.send(Met(0))
 
     def _sequence(self, message: Compute | Take) -> Sequence:
-        size, top = self.core.config.spec.vocab_size, max(message.token_ids, default=0)
+        size = self.core.config.spec.vocab_size
+        top = max(message.token_ids, default=0)
         require(top < size, f"token id {top} exceeds the vocabulary of {size}: lower it")
-        params, block_size = unpack_params(message.params), self.core.config.kv_cache_block_size
+        params = unpack_params(message.params)
+        block_size = self.core.config.kv_cache_block_size
         return resume(message.token_ids, message.num_prompt_tokens, block_size, params, message.id)
 
     def _take(self, message: Take) -> None:
@@ -172,7 +174,7 @@ class TransferProc(EngineCoreProc):
                 self._take(message)
             case Release():
                 self._release(message.id)
-            case Meet():
+            case PoolHandles():
                 self._meet(message)
             case Send():
                 self.pool.send(message.target, message.blocks)
@@ -210,13 +212,13 @@ class Member(Replica):
 
     reads: object = FromMember
 
-    def __init__(
-        self, number: int, recipe: Recipe, config: EngineFields, bell: SimpleQueue[None]
-    ) -> None:
+    def __init__(self, number: int, recipe: Recipe, config: EngineFields, bell: SimpleQueue[None]) -> None:
         super().__init__(number, recipe, config, bell)
         roles = config.kv_transfer_config
-        self.number, self.share, self.is_sender = number, len(roles), roles[number]["kv_role"] == SENDER
-        self.pool: Pool | None = None
+        self.number = number
+        self.share = len(roles)
+        self.is_sender = roles[number]["kv_role"] == SENDER
+        self.pool: PoolHandle | None = None
         self.has_met = False
         self.peers: list[Member] = []  # all engines, by number, when all are ready
         self.unread: set[int] = set()  # requests whose blocks it may be reading
@@ -230,7 +232,7 @@ class Member(Replica):
                     peer.send(Release(message.id))
             case Wanted():
                 self.peers[message.source].send(Send(message.id, self.number, message.blocks))
-            case Pool():
+            case PoolHandle():
                 self.pool = message
             case Met():
                 self.has_met = True
@@ -279,7 +281,7 @@ class Apart(EngineCoreClient):
         for member in members:
             member.peers = [*members]
         for member in members:
-            member.send(Meet(0, longest, {number: pool.path for number, pool in pools.items()}))
+            member.send(PoolHandles(0, longest, {number: pool.path for number, pool in pools.items()}))
         while not all(member.has_met for member in members):
             EngineCoreClient.check_alive(self)
             self.wait()
@@ -317,7 +319,8 @@ class Apart(EngineCoreClient):
             return
         found = [member for member in receivers if seq.id in member.seqs]
         target = found[0] if found else cast(Member, least_loaded(cast(list[Replica], receivers), seq))
-        known, params = seq.token_ids[: seq.num_known_tokens], pack_params(seq.sampling_params)
+        known = seq.token_ids[: seq.num_known_tokens]
+        params = pack_params(seq.sampling_params)
         offer = sender.number, held.number, held.blocks, seq.num_cached_tokens
         frame = encode(Take(seq.id, known, params, seq.num_prompt_tokens, *offer))
         target.num_given += not found

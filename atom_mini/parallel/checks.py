@@ -12,19 +12,18 @@ from ..fields import EngineFields, Recipe
 
 
 def import_path(kind: type, off: str) -> str:
-    """`"module:name"` of a class. ValueError if another process cannot import it;
-    `off` is what to set instead."""
+    """`"module:name"` of a class. ValueError if another process cannot import it; `off` is what to set instead."""
     module, name = kind.__module__, kind.__qualname__
     home = sys.modules.get(module)
-    is_there = module != "__main__" and getattr(home, name, None) is kind
-    what = f"{name} is defined in {module}, from where another process cannot import it"
-    require(is_there, f"{what}: move it to a module of its own, or set {off}")
+    if module == "__main__" or getattr(home, name, None) is not kind:
+        raise ValueError(
+            f"{name} is defined in {module}, from where another process cannot import it: "
+            f"move it to a module of its own, or set {off}"
+        )
     return f"{module}:{name}"
 
 
-def as_recipe(
-    config: EngineFields, given: set[str], off: str = "engine_process=False"
-) -> Recipe:
+def as_recipe(config: EngineFields, given: set[str], off: str = "engine_process=False") -> Recipe:
     """The model and the options `given`, for another process. ValueError for a value
     that is not JSON; `off` is what to set instead."""
     options = {}
@@ -34,8 +33,7 @@ def as_recipe(
         try:
             options[name] = json.loads(json.dumps(value, default=asdict))
         except TypeError:
-            what = f"{name}={value!r} cannot be sent to another process"
-            raise ValueError(f"{what}: set {off}") from None
+            raise ValueError(f"{name}={value!r} cannot be sent to another process: set {off}") from None
     inner = {"engine_process": False, "ready_timeout": config.ready_timeout}
     return {"model": str(config.model), "options": options, "inner": inner}
 
@@ -56,8 +54,7 @@ def make_recipe(config: EngineFields, given: set[str]) -> Recipe:
     elif config.kv_transfer_config is not None:
         asked, off = "kv_transfer_config", "kv_transfer_config=None"
     require_extra(asked)
-    own = {"engine_process", "ready_timeout", "ping_timeout"}
-    return as_recipe(config, given - own, off)
+    return as_recipe(config, given - {"engine_process", "ready_timeout", "ping_timeout"}, off)
 
 
 def check_ranks(config: EngineFields) -> None:
@@ -72,14 +69,17 @@ def check_ranks(config: EngineFields) -> None:
 def check_dealt_engines(config: EngineFields) -> None:
     """ValueError if there is only one engine, or experts cannot be dealt."""
     n, spec = config.data_parallel_size, config.spec
-    what = "enable_expert_parallel=True needs several ranks or engines: raise "
-    require(n > 1, f"{what}tensor_parallel_size or data_parallel_size")
+    if n < 2:
+        raise ValueError(
+            "enable_expert_parallel=True needs several ranks or engines: "
+            "raise tensor_parallel_size or data_parallel_size"
+        )
     if spec is not None:
         from atom_mini.parallel.shards import check_dealt  # torch loads here
 
         check_dealt(spec, n, "data_parallel_size")
-        what = f"data_parallel_size={n} cannot deal experts in MXFP4: set it to 1"
-        require(getattr(spec.storage, "method", None) != "mxfp4", what)
+        if getattr(spec.storage, "method", None) == "mxfp4":
+            raise ValueError(f"data_parallel_size={n} cannot deal experts in MXFP4: set it to 1")
 
 
 def check_processes(config: EngineFields, given: set[str]) -> dict[str, object]:

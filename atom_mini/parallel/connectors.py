@@ -54,7 +54,8 @@ class SharedMemoryConnector:
         layers = [m for m in runner.model.modules() if isinstance(m, Attention)]
         for layer, cache in zip(layers, runner.kv_cache, strict=True):
             layer.kv_cache = cache
-        layers_and_halves, self.row = prod(old.shape[:2]), prod(old.shape[3:]) * old.itemsize  # bytes of a block's part
+        layers_and_halves = prod(old.shape[:2])
+        self.row = prod(old.shape[3:]) * old.itemsize  # bytes of a block's part
         self.shape = layers_and_halves, -1, self.row
         self.own = np.frombuffer(memory, np.uint8).reshape(self.shape)
         self.pools: dict[int, np.ndarray] = {}
@@ -198,13 +199,13 @@ class P2pNcclConnector:
 
     def open(self, number: int, path: str) -> None:
         """Connect with engine `number`, if it has the other role. All must do this in the order of numbers."""
-        recipe, roles = self.config.recipe, self.config.kv_transfer_config
+        recipe = self.config.recipe
+        roles = self.config.kv_transfer_config
         is_sender, is_other = (roles[i]["kv_role"] == SENDER for i in (recipe["number"], number))
         if is_sender != is_other:
             ends = sorted([recipe["number"], number])
             place = f"{recipe['meeting']}/blocks {ends[0]} {ends[1]}"
-            limit = self.config.collective_timeout
-            self.pipes[number] = connect(place, is_sender, limit, self.pool.device)
+            self.pipes[number] = connect(place, is_sender, self.config.collective_timeout, self.pool.device)
 
     @torch.inference_mode()
     def send(self, target: int, blocks: list[int]) -> None:

@@ -29,9 +29,7 @@ class EngineCoreClient:
 
     manager_type: type[CoreManager] = CoreManager
 
-    def __init__(
-        self, config: EngineFields, recipes: list[Recipe] | None = None
-    ) -> None:
+    def __init__(self, config: EngineFields, recipes: list[Recipe] | None = None) -> None:
         self.config = config
         self.bell = SimpleQueue[None]()
         self.engines: list[CoreManager] = []
@@ -52,12 +50,10 @@ class EngineCoreClient:
 
     def __repr__(self) -> str:
         ready = self.engines[0].ready
-        engines = f"{len(self.engines)} x {ready and ready.core}"
-        return f"{type(self).__name__}({engines})"
+        return f"{type(self).__name__}({len(self.engines)} x {ready and ready.core})"
 
     def _start(self, recipes: list[Recipe], meeting: str) -> None:
-        """Start the processes, and wait until all are ready. EngineDead or ValueError if
-        one fails."""
+        """Start the processes, and wait until all are ready. EngineDead or ValueError if one fails."""
         for number, recipe in enumerate(recipes):
             recipe = recipe | {"meeting": meeting}
             engine = self.manager_type(number, recipe, self.config, self.bell)
@@ -102,15 +98,12 @@ class EngineCoreClient:
         self.scheduler.check(seq)
         self.check_open()
         self.check_alive()
-        params = pack_params(seq.sampling_params)
-        frame = encode(Add(seq.id, seq.token_ids, params))  # before anything changes
+        frame = encode(Add(seq.id, seq.token_ids, pack_params(seq.sampling_params)))  # before anything changes
         engine = self.choose(seq)
         engine.seqs[seq.id] = seq
         engine.send(frame)
 
-    def abort(
-        self, request_id: int, why: str = "abort"
-    ) -> Sequence | None:
+    def abort(self, request_id: int, why: str = "abort") -> Sequence | None:
         """End a request, with `why` as its `leave_reason`; None if it is unknown."""
         if seq := self.seqs.get(request_id):
             seq.leave_reason = why
@@ -129,7 +122,8 @@ class EngineCoreClient:
         after an interrupt, does no harm."""
         seq.status, seq.num_cached_tokens = SequenceStatus.RUNNING, row.num_cached_tokens
         seq.first_token_time = seq.first_token_time or time.perf_counter()
-        seq.metrics, before = Counter(row.metrics), seq.num_completion_tokens
+        seq.metrics = Counter(row.metrics)
+        before = seq.num_completion_tokens
         del seq.logprobs[before:]
         for i in range(before - row.start, len(row.token_ids)):
             is_last = i + 1 == len(row.token_ids)
@@ -138,9 +132,7 @@ class EngineCoreClient:
         seq.leave_reason = row.reason  # even without a new token
         return tuple(seq.token_ids[seq.num_prompt_tokens + before : seq.num_known_tokens])
 
-    def _use(
-        self, engine: CoreManager, output: Output
-    ) -> StepOutput:
+    def _use(self, engine: CoreManager, output: Output) -> StepOutput:
         """Give a step's tokens to the sequences."""
         seqs, finished, new = [], [], {}
         for row in output.rows:
@@ -151,13 +143,13 @@ class EngineCoreClient:
                     self._finish(seq, time.perf_counter())
                     finished.append(seq)
         batch = cast(ScheduledBatch, output)  # has what readers of a batch look at
-        found = ScheduledBatchOutput(new)
-        return StepOutput(batch, seqs, found, finished, output.seconds)
+        return StepOutput(batch, seqs, ScheduledBatchOutput(new), finished, output.seconds)
 
     def use_next(self, engine: CoreManager) -> StepOutput | None:
         """Use an engine's next message; returns what it did, if it is a step. The message
         leaves the queue afterwards, so an interrupt loses none."""
-        message, done = engine.messages[0], None
+        message = engine.messages[0]
+        done = None
         if isinstance(message, Output):
             done = self._use(engine, message)
         else:

@@ -22,8 +22,8 @@ from ..sequence import Sequence, SequenceType
 
 # %% auto #0
 __all__ = ['Id', 'Size', 'ToEngine', 'FromEngine', 'MAX_FRAME', 'reader', 'AHEAD', 'Record', 'Message', 'Add', 'Abort', 'Utility',
-           'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'Answer', 'Refused', 'Dead', 'sized', 'encode',
-           'decode', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc']
+           'Shutdown', 'Wave', 'pack_params', 'Row', 'Output', 'Ready', 'UtilityOutput', 'Refused', 'Dead', 'sized',
+           'encode', 'decode_frame', 'read_id', 'open_sockets', 'engine_metrics', 'no_report', 'EngineCoreProc']
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #e3a2da1b
 class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -115,7 +115,7 @@ class Ready(Message):
     core: str = ""  # its repr: the classes that it is made of
 
 
-class Answer(Message, tag="UTILITY_RESPONSE"):
+class UtilityOutput(Message, tag="UTILITY_RESPONSE"):
     """The answer to question `id`."""
 
     values: dict[str, int | float] = {}
@@ -136,7 +136,7 @@ class Dead(Message, tag="ENGINE_DEAD"):
     is_refusal: bool = False
 
 
-FromEngine = Ready | Output | Answer | Refused | Dead
+FromEngine = Ready | Output | UtilityOutput | Refused | Dead
 
 # %% ../../nbs/parallel/70_engine_process.ipynb #3326c7ba
 MAX_FRAME = 2**26  # bytes of a message
@@ -155,7 +155,7 @@ def encode(message: Message) -> bytes:
     return sized(msgspec.msgpack.encode(message))
 
 
-def decode(frame: bytes, kind: object) -> Any:
+def decode_frame(frame: bytes, kind: object) -> Any:
     """The message in `frame`, one of the union `kind`; ValueError if it is not one."""
     try:
         return reader(kind).decode(sized(frame))
@@ -167,7 +167,7 @@ def decode(frame: bytes, kind: object) -> Any:
 def read_id(frame: bytes) -> int:
     """The id in a frame that is not a valid message; 0 if it cannot be read."""
     with suppress(ValueError, msgspec.ValidationError):
-        match decode(frame, Any):
+        match decode_frame(frame, Any):
             case [str(), id, *_]:
                 return msgspec.convert(id, Id)
     return 0
@@ -252,11 +252,13 @@ class EngineCoreProc:
 
     def _add(self, message: Add) -> None:
         """Queue a request; ValueError if it cannot run."""
-        ids, config = message.token_ids, self.core.config
-        size, top = config.spec.vocab_size, max(ids, default=0)
+        ids = message.token_ids
+        config = self.core.config
+        size = config.spec.vocab_size
+        top = max(ids, default=0)
         require(top < size, f"token id {top} exceeds the vocabulary of {size}: lower it")
-        params, block_size = unpack_params(message.params), config.kv_cache_block_size
-        self.core.add(Sequence(ids, block_size, params, message.id))
+        params = unpack_params(message.params)
+        self.core.add(Sequence(ids, config.kv_cache_block_size, params, message.id))
 
     def _handle(self, message: object) -> None:
         match message:
@@ -265,7 +267,7 @@ class EngineCoreProc:
             case Abort():
                 self.core.abort(message.id)
             case Utility():
-                self.send(Answer(message.id, self.metrics()))
+                self.send(UtilityOutput(message.id, self.metrics()))
             case Wave():
                 self.wave = message.id
             case Shutdown():
@@ -274,14 +276,16 @@ class EngineCoreProc:
     def receive(self, frame: bytes) -> None:
         """Handle a frame; answer with `Refused` if that fails."""
         try:
-            self._handle(decode(frame, self.reads))
+            self._handle(decode_frame(frame, self.reads))
         except ValueError as error:
-            why, id = str(error)[:1000], read_id(frame)  # it may quote the frame
+            why = str(error)[:1000]  # it may quote the frame
+            id = read_id(frame)
             self.send(Refused(id, why, id in self.core.scheduler.seqs))
 
     def _report(self, step: StepOutput) -> None:
         """Send the results of a step."""
-        rows, tokens = [], step.output.token_ids
+        rows = []
+        tokens = step.output.token_ids
         for seq in step.seqs:
             if (new := tokens.get(seq.id)) is not None:
                 rows.append(Row(
@@ -290,7 +294,8 @@ class EngineCoreProc:
                     logprobs=step.output.logprobs.get(seq.id, [])[: len(new)],
                     metrics=seq.metrics,
                 ))  # fmt: skip
-        batch, (blocks, is_new) = step.batch, self.report()
+        batch = step.batch
+        blocks, is_new = self.report()
         self.send(Output(
             id=self.steps, type=batch.type, total_tokens_num=batch.total_tokens_num,
             seconds=step.seconds, rows=rows, blocks=blocks, is_new=is_new,

@@ -195,7 +195,8 @@ class TransferCore(EngineCore):
         self, seq: Sequence, cached: list[int], offer: Offer
     ) -> None:
         """Give `seq` its blocks, copy those that are not `cached`, and let it decode."""
-        manager, num_cached = self.scheduler.block_manager, len(cached)
+        manager = self.scheduler.block_manager
+        num_cached = len(cached)
         manager.allocate(seq, cached)
         pairs = [*zip(offer.blocks, seq.block_table, strict=False)][num_cached:]
         self.copies.run(seq.id, offer.source, pairs)

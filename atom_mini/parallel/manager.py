@@ -21,16 +21,16 @@ import zmq
 
 from ..fields import EngineFields, Recipe
 from ..sequence import Sequence
-from .engine_process import AHEAD, Answer, Dead, FromEngine, Message, Output, Ready
+from .engine_process import AHEAD, UtilityOutput, Dead, FromEngine, Message, Output, Ready
 from .engine_process import Refused, Shutdown, Utility
-from .engine_process import decode, encode, open_sockets
+from .engine_process import decode_frame, encode, open_sockets
 from .start import LOAD
 
 LOG = 4000  # characters of the log to keep
 GRACE = 2.0  # seconds to end without force
 TICK, PAUSE = 0.25, 0.01  # seconds between two checks, and while it is full
-COMMAND = "import sys; sys.path[:] = filter(None, sys.path); "  # not the current folder
-COMMAND += "from atom_mini.parallel.start import main; main()"
+# what a new process runs: it imports nothing from the current folder
+COMMAND = "import sys; sys.path[:] = filter(None, sys.path); from atom_mini.parallel.start import main; main()"
 
 
 class EngineDead(RuntimeError):
@@ -48,13 +48,11 @@ def meeting_place() -> tempfile.TemporaryDirectory[str]:
     home = tempfile.gettempdir()
     is_long = len(os.fsencode(home)) > zmq.IPC_PATH_MAX_LEN - 45
     home = "/tmp" if is_long else home
-    make = tempfile.TemporaryDirectory
-    return make(prefix="atom_mini-", dir=home, ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(prefix="atom_mini-", dir=home, ignore_cleanup_errors=True)
 
 
 def environment(share: int = 1) -> dict[str, str]:
-    """Environment variables for a process with our modules and with our number of
-    threads divided by `share`."""
+    """Environment variables for a process with our modules and with our number of threads divided by `share`."""
     path = os.pathsep.join(p or os.getcwd() for p in sys.path if isinstance(p, str))
     own = os.environ | {"PYTHONPATH": path}
     if torch := sys.modules.get("torch"):
@@ -72,13 +70,9 @@ class CoreManager(Thread):
     share = 1  # how many processes share our number of threads
     is_group = True  # the process leads a group, which ends with it
 
-    def __init__(
-        self, number: int, recipe: Recipe, config: EngineFields,
-        bell: SimpleQueue[None],
-    ) -> None:  # fmt: skip
+    def __init__(self, number: int, recipe: Recipe, config: EngineFields, bell: SimpleQueue[None]) -> None:
         super().__init__(name=f"{self.kind} {number}", daemon=True)
-        own = {"name": self.name, "number": number, "load": self.entry}
-        self.recipe = recipe | own
+        self.recipe = recipe | {"name": self.name, "number": number, "load": self.entry}
         self.config = config
         self.ping = config.ping_timeout  # seconds
         self.bell = bell
@@ -126,7 +120,7 @@ class CoreManager(Thread):
 
     def _receive(self, frame: bytes) -> str | None:
         """Handle a message from the process; returns why it is dead, if it says so."""
-        message = decode(frame, self.reads)
+        message = decode_frame(frame, self.reads)
         self.last_heard = time.monotonic()
         self.deadline = (math.inf, "")
         return self._handle(message)
@@ -138,7 +132,7 @@ class CoreManager(Thread):
                 with self.sending:
                     self.outbox.poll(1000, zmq.POLLOUT)  # until both directions are open
                 self.ready = message
-            case Answer():
+            case UtilityOutput():
                 self.answers.pop(message.id, SimpleQueue()).put(message.values)
             case Dead():
                 self.is_refusal = message.is_refusal
@@ -152,8 +146,7 @@ class CoreManager(Thread):
     def _check_clock(self, now: float) -> str | None:
         """Send a ping after a silence; returns why it is dead, if a limit has passed."""
         if now > self.last_heard + self.ping / 4 and self.deadline[0] == math.inf:
-            silent = f"no answer within ping_timeout={self.ping} seconds"
-            self.deadline = (now + 0.75 * self.ping, silent)
+            self.deadline = (now + 0.75 * self.ping, f"no answer within ping_timeout={self.ping} seconds")
             self.send(Utility(0))
         limits = [self.deadline, (self.closing, "it did not end by itself")]
         return next((why for limit, why in limits if now > limit), None)
@@ -166,10 +159,11 @@ class CoreManager(Thread):
 
     def _listen(self, inbox: zmq.Socket) -> str:
         """Read messages and the log until the process is dead; returns why."""
-        log, logs = self.process.stdout.fileno(), 1  # 0 when its pipe is closed
-        limit, why = self.config.ready_timeout, None
-        late = f"no READY after ready_timeout={limit} seconds"
-        self.deadline = (time.monotonic() + limit, late)
+        log = self.process.stdout.fileno()
+        logs = 1  # 0 when its pipe is closed
+        limit = self.config.ready_timeout
+        why = None
+        self.deadline = (time.monotonic() + limit, f"no READY after ready_timeout={limit} seconds")
         while why is None:
             now = time.monotonic()  # before the look: this process may be stopped
             sources = [log] * logs + [inbox] * (not self.is_full())
@@ -193,7 +187,8 @@ class CoreManager(Thread):
 
     def run(self) -> None:
         """The thread. `dead` is set when everything has been cleaned up."""
-        context, path = zmq.Context(), f"{self.recipe['meeting']}/{self.name}"
+        context = zmq.Context()
+        path = f"{self.recipe['meeting']}/{self.name}"
         try:
             inbox, self.outbox = open_sockets(context, path, is_engine=False)
             with self._launch() as self.process:  # closes its pipes, and waits for its end
@@ -248,9 +243,9 @@ def close_all(managers: list[CoreManager]) -> None:
 def forget() -> None:
     """In a forked child: mark all engines dead, and close its ends of their pipes."""
     for manager in [*MANAGERS]:
-        why = "this is a fork of the engine's front: make a new LLM"
-        manager.dead = EngineDead(why)
-        manager.outbox, manager.sending = None, Lock()
+        manager.dead = EngineDead("this is a fork of the engine's front: make a new LLM")
+        manager.outbox = None
+        manager.sending = Lock()
         if manager.process is not None:
             manager.process.stdin.close()
 

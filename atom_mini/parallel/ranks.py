@@ -28,7 +28,7 @@ from ..fields import EngineFields, Recipe
 from ..gpu.graphs import DeviceGraph
 from ..model_runner import FillIn, choose_device
 from atom_mini.parallel.engine_process import (
-    Message, Ready, Shutdown, Size, decode, encode, pack_params,
+    Message, Ready, Shutdown, Size, decode_frame, encode, pack_params,
 )  # fmt: skip
 from .manager import TICK, CoreManager
 from .packed_form import unpack_params
@@ -90,13 +90,16 @@ def pack_batch(batch: ScheduledBatch) -> bytes:
     )  # fmt: skip
     return encode(step)
 
-
+# %% ../../nbs/parallel/71c_ranks.ipynb #d29469e2
 def unpack_batch(step: Step) -> ScheduledBatch:
     """The batch in a message; ValueError if its arrays do not fit together."""
     both = zip(step.arrays, KINDS, strict=True)
     arrays = [np.frombuffer(data, kind).copy() for data, kind in both]
     tokens, counts, lens, is_sampled, tables = arrays
     size = len(step.req_ids)
+    lengths = {size, len(step.params), *map(len, (counts, lens, is_sampled))}
+    fits = len(lengths) == 1 and counts.sum() == len(tokens)
+    require(fits, "the arrays of a step do not fit together")
     batch = ScheduledBatch(
         type=step.type, req_ids=step.req_ids, scheduled_tokens=tokens,
         num_scheduled_tokens=counts, context_lens=lens, is_sampled=is_sampled,
@@ -138,7 +141,7 @@ class Rank:
 
     def receive(self) -> Any:
         """The next message from rank 0."""
-        return decode(self.inbox.recv(), ToRank)
+        return decode_frame(self.inbox.recv(), ToRank)
 
     def meet(self, device: torch.device) -> Group:
         """Report that this rank has loaded; join the group when all have."""
@@ -163,7 +166,8 @@ class RankManager(CoreManager):
 
     def __init__(self, rank: int, recipe: Recipe, config: EngineFields) -> None:
         super().__init__(rank, recipe, config, SimpleQueue())
-        self.share, self.ping = config.tensor_parallel_size, math.inf
+        self.share = config.tensor_parallel_size
+        self.ping = math.inf
 
     def run(self) -> None:
         """Watch the rank, in a thread. Its death ends this process; a refusal does not
@@ -171,7 +175,7 @@ class RankManager(CoreManager):
         super().run()
         if not self.is_refusal:
             print(str(self.dead).splitlines()[0], file=sys.stderr, flush=True)
-            time.sleep(0.1)  # so that ranks that die with it are named, too
+            time.sleep(0.1)  # so that ranks that die at the same time are also named
             os._exit(1)
 
 # %% ../../nbs/parallel/71c_ranks.ipynb #5a5a5435

@@ -38,7 +38,8 @@ class Replica(CoreManager):
         bell: SimpleQueue[None],
     ) -> None:  # fmt: skip
         super().__init__(number, recipe, config, bell)
-        self.hashes, self.num_given = set[int](), 0
+        self.hashes = set[int]()
+        self.num_given = 0
 
     @property
     def load(self) -> tuple[int, int]:
@@ -101,7 +102,8 @@ def make_loop(
 ) -> EngineCoreProc:
     """The loop of one of several engines."""
     config = cast(EngineFields, core.config)
-    manager, report = core.scheduler.block_manager, no_report
+    manager = core.scheduler.block_manager
+    report = no_report
     if config.routing == "prefix":
         manager.use_index(ReportingIndex)  # the pool is still empty
         report = partial(report_of, manager)

@@ -23,19 +23,23 @@ def check_role(role: object, place: str) -> dict[str, object]:
     if not isinstance(role, dict):
         raise ValueError(f"{place}={role!r} must be a dict such as {{'kv_role': 'kv_producer'}}")
     kind = role.get("kv_role")
-    both = f"{place}: kv_role='kv_both' is an engine without kv_transfer_config: set one of {', '.join(ROLES)}"
-    require(kind != "kv_both", both)
+    if kind == "kv_both":
+        raise ValueError(
+            f"{place}: kv_role='kv_both' is an engine without kv_transfer_config: set one of {', '.join(ROLES)}"
+        )
     require(kind in ROLES, f"{place}: kv_role={kind!r} must be one of {', '.join(ROLES)}")
     for name in role:
         if name in SAME:
-            why = "all engines have the same, because one reads the other's blocks: set it beside kv_transfer_config"
-            raise ValueError(f"{place}: {name}={role[name]!r} cannot be set for one engine: {why}")
+            raise ValueError(
+                f"{place}: {name}={role[name]!r} cannot be set for one engine: all engines have the same, "
+                "because one reads the other's blocks: set it beside kv_transfer_config"
+            )
         near = difflib.get_close_matches(str(name), KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"leave it out (it may have {', '.join(KEYS)})"
         require(name in ("kv_role", *KEYS), f"{place} has no key {name!r}: {hint}")
     connector = role.get("kv_connector", SHARED)
-    unknown = f"{place}: kv_connector={connector!r} must be one of {', '.join(CONNECTORS)}"
-    require(connector in CONNECTORS, unknown)
+    if connector not in CONNECTORS:
+        raise ValueError(f"{place}: kv_connector={connector!r} must be one of {', '.join(CONNECTORS)}")
     return dict(role)
 
 
@@ -47,18 +51,23 @@ def check_roles(given: object) -> list[dict[str, object]]:
             given = json.loads(given)
         except ValueError:
             raise ValueError(f"{what} must be JSON: {EXAMPLE}") from None
-    alone = f"{what} is one engine, and an engine of one role needs another process for the other role"
-    require(not isinstance(given, dict), f"{alone}: list one dict for each engine, as in {EXAMPLE}")
+    if isinstance(given, dict):
+        raise ValueError(
+            f"{what} is one engine, and an engine of one role needs another process for the other role: "
+            f"list one dict for each engine, as in {EXAMPLE}"
+        )
     if not isinstance(given, list | tuple):
         raise ValueError(f"{what} must be a list of dicts: {EXAMPLE}")
     require(len(given) <= MOST, f"kv_transfer_config lists {len(given)} engines: list at most {MOST}")
     roles = [check_role(role, f"kv_transfer_config[{i}]") for i, role in enumerate(given)]
     for kind in ROLES:
-        missing = f"{what} has no {kind}: add {{'kv_role': {kind!r}}}"
-        require(any(role["kv_role"] == kind for role in roles), missing)
+        if all(role["kv_role"] != kind for role in roles):
+            raise ValueError(f"{what} has no {kind}: add {{'kv_role': {kind!r}}}")
     names = {role.get("kv_connector") for role in roles}
-    differ = f"kv_transfer_config has kv_connector={sorted(map(str, names))}: set the same in each dict, or in none"
-    require(len(names) == 1, differ)
+    if len(names) > 1:
+        raise ValueError(
+            f"kv_transfer_config has kv_connector={sorted(map(str, names))}: set the same in each dict, or in none"
+        )
     return roles
 
 
@@ -76,10 +85,13 @@ def connector_name(config: EngineFields) -> str:
 def check_connector(config: EngineFields) -> None:
     """ValueError if blocks cannot go that way here, or there are fewer GPUs than engines."""
     name, is_cpu = connector_name(config), is_on_cpu(config)
-    on_host = f"kv_connector={name!r} copies blocks through the host's memory, not between GPUs"
-    require(is_cpu or name != SHARED, f"{on_host}: set {POINT_TO_POINT!r}, or device='cpu'")
-    no_linux = f"kv_connector={SHARED!r} needs Linux: set {POINT_TO_POINT!r}, or leave out kv_transfer_config"
-    require(name != SHARED or hasattr(os, "memfd_create"), no_linux)
+    if name == SHARED and not is_cpu:
+        raise ValueError(
+            f"kv_connector={name!r} copies blocks through the host's memory, not between GPUs: "
+            f"set {POINT_TO_POINT!r}, or device='cpu'"
+        )
+    if name == SHARED and not hasattr(os, "memfd_create"):
+        raise ValueError(f"kv_connector={name!r} needs Linux: set {POINT_TO_POINT!r}, or leave out kv_transfer_config")
     if not is_cpu:
         devices_of(config)
 
@@ -89,10 +101,13 @@ def devices_of(config: EngineFields) -> list[str]:
     import torch  # a front on a CPU starts faster without it
 
     size, count = len(config.kv_transfer_config), torch.cuda.device_count()
-    what = f"device={config.device!r} is one device for {size} engines: set device='cuda'"
-    require(config.device in (None, "cuda"), what)
-    few = f"kv_transfer_config lists {size} engines, each of which needs a GPU, and there are {count}"
-    require(size <= count, f"{few}: list fewer, or set device='cpu'")
+    if config.device not in (None, "cuda"):
+        raise ValueError(f"device={config.device!r} is one device for {size} engines: set device='cuda'")
+    if size > count:
+        raise ValueError(
+            f"kv_transfer_config lists {size} engines, each of which needs a GPU, and there are {count}: "
+            "list fewer, or set device='cpu'"
+        )
     return [f"cuda:{i}" for i in range(size)]
 
 

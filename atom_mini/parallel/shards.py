@@ -53,15 +53,20 @@ def cut(count: int, name: str, n: int, option: str = "tensor_parallel_size") -> 
 
 def check_cut(spec: ModelSpec, n: int, is_dealt: bool) -> None:
     """ValueError if the model cannot be cut, or its experts not be dealt, to `n` ranks."""
-    given, vocab = f"tensor_parallel_size={n}", spec.vocab_size
-    kv = spec.num_key_value_heads
+    vocab, kv = spec.vocab_size, spec.num_key_value_heads
     cut(spec.num_attention_heads, "num_attention_heads", n)
     if is_dealt:
         check_dealt(spec, n)
-    what = f"{given} and num_key_value_heads={kv}: one must divide the other, lower it"
-    require(kv % n == 0 or n % kv == 0, what)
-    what = f"{given} exceeds what a vocabulary of {vocab} can be cut into: lower it"
-    require((n - 1) * -(-vocab // n) < vocab, what)
+    if kv % n and n % kv:
+        raise ValueError(
+            f"tensor_parallel_size={n} and num_key_value_heads={kv}: one must divide "
+            "the other, lower it"
+        )
+    if (n - 1) * -(-vocab // n) >= vocab:
+        raise ValueError(
+            f"tensor_parallel_size={n} exceeds what a vocabulary of {vocab} can be cut "
+            "into: lower it"
+        )
 
 # %% ../../nbs/parallel/71a_shards.ipynb #ec28b80c
 def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
@@ -77,8 +82,7 @@ def cut_spec(spec: ModelSpec, n: int, is_dealt: bool = False) -> ModelSpec:
     if (experts := getattr(spec, "experts", None)) and any(sparse):
         more["experts"] = cut_experts(experts, n, is_dealt)
     if not sparse or not all(sparse):
-        width = cut(spec.intermediate_size, "intermediate_size", n)
-        more["intermediate_size"] = width
+        more["intermediate_size"] = cut(spec.intermediate_size, "intermediate_size", n)
     heads, rows = spec.num_attention_heads // n, -(-spec.vocab_size // n)
     return replace(spec, num_attention_heads=heads, vocab_size=rows, **more)
 
@@ -116,9 +120,10 @@ class Group:
         try:
             work().wait()
         except RuntimeError:
-            late = f"did not arrive within {1e3 * self.limit:.0f}ms"
-            why = f"another rank has died, or {late}"
-            raise RuntimeError(f"a collective failed: {why}") from None
+            raise RuntimeError(
+                "a collective failed: another rank has died, or did not arrive within "
+                f"{1e3 * self.limit:.0f}ms"
+            ) from None
 
     def all_reduce(
         self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -156,7 +161,8 @@ def open_group(
     `limit`: seconds that a rank waits for another, here and later. `device`: a GPU if
     every rank has its own. Rank 0 removes the folder.
     """
-    time, device = timedelta(seconds=limit), torch.device(device)
+    time = timedelta(seconds=limit)
+    device = torch.device(device)
     store = dist.FileStore(f"{folder}/store", size)
     store.set_timeout(time)
     backend = make_backend(store, rank, size, time, device.type == "cuda")

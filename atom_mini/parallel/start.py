@@ -38,8 +38,7 @@ def serve(recipe: Recipe, inbox: zmq.Socket, outbox: zmq.Socket) -> int:
 
 
 def end_with_front(folder: str) -> None:
-    """Wait for the end of standard input, remove `folder`, and kill the process group
-    that this process leads."""
+    """Wait for the end of standard input, remove `folder`, and kill the process group that this process leads."""
     sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
@@ -47,11 +46,11 @@ def end_with_front(folder: str) -> None:
 
 def main() -> None:
     """Run the process that the last argument, a recipe in JSON, describes."""
-    recipe, context = json.loads(sys.argv[-1]), zmq.Context()
+    recipe = json.loads(sys.argv[-1])
+    context = zmq.Context()
     meeting = recipe["meeting"]
     threading.Thread(target=end_with_front, args=[meeting], daemon=True).start()
-    path = f"{meeting}/{recipe['name']}"
-    inbox, outbox = open_sockets(context, path, is_engine=True)
+    inbox, outbox = open_sockets(context, f"{meeting}/{recipe['name']}", is_engine=True)
     code = serve(recipe, inbox, outbox)
     context.destroy(linger=1000)
     sys.stdout.flush()

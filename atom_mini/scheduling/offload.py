@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from ..errors import require
 from ..fields import EngineFields
 from ..memory import free_host_bytes, kvcache_block_bytes
 from ..model_runner import choose_device, choose_dtype, numbered
@@ -31,14 +30,19 @@ def count_host_blocks(config: EngineFields) -> int:
 
 def check_offloading(config: EngineFields) -> None:
     """ValueError if the second pool does not fit into the host's memory, or holds no block."""
-    size, free = config.kv_offloading_size or 0, free_host_bytes()
-    what = f"kv_offloading_size={size} GiB"
+    size = config.kv_offloading_size or 0
     engines = config.data_parallel_size
-    each = f" for each of {engines} engines" if engines > 1 else ""
-    over = f"{what}{each} exceeds the host's {free / GIB:.2f} GiB of free memory"
-    require(size * engines * GIB <= free, f"{over}: lower it")
-    small = f"{what} holds no block of {block_bytes(config)} bytes"
-    require(count_host_blocks(config) > 0, f"{small}: raise it, or lower kv_cache_block_size")
+    free = free_host_bytes()
+    if size * engines * GIB > free:
+        each = f" for each of {engines} engines" if engines > 1 else ""
+        raise ValueError(
+            f"kv_offloading_size={size} GiB{each} exceeds the host's {free / GIB:.2f} GiB of free memory: lower it"
+        )
+    if count_host_blocks(config) == 0:
+        raise ValueError(
+            f"kv_offloading_size={size} GiB holds no block of {block_bytes(config)} bytes: "
+            "raise it, or lower kv_cache_block_size"
+        )
 
 
 class HostCopies:

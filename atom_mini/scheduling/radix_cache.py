@@ -57,7 +57,8 @@ class RadixCache(PrefixIndex):
     def _lookup(self, seq: Sequence, i: int, parent_id: int) -> Block | None:
         """The block that holds the content of the i-th block of `seq` after the content
         `parent_id`, or None."""
-        tokens, block_id = tuple(tokens_of(seq, i)), None
+        tokens = tuple(tokens_of(seq, i))
+        block_id = None
         if parent_id in self.places:
             node, at = self.places[parent_id]
             if at + 1 < len(node.block_ids):

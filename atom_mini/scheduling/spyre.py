@@ -144,7 +144,8 @@ class SpyreScheduler(BaseScheduler):
 
     def _prefill(self, seq: Sequence, decoding: Seqs) -> PaddedBatch:
         """The next chunk of `seq`, alone."""
-        manager, plan = self.block_manager, self._plan(seq)
+        manager = self.block_manager
+        plan = self._plan(seq)
         redirected = 0 if seq is self.prefilling else self._begin(seq)
         end = plan.end(seq.num_computed_tokens)
         manager.extend(seq, max(len(seq.block_table), -(-end // self.size)))
@@ -177,7 +178,8 @@ class SpyreScheduler(BaseScheduler):
     def _no_blocks(self, seq: Sequence, cached: list[int]) -> str | None:
         """Why the pool could run out of blocks with `seq`; None if it could not."""
         manager = self.block_manager
-        blocks, to_come = manager.pool.blocks, map(self._to_come, [*self.running, seq])
+        blocks = manager.pool.blocks
+        to_come = map(self._to_come, [*self.running, seq])
         used, total = len(blocks) - manager.num_free_blocks, len(blocks)
         needed = used + sum(to_come) - sum(blocks[i].ref_count > 0 for i in cached)
         return f"num_kvcache_blocks: {needed} > {total}" if needed > total else None
@@ -299,19 +301,19 @@ class LookAheadScheduler(SpyreScheduler):
     ) -> list[tuple[int, int]]:
         """The projection with `seq` in the batch, until `seq` ends or is alone:
         (sequences left, largest tkv until the next one ends)."""
-        base, size = max(self.tkv, seq.num_tokens), self.size
+        size = self.size
+        base = max(self.tkv, seq.num_tokens)
         own = base // size * size + seq.num_tokens % size
         end = round_up(own + remaining(seq) - 1, size) + size
-        ends = [round_up(base + remaining(s), size) + size for s in decoding]
-        others = sorted(ends)
+        others = sorted(round_up(base + remaining(s), size) + size for s in decoding)
         before = sum(e < end for e in others)
         stairs = [min(e, end) for e in others[: before + 1]]
         return [(len(others) + 1 - i, e) for i, e in enumerate(stairs)]
 
     def _too_large(self, seq: Sequence, decoding: Seqs) -> str | None:
         """Why the volume could exceed the limit in a later step; None if it could not."""
-        limit, stairs = self.config.max_batch_tkv_limit, self.staircase(seq, decoding)
-        worst = max((n * end for n, end in stairs), default=0)
+        limit = self.config.max_batch_tkv_limit
+        worst = max((n * end for n, end in self.staircase(seq, decoding)), default=0)
         return f"volume: {worst} > {limit}" if worst > limit else None
 
     def _too_long(self, seq: Sequence, decoding: Seqs) -> str | None:

@@ -68,7 +68,8 @@ class RectangularRunner(ModelRunner):
         self, batch: PaddedBatch
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(column in the padded sequence, whether it is a token, slot), each [B, Q]."""
-        size, width = self.config.kv_cache_block_size, batch.block_tables.shape[1]
+        size = self.config.kv_cache_block_size
+        width = batch.block_tables.shape[1]
         ends = (batch.left_padding + batch.context_lens)[:, None]
         starts = ends - batch.num_scheduled_tokens[:, None]
         columns = ends - 1
@@ -97,16 +98,17 @@ class RectangularRunner(ModelRunner):
         """(ids [B * Q], positions [B * Q], metadata with a `Rectangle`, sampled rows)."""
         assert isinstance(batch, PaddedBatch)
         columns, is_real, slots = self._lay_out(batch)
-        padding, (num_rows, width) = batch.left_padding[:, None], columns.shape
+        padding = batch.left_padding[:, None]
+        num_rows, width = columns.shape
         ids = np.zeros(columns.shape, np.int64)
         ids[is_real] = batch.scheduled_tokens
         positions = np.where(is_real, columns - padding, 0)
         seen_to = np.where(is_real, columns, padding)  # a dummy query sees the first key
         last = width - 1 - is_real[:, ::-1].argmax(1) + np.arange(num_rows) * width
-        arrays = [ids.ravel(), positions.ravel(), slots.ravel(), last[batch.is_sampled]]
-        arrays += [padding, seen_to[:, :, None], batch.context_lens]
-        arrays += [batch.block_tables.astype(np.int64)]
-        input_ids, position, slot, rows, left, seen, lens, tables = self.upload(arrays)
+        input_ids, position, slot, rows, left, seen, lens, tables = self.upload([
+            ids.ravel(), positions.ravel(), slots.ravel(), last[batch.is_sampled], padding,
+            seen_to[:, :, None], batch.context_lens, batch.block_tables.astype(np.int64),
+        ])  # fmt: skip
         plan = self._rectangle(left, seen, lens, tables)
         new, ends = batch.num_scheduled_tokens.tolist(), batch.context_lens.tolist()
         meta = AttentionMetaData(lens, tables, slot, new, ends, plan=plan)
@@ -116,7 +118,8 @@ class RectangularRunner(ModelRunner):
         """A decode of as many of the longest sequences as the limits allow."""
         config, longest = self.config, self.config.max_model_len or 1
         rows = (config.max_batch_tkv_limit or longest) // longest
-        count, size = max(1, min(config.max_num_seqs, rows)), config.kv_cache_block_size
+        count = max(1, min(config.max_num_seqs, rows))
+        size = config.kv_cache_block_size
         tables = np.tile(np.arange(longest // size, dtype=np.int32), (count, 1))
         batch = made_up_batch(SequenceType.DECODE, longest, tables)
         ids, new = batch.scheduled_tokens[:count], np.ones(count, np.int32)

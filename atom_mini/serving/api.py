@@ -31,8 +31,7 @@ Parts = AsyncGenerator[Any, None]  # of an answer
 
 
 class Answer(StreamingResponse):
-    """An answer in parts, until the client leaves. An error before the first part is an
-    HTTP error."""
+    """An answer in parts, until the client leaves. An error before the first part is an HTTP error."""
 
     async def stream_response(self, send: Send) -> None:
         parts = cast(Parts, self.body_iterator)
@@ -81,8 +80,7 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, f"the server has failed: {type(error).__name__}")
 
 
-HEADERS = {401: {"www-authenticate": "Basic"}, 429: {"retry-after": "1"}}
-HEADERS |= {503: {"retry-after": "5"}}
+HEADERS = {401: {"www-authenticate": "Basic"}, 429: {"retry-after": "1"}, 503: {"retry-after": "5"}}
 
 
 async def error_response(request: Request, error: Exception) -> Response:
@@ -120,8 +118,7 @@ async def event_stream(values: Parts) -> Parts:
     yield DONE
 
 
-ERRORS = (ApiError, ClientDisconnect, EngineDead, Exception, HTTPException,
-          RecursionError, ValueError)  # fmt: skip
+ERRORS = (ApiError, ClientDisconnect, EngineDead, Exception, HTTPException, RecursionError, ValueError)
 
 
 class Api(Starlette):
@@ -132,14 +129,9 @@ class Api(Starlette):
         hosts = [bound, "localhost", "127.0.0.1", "[::1]", *settings.allowed_host]
         trust = Middleware(TrustedHostMiddleware, hosts, www_redirect=False)
         handlers = dict.fromkeys(ERRORS, error_response)
-        pages = Middleware(
-            CORSMiddleware, settings.allowed_origins, allow_methods=["*"],
-            allow_headers=["*"],
-        )  # fmt: skip
+        pages = Middleware(CORSMiddleware, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"])
         middleware = [trust, pages] if settings.allowed_origins else [trust]
-        super().__init__(
-            routes=routes, middleware=middleware, exception_handlers=handlers
-        )
+        super().__init__(routes=routes, middleware=middleware, exception_handlers=handlers)
         self.settings = settings
 
     def has_key(self, headers: Headers) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import require
 from ..llm import Chat, Params, Prompts, TemplateOptions
-from ..llm import chat_tokenizer, check_template_options
+from ..llm import apply_template, chat_tokenizer, check_template_options
 from ..llm import read_messages, read_prompts
 from ..options.build import LLM
 from ..text import Request, TextPiece
@@ -157,8 +157,7 @@ class AsyncLLM:
         tokenizer = chat_tokenizer(self.llm.tokenizer, self.llm.config.model)
         check_template_options(more)
         options = {"add_generation_prompt": generation} | more
-        read = read_messages(messages)
-        text = tokenizer.apply_chat_template(read, tokenize=False, **options)
+        text = apply_template(tokenizer, read_messages(messages), options)
         return self.llm.processor.encode(text, add_special_tokens=False)
 
     async def format_chat(

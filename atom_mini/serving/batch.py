@@ -88,12 +88,7 @@ async def answer(server: Server, line: Line) -> bytes:
     return msgspec.json.encode(row) + b"\n"
 
 
-async def answer_all(
-    lines: list[Line],
-    options: JsonObject,
-    size: int,
-    write: Callable[[bytes], object],
-) -> None:
+async def answer_all(lines: list[Line], options: JsonObject, size: int, write: Callable[[bytes], object]) -> None:
     """Answer all lines, `size` at a time; `write` gets each answer's line."""
     rest = iter(lines)
     async with AsyncLLM(**options) as engine:
@@ -130,5 +125,4 @@ def run_batch(args: argparse.Namespace) -> None:
     codes = read_answers(args.target)
     failed = sum(codes[id] != 200 for id in work)
     if failed:
-        wrong = f"{failed} of {len(work)} answers are errors: see status_code"
-        raise OSError(f"{wrong} in {args.target}")
+        raise OSError(f"{failed} of {len(work)} answers are errors: see status_code in {args.target}")

@@ -22,8 +22,7 @@ from .async_llm import AsyncLLM
 from .protocol import ApiError
 from .server import Server
 
-CLOSED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-CLOSED |= {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+CLOSED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_ENABLE_HA_PROXY": "0"}
 
 
 def start_ray(address: str | None) -> None:
@@ -64,8 +63,7 @@ class Engine:
 def make_app() -> Starlette:
     """The server of this process, without the routes that show a single engine."""
     router = Engine.server.router
-    kept = [r for r in router.routes if getattr(r, "path", "") not in ONE_ENGINE]
-    router.routes = kept
+    router.routes = [r for r in router.routes if getattr(r, "path", "") not in ONE_ENGINE]
     return Starlette(routes=[Mount("", Engine.server)])
 
 
@@ -90,14 +88,16 @@ def resources(config: EngineArgs, settings: Fleet) -> dict[str, float]:
     each = {"CPU": settings.cpus, "GPU": ranks * on_gpu}
     for kind, one in each.items() if settings.address is None else ():
         need, most = settings.replicas * one, have.get(kind, 0)
-        wrong = f"replicas={settings.replicas} need {need:g} {kind}, of {most:g} here"
-        require(need <= most, f"{wrong}: lower it, or set address to a larger cluster")
+        if need > most:
+            raise ValueError(
+                f"replicas={settings.replicas} need {need:g} {kind}, of {most:g} here: "
+                "lower it, or set address to a larger cluster"
+            )
     return {"num_cpus": each["CPU"], "num_gpus": each["GPU"]}
 
 
 def build(args: JsonObject) -> object:
-    """The fleet as an application of Ray Serve. `args`: fields of `Fleet`, and options
-    of `LLM`."""
+    """The fleet as an application of Ray Serve. `args`: fields of `Fleet`, and options of `LLM`."""
     from ray import serve
 
     names = {f.name for f in fields(Fleet)}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
-from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -20,18 +20,15 @@ from ..errors import NOT_HERE, shortened
 from ..forms import Form
 from ..llm import TemplateOptions, check_template_options
 from ..text import Request as EngineRequest
-from ..text import Tokenizer
+from ..text import Tokenizer, decode
 from .tools import NamedTool, PlainReader, ResponseFormat, Tool, ToolCall, ToolChoice
-from .tools import calls_grammar, joined, make_reader
+from .tools import calls_grammar, join_deltas, make_reader
 
 
 class ApiError(Exception):
     """An error for a client: its HTTP status, its message, and the wrong field."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None,
-        code: str | None = None,
-    ) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message = status, shortened(message)
         self.param, self.code = param and shortened(param, 100), code
@@ -50,11 +47,28 @@ Stops = Annotated[list[Stop], Meta(max_length=16)]  # each is searched for
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`include_usage`: the last chunk counts tokens. `continuous_usage_stats` (vLLM's):
-    every chunk does."""
+    """`include_usage`: the last chunk counts tokens. `continuous_usage_stats` (vLLM's): every chunk does."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class Offsets:
+    """Counts at which character of an answer each of its tokens begins. The tokens of one character have its place."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.size: int | None = None  # characters so far; None before the first text
+
+    def next(self, tokenizer: Tokenizer, id: int) -> int:
+        """The place of the next token."""
+        place = self.size or 0
+        if decode(tokenizer, [id, id]):  # else a special token, which the text leaves out
+            text = self.decoder.decode(token_bytes(tokenizer, id))
+            if self.size is None and not decode(tokenizer, [id]).startswith(" "):
+                text = text.removeprefix(" ")  # as some decoders do at the beginning
+            self.size = place + len(text)
+        return place
 
 
 class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -106,7 +120,14 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         try:
             return SamplingParams(**options)
         except ValueError as error:
-            raise ApiError(400, str(error), first_wrong(options)) from None
+            wrong = first_wrong(options)
+            field = wrong and self.field_of(wrong)
+            text = re.sub(r": set SamplingParams\(\w+=\.\.\.\)$", "", str(error))  # a client has none
+            raise ApiError(400, text.replace(f"{wrong}=", f"{field}="), field) from None
+
+    def field_of(self, option: str) -> str:
+        """The field that sets an option of `SamplingParams`."""
+        return option
 
     def wanted_forms(self) -> dict[str, JsonObject]:
         """The forms that the request asks for, by the field that does: those of `StructuredOutputsParams`."""
@@ -162,8 +183,7 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         }  # fmt: skip
 
     def usage(self, requests: list[EngineRequest], new: int) -> JsonObject:
-        """Token counts: of the prompts, each of which has `n` consecutive `requests`, and
-        of `new` generated tokens."""
+        """Token counts: of the prompts, each of which has `n` consecutive `requests`, and of `new` generated tokens."""
         seqs = [request.seq for request in requests[:: self.n]]
         prompt = sum(seq.num_prompt_tokens for seq in seqs)
         cached = sum(seq.num_cached_tokens for seq in seqs)
@@ -174,23 +194,22 @@ class ApiRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def logprobs_json(
         self, found: list[dict[int, float]] | None, ids: list[int],
-        tokenizer: Tokenizer | None, offset: int
+        tokenizer: Tokenizer | None, offsets: Offsets
     ) -> JsonObject | None:
-        """Log probabilities `found` of the tokens `ids`, whose text begins at character
-        `offset` of the answer; None if the request did not ask for them."""
+        """Log probabilities `found` of the next tokens `ids` of an answer, whose places in
+        its text `offsets` counts; None if the request did not ask for them."""
         most = self.num_logprobs
         if most is None:
             return None
         assert found is not None and tokenizer is not None
-        rows = [named(*pair, most, tokenizer) for pair in zip(found, ids, strict=True)]
+        rows = [token_logprobs(*pair, most, tokenizer) for pair in zip(found, ids, strict=True)]
         if isinstance(self, ChatCompletionRequest):
-            content = [first | {"top_logprobs": top} for first, *top in rows]
-            return {"content": content, "refusal": None}
-        words = [first["token"] for first, *_ in rows]
+            return {"content": [first | {"top_logprobs": top} for first, *top in rows], "refusal": None}
         return {
-            "tokens": words, "token_logprobs": [first["logprob"] for first, *_ in rows],
-            "top_logprobs": [{t["token"]: t["logprob"] for t in top} for _, *top in rows],
-            "text_offset": [*accumulate(map(len, words), initial=offset)][:-1],
+            "tokens": [name_of(first) for first, *_ in rows],
+            "token_logprobs": [first["logprob"] for first, *_ in rows],
+            "top_logprobs": [by_name([*top, first]) for first, *top in rows],
+            "text_offset": [offsets.next(tokenizer, id) for id in ids],
         }  # fmt: skip
 
 
@@ -202,9 +221,8 @@ class CompletionRequest(ApiRequest):
     name = ("cmpl", "text_completion", "text_completion")
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One message of a conversation. The null fields come with answers that clients
-    send back."""
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One message of a conversation. The null fields come with answers that clients send back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[JsonObject] | None = None  # None: calls alone
@@ -233,7 +251,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class ChatCompletionRequest(ApiRequest, kw_only=True):
     """POST /v1/chat/completions: a conversation, whose next message is the answer."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: int | None = None  # the newer name of `max_tokens`
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -249,8 +267,7 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
-            wrong = f"top_logprobs={self.top_logprobs} needs logprobs=true: set it"
-            raise ApiError(400, wrong, "top_logprobs")
+            raise ApiError(400, f"top_logprobs={self.top_logprobs} needs logprobs=true: set it", "top_logprobs")
         try:
             check_template_options(self.chat_template_kwargs)
         except ValueError as error:
@@ -279,9 +296,14 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
             from atom_mini.structured.params import SPACES, as_schema
 
             for tool in self.tools:
-                check_schema(tool, as_schema)
+                check_tool(tool, as_schema)
             found["tool_choice"] = {"grammar": calls_grammar(self.tools, SPACES)}
         return found
+
+    def field_of(self, option: str) -> str:
+        if option == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "top_logprobs" if option == "logprobs" else option
 
     def reader(self) -> PlainReader:
         return make_reader(self.tools, self.tool_choice)
@@ -292,7 +314,7 @@ class ChatCompletionRequest(ApiRequest, kw_only=True):
         return self.chat_template_kwargs | ({"tools": tools} if tools else {})
 
 
-def check_schema(tool: Tool, check: Callable[[JsonObject], object]) -> None:
+def check_tool(tool: Tool, check: Callable[[JsonObject], object]) -> None:
     """ApiError if the parameters of a tool are no JSON schema."""
     try:
         check(tool.schema)
@@ -303,8 +325,7 @@ def check_schema(tool: Tool, check: Callable[[JsonObject], object]) -> None:
 def read_answer(request: ApiRequest, text: str, reason: str | None) -> tuple[JsonObject, str | None]:
     """A whole answer: (the fields of its message, why it ended)."""
     reader = request.reader()
-    message = joined(reader.read(text, reason))
-    return message, end_reason(reader, reason)
+    return join_deltas(reader.read(text, reason)), end_reason(reader, reason)
 
 
 def end_reason(reader: PlainReader, reason: str | None) -> str | None:
@@ -351,8 +372,7 @@ def read_request(body: bytes, kind: type[T]) -> T:
     types = {field.name: field for field in msgspec.structs.fields(kind)}
     for name, value in raw.items():
         if name not in types and name not in NEUTRAL and name not in NOT_HERE:
-            wrong = f"{name} is not a field of this request: leave it out"
-            raise ApiError(400, wrong, name)
+            raise ApiError(400, f"{name} is not a field of this request: leave it out", name)
         if name not in types and value is not None:
             check_neutral(name, value)
     given = {n: v for n, v in raw.items() if n in types and v is not None}
@@ -412,12 +432,25 @@ def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     return text.encode()
 
 
-def named(
-    row: dict[int, float], chosen: int, most: int, tokenizer: Tokenizer
-) -> list[JsonObject]:
-    """The chosen token and the `most` likely ones of `row`, each with its text, its log
-    probability, and its bytes."""
+def token_logprobs(row: dict[int, float], chosen: int, most: int, tokenizer: Tokenizer) -> list[JsonObject]:
+    """The chosen token and the `most` likely ones of `row`, each with its text, its log probability, and its bytes."""
     best = sorted(row, key=row.__getitem__, reverse=True)[:most]
     found = [(id, tokenizer.decode([id])) for id in [chosen, *best]]
-    return [{"token": text, "logprob": row[id], "bytes": [*token_bytes(tokenizer, id)]}
-            for id, text in found]  # fmt: skip
+    return [{"token": text, "logprob": row[id], "bytes": [*token_bytes(tokenizer, id)]} for id, text in found]
+
+
+def name_of(token: JsonObject) -> str:
+    """The name of a token in a completion: its text, or its bytes if these are a part of a character."""
+    try:
+        bytes(token["bytes"]).decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token["bytes"])
+    return token["token"]
+
+
+def by_name(tokens: list[JsonObject]) -> dict[str, float]:
+    """The log probabilities of tokens, best first, by name; the first of each name."""
+    found: dict[str, float] = {}
+    for token in tokens:
+        found.setdefault(name_of(token), token["logprob"])
+    return found

@@ -41,8 +41,8 @@ from .api import EVENTS, JSON, Answer, Api, JsonResponse, Parts
 from .api import event_stream, read_body
 from .async_llm import AsyncLLM, Stream
 from .protocol import (
-    ApiError, ApiRequest, ChatCompletionRequest, CompletionRequest, end_reason, named_field,
-    read_answer, read_request,
+    ApiError, ApiRequest, ChatCompletionRequest, CompletionRequest, Offsets, end_reason,
+    named_field, read_answer, read_request,
 )  # fmt: skip
 from .tools import PlainReader
 from ..text import NO_TOKEN_LEFT, RequestOutput, TextPiece
@@ -118,8 +118,7 @@ class Meters:
         self.of["prefix_cache_queries"].inc(len(out.prompt_token_ids))
         self.of["prefix_cache_hits"].inc(found)
         if self.engine.llm.config.kv_offloading_size is not None:
-            missing = len(out.prompt_token_ids) - found
-            self.of["external_prefix_cache_queries"].inc(missing)
+            self.of["external_prefix_cache_queries"].inc(len(out.prompt_token_ids) - found)
             self.of["external_prefix_cache_hits"].inc(loaded)
         self.of["time_to_first_token_seconds"].observe(out.ttft)
         self.of["request_time_per_output_token_seconds"].observe(out.tpot)
@@ -178,8 +177,7 @@ class Server(Api):
         engine.llm.listeners.append(self.meters)
 
     async def prompts(self, request: ApiRequest) -> list[str | list[int]]:
-        """The prompts for the engine. ApiError for a conversation that the checkpoint's
-        template does not accept."""
+        """The prompts for the engine. ApiError for a conversation that the checkpoint's template does not accept."""
         if isinstance(request, CompletionRequest):
             return as_list(request.prompt)
         assert isinstance(request, ChatCompletionRequest)
@@ -211,10 +209,10 @@ class Server(Api):
             checked = self.engine.tokenizing.submit(form.check, self.engine.llm.config.vocabulary)
             await asyncio.wrap_future(checked)
 
-    async def pieces(
-        self, request: ApiRequest, stream: Stream
-    ) -> AsyncIterator[TextPiece]:
+    async def pieces(self, request: ApiRequest, stream: Stream) -> AsyncIterator[TextPiece]:
         """Pieces of text until all answers are finished. ApiError if one fails."""
+        if request.num_logprobs is not None and self.engine.llm.tokenizer is None:
+            raise ApiError(400, f"{self.model} has no tokenizer to name tokens with: leave logprobs out", "logprobs")
         count = len(as_list(getattr(request, "prompt", "")))  # a chat is one prompt
         self.check_limits(count, request.n)
         params = [request.params(i) for _ in range(count) for i in range(request.n)]
@@ -232,8 +230,7 @@ class Server(Api):
         except Exception as error:
             is_ours = error is stream.error and not isinstance(error, ApiError | EngineDead)
             if isinstance(error, ValueError) and not is_ours:
-                param = named_field(str(error), request)
-                raise ApiError(400, str(error), param) from None
+                raise ApiError(400, str(error), named_field(str(error), request)) from None
             if not is_ours:
                 raise
             raise ApiError(500, f"the engine has failed: {error!r}") from None  # a step
@@ -242,15 +239,12 @@ class Server(Api):
 
     async def answer(self, http: Request, kind: type[ApiRequest]) -> Response:
         """The handler of both endpoints."""
-        if not http.headers.get("content-type", "").startswith(JSON):
+        if not http.headers.get("content-type", "").lower().startswith(JSON):
             raise ApiError(415, f"send content-type: {JSON}")  # a page's form cannot
         request = read_request(await read_body(http, self.settings.max_body), kind)
         if request.model not in (None, self.model):
             wrong = f"model={request.model!r} is not served here, {self.model!r} is"
             raise ApiError(404, wrong, "model", "model_not_found")
-        if request.num_logprobs is not None and self.engine.llm.tokenizer is None:
-            wrong = f"{self.model} has no tokenizer to name tokens with: leave logprobs out"
-            raise ApiError(400, wrong, "logprobs")
         if request.stream:
             return Answer(event_stream(self.chunks(request)), media_type=EVENTS)
         return Answer(self.whole(request), media_type=JSON)
@@ -258,42 +252,40 @@ class Server(Api):
     async def whole(self, request: ApiRequest) -> Parts:
         """All answers as one document, in one part."""
         stream = Stream()
-        pieces = self.pieces(request, stream)
-        outs = {piece.index: piece.output async for piece in pieces if piece.output}
+        outs = {piece.index: piece.output async for piece in self.pieces(request, stream) if piece.output}
         tokenizer = self.engine.llm.tokenizer
         choices = []
         for i, out in sorted(outs.items()):
-            logprobs = request.logprobs_json(out.logprobs, out.token_ids, tokenizer, 0)
+            logprobs = request.logprobs_json(out.logprobs, out.token_ids, tokenizer, Offsets())
             message, reason = read_answer(request, out.text, out.finish_reason)
             choices.append(request.choice(i, out.text, reason, logprobs, message))
         new = sum(len(out.token_ids) for out in outs.values())
         counts = request.usage(stream.requests, new)
-        document = request.head(self.model) | {"choices": choices, "usage": counts}
-        yield msgspec.json.encode(document)
+        yield msgspec.json.encode(request.head(self.model) | {"choices": choices, "usage": counts})
 
     async def chunks(self, request: ApiRequest) -> Parts:
         """The chunks of a stream."""
-        stream, new = Stream(), 0
+        stream = Stream()
+        new = 0
         options = request.stream_options
         is_chat = isinstance(request, ChatCompletionRequest)
         counts = {"usage": None} if options.include_usage else {}
         head = request.head(self.model) | counts
         first = {"delta": {"role": "assistant", "content": ""}}
-        sent: list[tuple[int, int]] = []  # tokens and characters of each answer
+        sent: list[int] = []  # tokens of each answer
+        offsets: list[Offsets] = []
         readers: list[PlainReader] = []
         async for piece in self.pieces(request, stream):
             if not sent:
-                sent = [(0, 0)] * len(stream.requests)
+                sent = [0] * len(stream.requests)
+                offsets = [Offsets() for _ in sent]
                 readers = [request.reader() for _ in sent]
                 for i in range(len(sent) * is_chat):
                     yield head | {"choices": [request.choice(i, "", None) | first]}
             i, ids = piece.index, piece.token_ids
-            tokens, characters = sent[i]
-            sent[i] = tokens + len(ids), characters + len(piece.text)
-            rows = stream.requests[i].seq.logprobs[tokens : tokens + len(ids)]
-            logprobs = request.logprobs_json(
-                rows, ids, self.engine.llm.tokenizer, characters
-            )
+            rows = stream.requests[i].seq.logprobs[sent[i] : sent[i] + len(ids)]
+            sent[i] += len(ids)
+            logprobs = request.logprobs_json(rows, ids, self.engine.llm.tokenizer, offsets[i])
             new += len(ids)
             reason = piece.finish_reason
             *earlier, last = readers[i].read(piece.text, reason) or [{}]
@@ -326,8 +318,7 @@ class Server(Api):
         """The numbers for Prometheus; of a dead engine, the last ones."""
         with suppress(ApiError):
             await self.ask_state()
-        text = generate_latest(self.meters.registry)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.meters.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self, request: Request) -> Response:
         """A list of the one model."""
@@ -336,8 +327,7 @@ class Server(Api):
     async def named_model(self, request: Request) -> Response:
         """The one model. ApiError (404) for another name."""
         if (name := request.path_params["name"]) != self.model:
-            wrong = f"model {name!r} is not served here, {self.model!r} is"
-            raise ApiError(404, wrong, "model", "model_not_found")
+            raise ApiError(404, f"model {name!r} is not served here, {self.model!r} is", "model", "model_not_found")
         return JsonResponse(self.about_model())
 
     def about_model(self) -> JsonObject:
@@ -396,8 +386,7 @@ MARGIN = 20.0  # seconds after the grace
 
 def end_process(seconds: float) -> None:
     """End this process, whatever its threads wait for."""
-    wrong = f"the server still runs {seconds:.0f} seconds after the signal: it is ended"
-    print(wrong, file=sys.stderr, flush=True)
+    print(f"the server still runs {seconds:.0f} seconds after the signal: it is ended", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -440,8 +429,7 @@ def run_serve(args: argparse.Namespace) -> None:
     """Listen, load, and serve until a signal ends it."""
     settings = Serve(**given(args, Serve))
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    place = (settings.host, settings.port)
-    listener = socket.create_server(place, family=family, backlog=2048)
+    listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     engine = AsyncLLM(**{"engine_process": True} | given(args, EngineArgs))
@@ -456,8 +444,7 @@ def run_serve(args: argparse.Namespace) -> None:
     bound = f"[{host}]" if ":" in host else host
     print(f"{app.model} is served at http://{bound}:{port}", flush=True)
     if host in ("0.0.0.0", "::") and not settings.allowed_host:
-        hint = 'for clients elsewhere, add --allowed-host NAME (or "*" for any name)'
-        print(hint, flush=True)
+        print('for clients elsewhere, add --allowed-host NAME (or "*" for any name)', flush=True)
     try:
         server.run([listener])
     finally:

@@ -164,7 +164,8 @@ class RequiredReader(PlainReader):
         found: list[JsonObject] = []
         head = None if self.num_calls else HEAD.match(self.held)
         if head:
-            self.num_calls, self.held = 1, self.held[head.end() :]
+            self.num_calls = 1
+            self.held = self.held[head.end() :]
             found.append(new_call(0, json.loads(head[1]), ""))
         if not self.num_calls:  # cut off before the name's end
             return [{"content": self.held}] if reason and self.held else []
@@ -237,7 +238,7 @@ def make_reader(tools: list[Tool], choice: ToolChoice) -> PlainReader:
     return RequiredReader() if choice == "required" else AutoReader()
 
 
-def joined(deltas: list[JsonObject]) -> JsonObject:
+def join_deltas(deltas: list[JsonObject]) -> JsonObject:
     """The deltas of a whole answer as one message's fields: its content, and its calls."""
     content = "".join(delta.get("content", "") for delta in deltas)
     calls: list[JsonObject] = []

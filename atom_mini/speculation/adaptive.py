@@ -39,7 +39,8 @@ class Acceptance:
         self.by_request: dict[int, list[float]] = {}
 
     def learn(self, request: int, drafted: int, accepted: int) -> None:
-        """The first wrong draft says nothing about those after it."""
+        """Note that `accepted` of `drafted` drafts were right. Those after the first
+        wrong one say nothing."""
         own = self.by_request.setdefault(request, self.mean[:])
         for place in range(min(drafted, accepted + 1)):
             right = place < accepted
@@ -80,8 +81,11 @@ class Costs:
         return round(8 * log2(size))
 
     def learn(self, size: float, seconds: float) -> None:
-        """A mean falls faster than it rises: what disturbs a step makes it longer."""
-        key, begin = self.rounded(size), seconds
+        """Move the mean at `size` toward `seconds`, down faster than up, because what
+        disturbs a step makes it longer."""
+        seconds = max(seconds, 1e-9)  # a coarse clock may have measured none
+        key = self.rounded(size)
+        begin = seconds
         if self.other and key not in self.found:
             begin = self.at([size])[0]
         _, mean = self.found.get(key, (size, begin))
@@ -127,6 +131,8 @@ class StepTiming(NamedTuple):
 # %% ../../nbs/speculation/54b_adaptive.ipynb #be589433
 class RuleChooser:
     """Chooses how many drafts each request of a step gets, by what it has measured."""
+
+    found_weight = 0.1  # of a new step in `found`
 
     def __init__(self, places: int) -> None:
         self.acceptance = Acceptance(places)
@@ -271,7 +277,7 @@ class Chooser(BackoffChooser):
         self, ids: list[int], asked: list[int], has: list[int]
     ) -> list[int]:
         """How many to verify of the drafts that there are: at most `has[i]`."""
-        self.found += 0.1 * (sum(has) / sum(asked) - self.found)
+        self.found += self.found_weight * (sum(has) / sum(asked) - self.found)
         if self.is_trial or has == asked:
             return has
         worth = [*map(self.acceptance.worth, ids, has)]
@@ -299,8 +305,8 @@ class AdaptiveCore(SpecCore):
 
     def _choose(self, seqs: Seqs) -> list[int]:
         """The number of drafts of each of `seqs`."""
-        most, ids = self.scheduler.most_drafts(seqs), [seq.id for seq in seqs]
-        asked = self.chooser.choose(ids, most)
+        ids = [seq.id for seq in seqs]
+        asked = self.chooser.choose(ids, self.scheduler.most_drafts(seqs))
         self.num_passes = max(asked)
         if not any(asked):
             return asked
@@ -359,7 +365,8 @@ class AdaptiveCore(SpecCore):
         self.chooser.acceptance.keep(self.scheduler.seqs)
 
     def step(self) -> StepOutput | None:
-        start, self.is_resting = self.clock(), self.chooser.rests
+        start = self.clock()
+        self.is_resting = self.chooser.rests
         done = super().step()
         rested, self.is_resting = self.is_resting, False
         if done is None:

@@ -10,7 +10,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ..config import STRICT, Config, Count, Text, explained
-from ..errors import require
 from ..fields import EngineFields
 
 METHODS: dict[str, tuple[str, ...]] = {  # method -> options that not every method has
@@ -26,9 +25,8 @@ METHODS: dict[str, tuple[str, ...]] = {  # method -> options that not every meth
 class SpeculativeConfig:
     """How drafts are made. The names are those of vLLM's `speculative_config`.
 
-    `method`: a name in `METHODS`. `model`: the draft model's or head's folder or hub
-    id; for a head, None means the one in the checkpoint's folder.
-    `enable_adaptive_verification`: choose each step's number of drafts (chapter 54b).
+    `method`: a name in `METHODS`. `model`: the draft model's or head's folder or hub id; for a head, None means the one
+    in the checkpoint's folder. `enable_adaptive_verification`: choose each step's number of drafts (chapter 54b).
     """
 
     method: str = "ngram"
@@ -119,11 +117,12 @@ def check_same_tokens(target: Any, draft: Any) -> None:
     if target is None or draft is None:
         return
     ours, theirs = target.get_vocab(), draft.get_vocab()
-    differ = {word for word, _ in ours.items() ^ theirs.items()}
-    word = min(differ, default="")
-    first = f"{word!r} is {ours.get(word)} in the target and {theirs.get(word)} in it"
-    wrong = f"the draft model's tokenizer differs in {len(differ)} tokens: {first}"
-    require(not differ, f"{wrong}: set model to one of the same family")
+    if differ := {word for word, _ in ours.items() ^ theirs.items()}:
+        word = min(differ)
+        raise ValueError(
+            f"the draft model's tokenizer differs in {len(differ)} tokens: {word!r} is {ours.get(word)} in the target "
+            f"and {theirs.get(word)} in it: set model to one of the same family"
+        )
 
 
 def read_draft_config(config: EngineFields) -> EngineFields:
@@ -137,8 +136,9 @@ def read_draft_config(config: EngineFields) -> EngineFields:
         own = type(config)(**changed | {"model": model})
     except ValueError as error:
         raise ValueError(f"the draft model {model}: {error}") from None
-    kinds = getattr(own.spec, "layer_types", ())
-    wrong = f"model={model!r} cannot draft: its layers keep a state, which cannot"
-    how = f"{wrong} forget rejected drafts; set another model"
-    require("linear_attention" not in kinds, how)
+    if "linear_attention" in getattr(own.spec, "layer_types", ()):
+        raise ValueError(
+            f"model={model!r} cannot draft: its layers keep a state, of which no copy "
+            "from before the drafts is kept; set another model"
+        )
     return own

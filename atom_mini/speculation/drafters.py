@@ -124,7 +124,8 @@ def extend(seqs: Seqs, new: Drafts, ahead: int, params: SamplingParams) -> Rows:
 
     The last of `new` is `ahead` positions after the sequence's newest token.
     """
-    counts, width = np.array([*map(len, new)]), max(len(s.block_table) for s in seqs)
+    counts = np.array([*map(len, new)])
+    width = max(len(s.block_table) for s in seqs)
     tables = [(s.block_table + [0] * width)[:width] for s in seqs]
     lens = np.array([s.num_tokens + ahead for s in seqs], np.int32)
     return as_rows(ScheduledBatch(
@@ -148,7 +149,8 @@ class DraftModel(ModelDrafter):
         make_runner: Callable[[EngineFields], Any],
     ) -> None:
         super().__init__()  # by_request: how many tokens have K/V here
-        self.vocab_size, own = config.spec.vocab_size, read_draft_config(config)
+        self.vocab_size = config.spec.vocab_size
+        own = read_draft_config(config)
         check_same_tokens(load_tokenizer(config), load_tokenizer(own))
         self.runner = make_runner(own)
         self.max_id = min(self.vocab_size, own.spec.vocab_size) - 1  # in both models
@@ -210,7 +212,8 @@ class DraftModel(ModelDrafter):
 
     def _draw(self, seqs: Seqs, logits: Tensor, lens: np.ndarray) -> Tensor:
         """Draw a token for each sequence, and note its q in `probs`: int64 [B]."""
-        size, params = self.vocab_size, [s.sampling_params for s in seqs]
+        size = self.vocab_size
+        params = [s.sampling_params for s in seqs]
         # a negative amount cuts off ids that the target does not have
         logits = pad(logits, (0, size - logits.shape[1]), value=float("-inf"))
         meta = SamplingMetaData.pack(params, lens, size, self.runner.upload)
@@ -231,7 +234,8 @@ class DraftModel(ModelDrafter):
         counts = rows.queries[0]
         drafts = np.append(rows.scheduled_tokens[1:], NO_DRAFT)
         drafts[counts.cumsum() - 1] = NO_DRAFT  # in each sequence's last row
-        draft_probs, no_draft = list[Tensor](), logits.new_zeros(self.vocab_size)
+        draft_probs = list[Tensor]()
+        no_draft = logits.new_zeros(self.vocab_size)
         for id, n in zip(rows.whole.req_ids, counts.tolist(), strict=True):
             draft_probs += [*self.probs[id][: n - 1], no_draft]
         on_device = torch.from_numpy(drafts).to(p.device)

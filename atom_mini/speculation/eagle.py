@@ -42,7 +42,8 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, spec: HeadSpec, max_position: int, ops: TorchOps) -> None:
         super().__init__()
-        size, attn = spec.hidden_size, SelfAttention(spec, ops)
+        size = spec.hidden_size
+        attn = SelfAttention(spec, ops)
         attn.qkv = Linear(2 * size, attn.qkv.parts, attn.qkv.bias is not None)
         self.midlayer = DecoderLayer(spec, ops, attn, MLP(spec, ops))
         self.midlayer.hidden_norm = RMSNorm(size, spec.rms_norm_eps, ops)
@@ -64,7 +65,8 @@ class Eagle3Head(nn.Module):
         """The next states [T, hidden], before the norm, from `x` [T, 2 hidden]: a token's
         embedding and the state before it. Stores their K/V."""
         embeds, hidden = (half.contiguous() for half in x.chunk(2, -1))
-        layer, table = self.midlayer, self.rotary(positions, x.dtype)
+        layer = self.midlayer
+        table = self.rotary(positions, x.dtype)
         normed, _ = layer.hidden_norm(hidden, None)
         wide = torch.cat([layer.input_layernorm(embeds, None)[0], normed], -1)
         residual = normed if self.norm_before_residual else hidden
@@ -95,7 +97,7 @@ def follow(seqs: Seqs, batch: ScheduledBatch, new: Tokens) -> ScheduledBatch:
         is_last += [row == len(new.get(seq.id, ())) - 1 for row in range(n)]
     if batch.type is SequenceType.DECODE:
         batch = replace(as_rows(batch), is_sampled=np.array(is_last))
-    known = np.maximum(tokens, 0)  # NO_TOKEN ends its request, in this step
+    known = np.maximum(tokens, 0)  # NO_TOKEN (-1) is not an id; its request ends here
     return replace(batch, scheduled_tokens=known)
 
 # %% ../../nbs/speculation/53_eagle.ipynb #58addfbe
@@ -113,7 +115,8 @@ class HeadRunner(ModelRunner):
 
     def _load(self) -> None:
         """Make the head, and a pool of as many blocks as the target's."""
-        self.upload, self.model = self.target.upload, self.make_head(self)
+        self.upload = self.target.upload
+        self.model = self.make_head(self)
         self._set_kv_cache(self.target.kv_cache.shape[2])
         self.kv_cache.zero_()  # a slot holds no NaN before its first pass
 
@@ -124,7 +127,8 @@ class Taps:
     recorded as graphs, write to fixed buffers."""
 
     def __init__(self, model: CausalLM, ids: list[int], max_rows: int = 0) -> None:
-        self.ids, self.found, self.max_rows = ids, dict[int, Tensor](), max_rows
+        self.ids, self.max_rows = ids, max_rows
+        self.found = dict[int, Tensor]()
         like = model.model.norm.weight
         self.fixed = {i: like.new_zeros(max_rows, len(like)) for i in ids}
         for i, layer in enumerate([*model.model.layers, model.model.norm]):
@@ -172,7 +176,8 @@ class HeadDrafter(ModelDrafter):
         cls, config: EngineFields, dtype: torch.dtype
     ) -> tuple[int, int]:
         """Bytes of its weights, with those loaded again, and of a block of its K/V."""
-        (in_all, each), spec = super().memory(config, dtype), config.spec
+        in_all, each = super().memory(config, dtype)
+        spec = config.spec
         if config.tensor_parallel_size > 1:
             numbers = spec.vocab_size * spec.hidden_size
             in_all += (2 - spec.tie_word_embeddings) * numbers * dtype.itemsize
@@ -216,8 +221,9 @@ class EagleDrafter(HeadDrafter):
 
     @classmethod
     def source(cls, config: EngineFields) -> tuple[Path, Any]:
-        given, home = config.speculative_config.model, config.folder
-        folder = resolve_model(given) if given else Path(home or "") / "eagle3"
+        given = config.speculative_config.model
+        own = Path(config.folder or "") / "eagle3"
+        folder = resolve_model(given) if given else own
         return folder, read_head_spec(folder, config.spec)
 
     def load(self, config: EngineFields, target: Any, runner: HeadRunner) -> Eagle3Head:

@@ -24,16 +24,16 @@ def best_drafts(
     `seconds[n]`: a step with n drafts; `drafting[p]`: p passes of the drafter.
     """
     batch = len(worth)
-    best, found = batch / seconds[0], [0] * batch
+    best_rate, best_counts = batch / seconds[0], [0] * batch
     for passes in range(1, max(map(len, worth), default=0) + 1):
         tokens, counts = float(batch), [0] * batch
         for n, (gain, i) in enumerate(ranked(worth, passes), start=1):
             tokens += gain
             counts[i] += 1
             rate = tokens / (seconds[n] + drafting[passes])
-            if rate > best:
-                best, found = rate, counts[:]
-    return found, best
+            if rate > best_rate:
+                best_rate, best_counts = rate, counts[:]
+    return best_counts, best_rate
 
 # %% auto #0
 __all__ = ['ranked', 'best_drafts']

@@ -49,9 +49,11 @@ def find_taps(raw: JsonObject, num_layers: int) -> list[int]:
     nested = raw.get("eagle_config") or {}
     outputs = [i + 1 for i in nested.get(TAPS) or []]
     taps = raw.get(TAPS) or outputs or [2, num_layers // 2, num_layers - 3]
-    fits = all(0 <= i <= num_layers for i in taps)
-    what = f"the head reads the inputs of layers {taps}, the target has {num_layers}"
-    require(fits, f"{what} layers: set model to a head that was trained for it")
+    if not all(0 <= i <= num_layers for i in taps):
+        raise ValueError(
+            f"the head reads the inputs of layers {taps}, the target has {num_layers} layers: "
+            "set model to a head that was trained for it"
+        )
     return taps
 
 
@@ -69,16 +71,17 @@ def read_head_json(folder: Path) -> JsonObject:
     check_fields(file, raw)
     check_fields(file, raw, RULES)
     name, *_ = raw.get("architectures") or ["no architecture"]
-    known = ", ".join(STYLES)
-    what = f"{folder} holds {name}, which is not supported; these are: {known}"
-    require(name in STYLES, what)
+    if name not in STYLES:
+        raise ValueError(f"{folder} holds {name}, which is not supported; these are: {', '.join(STYLES)}")
     is_stated = STYLES[name] is not None or "norm_before_residual" in raw
     require(is_stated, f"{file} does not say norm_before_residual: set it there")
     for key in UNSUPPORTED:
         require(not raw.get(key), f"{file} sets {key}: only false is supported")
-    how = "torch.load(file, weights_only=True), then safetensors.torch.save_file"
-    wrong = f"{folder} has no safetensors, and a pickle (pytorch_model.bin) is not read"
-    require(any(folder.glob("*.safetensors")), f"{wrong}: convert it once with {how}")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} has no safetensors, and a pickle (pytorch_model.bin) is not read: convert it once with "
+            "torch.load(file, weights_only=True), then safetensors.torch.save_file"
+        )
     return raw
 
 
@@ -100,9 +103,11 @@ def read_head_spec(folder: Path, target: ModelSpec) -> HeadSpec:
     check_rope(spec.rope)
     fits |= {name: getattr(target, name) for name in ("hidden_size", "vocab_size")}
     for name, right in fits.items():
-        wrong = f"{folder}: {name} of the head is {getattr(spec, name)}, it must be "
-        how = f"{wrong}{right}: set model to a head that was trained for this target"
-        require(getattr(spec, name) == right, how)
+        if (own_value := getattr(spec, name)) != right:
+            raise ValueError(
+                f"{folder}: {name} of the head is {own_value}, it must be {right}: "
+                "set model to a head that was trained for this target"
+            )
     return spec
 
 
@@ -111,21 +116,21 @@ def map_drafts(offsets: Tensor, spec: HeadSpec) -> Tensor:
     size, limit = spec.draft_vocab_size, spec.vocab_size
     ids = torch.arange(len(offsets)) + offsets.long()
     low, high = int(ids.min()), int(ids.max())
-    wrong = f"d2t maps {len(ids)} tokens to {low}..{high}, it must map "
-    right = f"draft_vocab_size={size} tokens to 0..{limit - 1}"
-    require(len(ids) == size and low >= 0 and high < limit, wrong + right)
+    if len(ids) != size or low < 0 or high >= limit:
+        raise ValueError(
+            f"d2t maps {len(ids)} tokens to {low}..{high}, it must map "
+            f"draft_vocab_size={size} tokens to 0..{limit - 1}"
+        )
     return ids
 
 
-def load_head(
-    folder: Path, spec: HeadSpec, target: Decoder, longest: int, ops: TorchOps
-) -> Any:
+def load_head(folder: Path, spec: HeadSpec, target: Decoder, longest: int, ops: TorchOps) -> Any:
     """The head in `folder`, for `longest` positions; device and dtype are `target`'s."""
-    like, files = target.norm.weight, checkpoint_files(folder)
+    like = target.norm.weight
+    files = checkpoint_files(folder)
     head: Any = load_model(spec, folder, longest, like.device, like.dtype, ops)
     ops.prepare(head)
-    none = torch.zeros(spec.vocab_size, dtype=torch.int64)
-    offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else none
+    offsets = read_tensor(files["d2t"], "d2t") if "d2t" in files else torch.zeros(spec.vocab_size, dtype=torch.int64)
     head.target_ids = map_drafts(offsets, spec).to(like.device)
     if not spec.has_embedding:
         head.embed_tokens = target.embed_tokens

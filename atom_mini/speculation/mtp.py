@@ -117,8 +117,8 @@ class MtpDrafter(HeadDrafter):
 
     def load(self, config: EngineFields, target: Any, runner: HeadRunner) -> MtpHead:
         """The module; ValueError for missing, superfluous, or misshapen weights."""
-        (folder, spec), longest = self.source(config), config.max_model_len or 0
-        place = longest, runner.device, runner.dtype
+        folder, spec = self.source(config)
+        place = config.max_model_len or 0, runner.device, runner.dtype
         head: Any = load_model(spec, folder, *place, runner.ops)
         runner.ops.prepare(head)
         head.embed_tokens, head.last_norm = target.model.embed_tokens, target.model.norm

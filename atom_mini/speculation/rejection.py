@@ -74,10 +74,11 @@ class RejectionSampler:
 def final_probs(logits: Tensor, meta: SamplingMetaData) -> Tensor:
     """The distributions that `Sampler` draws from, given `logits` [R, V] and the
     parameters `meta` of these rows: float32 [R, V]. Each row sums to 1."""
-    sampler, temperature, logits = Sampler(), meta.temperature, logits.float()
+    temperature = meta.temperature
+    logits = logits.float()
     greedy = one_hot(logits.argmax(-1), logits.shape[-1]).float()
     if temperature is None:
         return greedy
-    probs = sampler.filtered(scale_by_temperature(logits, temperature), meta)
+    probs = Sampler().filtered(scale_by_temperature(logits, temperature), meta)
     probs /= probs.sum(-1, keepdim=True)  # min-p cuts without scaling
     return torch.where((temperature == 0)[:, None], greedy, probs)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..engine_core import EngineCore
 from ..fields import EngineFields
-from ..forms import forced_tokens
+from ..forms import prefer_forced
 from ..scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from ..sequence import Sequence, SequenceType
 from .histories import row_histories
@@ -63,7 +63,9 @@ def accept(batch: ScheduledBatch, output: ScheduledBatchOutput) -> ScheduledBatc
 
     `output` is by row of `as_rows(batch)`.
     """
-    tokens, start, kept = batch.scheduled_tokens.tolist(), 0, ScheduledBatchOutput({})
+    kept = ScheduledBatchOutput({})
+    tokens = batch.scheduled_tokens.tolist()
+    start = 0
     for id, n in zip(batch.req_ids, batch.num_scheduled_tokens.tolist(), strict=True):
         rows, drafts = range(start, start + n), tokens[start + 1 : start + n]
         found = [output.token_ids[row][0] for row in rows]
@@ -253,22 +255,17 @@ class SpecCore(EngineCore):
         self.drafter = drafter
         self.scheduler.num_read = lambda seq: self.drafter.num_read(seq)
 
-    def drafts_of(self, seq: Sequence, draft: list[int], most: int) -> list[int]:
-        """`draft`, or the tokens that the form of `seq` forces, if these are others."""
-        params = seq.sampling_params
-        if self.drafter.own_only or params.structured_outputs is None:
-            return draft[:most]
-        answer, vocabulary = seq.completion_token_ids, self.config.vocabulary
-        forced = forced_tokens(params, vocabulary, answer, most)
-        return draft[:most] if draft[: len(forced)] == forced else forced
-
     def before_step(self, batch: ScheduledBatch, seqs: Seqs) -> ScheduledBatch:
         """`batch` of `seqs`, with drafts if it is a decode."""
         if batch.type is not SequenceType.DECODE:
             return batch
         most = self.scheduler.reserve(seqs)
-        proposed = zip(seqs, self.drafter.propose(seqs, most), most, strict=True)
-        drafts = [self.drafts_of(*each) for each in proposed]
+        proposed, drafts = self.drafter.propose(seqs, most), []
+        for seq, draft, n in zip(seqs, proposed, most, strict=True):
+            has_form = seq.sampling_params.structured_outputs is not None
+            if has_form and not self.drafter.own_only:
+                draft = prefer_forced(draft, seq, self.config.vocabulary, n)
+            drafts.append(draft[:n])
         return self.scheduler.add_drafts(batch, seqs, drafts)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:

@@ -1,4 +1,4 @@
-"""The keywords of a JSON schema: one that is misspelled would be ignored, and the answer wrong (chapter 26)."""
+"""The keywords of a JSON schema: one that is misspelled would be ignored, and the answer wrong (chapter 21)."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def check_keywords(schema: JsonObject) -> None:
     a schema that is too large, and one that holds itself in any text."""
     found: list[JsonObject] = []
     for one in all_schemas(schema):
-        check_names(one)
+        check_keyword_names(one)
         check_bounds(one)
         found.append(one)
     check_size(found)
     check_merged(schema, found)
     check_multiples(found)
-    check_end(schema, found)
+    check_recursion(schema, found)
 
 
-def check_names(schema: JsonObject) -> None:
+def check_keyword_names(schema: JsonObject) -> None:
     """ValueError for a keyword that JSON Schema does not have, and for a reference that leads away."""
     odd = [name for name in schema if name not in KNOWN and (name == "x-guidance" or not name.startswith("x-"))][:1]
     require(not odd, f"the schema has the keyword {odd}, which JSON Schema does not have: leave it out")
@@ -105,8 +105,8 @@ def check_size(found: list[JsonObject]) -> None:
     """ValueError for more properties than the library reads in a fraction of a second."""
     held = (one.get("properties") for one in found)
     count = sum(len(one) for one in held if isinstance(one, dict))
-    wrong = f"the schema has {count} properties, and {MOST_PROPERTIES} are the most: take fewer"
-    require(count <= MOST_PROPERTIES, wrong)
+    if count > MOST_PROPERTIES:
+        raise ValueError(f"the schema has {count} properties, and {MOST_PROPERTIES} are the most: take fewer")
 
 
 def check_merged(schema: JsonObject, found: list[JsonObject]) -> None:
@@ -121,8 +121,11 @@ def check_merged(schema: JsonObject, found: list[JsonObject]) -> None:
         if id(entry) not in sizes:
             sizes[id(entry)] = len(json.dumps(entry))
         total += sizes[id(entry)]
-        wrong = f"the entries of allOf, each with the schema that it names, have over {MOST_MERGED} characters"
-        require(total <= MOST_MERGED, f"{wrong}: name a large schema fewer times")
+        if total > MOST_MERGED:
+            raise ValueError(
+                f"the entries of allOf, each with the schema that it names, have over {MOST_MERGED} characters: "
+                "name a large schema fewer times"
+            )
 
 
 def may_mix(schema: JsonObject) -> bool:
@@ -147,14 +150,21 @@ def check_multiples(found: list[JsonObject]) -> None:
     advice = f"the library needs a state for each remainder, and {MOST_MULTIPLE} are the most"
     require(not slow, f"multipleOf={slow[:1]} is too large: {advice}: take a smaller one")
     total = sum(size for size in sizes.values() if size <= MOST_MULTIPLE)
-    wrong = f"the schema has {len(numbers)} different multipleOf, of {total} together: {4 * MOST_MULTIPLE} are the most"
-    require(total <= 4 * MOST_MULTIPLE, f"{wrong}: take fewer")
-    both, most = 1, max(places.values(), default=0)
+    if total > 4 * MOST_MULTIPLE:
+        raise ValueError(
+            f"the schema has {len(numbers)} different multipleOf, of {total} together: "
+            f"{4 * MOST_MULTIPLE} are the most: take fewer"
+        )
+    both = 1
+    most = max(places.values(), default=0)
     for one in numbers if any(map(may_mix, found)) else ():
         both = lcm(both, int(one * 10**most)) if both.bit_length() < 1100 else both
-    shown = ", ".join(sorted(f"{one:.8g}" for one in numbers))
-    wrong = f"multipleOf={shown:.80} may meet in one value, which allOf, $ref, or patternProperties describe in parts"
-    require(is_fast(both), f"{wrong}: {advice}: take numbers with a smaller common multiple")
+    if not is_fast(both):
+        shown = ", ".join(sorted(f"{one:.8g}" for one in numbers))
+        raise ValueError(
+            f"multipleOf={shown:.80} may meet in one value, which allOf, $ref, or patternProperties describe in parts: "
+            f"{advice}: take numbers with a smaller common multiple"
+        )
 
 
 def find(schema: object, ref: str) -> object:
@@ -239,7 +249,7 @@ def ending(root: JsonObject, found: list[JsonObject]) -> set[int]:
     return done
 
 
-def check_end(schema: JsonObject, found: list[JsonObject]) -> None:
+def check_recursion(schema: JsonObject, found: list[JsonObject]) -> None:
     """ValueError for a schema that holds itself in any text, which would never end."""
     done = ending(schema, found)
     circles = {id(one) for one in found} - done

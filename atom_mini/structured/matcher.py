@@ -1,4 +1,4 @@
-"""Which tokens may come next: a mask for each state of a grammar (chapter 26).
+"""Which tokens may come next: a mask for each state of a grammar (chapter 21).
 
 What decides is the grammar and the tokens so far, and nothing else. A draft that is refused, a step that fails, a
 request that starts again after a preemption: none of them has anything to undo here.
@@ -93,7 +93,8 @@ class Masks:
         before = states[self, tokens[:-1]] if is_known else self.start
         if before is None:
             return None
-        matcher, new = before.matcher.deep_copy(), tokens[-1:] if is_known else tokens
+        matcher = before.matcher.deep_copy()
+        new = tokens[-1:] if is_known else tokens
         is_accepted = matcher.try_consume_tokens([*new]) == len(new) or matcher.is_error()
         return state_of(matcher, self.ends, self.known) if is_accepted else None
 

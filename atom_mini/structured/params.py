@@ -1,4 +1,4 @@
-"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapter 26)."""
+"""The form of an answer, under vLLM's names, and all that can be wrong with one (chapter 21)."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def as_text(value: object) -> object:
     """A text that is neither empty nor too long; pydantic checks that it is one."""
     if isinstance(value, str):
         require(value != "", "an empty regex or grammar allows nothing: leave it out")
-        wrong = f"{len(value)} characters of a regex or a grammar: {MOST_CHARACTERS} are the most"
-        require(len(value) <= MOST_CHARACTERS, wrong)
+        if len(value) > MOST_CHARACTERS:
+            raise ValueError(f"{len(value)} characters of a regex or a grammar: {MOST_CHARACTERS} are the most")
         check_halves("a regex or a grammar", value)
     return value
 

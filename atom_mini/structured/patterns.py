@@ -1,4 +1,4 @@
-"""The patterns inside a form, and how long they are with all repetitions written out (chapter 26).
+"""The patterns inside a form, and how long they are with all repetitions written out (chapter 21).
 
 The library reads a pattern when an answer reaches it. One that is too large would end its request there, so it is
 refused when the form is made.
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 
 from ..checkpoint import JsonObject
-from ..errors import require
 from .keywords import all_schemas
 
 MOST_WRITTEN_OUT = 100_000  # characters of a pattern
@@ -43,9 +42,12 @@ def written_out(pattern: str) -> int:
 def check_pattern(pattern: object) -> None:
     """ValueError for a pattern that is too large."""
     if isinstance(pattern, str):
-        size, shown = written_out(pattern), f"the pattern {pattern!r:.100}"
-        wrong = f"{shown} has {float(size):.3g} characters when its repetitions are written out"
-        require(size <= MOST_WRITTEN_OUT, f"{wrong}: {MOST_WRITTEN_OUT} are the most")
+        size = written_out(pattern)
+        if size > MOST_WRITTEN_OUT:
+            raise ValueError(
+                f"the pattern {pattern!r:.100} has {float(size):.3g} characters when its repetitions "
+                f"are written out: {MOST_WRITTEN_OUT} are the most"
+            )
 
 
 def schema_patterns(schema: JsonObject) -> Iterator[object]:
@@ -57,7 +59,8 @@ def schema_patterns(schema: JsonObject) -> Iterator[object]:
 
 def lark_parts(grammar: str) -> Iterator[tuple[str | None, JsonObject]]:
     """(a pattern between slashes, {}) and (None, a schema after %json); not those in comments, texts, and schemas."""
-    end, decoder = 0, json.JSONDecoder()
+    end = 0
+    decoder = json.JSONDecoder()
     while part := LARK.search(grammar, end):
         end = part.end()
         if part[1]:
@@ -66,8 +69,9 @@ def lark_parts(grammar: str) -> Iterator[tuple[str | None, JsonObject]]:
             try:
                 schema, end = decoder.raw_decode(grammar, end)
             except (ValueError, RecursionError) as error:
-                wrong = f"the grammar has no JSON after %json at character {end}"
-                raise ValueError(f"{wrong}: {error!s:.100}: write a schema there") from None
+                raise ValueError(
+                    f"the grammar has no JSON after %json at character {end}: {error!s:.100}: write a schema there"
+                ) from None
             if isinstance(schema, dict):
                 yield None, schema
 
@@ -81,8 +85,11 @@ def check_ignored(grammar: str) -> None:
     """ValueError for a grammar with %ignore whose patterns are too large together: any of them may be ignored."""
     if any(part[3] for part in LARK.finditer(grammar)):
         size = sum(map(written_out, lark_patterns(grammar)))
-        wrong = f"the patterns of a grammar with %ignore have {float(size):.3g} characters when their repetitions are"
-        require(size <= MOST_IGNORED, f"{wrong} written out: {MOST_IGNORED} are the most")
+        if size > MOST_IGNORED:
+            raise ValueError(
+                f"the patterns of a grammar with %ignore have {float(size):.3g} characters when their repetitions "
+                f"are written out: {MOST_IGNORED} are the most"
+            )
 
 
 def lark_schemas(grammar: str) -> list[JsonObject]:

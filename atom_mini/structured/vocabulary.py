@@ -1,4 +1,4 @@
-"""A tokenizer as the library of grammars reads it: the bytes of each token (chapter 26)."""
+"""A tokenizer as the library of grammars reads it: the bytes of each token (chapter 21)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 @lru_cache(8)
 def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
     """The bytes of all tokens. ValueError without the library, a fast tokenizer, or a token that ends a text."""
-    missing = "structured_outputs needs llguidance"
-    require(find_spec("llguidance") is not None, f"{missing}: {install('structured')}")
+    require(find_spec("llguidance") is not None, f"structured_outputs needs llguidance: {install('structured')}")
     require(vocabulary.folder is not None, "structured_outputs needs a tokenizer, and there is none: leave it out")
-    wrong = f"structured_outputs: {vocabulary.folder} names no token that ends a text (eos_token_id), "
-    require(len(vocabulary.ends) > 0, f"{wrong}and without one no form would end: add it to config.json")
+    if not vocabulary.ends:
+        raise ValueError(
+            f"structured_outputs: {vocabulary.folder} names no token that ends a text (eos_token_id), "
+            "and without one no form would end: add it to config.json"
+        )
     return wrap(read_tokenizer(vocabulary), vocabulary)
 
 
@@ -43,7 +45,8 @@ def wrap(tokenizer: Any, vocabulary: Vocabulary) -> LLTokenizer:
     """The library's view of a tokenizer. It has as many tokens as the logits, or more."""
     from llguidance.hf import from_tokenizer
 
-    size, ends = max(vocabulary.size, len(tokenizer)), [*vocabulary.ends]
+    size = max(vocabulary.size, len(tokenizer))
+    ends = [*vocabulary.ends]
     try:
         return from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
     except Exception as error:  # of any kind: from Rust

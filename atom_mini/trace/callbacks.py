@@ -21,9 +21,8 @@ from ..text import Request, TextPiece
 class StreamParams(SamplingParams):
     """`SamplingParams` with a function that is called with each piece of the text.
 
-    It runs after a step, in the thread that ran the step. It may abort requests and add
-    new ones, and the next step waits for it. An aborted request gets no more calls.
-    Source: `stream_callback` of ATOM's `Sequence`.
+    It runs after a step, in the thread that ran the step. It may abort requests and add new ones, and the next step
+    waits for it. An aborted request gets no more calls. Source: `stream_callback` of ATOM's `Sequence`.
     """
 
     stream_callback: Callable[[TextPiece], object] | None = None
@@ -41,8 +40,7 @@ class Callbacks:
         for seq in [*step.seqs, *step.finished]:
             params = seq.sampling_params
             if getattr(params, "stream_callback", None) and seq not in self._requests:
-                reader = self._llm.processor.reader(params)
-                self._requests[seq] = Request(seq, reader, None)
+                self._requests[seq] = Request(seq, self._llm.processor.reader(params), None)
         for seq in [*self._requests]:
             request = self._requests.get(seq)  # None: a function ran steps that ended it
             if request and seq.leave_reason != "abort":

@@ -63,8 +63,10 @@ class Metrics:
     def decode_tokens_per_second(self) -> float:
         return self.num_decode_tokens / (self.decode_seconds or 1)
 
-COLOURS = {"waiting": "#e6b43c70", "held": "#8090a066", "prefill": "#e4572e"}
-COLOURS |= {"decode": "#4d9de0", "preempted": "#b5179e", "finished": "#2a9d5c"}
+COLOURS = {
+    "waiting": "#e6b43c70", "held": "#8090a066", "prefill": "#e4572e",
+    "decode": "#4d9de0", "preempted": "#b5179e", "finished": "#2a9d5c",
+}  # fmt: skip
 
 Event = dict[str, Any]  # one change of one request
 
@@ -100,11 +102,11 @@ class StepRecord:
 
     def why(self, id: int) -> str:
         """Why request `id` waits in this step."""
-        first, why = self.waiting[0], "unknown"
+        first = self.waiting[0]
+        why = "unknown"
         for event in self.events:
             if event["id"] == first and event["event"] in ("refused", "preempted"):
-                taken = "preempted: its blocks were taken in this step"
-                why = event.get("why", taken)
+                why = event.get("why", "preempted: its blocks were taken in this step")
         return why if id == first else f"behind request {first}: {why}"
 
     def phases(self) -> dict[int, str]:
@@ -165,9 +167,8 @@ class Trace:
 
     def to_html(self) -> str:
         """A self-contained page: the template `timeline.html` and the zipped run."""
-        data = json.loads(self.to_json())
-        data |= {"steps": [*self._views()], "colours": COLOURS, "verdicts": VERDICTS}
-        text = json.dumps(data, default=sorted)
+        more = {"steps": [*self._views()], "colours": COLOURS, "verdicts": VERDICTS}
+        text = json.dumps(json.loads(self.to_json()) | more, default=sorted)
         zipped = b64encode(gzip.compress(text.encode(), mtime=0)).decode()
         template = files("atom_mini") / "trace" / "timeline.html"
         return template.read_text("utf-8").replace("/*DATA*/", zipped)
@@ -193,8 +194,7 @@ class Recorder:
         self.manager = core.scheduler.block_manager
         self.zero = self.start = time.perf_counter()
         blocks, size = len(self.manager.pool.blocks), self.manager.block_size
-        budget = core.config.max_num_batched_tokens
-        self.trace = Trace(type(self.scheduler).__name__, blocks, size, budget)
+        self.trace = Trace(type(self.scheduler).__name__, blocks, size, core.config.max_num_batched_tokens)
         self.snapshot: Snapshot = {}, {}  # of the last step that was written
         # each step under way, when it was handed to the runner, and its snapshot
         self.under_way: list[tuple[StepRecord, float, Snapshot]] = []  # two at most
@@ -215,17 +215,14 @@ class Recorder:
     def note(self, event: str, seq: Sequence, **facts: Any) -> None:
         """The scheduler's hook: `event` has happened to `seq`."""
         if event == "added":
-            request = {"prompt": seq.num_prompt_tokens, "token_ids": seq.token_ids}
-            self.trace.requests[seq.id] = request
+            self.trace.requests[seq.id] = {"prompt": seq.num_prompt_tokens, "token_ids": seq.token_ids}
         elif event == "admitted":
             facts["cached"] = seq.num_published_blocks
         elif event == "refused" and "why" not in facts:
             facts = {"why": self._why(seq, **facts)}
         self.trace.tail.append({"event": event, "id": seq.id, **facts})
 
-    def _changes(
-        self, before: Snapshot
-    ) -> tuple[Snapshot, dict[int, BlockRecord]]:
+    def _changes(self, before: Snapshot) -> tuple[Snapshot, dict[int, BlockRecord]]:
         """The present tables and blocks, and the blocks that differ from those `before`."""
         old_tables, blocks = before[0], dict(before[1])
         tables = {seq.id: seq.block_table for seq in self.scheduler.running}
@@ -250,7 +247,8 @@ class Recorder:
     def scheduled(self, batch: ScheduledBatch) -> None:
         """The runner gets `batch`."""
         when, lead = round(1e3 * (self.start - self.zero), 3), _ms_since(self.start)
-        kind, counts = batch.type.name.lower(), batch.num_scheduled_tokens.tolist()
+        kind = batch.type.name.lower()
+        counts = batch.num_scheduled_tokens.tolist()
         tokens = dict(zip(batch.req_ids, counts, strict=True))
         waiting = [seq.id for seq in self.scheduler.waiting]
         computed = {seq.id: seq.num_computed_tokens for seq in self.scheduler.running}
@@ -259,7 +257,8 @@ class Recorder:
         free, total = self.manager.num_free_blocks, self.trace.num_blocks
         cached = sum(not b.owners and b.hash != NO_HASH for b in snapshot[1].values())
         pool = {"used": total - free, "cached": cached, "free": free - cached}
-        state, events = (waiting, computed, pool, changed), self.trace.tail
+        state = (waiting, computed, pool, changed)
+        events = self.trace.tail
         step = StepRecord(kind, tokens, *state, events, when, lead)
         if kind == "decode":  # one token each, and perhaps drafts: chapter 50
             step.drafts = {id: n - 1 for id, n in tokens.items() if n > 1}
@@ -287,6 +286,7 @@ class Recorder:
         """A transaction has ended; if it ran a step, write that."""
         if self.has_run:
             newest, *_ = self.under_way[-1]
+            # on one line: an interrupt in between would record these events twice
             newest.after, self.trace.tail = newest.after + self.trace.tail, []
             self._write()
 

@@ -1,6 +1,6 @@
 """Keeps the book in order: `python nbs/_book/book.py run|export|readme|solutions|fetch|checks [NOTEBOOK ...]`.
 
-A notebook is named by its path or just `04_scheduler`; without any it is all of them.
+A notebook is named by its path or just `04b_scheduler`; without any it is all of them.
 
 run        execute the notebooks (not exercises and what is marked `#| eval: false`, gpu or slow; what is marked ray only
            where Ray is installed, and real only where the real weights are: `make real`), store outputs and a digest
@@ -53,7 +53,7 @@ __import__("show").MUST_HOLD = True
 
 
 def notebooks(names: list[str]) -> list[Path]:
-    """The notebooks named, by a path or just `04_scheduler`, or all of them in reading order."""
+    """The notebooks named, by a path or just `04b_scheduler`, or all of them in reading order."""
     return [Path(n) if n.endswith(".ipynb") else path_of(n) for n in names] or all_notebooks()
 
 

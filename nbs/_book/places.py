@@ -38,7 +38,7 @@ def chapters(root: Path = ROOT) -> list[Path]:
 
 
 def path_of(name: str, root: Path = ROOT) -> Path:
-    """Where the notebook `04_scheduler` is. ValueError if there is none of that name."""
+    """Where the notebook `04b_scheduler` is. ValueError if there is none of that name."""
     found = {path.stem: path for path in notebooks(root)}
     if name not in found:
         raise ValueError(f"no notebook below nbs/ is called {name!r}")

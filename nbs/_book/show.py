@@ -457,20 +457,20 @@ def ink(colour) -> str:
     return "white" if dark > 0.5 else "black"
 
 
-# The engine's modules on one picture: name -> (x, y, the chapters that build it, text)
+# The engine's modules on one picture: name -> (x, y, the chapters that build it or choose it, text)
 MAP = {
-    "llm": (1, 3, "06c 06d 09c 12b", "LLM"),
+    "llm": (1, 3, "06c 06d 09c", "LLM"),
     "options": (0, 2, "01a 01b", "checkpoint,\noptions"),
     "text": (2, 2, "06c 09b", "tokenizer"),
     "core": (6, 3, "06c 09a 14", "each step:\n1, 2, 3, again"),
-    "scheduler": (4.5, 2, "00d 04", "Scheduler\n1 schedule\n3 postprocess"),
-    "runner": (8.5, 2, "06c 08 11b 12a", "ModelRunner\n2 forward"),
+    "scheduler": (4.5, 2, "00d 04 04b 12b", "Scheduler\n1 schedule\n3 postprocess"),
+    "runner": (8.5, 2, "06c 08 11b 11c 12a 12b", "ModelRunner\n2 forward"),
     "sequence": (3.5, 1, "00c 02", "Sequence"),
     "blocks": (5.5, 1, "00c 03", "BlockManager"),
     "index": (5.5, 0, "00c 03b", "prefix cache"),
-    "model": (7.5, 1, "06a 06b 11 22", "model"),
-    "attention": (7.5, 0, "05 10 10a 10b", "attention"),
-    "sampler": (9.5, 1, "06c 07 11a", "sampler"),
+    "model": (7.5, 1, "06a 06b 08b 11 22", "model"),
+    "attention": (7.5, 0, "05 10 10a 10b 12b", "attention"),
+    "sampler": (9.5, 1, "06c 07 11a 12b", "sampler"),
 }
 WAYS = [  # who calls whom
     ("llm", "options"), ("llm", "text"), ("llm", "core"), ("core", "scheduler"), ("core", "runner"),
@@ -522,7 +522,7 @@ def plot_lanes(ax, steps: list[Played], names="abcde") -> None:
     last = {i: x for x, step in enumerate(steps) for i in step.tokens}
     for x, step in enumerate(steps):
         for i, phase in step.phases.items():
-            is_end = x == last.get(i) and step.seqs[i].status.name == "FINISHED"
+            is_end = x == last.get(i) and i in step.seqs and step.seqs[i].status.name == "FINISHED"
             shown.add(phase := "finished" if is_end else phase)
             at, n, colour = ids.index(i), step.tokens.get(i, 0), COLOURS[phase]
             ax.barh(at, 1, left=x, height=0.8, color=colour, ec="white", lw=0.4)
@@ -536,7 +536,7 @@ def plot_lanes(ax, steps: list[Played], names="abcde") -> None:
 
 
 def as_markdown(table: list[Any]) -> str:
-    """What goes together (chapter 21), as a table in Markdown."""
+    """What goes together (docs/together.md), as a table in Markdown."""
     lines = ["| with | only | because |", "|---|---|---|"]
     for row in table:
         needs = [f"`{n}={v[0]!r}`" if len(v) == 1 else f"`{n}` in {[*v]}" for n, v in row.needs.items()]

@@ -26,7 +26,7 @@ from report import OtherLoad, machine, print_table, write_json
 
 from atom_mini import LLM, SamplingParams
 from atom_mini.parallel.core_client import EngineCoreClient
-from atom_mini.parallel.engine_process import FromEngine, Output, Row, decode, encode
+from atom_mini.parallel.engine_process import FromEngine, Output, Row, decode_frame, encode
 from atom_mini.parallel.manager import EngineDead
 from atom_mini.sequence import Sequence, SequenceType
 
@@ -67,7 +67,7 @@ def message_ms(count: int) -> float:
     for place in range(LENGTH):
         start = time.perf_counter()
         rows = [Row(seq.id, place, [5], 0, None) for seq in seqs]
-        output = decode(encode(Output(place, SequenceType.DECODE, count, 0.0, rows)), FromEngine)
+        output = decode_frame(encode(Output(place, SequenceType.DECODE, count, 0.0, rows)), FromEngine)
         for seq, row in zip(seqs, output.rows, strict=True):
             books.take(seq, row)
         times.append(1e3 * (time.perf_counter() - start))

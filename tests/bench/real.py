@@ -8,7 +8,8 @@ second of wall time, prefill included.
 * atom_mini in float32: as it is by default, with `packed=True`, and with `compiled=True`; compiled in bfloat16; compiled with
   `quantization="int8"`; and with both, so that embedding, head and cache have 16 bits, too;
 * OpenVINO GenAI in float32, with `--openvino PYTHON` (a Python that has openvino-genai and optimum-intel);
-* zentorch, AMD's plugin of torch, in float32, with `--zentorch PYTHON` (a Python that has zentorch and transformers);
+* zentorch, AMD's plugin of torch, in float32, with `--zentorch PYTHON` (a Python that has zentorch and transformers), where
+  the processor has AVX-512: without, the plugin changes nothing;
 * llama.cpp, with `--llama PYTHON` (a Python that has llama-cpp-python, gguf and safetensors): files of F32, BF16, Q8_0 and
   Q4_1, made of the same checkpoint; requests are decoded together, as its server does.
 
@@ -202,6 +203,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.model != RANDOM and not is_whole():
         raise SystemExit("no real weights in build/smollm2: run make real")
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if args.zentorch and not instructions.startswith("AVX512"):
+        raise SystemExit(f"zentorch changes nothing on {instructions}, it needs AVX512: measure without --zentorch")
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -183,11 +183,16 @@ def step_times(options: dict[str, Any], rounds: int, context: int = 64) -> dict[
     return {str(n): {"best": 1e3 * min(t), "median": 1e3 * statistics.median(t)} for n, t in clock.found.items()}
 
 
+def not_compiled(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "compiled"}
+
+
 def bench(
     engines: dict[str, Engine], batches: list[int], rounds: int, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """A row per task, batch and drafter."""
     found = []
+    in_torch = not_compiled(options)
     for task, (prompts, num_tokens) in tasks(SIZES["max_num_seqs"]).items():
         tokenizer: Any = engines["none"].llm.tokenizer
         lens = [len(p if isinstance(p, list) else tokenizer(p)["input_ids"]) for p in prompts]
@@ -196,7 +201,7 @@ def bench(
             # a head needs inner states, so its target is never compiled
             kinds = {name: bool(engine.llm.config.compiled) for name, engine in engines.items()}
             clocks = {
-                kind: StepClock(context, (1 + K) * batch, options if kind else {})
+                kind: StepClock(context, (1 + K) * batch, options if kind else in_torch)
                 for kind in {*kinds.values()}
             }
             for turn in range(1 + rounds * 48 // num_tokens):
@@ -235,7 +240,7 @@ def compare(small: str, batches: list[int], rounds: int, options: dict[str, Any]
         "3 of 4 layers": {"method": "draft_model", "model": small},
         "EAGLE head": {"method": "eagle3"},
     }
-    in_torch = {name: value for name, value in options.items() if name != "compiled"}  # a head reads inner states
+    in_torch = not_compiled(options)  # a head reads inner states
     engines = {
         n: Engine(d and {"num_speculative_tokens": K} | d, in_torch if n == "EAGLE head" else options)
         for n, d in drafts.items()

@@ -484,7 +484,7 @@ def test_the_sliders_choose_a_run(tab: Any, runs: dict[tuple[Any, ...], dict[str
 def test_code_is_not_cut(tab: Any, width: int) -> None:
     """88 characters fit without scrolling, in the widest of the fonts that the theme asks for (0.62 em a character)."""
     tab.set_viewport_size({"width": width, "height": 900})
-    tab.goto("04_scheduler.html")
+    tab.goto("04b_scheduler.html")
     room = tab.locator("div.cell_input pre").first.evaluate(
         """pre => (pre.clientWidth - parseFloat(getComputedStyle(pre).paddingLeft) * 2)
         / parseFloat(getComputedStyle(pre).fontSize)"""

@@ -112,6 +112,31 @@ def test_what_readme_says_of_the_options_for_a_cpu_is_recorded(option: str, said
     assert all(ours > theirs for ours, theirs in zip(rates["atom_mini"], generate, strict=True))
 
 
+def test_what_readme_says_of_overlap_on_a_cpu_is_recorded() -> None:
+    score = json.loads((ROOT / "tests" / "bench" / "results" / "score_amd_epyc_2.json").read_text())
+    compiled, overlapped = (score["rungs"][rung]["tokens per second"] for rung in ("compiled", "overlapped"))
+    assert f"costs time: {overlapped:.0f} instead of {compiled:.0f} tokens/s" in (ROOT / "README.md").read_text()
+    assert overlapped < compiled and score["rungs"]["graphs"] is None, "a GPU has run it: say so"
+
+
+def test_what_the_page_of_figures_says_of_a_processor_without_avx512_is_recorded() -> None:
+    results = ROOT / "tests" / "bench" / "results"
+    real, other = (json.loads((results / f"{name}.json").read_text()) for name in ("real", "real_avx2"))
+    loads = "1 request", "8 requests", "32 requests"
+
+    def said(engine: str) -> str:
+        return "{:.2g}, {:.2g}, and {:.2g}".format(*(other[load]["engines"][engine]["ratio_to_generate"] for load in loads))
+
+    page = (ROOT / "docs" / "figures.md").read_text()
+    packed, fast, int8 = (said(f"atom_mini, {kind}") for kind in ("packed", "compiled", "compiled, int8"))
+    assert f"the default {said('atom_mini')}, packed {packed}, compiled {fast}, and compiled int8 {int8}" in page
+    seconds = (other[loads[2]]["engines"][name]["seconds"] for name in ("transformers generate", "atom_mini"))
+    rounds = sorted(theirs / ours for theirs, ours in zip(*seconds, strict=True))
+    assert f"it is {rounds[0]:.2f} to {rounds[-1]:.2f} times as fast" in page and len(rounds) == 5
+    assert f"measured on {other['date'][:10]} on 2 cores of an {other['cpu']} ({other['instructions']})" in page
+    assert 0.4 < other[loads[0]]["gigabytes_per_second"] / real[loads[0]]["gigabytes_per_second"] < 0.6
+
+
 def test_what_readme_says_of_drafts_holds_in_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """"For one request and for four, a lookup gains much on copies and 16 to 31 % on answers", of which 16 is noise, "with more,
     it gains beyond the noise only on 64 copies", and a head gains nothing."""

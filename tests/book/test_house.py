@@ -164,14 +164,29 @@ def test_part_one_mentions_no_later_part(name: str) -> None:
 
 
 LATER = re.compile(r"\]\([^)]*\b[2-8]\d[a-z]?_\w+\.ipynb|(?i:chapters? [2-8]\d)")
+NEXT = re.compile(r"^Next: \[[^\]]+\]\(([^)]+)\)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", PART_ONE, ids=lambda p: p.stem)
 def test_the_text_of_part_one_points_to_no_later_part(path: Path) -> None:
-    """Neither by a link nor by a number; only the appendix may be linked."""
+    """Neither by a link nor by a number; only the appendix may be linked, and from the last chapter the one after it."""
     for cell in nbformat.read(path, as_version=4).cells:
-        found = LATER.search(cell.source) if cell.cell_type == "markdown" else None
+        text = NEXT.sub("", cell.source) if path == PART_ONE[-1] else cell.source
+        found = LATER.search(text) if cell.cell_type == "markdown" else None
         assert found is None, f"cell {cell.id}: {found and found[0]}"
+
+
+def test_each_chapter_ends_with_a_link_to_the_next() -> None:
+    """In the order of docs/chapters.md, and before the solutions."""
+    listed = re.findall(r"^\| \[[^\]]+\]\(([^)]+\.ipynb)\)", (ROOT / "docs" / "chapters.md").read_text(), re.MULTILINE)
+    order = [(ROOT / "docs" / link).resolve() for link in listed]
+    assert len(order) == len(CHAPTERS)
+    for path, following in zip(order, [*order[1:], None], strict=True):
+        texts = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "markdown"]
+        links = [(path.parent / link).resolve() for text in texts for link in NEXT.findall(text)]
+        assert links == ([following] if following else []), path.stem
+        before = [*reversed([text for text in texts if not text.startswith("## Solutions")])]
+        assert not following or NEXT.search(before[0]), f"{path.stem} ends with another text"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,24 @@ def test_interrupted_at_any_line() -> None:
         for at in range(1, 9):
             Wire(at).run(runner.ops.threads.recover)
         assert [out.token_ids for out in llm.generate(asked, few, use_tqdm=False)] == wanted
+
+
+def test_a_step_waits_for_the_threads_of_an_interrupted_one() -> None:
+    from atom_mini.cpu.compiled_step import Threads
+
+    threads, ended, seen = Threads(2), list[bool](), list[int]()
+
+    def interrupted() -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.3)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(interrupted)
+    threads.run(lambda: seen.append(len(ended)))
+    threads.pool.shutdown()
+    assert seen == [1, 1]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

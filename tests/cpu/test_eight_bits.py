@@ -67,10 +67,10 @@ def test_the_largest_sum_fits_into_32_bits(size: int) -> None:
     layer.weight_scale.fill_(1)
     torch.testing.assert_close(layer(x), wanted)
     if find_spec("numba") is not None:
-        from atom_mini.cpu.compiled_loops import linear
+        from atom_mini.cpu.compiled_loops import matmul
 
         ones, bias, found = np.ones(8, "f4"), np.zeros(8, "f4"), np.empty((2, 8), "f4")
-        linear(np.zeros(16, "i8"), 1, x.numpy(), layer.weight.numpy(), bias, found, ones)
+        matmul(np.zeros(16, "i8"), 1, x.numpy(), layer.weight.numpy(), bias, found, ones)
         torch.testing.assert_close(torch.from_numpy(found), wanted)
 
 
@@ -267,7 +267,7 @@ import folders
 import numpy as np
 from test_compiled import SMALL, largest_difference, prompts, run
 from atom_mini import LLM
-from atom_mini.cpu.compiled_loops import LANES, linear
+from atom_mini.cpu.compiled_loops import LANES, matmul
 found = []
 for compiled in (False, True):
     with LLM(sys.argv[1], compiled=compiled, kv_cache_block_size=3, **SMALL) as llm:
@@ -281,10 +281,10 @@ for inputs, outputs in ((64, 16), (192, 124)):
     short = (floats.view("u4") >> 16).astype("u2")  # bfloat16
     for w, each in ((codes, scales), (floats, None), (short, None)):
         found = np.empty((11, outputs), "f4")
-        linear(np.zeros(16, "i8"), 3, x, w, bias, found, each)
+        matmul(np.zeros(16, "i8"), 3, x, w, bias, found, each)
         for rows in range(1, 11):
             part = np.empty((rows, outputs), "f4")
-            linear(np.zeros(16, "i8"), 8, x[:rows], w, bias, part, each)
+            matmul(np.zeros(16, "i8"), 8, x[:rows], w, bias, part, each)
             assert np.array_equal(part, found[:rows]), (w.dtype, inputs, rows)
 print(LANES)
 """

@@ -174,3 +174,11 @@ def test_a_template_gets_its_options(plain: LLM, monkeypatch: pytest.MonkeyPatch
     for bad in ("x", [1], 5, {1: 2}):
         with pytest.raises(ValueError, match="must be a dict of names and values"):
             plain.format_chat(chat, True, bad)  # type: ignore[arg-type]
+
+
+def test_what_a_template_refuses_is_a_value_error(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates ask for roles in turns, and raise errors of Jinja's or of Python's."""
+    for template in ("{{ raise_exception('alternate') }}", "{{ messages.x.y }}", "{% for x in 5 %}{% endfor %}"):
+        monkeypatch.setattr(plain.tokenizer, "chat_template", template)
+        with pytest.raises(ValueError, match=r"^the chat template refuses the conversation: .*(alternate|has no|iterable)"):
+            plain.chat([{"role": "user", "content": "Hi"}], GREEDY)

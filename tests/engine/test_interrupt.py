@@ -29,6 +29,8 @@ DEVICE = ("models.py", "attention.py", "sampler.py")  # torch's side, called hun
 class Tripwire:
     """Raises KeyboardInterrupt before the `at`-th line of the package that runs (counting from 1)."""
 
+    module = ""  # only lines of modules that end so
+
     def __init__(self, at: int) -> None:
         self.left = at
         self.where = ""
@@ -36,7 +38,7 @@ class Tripwire:
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(PACKAGE) or name.endswith(DEVICE):
+        if not name.startswith(PACKAGE) or name.endswith(DEVICE) or not name.endswith(self.module):
             return None
         if event == "line":
             self.left -= 1
@@ -105,14 +107,15 @@ def expect_whole(core: EngineCore) -> None:
 
 
 def interrupt_everywhere(
-    make: Callable[[], EngineCore], requests: list[Request], trace: bool, stride: int = STRIDE
-) -> None:
+    make: Callable[[], EngineCore], requests: list[Request], trace: bool, stride: int = STRIDE,
+    kind: type[Tripwire] = Tripwire, least: int = 30,
+) -> None:  # fmt: skip
     """At one line in `stride`; then the same requests go on, and others come, and all see the oracle's tokens."""
     trial, at, places = Trial(make().config, (), 12, [], 0.0), 0, set()
     expected = [trial.expected(request)[:2] for request in requests]
     while True:
         at += stride
-        core, wire = make(), Tripwire(at)
+        core, wire = make(), kind(at)
         written = record(core) if trace else None
         seqs = [Sequence(r.prompt, 4, r.params, id=i) for i, r in enumerate(requests)]
         if not wire.run(lambda core=core, seqs=seqs: serve(core, seqs)):  # type: ignore[misc]
@@ -129,7 +132,18 @@ def interrupt_everywhere(
             assert [h for entry in seq.logprobs for h in entry.values()] == hashes, wire.where
         if written is not None:
             check_trace(written)
-    assert len(places) > 30, "the wire hardly trips"
+    assert len(places) > least, "the wire hardly trips"
+
+
+class SequenceWire(Tripwire):
+    """In `Sequence`, where each token becomes final by one line."""
+
+    module = "/sequence.py"
+
+
+def test_every_line_of_a_sequence() -> None:
+    """A token and the end that comes with it are known at once: a stride may miss the line between them."""
+    interrupt_everywhere(lambda: make_core({}), REQUESTS, trace=False, stride=1, kind=SequenceWire, least=10)
 
 
 OFTEN = ("hash", "overlap, radix")  # in them, most lines of the others run, too

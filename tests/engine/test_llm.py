@@ -127,6 +127,8 @@ def test_prompts_of_every_kind(llm: LLM, whole: RequestOutput) -> None:
     assert [out.prompt_token_ids for out in outs] == [ids, ids[::-1], ids]
     assert "".join(piece.text for piece in llm.stream(array, GREEDY)) == whole.text  # type: ignore[arg-type]
     assert llm.generate([], GREEDY) == [] and list(llm.stream([], GREEDY)) == []
+    for wrong, says in (([], "empty prompt"), ([[5], [6]], "of type list"), (["a"], "of type str"), (None, "not NoneType")):
+        refused(partial(llm.generate, {"prompt_token_ids": wrong}, GREEDY), says)
 
 
 def test_the_result_of_a_request(llm: LLM) -> None:

@@ -95,20 +95,39 @@ def test_the_measured_steps_hold_what_any_sampling_needs(dtype: str) -> None:
 
 
 def test_a_gpus_pool_gets_what_the_measured_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is made up: of 1,000 GiB 900 are ours, others hold 7, and the steps had a peak of 50."""
+    """On a GPU that is made up: of 1,000 GiB 900 are ours, others hold 7, and the steps had a peak of 50 beside their pool."""
     runner = make_runner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8))
     runner.device = torch.device("cuda")
     peak = [0]
+
+    def allocate(count: int) -> None:
+        runner.kv_cache = torch.empty(count, GIB, device="meta")
+
+    def run() -> None:
+        peak[0] = max(peak[0], runner.kv_cache.nbytes + 50 * GIB)
+
     fakes: dict[str, Any] = {
-        "reset_peak_memory_stats": lambda _: peak.__setitem__(0, 0), "max_memory_allocated": lambda _: peak[0],
-        "memory_reserved": lambda _: 3 * GIB, "mem_get_info": lambda _: (990 * GIB, 1000 * GIB),
+        "reset_peak_memory_stats": lambda _: peak.__setitem__(0, runner.kv_cache.nbytes),
+        "max_memory_allocated": lambda _: peak[0], "memory_reserved": lambda _: 3 * GIB,
+        "mem_get_info": lambda _: (990 * GIB, 1000 * GIB),
         "synchronize": lambda _: None, "empty_cache": lambda: None,
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(runner, "_set_kv_cache", lambda count: None)
-    monkeypatch.setattr(runner, "_run_largest_steps", lambda: peak.__setitem__(0, 50 * GIB))
-    assert runner._free_bytes() == (900 - 7 - 50) * GIB
+    monkeypatch.setattr(runner, "_set_kv_cache", allocate)
+    monkeypatch.setattr(runner, "_run_largest_steps", run)
+    assert runner._free_bytes() == (900 - 7 - 50) * GIB and not len(runner.kv_cache)
+
+
+@pytest.mark.parametrize(("tokens", "longest"), [(64, 64), (64, 32), (64, 24), (64, 2048), (100, 99)])
+def test_the_largest_prefill_has_all_tokens_of_a_step(tokens: int, longest: int) -> None:
+    """Also where the longest sequence does not divide them, and none is longer."""
+    limits = {"max_num_batched_tokens": tokens, "max_model_len": longest}
+    runner = make_runner(EngineArgs("tiny", device="cpu", num_kvcache_blocks=8, **limits))
+    batch = runner._largest_batch()
+    assert batch.total_tokens_num == tokens == batch.num_scheduled_tokens.sum()
+    assert batch.num_scheduled_tokens.max() == min(tokens, longest) and batch.num_scheduled_tokens.min() > 0
+    assert runner.run_model(*runner.prepare_model(batch)).shape[0] == -(-tokens // longest)
 
 
 def test_a_small_step_runs_on_one_thread_and_then_the_callers_count_is_back() -> None:

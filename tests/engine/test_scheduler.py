@@ -98,7 +98,7 @@ def test_the_decode_batch_is_bounded_by_the_budget_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("computed", "missing", "budget", "may_exceed", "expected"),
+    ("computed", "missing", "budget", "may_split_block", "expected"),
     [
         (0, 100, 100, False, 100),  # all of it
         (0, 3, 7, False, 3),
@@ -110,8 +110,8 @@ def test_the_decode_batch_is_bounded_by_the_budget_too() -> None:
         (0, 100, 0, True, 0),
     ],
 )
-def test_next_chunk(computed: int, missing: int, budget: int, may_exceed: bool, expected: int) -> None:
-    assert next_chunk(computed, computed + missing, budget, 4, may_exceed) == expected
+def test_next_chunk(computed: int, missing: int, budget: int, may_split_block: bool, expected: int) -> None:
+    assert next_chunk(computed, computed + missing, budget, 4, may_split_block) == expected
 
 
 # ---- the delay gate ----
@@ -283,10 +283,12 @@ def test_times_and_status_of_a_life(clock: list[float]) -> None:
 def test_a_refusal_names_number_limit_and_knob_and_changes_nothing() -> None:
     scheduler = make(num_kvcache_blocks=3, max_model_len=50)
     add(scheduler, request(0, 4))
-    with pytest.raises(ValueError, match=r"13 tokens.*max_model_len=50.*3 blocks x 4.*num_kvcache_blocks"):
+    with pytest.raises(ValueError, match=r"13 tokens exceeds the pool's 12 \(3 blocks x 4\).*raise num_kvcache_blocks$"):
         scheduler.add(request(1, 13))
-    with pytest.raises(ValueError, match="id 0 is in the engine: take another"):
+    with pytest.raises(ValueError, match="id 0 is in use: choose another"):
         scheduler.add(request(0, 4))
+    with pytest.raises(ValueError, match=r"10 tokens exceeds max_model_len=10 less one .*: .*raise max_model_len$"):
+        make(num_kvcache_blocks=3, max_model_len=10).add(request(1, 10))
     assert [s.id for s in scheduler.waiting] == [0] and scheduler.block_manager.num_free_blocks == 3
     run(scheduler)
     add(scheduler, request(2, 12))  # one less fits

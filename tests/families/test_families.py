@@ -218,7 +218,7 @@ MISTAKES: dict[str, tuple[str, Any, str, str, str]] = {  # the case, whose funct
     "turns everywhere": ("SmolLM3", mixture.VariedAttention, "forward", "not self.turns", "False"),
     "no norm of all heads": (
         "OLMoE", mixture.VariedAttention, "project", "if self.has_whole_norm:", "if False:"),
-    "rows as they come": ("GLM-4.5", disk_names, "reorder", "[:, order]", ""),
+    "rows as they come": ("GLM-4.5", disk_names, "permute_rows", "[:, order]", ""),
     "no sinks": ("windows: gpt-oss", windows, "sink_attention", "sinks is not None", "False"),
     "one key more": ("windows: Qwen3", windows, "seen_keys", "length - n + 1", "length - n"),
     "plain SwiGLU": ("windows: gpt-oss", mixture, "activate", "not limit", "True"),

@@ -25,8 +25,8 @@ from atom_mini.options.command_line import (
     COMMANDS,
     EXAMPLES,
     SPINS,
-    answer,
     parse,
+    print_answer,
     run_chat,
 )
 from atom_mini.options.help import HELP, help_of
@@ -250,10 +250,10 @@ def test_chat_interrupted(capsys: Capture, monkeypatch: Patch, llm: LLM) -> None
         return forward(batch)
 
     monkeypatch.setattr(llm.engine_core.runner, "forward", interrupted)
-    message = answer(llm, messages, params)
+    message = print_answer(llm, messages, params)
     assert capsys.readouterr().out == message["content"] + " [stopped]\n" and is_empty(llm)
     assert message["role"] == "assistant" and len(message["content"]) > 5
-    follow = answer(llm, [*messages, message, {"role": "user", "content": "Go on."}], params)
+    follow = print_answer(llm, [*messages, message, {"role": "user", "content": "Go on."}], params)
     assert len(follow["content"]) > len(message["content"]) and "[stopped]" not in capsys.readouterr().out
 
 

@@ -10,7 +10,6 @@ import random
 import signal
 import tempfile
 import threading
-import time
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -569,7 +568,7 @@ def counted(out: Any, n: int) -> bool:
 @WAYS
 @pytest.mark.parametrize("victim", [0, 1], ids=["a-sender", "a-receiver"])
 def test_a_death_costs_time_and_no_token(victim: int, way: Way, fake: Callable[..., Any]) -> None:
-    """It is noticed within two seconds, and its requests are computed again."""
+    """The end of the process tells of it, before a ping of two seconds could; its requests are computed again."""
     llm = fake(kind=LLM, **LOTS, **over(way, TWO_AND_TWO))
     core, params = core_of(llm), SamplingParams(max_tokens=150, ignore_eos=True)
     *_, first, second = core.engines
@@ -578,10 +577,9 @@ def test_a_death_costs_time_and_no_token(victim: int, way: Way, fake: Callable[.
     seqs = [core.scheduler.seqs[id] for id in ids]
     while len(dead.seqs) < 6:  # a receiver has space for four
         llm.step()
+    dead.ping = 2.0  # only here: a manager that waits for the ping would name it as the cause
     os.kill(dead.process.pid, signal.SIGKILL)
-    killed = time.monotonic()
     wait_for(lambda: dead.dead)
-    assert time.monotonic() < killed + 2
     with pytest.warns(UserWarning, match="requests are computed again.*SIGKILL"):
         while llm.step():
             pass

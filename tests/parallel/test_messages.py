@@ -28,7 +28,6 @@ from atom_mini.parallel.engine_process import (
     MAX_FRAME,
     Abort,
     Add,
-    Answer,
     EngineCoreProc,
     FromEngine,
     Message,
@@ -38,7 +37,8 @@ from atom_mini.parallel.engine_process import (
     Shutdown,
     ToEngine,
     Utility,
-    decode,
+    UtilityOutput,
+    decode_frame,
     encode,
     open_sockets,
     pack_params,
@@ -84,10 +84,10 @@ def test_every_message_arrives_at_its_own_end(message: Message) -> None:
     own, other = ToEngine, FromEngine
     if type(message) not in get_args(ToEngine):
         own, other = other, own
-    found = decode(frame, own)
+    found = decode_frame(frame, own)
     assert found == message and type(found) is type(message) and read_id(frame) == message.id
     with pytest.raises(ValueError, match="not a valid message"):
-        decode(frame, other)
+        decode_frame(frame, other)
 
 
 @settings(max_examples=200, deadline=None)
@@ -99,7 +99,7 @@ def test_garbage_is_a_value_error(frame: bytes, data: st.DataObject) -> None:
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     for kind in (ToEngine, FromEngine, ToRank):
         try:
-            found = decode(bytes(changed), kind)
+            found = decode_frame(bytes(changed), kind)
         except ValueError:
             continue
         if isinstance(found, Add):  # another request, and a whole one
@@ -144,7 +144,7 @@ BAD: dict[str, tuple[bytes, int]] = {  # the frame, and the id that can be read 
 def test_a_bad_frame_is_refused(name: str) -> None:
     frame, id = BAD[name]
     with pytest.raises(ValueError, match="MAX_FRAME" if name == "too large" else "not a valid"):
-        decode(frame, ToEngine)
+        decode_frame(frame, ToEngine)
     assert read_id(frame) == id
 
 
@@ -162,7 +162,7 @@ def test_no_module_runs_its_input() -> None:
 
 
 def sent(**options: Any) -> SamplingParams:
-    add: Any = decode(encode(Add(1, [0], pack_params(SamplingParams(**options)))), ToEngine)
+    add: Any = decode_frame(encode(Add(1, [0], pack_params(SamplingParams(**options)))), ToEngine)
     return SamplingParams(**add.params)
 
 
@@ -183,7 +183,7 @@ def test_parameters_arrive() -> None:
 
 def cross(batch: ScheduledBatch) -> ScheduledBatch:
     """What a rank makes of what a leader sends."""
-    return unpack_batch(decode(pack_batch(batch), ToRank))
+    return unpack_batch(decode_frame(pack_batch(batch), ToRank))
 
 
 def test_a_step_crosses_whole() -> None:
@@ -211,12 +211,20 @@ def test_a_step_crosses_whole() -> None:
                 assert [(p.seed, p.top_k) for p in value] == [(p.seed, p.top_k) for p in other]
             elif name != "whole":
                 assert value == other
-    step: Any = decode(pack_batch(batch), Step)
+    step: Any = decode_frame(pack_batch(batch), Step)
     *arrays, last = step.arrays
     for wrong in (arrays, [*step.arrays, b""], [b"\0" * 7, *arrays[1:], last], [*arrays, last[:-4]]):
         step.arrays = wrong
         with pytest.raises(ValueError):
-            unpack_batch(decode(encode(step), ToRank))
+            unpack_batch(decode_frame(encode(step), ToRank))
+    tokens, counts, lens, *others = arrays
+    for wrong in ([tokens[:-8], counts, lens], [tokens, counts[:-4], lens], [tokens, counts, lens[:-4]]):
+        step.arrays = [*wrong, *others, last]
+        with pytest.raises(ValueError, match="fit together"):
+            unpack_batch(decode_frame(encode(step), ToRank))
+    step.arrays, step.params = [*arrays, last], step.params[:-1]
+    with pytest.raises(ValueError, match="fit together"):
+        unpack_batch(decode_frame(encode(step), ToRank))
 
 
 @pytest.mark.processes
@@ -250,7 +258,7 @@ def test_bad_frames_do_not_end_an_engine(fake: Callable[..., Any]) -> None:
     assert bad.leave_reason == "abort"
     with pytest.raises((ValueError, OverflowError)):  # and nothing is queued
         core.add(Sequence([5], 4, id=2**70))
-    with pytest.raises(ValueError, match="id 7 is in the engine"):
+    with pytest.raises(ValueError, match="id 7 is in use"):
         for _ in range(2):
             core.add(Sequence([5], 4, id=7))
     core.abort(7)
@@ -332,8 +340,8 @@ def test_a_full_queue_stops_only_the_steps(tidy: Path) -> None:
     for _ in range(full):
         front_in.recv()
     thread = start()
-    received = [decode(front_in.recv(), FromEngine) for _ in range(3)]
-    assert [(type(m), m.id) for m in received] == [(Answer, 2), (Answer, 3), (Refused, 1)]
+    received = [decode_frame(front_in.recv(), FromEngine) for _ in range(3)]
+    assert [(type(m), m.id) for m in received] == [(UtilityOutput, 2), (UtilityOutput, 3), (Refused, 1)]
     front_out.send(encode(Shutdown(0)))
     thread.join(5)
     assert not thread.is_alive()

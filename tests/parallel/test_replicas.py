@@ -33,7 +33,7 @@ from atom_mini.parallel.engine_process import (
     Shutdown,
     Utility,
     Wave,
-    decode,
+    decode_frame,
     encode,
     pack_params,
 )
@@ -57,7 +57,7 @@ def on_page(config: Config, runner: Any) -> Any:
     """The loop of a replica, without sockets: its messages are in `sent`."""
     sent: list[Any] = []
     outbox = SimpleNamespace(poll=lambda *_: True)
-    outbox.send = lambda frame: sent.append(decode(frame, FromEngine))
+    outbox.send = lambda frame: sent.append(decode_frame(frame, FromEngine))
     loop = make_loop(EngineCore(config, runner), None, outbox)
     loop.sent = sent
     return loop
@@ -190,7 +190,7 @@ class Outbox:
         self.num_read = 0
 
     def send(self, frame: bytes) -> None:
-        self.sent.append(decode(frame, FromEngine))
+        self.sent.append(decode_frame(frame, FromEngine))
 
     def poll(self, timeout: float, flags: int) -> bool:
         return len(self.sent) < self.num_read + 16

@@ -83,6 +83,17 @@ def test_the_server_answers_a_line(tmp_path: Path) -> None:
     assert [len(row["response"]["body"]["choices"]) for row in found] == [512] * 10
 
 
+def test_log_probabilities_without_a_tokenizer_are_an_answer_with_status_400(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end one line, as over HTTP, not the run."""
+    monkeypatch.setattr("atom_mini.llm.load_tokenizer", lambda config: None)
+    lines = [request("a", [5, 6, 7], max_tokens=2), request("b", [5, 6, 7], max_tokens=2, logprobs=1)]
+    a, b = answers(lines, tmp_path / "in.jsonl")
+    assert (a["response"]["status_code"], b["response"]["status_code"]) == (200, 400)
+    assert b["response"]["body"]["error"]["param"] == "logprobs"
+
+
 def test_a_wrong_file_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ import pytest
 from atom_mini import SamplingParams
 from atom_mini.errors import NOT_HERE
 from atom_mini.serving.async_llm import AsyncLLM
-from atom_mini.serving.protocol import NEUTRAL
+from atom_mini.serving.protocol import NEUTRAL, Offsets
 from atom_mini.serving.server import GracefulServer, Serve, Server
 
 processes = pytest.mark.processes
@@ -240,7 +240,36 @@ def test_logprobs_streamed_are_those_of_the_whole(served: Served, path: str) -> 
         joined = [value for part in parts if part for value in part[name] or ()]
         assert joined == (values or []), name
     tops = whole["top_logprobs"] if path == TEXT else [row["top_logprobs"] for row in whole["content"]]
-    assert tops and all(len(top) <= 2 for top in tops)
+    if path == TEXT:  # with the chosen token, as OpenAI documents it
+        for top, name, value in zip(tops, whole["tokens"], whole["token_logprobs"], strict=True):
+            assert top[name] == value and len(top) == max(2, 1 + [*top].index(name))
+    else:
+        assert tops and all(len(top) == 2 for top in tops)
+
+
+def test_no_likely_token_is_lost_behind_another_of_its_text(served: Served) -> None:
+    """Parts of a character all have the text U+FFFD: in a completion their bytes tell them apart."""
+    body = {"prompt": "\U0001f600\U0001f389 emoji: \U0001f600", "max_tokens": 4, "logprobs": 5}
+    found = served.post(TEXT, body).json()["choices"][0]["logprobs"]
+    assert found["tokens"] == [rf"bytes:\x{byte}" for byte in ("f0", "9f", "98", "80")]
+    assert [max(top, key=top.get) for top in found["top_logprobs"]] == found["tokens"]
+    assert all(len(top) == 5 for top in found["top_logprobs"])
+
+
+def test_offsets_are_places_in_the_text(served: Served) -> None:
+    """The tokens of one emoji have its place, in a stream, too; a special token has no characters."""
+    body = {"prompt": "\U0001f600\U0001f389 emoji: \U0001f600\U0001f389\U0001f600", "max_tokens": 20, "logprobs": 0}
+    whole = served.post(TEXT, body).json()["choices"][0]
+    assert whole["text"] == 5 * "\U0001f600"  # four tokens each
+    assert whole["logprobs"]["text_offset"] == [i // 4 for i in range(20)]
+    parts = [event["choices"][0]["logprobs"] for event in served.events(TEXT, body)]
+    assert [at for part in parts if part for at in part["text_offset"]] == [i // 4 for i in range(20)]
+    tokenizer, offsets = served.engine.llm.tokenizer, Offsets()
+    assert tokenizer is not None
+    for text, end in (("a", 1), ("<|im_end|>", 1), ("\xe9", 2), (" ", 3)):
+        for id in tokenizer.encode(text):
+            offsets.next(tokenizer, id)
+        assert offsets.size == end, text
 
 
 def test_metrics_have_vllms_names(served: Served) -> None:
@@ -303,6 +332,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # of a completion; of a chat, if it
     (X | {"stream_options": {"x": 1}}, "stream_options"), (X | {"prompt": {"a": 1}}, "prompt"),
     (CHAT | {"stream": True, "temperature": -1}, "temperature"),
     (CHAT | {"messages": []}, "messages"), (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     (CHAT | {"messages": [{"role": "user", "content": PARTS}]}, "messages"),
     (CHAT | {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
@@ -318,7 +349,7 @@ def test_a_wrong_field_is_a_400_that_names_it(
 ) -> None:
     """No template comes from a request (CVE-2025-62426), and a misspelt field is not ignored."""
     response = served.post(TALK if "messages" in body else TEXT, body)
-    complain(response, 400, param)
+    assert "SamplingParams" not in complain(response, 400, param)  # which a client does not have
     assert len(response.content) < 3000  # it does not repeat a megabyte
 
 
@@ -364,6 +395,8 @@ def test_paths_methods_models_and_types(served: Served) -> None:
     wrong = served.client.get(TEXT)
     assert TEXT in complain(wrong, 405) and wrong.headers["allow"] == "POST"
     assert "gpt-7" in complain(served.post(TEXT, {"model": "gpt-7", "prompt": "x"}), 404, "model", "model_not_found")
+    body, kind = json.dumps(X | {"max_tokens": 1}).encode(), {"content-type": "Application/JSON; charset=utf-8"}
+    assert served.client.post(TEXT, content=body, headers=kind).status_code == 200  # media types have no case
     form = {"content-type": "text/plain"}  # what another site's page may send
     complain(served.client.post(TEXT, content=json.dumps(STORY), headers=form), 415)
     (model,) = served.client.get("/v1/models").json()["data"]

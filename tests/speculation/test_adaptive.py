@@ -56,6 +56,14 @@ def test_costs_begin_with_what_is_expected() -> None:
     assert verify.at([8])[0] == pytest.approx(5, abs=0.1)
 
 
+def test_a_clock_that_measured_nothing_is_survived() -> None:
+    """Two readings of a coarse clock may be equal."""
+    chooser = Chooser(4)
+    for drafts in (0, 4):
+        chooser.learn(StepTiming(1, 1 + drafts, min(drafts, 1), 1, 0.0, 0.0))
+        assert 0 <= chooser.choose([0], [4])[0] <= 4
+
+
 def test_each_draft_is_a_row() -> None:
     chooser = Chooser(4)
     for _ in range(30):

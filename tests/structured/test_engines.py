@@ -224,7 +224,9 @@ def test_a_recorded_step_samples_with_masks(tmp_path: Path) -> None:
     from atom_mini.gpu.graphs import DeviceGraph, SamplingArrays
 
     only, hot = {"allowed_token_ids": [*range(3, 60, 7)]}, {"temperature": 1.0, "top_k": 3}
-    for more, is_masked in ((only, True), (only | hot, True), (only | {"logprobs": 1}, False), (only | {"min_tokens": 2}, False)):
+    form: dict[str, Any] = {"structured_outputs": S(choice=["yes"])}
+    cases = (only, True), (form, True), (only | hot, True), (only | {"logprobs": 1}, False), (only | {"min_tokens": 2}, False)
+    for more, is_masked in cases:
         arrays = SamplingArrays([SamplingParams(), SamplingParams(**more)])
         assert not arrays.is_simple and arrays.is_masked is is_masked, more
     plain = SamplingArrays([SamplingParams(), SamplingParams(**hot)])

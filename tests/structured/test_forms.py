@@ -18,10 +18,10 @@ import torch
 
 from atom_mini import LLM, Config, SamplingParams, StructuredOutputsParams
 from atom_mini.extras import Extras
-from atom_mini.forms import Form, Vocabulary, barred_by, forced_tokens, packed, spell
+from atom_mini.forms import Form, Vocabulary, barred_by, forced_tokens, packed, prefer_forced, spell
 from atom_mini.sampler import Sampler, SamplingMetaData, on_cpu
 from atom_mini.scheduler import ScheduledBatch
-from atom_mini.sequence import SequenceType
+from atom_mini.sequence import Sequence, SequenceType
 from atom_mini.structured import matcher as matchers
 from atom_mini.structured.params import compiled, held
 from atom_mini.structured.patterns import lark_patterns, lark_schemas, written_out
@@ -585,6 +585,18 @@ def test_forced_tokens_end_before_a_choice() -> None:
     assert forced_tokens(SamplingParams(), vocabulary(), [], 5) == []
     only = SamplingParams(structured_outputs=S(regex="[0-9]"), allowed_token_ids=[one])
     assert forced_tokens(only, vocabulary(), [], 5) == [one]
+
+
+def test_forced_tokens_replace_other_drafts() -> None:
+    """A draft that begins with all of them may go on."""
+    params, (zero, one) = SamplingParams(structured_outputs=S(regex="00[12]xx")), (18, 19)
+    seq, plain = Sequence([1, 2], 16, params), Sequence([1, 2], 16)
+    drafts = ([one], [zero], [zero, one], [zero, zero, one])
+    found = [prefer_forced(draft, seq, vocabulary(), 5) for draft in drafts]
+    assert found == [[zero, zero], [zero, zero], [zero, zero], [zero, zero, one]]
+    seq.append_token(zero)
+    assert prefer_forced([one], seq, vocabulary(), 5) == [zero]
+    assert prefer_forced([one], plain, vocabulary(), 5) == [one]
 
 
 def test_a_vocabulary_that_cannot_spell_a_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atom_mini.serving.protocol import end_reason
-from atom_mini.serving.tools import AutoReader, NamedReader, RequiredReader, joined
+from atom_mini.serving.tools import AutoReader, NamedReader, RequiredReader, join_deltas
 
 pytest.importorskip("llguidance")
 pytest.importorskip("starlette")
@@ -38,7 +38,7 @@ def streamed(served: Served, **more: Any) -> tuple[dict[str, Any], str]:
     """(the joined deltas, the reason of the end) of a stream."""
     found = served.events(TALK, CHAT | {"max_tokens": 80, "temperature": 0} | more)
     choices = [event["choices"][0] for event in found]
-    return joined([choice["delta"] for choice in choices]), choices[-1]["finish_reason"]
+    return join_deltas([choice["delta"] for choice in choices]), choices[-1]["finish_reason"]
 
 
 def test_a_response_format_is_kept(served: Served) -> None:
@@ -143,7 +143,7 @@ def test_calls_between_tags_are_found_in_pieces_of_any_size(text: str, size: int
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     for i, piece in enumerate(pieces):
         deltas += reader.read(piece, "stop" if i + 1 == len(pieces) else None)
-    message, (content, names) = joined(deltas), TEXTS[text]
+    message, (content, names) = join_deltas(deltas), TEXTS[text]
     assert message["content"] == content
     assert [call["function"]["name"] for call in message.get("tool_calls", [])] == names == ["weather"] * reader.num_calls
 
@@ -157,7 +157,7 @@ def test_a_required_call_is_read_in_pieces_of_any_size(size: int, reason: str) -
         deltas: list[Any] = []
         for i in range(0, len(given), size):
             deltas += reader.read(given[i : i + size], reason if i + size >= len(given) else None)
-        (call,) = joined(deltas)["tool_calls"]
+        (call,) = join_deltas(deltas)["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": arguments}
 
 
@@ -168,7 +168,7 @@ def test_a_required_call_that_a_stop_string_cut_off_loses_nothing(size: int, arg
     text, reader, deltas = '{"name": "weather", "arguments": ' + arguments, RequiredReader(), []
     for i in range(0, len(text), size):
         deltas += reader.read(text[i : i + size], "stop" if i + size >= len(text) else None)
-    (call,) = joined(deltas)["tool_calls"]
+    (call,) = join_deltas(deltas)["tool_calls"]
     assert call["function"]["arguments"] == arguments and end_reason(reader, "stop") == "stop"
 
 

@@ -57,12 +57,11 @@ found = {256: 256, 16: 300}
 prompt = [1, 2, 3, 4, 5, 6, 7]  # one too few
 # %% 03b_prefix_cache 2
 one, two = [1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 3, 4, 5, 6, 7, 9]  # the second blocks differ, too
-# %% 04_scheduler 1
-tokens = (4, 5, 9)  # nothing comes after the end
-# %% 04_scheduler 2
-def may_overtake(n: int) -> bool:
-    return n < 100  # c waits for most of them
-# %% 04_scheduler 3
+# %% 04b_scheduler 1
+tokens = (4, 0, 9)  # EOS comes first, so both keep the same
+# %% 04_policy 1
+limit = 6  # one too many
+# %% 04b_scheduler 2
 class FirstIsVictim(Scheduler):
     def _grow(self, seq):
         self.preempt(self.running[0])
@@ -142,9 +141,10 @@ def slots_from_the_end(tables: list[list[int]], lens: list[int], size: int) -> l
     return [t[(n - 1) // size] * size + (n - 1) % size for t, n in zip(tables, lens)]
 
 reserve_is_safe = True  # of slots that do not come from the end
-# %% 08_model_runner 2
-def blocks_that_fit(peak: int, block_bytes: int) -> int:
-    return int((24 * 2**30 - 2**30 - peak) * 0.9) // block_bytes  # 90 % of what is left
+# %% 08b_products_on_a_cpu 1
+num_shapes = 60  # 5 to 64
+# %% 11c_pool_size 1
+second = 0.55  # what the first one leaves
 # %% 09a_engine_core 1
 class ClockRunner(CountingRunner):
     clock = 0.0
@@ -172,9 +172,9 @@ def first_answer(prompts: list[str], params: list[SamplingParams]) -> int:
     stream = llm.stream(prompts, params)
     last = [piece.index for piece in stream if piece.finished]  # until the end
     return last[0]
-# %% 09c_llm 3
-def break_even(parameters, layers, heads, dim) -> int:
-    return int(2 * parameters // kv_bytes(layers, heads, dim, 1024))  # rounded down
+# %% 09d_where_time_goes 1
+def break_even(num_weights, layers, heads, dim) -> int:
+    return int(2 * num_weights // kv_bytes(layers, heads, dim, 1024))  # rounded down
 # %% 11b_one_copy 1
 class Places:
     def __init__(self, device, num_places):
@@ -191,13 +191,15 @@ class Places:
 def pack_tables(tables, lens):
     return tables.reshape(-1)[: lens.sum()], np.concatenate([[0], lens.cumsum()])  # with the padding
 # %% 12b_assemble 1
-class Shortest(Scheduler):
-    def add(self, seq):
-        super().add(seq)
-        self.waiting = type(self.waiting)(sorted(self.waiting, key=lambda s: -len(s)))  # the longest
-# %% 12b_assemble 2
-def needs_torch(name: str) -> bool:
-    return "import torch" in paths[modules.index(name)].read_text()  # not what it imports
+class Counting(ModelRunner):  # without graphs on a GPU
+    num_batches = 0
+
+    def forward(self, batch):
+        self.num_batches += 1
+        return super().forward(batch)
+
+def counting_runner(config: Config) -> type[ModelRunner]:
+    return Counting
 # %% 13_one_request_through 1
 other_prompt = prompt.replace("girl", "hen")  # behind the two blocks that are shared
 # %% 13_one_request_through 2

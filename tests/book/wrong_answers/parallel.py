@@ -68,7 +68,7 @@ def news(known, tables):
     return {id: (old[id], ids[old[id] :]) for id, ids in tables.items() if len(ids) > old[id]}  # as if tables only grew
 # %% 71c_ranks 2
 def follow(last: int, frame: bytes) -> int:
-    return decode(frame, Step).id
+    return decode_frame(frame, Step).id
 # %% 71c_ranks 3
 def late_ranks(entered, now, limit):  # each rank's own last time, whether or not another one waits
     newest = max(map(len, entered))
