@@ -80,8 +80,7 @@ class SamplingParams:
     tokens. `presence_penalty` and `frequency_penalty` are OpenAI's. A text does not end
     before `min_tokens`. Of `n` answers, number i uses `seed + i`. `logit_bias` is added
     to logits, `allowed_token_ids` allows no others, and `bad_words` are never
-    generated. `structured_outputs` is the form that an answer must have. Raises
-    ValueError with the value, the limit, and the field.
+    generated. `structured_outputs`: the form of an answer. Errors name the field.
     """
 
     temperature: Temperature | None = None
