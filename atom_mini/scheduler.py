@@ -37,16 +37,16 @@ class ScheduledBatch:
     block_tables: np.ndarray  # [B, W] int32; arbitrary past a sequence's blocks
     is_sampled: np.ndarray  # [B] bool: False for a chunk that does not end its prompt
     sampling_params: list[SamplingParams]
-    # place in the batch -> all token ids, for requests with penalties
+    # Most steps need only some of the rest. For requests with penalties, by place in the
+    # batch: all token ids, and below, the length of the prompt.
     histories: dict[int, list[int]] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)  # in the matrix of block tables
-    # place in the batch -> length of its prompt, for the same requests
     prompt_lens: dict[int, int] = field(default_factory=dict)
     num_mixed_decodes: int = 0  # of a MIXED batch: its first sequences
 
     @classmethod
     def pack(
-        cls, type: SequenceType, seqs: list[Sequence],
+        cls, kind: SequenceType, seqs: list[Sequence],
         manager: BlockManager, num_mixed_decodes: int = 0,
     ) -> ScheduledBatch:
         """The batch of `seqs`, whose `num_scheduled_tokens` and blocks are set."""
@@ -56,14 +56,14 @@ class ScheduledBatch:
         params = [s.sampling_params for s in seqs]
         tokens = [s.last_token for s in seqs]
         rows = [s.row for s in seqs]
-        if type is not SequenceType.DECODE:
+        if kind is not SequenceType.DECODE:
             tokens = []
             for s in seqs:
                 tokens += s.token_ids[s.num_computed_tokens :][: s.num_scheduled_tokens]
         width = -(-int(context_lens.max()) // manager.block_size)
         past = {i: s.token_ids[:] for i, s in enumerate(seqs) if params[i].is_penalized}
         return cls(
-            type=type, req_ids=[s.id for s in seqs], sampling_params=params, rows=rows,
+            type=kind, req_ids=[s.id for s in seqs], sampling_params=params, rows=rows,
             scheduled_tokens=np.array(tokens, np.int64), num_scheduled_tokens=scheduled,
             context_lens=context_lens, block_tables=manager.block_tables[rows, :width],
             is_sampled=context_lens == np.array([s.num_tokens for s in seqs], np.int32),
@@ -205,7 +205,7 @@ class BaseScheduler:
         if token_id == NO_TOKEN:
             return "not_finite"
         ends = () if seq.sampling_params.ignore_eos else self.eos_token_ids
-        if token_id in ends[:1]:
+        if ends and token_id == ends[0]:
             return "eos"
         if token_id in ends or token_id in seq.stop_ids:
             return f"stop_{token_id}"
@@ -269,6 +269,7 @@ class BaseScheduler:
         self.waiting = deque(self.seqs.values())
         for seq in [*self.waiting]:
             seq.restart()
+            # it lost its K/V; the scheduler's own count is of the policy's preemptions
             seq.num_preemptions += seq.status is SequenceStatus.RUNNING
             seq.status = SequenceStatus.WAITING
             if seq.leave_reason is not None:  # it ended, but was not removed yet
@@ -296,7 +297,8 @@ class Scheduler(BaseScheduler):
         """Admit waiting sequences in order of arrival, and append them to `seqs`.
 
         Stops when the budget is spent, at `max_num_seqs`, or at a sequence that does not fit:
-        too few blocks beside the reserve of the running ones, or no chunk of it.
+        too few blocks beside the reserve of the running ones, a chunk of no tokens, or one
+        that would cut the prompt although `enable_chunked_prefill` is off.
         """
         reserve = sum(map(self._can_grow, self.running)) if self.waiting else 0
         while self.waiting and budget and len(self.running) < self.config.max_num_seqs:

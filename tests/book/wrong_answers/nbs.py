@@ -54,18 +54,24 @@ first, second = list(range(5)), list(range(100, 108))
 # %% 03_block_manager 2
 found = {256: 256, 16: 300}
 # %% 03b_prefix_cache 1
-prompt = [1, 2, 3, 4, 5, 6, 7]  # one too few
+def left_to_compute(length: int, size: int) -> int:
+    return length % size  # nothing, if the last block is full
 # %% 03b_prefix_cache 2
-one, two = [1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 3, 4, 5, 6, 7, 9]  # the second blocks differ, too
+one, two = [*range(12)], [20, *range(1, 12)]  # the first blocks differ as well
 # %% 04b_scheduler 1
 tokens = (4, 0, 9)  # EOS comes first, so both keep the same
 # %% 04_policy 1
 limit = 6  # one too many
 # %% 04b_scheduler 2
-class FirstIsVictim(Scheduler):
+class FirstIsVictim(Scheduler):  # the victim may be in the batch already
     def _grow(self, seq):
-        self.preempt(self.running[0])
-        raise NotImplementedError("it goes wrong, but for no reason of the exercise")
+        while not self.block_manager.can_append(seq):
+            victim = self.running[0]
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        self.block_manager.may_append(seq)
+        return True
 # %% 05_attention 1
 def window_mask(n: int, length: int, window: int) -> Tensor:
     keys = torch.arange(length)
