@@ -99,7 +99,7 @@ class CoreManager(Thread):
             if self.outbox is not None:
                 self.outbox.send(frame, zmq.DONTWAIT)
 
-    def _launch(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         """Start the process, out of reach of a terminal's Ctrl-C."""
         command = [sys.executable, "-c", COMMAND, self.entry, json.dumps(self.recipe)]
         pipe = subprocess.PIPE
@@ -191,7 +191,7 @@ class CoreManager(Thread):
         path = f"{self.recipe['meeting']}/{self.name}"
         try:
             inbox, self.outbox = open_sockets(context, path, is_engine=False)
-            with self._launch() as self.process:  # closes its pipes, and waits for its end
+            with self._start_process() as self.process:  # closes its pipes, and waits for its end
                 try:
                     why = self._listen(inbox)
                 finally:
