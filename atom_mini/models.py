@@ -127,7 +127,9 @@ class TorchOps:
 
     def prepare(self, model: nn.Module) -> None:
         """Let large float32 matrices on a CPU multiply by `multiply_on_cpu`."""
-        for layer in [] if self.is_triton else model.modules():
+        if self.is_triton:
+            return
+        for layer in model.modules():
             if isinstance(layer, Linear) and is_large_on_cpu(layer.weight):
                 layer.multiply = multiply_on_cpu
 
@@ -316,14 +318,14 @@ def is_intel() -> bool:
     return "GenuineIntel" in named
 
 # %% ../nbs/08b_products_on_a_cpu.ipynb #080f0005
-FEW_ROWS = 4  # up to here: `F.linear` on Intel's CPUs, exchanged sides on others
+FEW_ROWS = 4  # up to here, the sides are exchanged
 SOME_ROWS = 64  # up to here, oneDNN multiplies
 
 
 def multiply_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, in] @ weight [out, in].T + bias -> [T, out], all float32."""
     count = len(x)
-    if count > SOME_ROWS or (count <= FEW_ROWS and is_intel()):
+    if count > SOME_ROWS or is_intel():
         return F.linear(x, weight, bias)
     if count > FEW_ROWS:
         x = F.pad(x, (0, 0, 0, -count % 8))
@@ -339,5 +341,5 @@ def is_large_on_cpu(weight: Tensor) -> bool:
     return is_float_on_cpu and weight.numel() >= 2**16 and torch.backends.mkldnn.is_available()
 
 # %% ../nbs/12b_assemble.ipynb #5addca2a
-# spec -> makes the operations (spec, device, dtype) of a model that needs its own
+# class of specs -> function (spec, device, dtype) that makes the operations of its models
 TRITON_OPS: dict[type[ModelSpec], Callable[..., TorchOps]] = {}

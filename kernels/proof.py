@@ -111,7 +111,7 @@ def on_a_cpu() -> Iterator[list[str]]:
     faults = sum(path.read_text().count("\n@ ") for path in (TESTS / "faults").glob("*.txt"))
     yield [
         f"tests notice {faults} planted faults, spread over the package: each in a copy of it, each by the test it names",
-        "CPU", "2026-11-28", "`make test-faults`", "a fault of another kind",
+        "CPU", "2026-12-01", "`make test-faults`", "a fault of another kind",
     ]  # fmt: skip
     near, far = (constant("engine/test_interrupt.py", rf"{name} = (\d+)") for name in ("STRIDE", "FAR"))
     yield [

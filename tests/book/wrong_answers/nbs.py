@@ -148,7 +148,7 @@ def slots_from_the_end(tables: list[list[int]], lens: list[int], size: int) -> l
 
 reserve_is_safe = True  # of slots that do not come from the end
 # %% 08b_products_on_a_cpu 1
-num_shapes = 60  # 5 to 64
+sizes = [13, 26, 39, 52, 64]  # a fifth of 64 each, but the steps begin at 5
 # %% 11c_pool_size 1
 second = 0.55  # what the first one leaves
 # %% 09a_engine_core 1
