@@ -284,7 +284,7 @@ IN_MIXED: dict[str, list[Change]] = {
     "spends_the_decodes_budget_twice": [(MixedScheduler, "_choose", "taken=len(decodes)", "taken=0")],
     # packs a mixed step as if all of its rows were decodes
     "takes_the_newest_token_of_a_chunk": [
-        (ScheduledBatch, "pack", "type is not SequenceType.DECODE", "type is SequenceType.PREFILL"),
+        (ScheduledBatch, "pack", "kind is not SequenceType.DECODE", "kind is SequenceType.PREFILL"),
     ],
     # its last token is a decode, and a chunk as well
     "schedules_a_cut_prompt_twice": [
